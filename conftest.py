@@ -5,8 +5,10 @@ outputs were made with.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,89 +36,62 @@ _stay_after_imports()
 del _stay_after_imports
 """
 
-# Seconds of a processor, roughly, of the files that take seven or more. The rest are quick.
-SECONDS = {
-    "05_fine_tuning.ipynb": 120,
-    "06_before_you_rent.ipynb": 85,
-    "test_browser.py": 78,
-    "10_beyond_one_card.ipynb": 73,
-    "03_gradient_accumulation.ipynb": 56,
-    "test_predict_ranks.py": 54,
-    "08_recompute_or_move.ipynb": 52,
-    "04_gradient_checkpointing.ipynb": 50,
-    "test_sharding.py": 50,
-    "07_mixed_precision.ipynb": 48,
-    "test_claims.py": 41,
-    "test_browser_lessons.py": 38,
-    "test_plan_peft.py": 38,
-    "01_memory_accounting.ipynb": 37,
-    "test_plan_cards.py": 36,
-    "test_families.py": 45,
-    "test_answers_bank.py": 32,
-    "test_exercises.py": 32,
-    "09_optimizers_and_adapters.ipynb": 30,
-    "11_make_it_fit.ipynb": 30,
-    "test_predict.py": 30,
-    "test_tracker_ranks.py": 30,
-    "02_manual_adam.ipynb": 26,
-    "test_notebooks.py": 26,
-    "test_fit.py": 22,
-    "test_predict_traces.py": 22,
-    "test_models.py": 21,
-    "test_puzzles.py": 21,
-    "test_best_schedule.py": 20,
-    "test_benchmark_finetune.py": 19,
-    "test_benchmarks.py": 18,
-    "00_start_here.ipynb": 17,
-    "test_view.py": 17,
-    "test_tracker.py": 17,
-    "test_accounting.py": 16,
-    "test_finetune.py": 15,
-    "test_benchmark_recompute.py": 15,
-    "test_data_parallel.py": 15,
-    "test_printed_code.py": 14,
-    "test_predict_modules.py": 14,
-    "test_plan.py": 13,
-    "test_without_widgets.py": 13,
-    "test_bert_large.py": 13,
-    "test_checkpointing.py": 12,
-    "test_plan_search.py": 11,
-    "test_offload.py": 11,
-    "test_tracker_limits.py": 11,
-    "test_schedule_pictures.py": 11,
-    "test_interrupted.py": 10,
-    "test_diagnosis.py": 9,
-    "test_lesson_08_text.py": 9,
-    "test_benchmark_optimizers.py": 9,
-    "test_selective.py": 9,
-    "test_segments.py": 9,
-    "test_lesson_06.py": 8,
-    "test_compat.py": 8,
-    "test_guesses.py": 7,
-    "test_explorer.py": 7,
-    "test_dist.py": 7,
-    "test_accumulation.py": 7,
-}
-
-
-def seconds(path) -> int:
-    return SECONDS.get(path.name, 0)
+# The seconds of each file of tests and each notebook, as the last recorded run took them.
+DURATIONS = Path(__file__).parent / "tests" / "durations.json"
+LONG = 7  # seconds from which on a file is left out by --quick
+RECORDED: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
 
 
 def pytest_addoption(parser) -> None:
     parser.addoption(
-        "--quick", action="store_true", help="leave out the files that take seven seconds or more"
+        "--quick", action="store_true", help=f"leave out files that take {LONG} seconds or more"
+    )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write the seconds of each file that runs to tests/durations.json",
     )
 
 
+def seconds(path: Path, rootpath: Path) -> float:
+    return RECORDED.get(path.relative_to(rootpath).as_posix(), 0)
+
+
 def pytest_ignore_collect(collection_path, config):
-    return True if config.getoption("--quick") and seconds(collection_path) else None
+    if not config.getoption("--quick") or collection_path.is_dir():
+        return None
+    return True if seconds(collection_path, config.rootpath) >= LONG else None
 
 
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
     # Two workers end together if what takes minutes is not what comes last. The order within a file
     # stays.
-    items.sort(key=lambda item: -seconds(item.path))
+    items.sort(key=lambda item: -seconds(item.path, config.rootpath))
+
+
+class Recorder:
+    """Adds up the seconds of each file's tests, also of those that other workers run."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self, session) -> None:
+        known = RECORDED | {file: round(taken) for file, taken in self.seconds.items()}
+        kept = {
+            file: taken
+            for file, taken in sorted(known.items())
+            if taken >= LONG and Path(session.config.rootpath, file).exists()
+        }
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def pytest_configure(config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("--record-durations") and not is_worker:
+        config.pluginmanager.register(Recorder())
 
 
 def stay() -> None:

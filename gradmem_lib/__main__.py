@@ -46,10 +46,10 @@ def _progress(options: argparse.Namespace) -> int:
 
 def _class(options: argparse.Namespace) -> int:
     try:
-        from .course.teacher.class_board import keep
+        from .course.teacher.class_board import run_board
 
         look = {"names": options.names, "hide": options.hide}
-        keep(options.folder, options.out, once=options.once, **look)
+        run_board(options.folder, options.out, once=options.once, **look)
     except KeyboardInterrupt:  # before the first page is written
         return 130
     except (OSError, ValueError) as error:

@@ -93,7 +93,8 @@ def test_the_sdist_is_the_whole_course(built):
     ).stdout
     with tarfile.open(built["sdist"]) as sdist:
         inside = {name.partition("/")[2] for name in sdist.getnames()}
-    assert set(tracked.splitlines()) - inside == {".gitignore"}
+    of_git = {".gitignore", ".git-blame-ignore-revs"}
+    assert set(tracked.splitlines()) - inside == of_git
 
 
 def test_the_wheel_finds_what_it_carries_away_from_the_repository(built, tmp_path):
@@ -105,7 +106,7 @@ def test_the_wheel_finds_what_it_carries_away_from_the_repository(built, tmp_pat
         from gradmem_lib.course.machine import course_files
         from gradmem_lib.course.setup import lab
         assert not course_files.in_checkout(), course_files.__file__
-        assert lab.deliver(Path(sys.argv[1])) == {}
+        assert lab.copy_lessons(Path(sys.argv[1])) == {}
         assert (course_files.course_folder("benchmarks/results") / "checkpointing.json").is_file()
         """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -196,7 +197,7 @@ class Course:
         self.version += 1
         for path in lab.notebooks().values():
             path.write_text(f"version {self.version}")
-        return lab.deliver(self.folder)
+        return lab.copy_lessons(self.folder)
 
     def has(self) -> dict[str, str]:
         return {
@@ -221,7 +222,7 @@ def test_an_update_replaces_what_is_untouched_and_arrives_beside_what_is_not(cou
     }
     # The same version a second time does nothing, also where the learner has thrown it away.
     (course.folder / "a.new.ipynb").unlink()
-    assert lab.deliver(course.folder) == {} and "a.new.ipynb" not in course.has()
+    assert lab.copy_lessons(course.folder) == {} and "a.new.ipynb" not in course.has()
     # A newer one beside, that nobody has touched, makes room for the next; a changed one does not.
     assert course.update() == {"a.ipynb": "a.new.ipynb"}
     assert (
@@ -240,7 +241,7 @@ def test_an_update_replaces_what_is_untouched_and_arrives_beside_what_is_not(cou
 def test_a_notebook_that_is_gone_comes_back_as_new(course):
     course.update()
     (course.folder / "a.ipynb").rename(course.folder / "mine.ipynb")
-    assert lab.deliver(course.folder) == {}
+    assert lab.copy_lessons(course.folder) == {}
     assert course.has()["a.ipynb"] == course.has()["mine.ipynb"] == "version 1"
 
 
@@ -262,7 +263,7 @@ def test_without_its_manifest_whatever_differs_is_a_learners(course, manifest):
 def test_nothing_is_written_where_nothing_is_new(course, monkeypatch):
     course.update()
     monkeypatch.setattr(lab, "_write", lambda path, content: pytest.fail(f"wrote {path}"))
-    assert lab.deliver(course.folder) == {}
+    assert lab.copy_lessons(course.folder) == {}
 
 
 def test_an_interruption_leaves_no_half_notebook(course, monkeypatch):
@@ -348,8 +349,8 @@ def test_whatever_happens_a_learners_work_stays_and_the_newest_version_is_there(
                     text for place, text in course.has().items() if "/" not in place
                 }
             elif what == "again":
-                lab.deliver(course.folder)
-                assert lab.deliver(course.folder) == {}
+                lab.copy_lessons(course.folder)
+                assert lab.copy_lessons(course.folder) == {}
             elif what == "forget":
                 (course.folder / lab.MANIFEST).unlink(missing_ok=True)
             elif what == "delete":

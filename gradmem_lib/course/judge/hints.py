@@ -1,6 +1,6 @@
 """Finds out from a wrong answer's numbers what it does, if no known mistake explains all of it.
 
-A sentence says what to look at. ``judging`` adds the case in which it shows.
+A sentence says what to look at. ``verdict`` adds the case in which it shows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _same(mine: dict[Path, Any], theirs: dict[Path, Any], tolerance: float) -> d
     }
 
 
-def most_alike(
+def nearest_mistake(
     got: Any,
     expected: Any,
     known: Iterable[tuple[str, Any]],
@@ -101,7 +101,7 @@ def _wrong_places(mine: dict[Path, Any], wanted: dict[Path, Any], tolerance: flo
     return [path for path, same in _same(mine, wanted, tolerance).items() if not same]
 
 
-def fact(got: Any, expected: Any, tolerance: float) -> str:
+def relation(got: Any, expected: Any, tolerance: float) -> str:
     """What the numbers themselves show: another kind of value, always the same value, or everywhere
     too large by one factor.
     """
@@ -162,7 +162,9 @@ def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
         (path for path, same in compared(got, expected, tolerance).items() if not same), None
     )
     value = plain(mine.get(first))
-    return fact(got, expected, tolerance) if isinstance(value, Real) and math.isnan(value) else ""
+    return (
+        relation(got, expected, tolerance) if isinstance(value, Real) and math.isnan(value) else ""
+    )
 
 
 def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
@@ -239,7 +241,7 @@ def _instead_of_a_list(got: Any, expected: tuple) -> str:
     return ""
 
 
-def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> str:
+def insensitive_argument(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> str:
     """An argument that has no effect on an answer, or too much: found by doubling one at a time."""
     base, powers = cases.cases[0], []
     for place, name in enumerate(names[: len(base)]):
@@ -286,7 +288,7 @@ def _number(function: Callable, case: tuple) -> float | None:
         return None
 
 
-def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
+def partial_credit(got: Any, expected: Any, tolerance: float, name: str) -> str:
     """What is right already: whole cases, and entries of the first wrong case; empty if nothing is
     right.
     """

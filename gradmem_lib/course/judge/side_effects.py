@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ... import compat
-from ..machine import compat as compat_course
+from ..machine import compat as course_compat
 
 # What an answer left behind: a name for it, such as ("model", "another mode"), and a sentence. The
 # sentence is empty where only what the reference does counts.
@@ -226,8 +226,8 @@ def switches() -> dict[str, Any]:
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
         "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "hooks on every module": compat_course.global_hooks(),
-        "saved-tensor hooks": compat_course.saved_tensor_hooks(),
+        "hooks on every module": course_compat.global_hooks(),
+        "saved-tensor hooks": course_compat.saved_tensor_hooks(),
     }
 
 
@@ -238,7 +238,7 @@ def process_state() -> dict[str, Any]:
         "the environment": dict(os.environ),
         "the recursion limit": sys.getrecursionlimit(),
         "garbage collection": gc.isenabled(),
-        "the way in which tensors are printed": compat_course.print_options(),
+        "the way in which tensors are printed": course_compat.print_options(),
         "the way in which numpy prints": numpy.get_printoptions(),
         "threads": {thread for thread in threading.enumerate() if type(thread) is threading.Thread},
     }
@@ -251,7 +251,7 @@ def _working_directory() -> str:
         return ""
 
 
-def left_switched(before: dict[str, Any]) -> Iterator[Left]:
+def changed_switches(before: dict[str, Any]) -> Iterator[Left]:
     """What is left of each switch that has changed."""
     now = switches()
     for name, value in before.items():
@@ -314,7 +314,7 @@ def _autocast(before, now) -> str:
     return "changed"
 
 
-def put_back(before: dict[str, Any]) -> None:
+def restore(before: dict[str, Any]) -> None:
     """Restore every switch."""
     now = switches()
     if now == before:
@@ -335,11 +335,11 @@ def put_back(before: dict[str, Any]) -> None:
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
     torch.set_float32_matmul_precision(before["the precision of float32 products"])
-    compat_course.put_back_global_hooks(before["hooks on every module"])
-    compat_course.put_back_saved_tensor_hooks(before["saved-tensor hooks"])
+    course_compat.restore_global_hooks(before["hooks on every module"])
+    course_compat.restore_saved_tensor_hooks(before["saved-tensor hooks"])
 
 
-def put_back_process(before: dict[str, Any]) -> None:
+def restore_process(before: dict[str, Any]) -> None:
     """Restore what holds for the whole process, except threads."""
     if before["the working directory"] not in ("", _working_directory()):
         os.chdir(before["the working directory"])

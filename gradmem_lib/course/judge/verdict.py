@@ -161,7 +161,7 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
             before, process = side_effects.switches(), side_effects.process_state()
             value = exercise.observe(subject)
             unfinished = has_ellipsis(value) and not is_attempt(candidate)
-            watch.left += side_effects.left_switched(before)
+            watch.left += side_effects.changed_switches(before)
             watch.left += side_effects.left_in_process(process)
     except KeyboardInterrupt:
         raise
@@ -204,7 +204,7 @@ class _Watch:
             result = function(*args, **kwargs)
             if has_ellipsis(result) and not is_attempt(function):
                 raise _Unfinished
-            self.left += [*given.changes(), *side_effects.left_switched(switches)]
+            self.left += [*given.changes(), *side_effects.changed_switches(switches)]
             self.returns_none = result is None
             return result
 
@@ -236,8 +236,8 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         contextlib.ExitStack() as afterwards,
     ):
-        afterwards.callback(side_effects.put_back, switches)
-        afterwards.callback(side_effects.put_back_process, process)
+        afterwards.callback(side_effects.restore, switches)
+        afterwards.callback(side_effects.restore_process, process)
         afterwards.callback(random.setstate, random.getstate())
         afterwards.callback(numpy.random.set_state, numpy.random.get_state())
         warnings.simplefilter("ignore")
@@ -451,7 +451,7 @@ def _diagnosis(
         return f"{place}the numbers are right, the bytes are too many. {over}"
     if not callable(exercise.reference):
         return place + found.hinted
-    right = hints.so_far(run.value, expected.value, exercise.tolerance, exercise.name)
+    right = hints.partial_credit(run.value, expected.value, exercise.tolerance, exercise.name)
     return f"{right}; {place}{_said(found)}" if right and place else place + _said(found)
 
 
@@ -468,18 +468,20 @@ def _recognised(
     got, wanted, tolerance = run.value, expected.value, exercise.tolerance
     values = [(says, theirs.value) for says, theirs in known if not theirs.failure]
     says = (
-        hints.most_alike(got, wanted, values, tolerance, all_of_it=True)
+        hints.nearest_mistake(got, wanted, values, tolerance, all_of_it=True)
         or hints.not_a_number(got, wanted, tolerance)
         or _explained(exercise, got, wanted)
-        or hints.most_alike(got, wanted, values, tolerance)
+        or hints.nearest_mistake(got, wanted, values, tolerance)
     )
     if says or not callable(exercise.reference):
         return says
-    says = hints.fact(got, wanted, tolerance)
+    says = hints.relation(got, wanted, tolerance)
     if not says and isinstance(exercise.observe, Calls) and callable(candidate):
         names = list(inspect.signature(exercise.reference).parameters)
         with _undisturbed(), time_limit.stopped_after(time_limit.SECONDS):
-            says = hints.effect(exercise.observe, names, candidate, exercise.reference)
+            says = hints.insensitive_argument(
+                exercise.observe, names, candidate, exercise.reference
+            )
     return says
 
 

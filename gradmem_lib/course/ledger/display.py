@@ -20,7 +20,7 @@ def value(number: int | float | str) -> str:
     return f"{number:.3g}" if isinstance(number, float) else number
 
 
-def beside(figure: Figure) -> str:
+def with_claimed(figure: Figure) -> str:
     """A figure beside the claimed one, as text."""
     return f"{figure.what}: {figure.text} (claimed {figure.claimed})"
 
@@ -50,7 +50,7 @@ def as_text(claim: Claim, finding: Finding | None, figures: bool = False) -> str
     if finding is not None:
         parts += [
             finding.sentence,
-            *(f"- {beside(figure)}" for figure in finding.shown),
+            *(f"- {with_claimed(figure)}" for figure in finding.shown),
             finding.why,
         ]
     lines = [
@@ -70,7 +70,7 @@ def as_html(claim: Claim, finding: Finding | None, figures: bool = False) -> str
     if finding is None:
         return f"<p><b>{claim.id} {OPEN}</b>: {html.escape(claim.says)}</p>"
     head = f"<b>{claim.id} {finding.verdict}</b>: {html.escape(claim.says)}"
-    shown = "".join(f"<li>{html.escape(beside(figure))}</li>" for figure in finding.shown)
+    shown = "".join(f"<li>{html.escape(with_claimed(figure))}</li>" for figure in finding.shown)
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value(number))}</td></tr>"
         for name, number in (finding.figures if figures else {}).items()

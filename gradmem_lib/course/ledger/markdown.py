@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from ..machine.course_files import IMPORT_ROOT
-from .display import OPEN, beside, value
+from .display import OPEN, value, with_claimed
 from .finding import VERDICTS, Finding
 from .table import CLAIMS, DOCUMENTS, Claim
 
@@ -88,7 +88,7 @@ def _figures(finding: Finding) -> list[str]:
         lines.append(
             f"- {figure.what}: {figure.text}"
             if figure.claimed == claimed
-            else f"- {beside(figure)}"
+            else f"- {with_claimed(figure)}"
         )
         claimed = figure.claimed
     return lines

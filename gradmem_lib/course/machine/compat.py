@@ -63,7 +63,7 @@ def global_hooks() -> list[dict]:
     return [dict(hooks) for hooks in _GLOBAL_HOOKS]
 
 
-def put_back_global_hooks(before: list[dict]) -> None:
+def restore_global_hooks(before: list[dict]) -> None:
     for hooks, were in zip(_GLOBAL_HOOKS, before, strict=True):
         hooks.clear()
         hooks.update(were)
@@ -74,7 +74,7 @@ def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> None:
+def restore_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> None:
     while saved_tensor_hooks() not in (before, None):
         torch._C._autograd._pop_saved_tensors_default_hooks()
     if saved_tensor_hooks() != before:

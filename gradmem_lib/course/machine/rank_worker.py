@@ -25,7 +25,7 @@ from ...view import live, pictures
 FOLDER = "GRADMEM_FORK_SERVER"
 
 
-def _sweep(folder: str, kernel: int) -> None:
+def _delete_abandoned(folder: str, kernel: int) -> None:
     """Clean up after a killed kernel, which could not do it.
 
     Its line ends some moments before the kernel does.
@@ -41,10 +41,10 @@ if FOLDER in os.environ:
     os.setsid()  # only the kernel answers a signal to its group
     # until a rank works: imported modules are no garbage, and the search takes half a second
     gc.disable()
-    atexit.register(_sweep, os.environ.pop(FOLDER), os.getppid())
+    atexit.register(_delete_abandoned, os.environ.pop(FOLDER), os.getppid())
 
 
-def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
+def run_as_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
     """Run a rank's process from start to end.
 
     ``line``, ``out`` and ``err`` lead to the kernel: reports, prints and warnings.
@@ -65,7 +65,7 @@ def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
             line.send((kind, value))
 
     main = threading.get_ident()
-    threading.Thread(target=_hear_kernel, args=(line, send, main, leave), daemon=True).start()
+    threading.Thread(target=_answer_kernel, args=(line, send, main, leave), daemon=True).start()
     try:
         value = _run(task, send)
         sys.stdout.flush()
@@ -92,13 +92,13 @@ def _run(task: bytes, send: Callable) -> bytes:
     torch.set_num_threads(1)
     function, args, watched = cloudpickle.loads(task)
     if watched:
-        drawn = {**vars(pictures), "LivePlot": partial(_FarPlot, send, count())}
+        drawn = {**vars(pictures), "LivePlot": partial(_RemotePlot, send, count())}
         register(lambda: SimpleNamespace(**drawn), has_viewer=True)
     dist.init_process_group("gloo")
     return cloudpickle.dumps(function(*args))
 
 
-def _hear_kernel(line, send: Callable, main: int, leave: threading.Event) -> None:
+def _answer_kernel(line, send: Callable, main: int, leave: threading.Event) -> None:
     """Runs on its own thread: ends the rank when the kernel is gone."""
     while not leave.is_set():
         try:
@@ -128,7 +128,7 @@ def stack_of(frames: list[tuple[str, int, str]]) -> str:
     return "".join(traceback.format_list([(*frame, None) for frame in frames]))
 
 
-class _FarPlot:
+class _RemotePlot:
     """A tracker's live plot, which the kernel draws."""
 
     def __init__(self, send: Callable, numbers, *, title: str = "", budget: int | None = None):

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...display import in_kernel
-from .rank_worker import FOLDER, be_rank, stack_of
+from .rank_worker import FOLDER, run_as_rank, stack_of
 
 _PRELOAD = [
     "gradmem_lib.course.machine.rank_worker",
@@ -86,10 +86,10 @@ def run_ranks(
             from ...view.ranks import RankPictures
 
             pictures = stack.enter_context(RankPictures(ranks))
-        crew = _Crew(pictures, everyone)
-        stack.callback(crew.end)
-        crew.start(ranks, task, stack.enter_context(_store()))
-        found = [cloudpickle.loads(value) for value in crew.results(seconds)]
+        group = _RankGroup(pictures, everyone)
+        stack.callback(group.end)
+        group.start(ranks, task, stack.enter_context(_store()))
+        found = [cloudpickle.loads(value) for value in group.results(seconds)]
     return found
 
 
@@ -106,8 +106,10 @@ class _Rank:
         self.failed: tuple[float, list, str] | None = None  # when, where, what
         self.stands: list = []  # where it was after its time
         self.gone = False
-        self.process = context.Process(target=be_rank, args=(task, environment, theirs, *far_ends))
-        with _alone():
+        self.process = context.Process(
+            target=run_as_rank, args=(task, environment, theirs, *far_ends)
+        )
+        with _without_main_program():
             self.process.start()
         for end in (theirs, *far_ends):
             end.close()
@@ -140,7 +142,7 @@ class _Rank:
         self.process.close()
 
 
-class _Crew:
+class _RankGroup:
     """The ranks of one call."""
 
     def __init__(self, pictures: Any, everyone: bool):
@@ -160,9 +162,8 @@ class _Crew:
                 )
             context.set_forkserver_preload(_PRELOAD)
         for rank in range(ranks):
-            self.ranks.append(
-                _Rank(context, partial(self._told, rank), task, _environment(rank, ranks, port))
-            )
+            report = partial(self._on_report, rank)
+            self.ranks.append(_Rank(context, report, task, _environment(rank, ranks, port)))
 
     def results(self, seconds: float) -> list[bytes]:
         until = time.monotonic() + seconds
@@ -183,19 +184,19 @@ class _Crew:
                     stream.writelines(f"rank {number}: {line}\n" for line in text.splitlines())
         return [rank.returned for rank in self.ranks]
 
-    def _listen(self, patience: float) -> None:
+    def _listen(self, timeout: float) -> None:
         """Wait until a rank reports or prints something, or ends, and read it."""
         ends = {
             end: rank for rank in self.ranks if not rank.gone for end in (rank.line, *rank.pipes)
         }
         ends |= {rank.process.sentinel: rank for rank in self.ranks if not rank.gone}
-        ready = connection.wait(list(ends), max(0, patience))
+        ready = connection.wait(list(ends), max(0, timeout))
         for rank in {id(ends[end]): ends[end] for end in ready}.values():
             ended = rank.process.sentinel in ready
             rank.take_all()
             rank.gone |= ended
 
-    def _told(self, number: int, kind: str, value) -> None:
+    def _on_report(self, number: int, kind: str, value) -> None:
         if kind != "said":
             self.pictures.on_report(number, *value)
         elif number == 0 and not self.everyone:
@@ -265,7 +266,7 @@ class _Crew:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _without_main_program() -> Iterator[None]:
     """Meanwhile, new processes find no main program to run again, so that scripts need no ``if
     __name__``.
     """

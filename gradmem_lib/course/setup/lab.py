@@ -31,7 +31,7 @@ def lab(folder: Path, *, copy_only: bool = False) -> int:
     Raises ``OSError``.
     """
     folder = folder.expanduser().absolute()
-    deliver(
+    copy_lessons(
         folder,
         lambda name, new: print(f"{name} keeps your changes. Its new version is beside it: {new}"),
     )
@@ -50,7 +50,7 @@ def notebooks() -> dict[str, Path]:
     return lessons | solutions
 
 
-def deliver(
+def copy_lessons(
     folder: Path, tell: Callable[[str, str], None] = lambda name, new: None
 ) -> dict[str, str]:
     """Update ``folder`` to this version. Returns, for each new notebook beside a learner's own:
@@ -67,7 +67,7 @@ def deliver(
     try:
         for name, source in notebooks().items():
             new = source.read_bytes()
-            place = _place(folder, name, _digest(new), given)
+            place = _free_path(folder, name, _digest(new), given)
             if place is None:
                 continue
             if not place.exists() or place.read_bytes() != new:
@@ -83,7 +83,7 @@ def deliver(
     return beside
 
 
-def _place(folder: Path, name: str, digest: str, given: dict[str, str]) -> Path | None:
+def _free_path(folder: Path, name: str, digest: str, given: dict[str, str]) -> Path | None:
     """The path for the version with this digest; None if the learner got this version before and
     has changed it.
     """

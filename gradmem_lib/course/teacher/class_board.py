@@ -31,7 +31,7 @@ _BESIDE = {".bak": "an old copy, from before a reset", ".tmp": "a file half copi
 _FOREIGN = "not a progress file, or only a part of one"
 
 
-def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
+def run_board(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
     """Write the board of ``folder`` to ``out``, and again every few seconds until Ctrl-C.
 
     Raises ``OSError``, ``ValueError``.

@@ -174,7 +174,7 @@ def test_after_its_time_it_says_where_each_rank_waits(alone, monkeypatch):
     """Its time is over when rank 1 has returned, however long that takes; then the clock goes on
     slowly.
     """
-    now, listen = [0.0, 0.0], ranks._Crew._listen
+    now, listen = [0.0, 0.0], ranks._RankGroup._listen
 
     def clock():
         now[0] += now[1]
@@ -186,7 +186,7 @@ def test_after_its_time_it_says_where_each_rank_waits(alone, monkeypatch):
             now[:] = 2.0, 0.02
 
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(ranks._Crew, "_listen", until_rank_1_has_returned)
+    monkeypatch.setattr(ranks._RankGroup, "_listen", until_rank_1_has_returned)
     words = r"(?s)rank 0 was at\n.*in waits_for_ever\n.*recv.*1 of 2 ranks had not"
     with pytest.raises(RanksFailed, match=words) as caught:
         run_ranks(waits_for_ever, seconds=1)

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 
 from ...judge.compare import difference
-from ...judge.hints import fact, most_alike
+from ...judge.hints import nearest_mistake, relation
 
 BESIDE = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
@@ -90,7 +90,7 @@ def read_off(
         known = [
             (sentence, observe(partial(rule, wrong={name}))) for name, sentence in says.items()
         ]
-        if named := most_alike(got, expected, known, 1e-5) or _two(observe, rule, says, got):
+        if named := nearest_mistake(got, expected, known, 1e-5) or _two(observe, rule, says, got):
             return named
         first, right = next(iter(got.values())), next(iter(expected.values()))
         if told := other and other(first, right):
@@ -137,7 +137,7 @@ def _nearly(got: dict, expected: dict) -> str:
         {case: v["p"] - START for case, v in seen.items() if BESIDE not in v}
         for seen in (got, expected)
     )
-    return fact(*moves, 1e-5)
+    return relation(*moves, 1e-5)
 
 
 def _where(case: str, cases: list[str], first: dict) -> str:

@@ -258,6 +258,6 @@ def test_no_kind_of_result_stops_a_check():
     ]
     for got in odd:
         for expected in odd:
-            hints.fact({"one": got, "two": got}, {"one": expected, "two": expected}, 1e-6)
+            hints.relation({"one": got, "two": got}, {"one": expected, "two": expected}, 1e-6)
             known = [("Its own.", {"one": got}), ("The right one.", {"one": expected})]
-            hints.most_alike({"one": got}, {"one": expected}, known, 1e-6)
+            hints.nearest_mistake({"one": got}, {"one": expected}, known, 1e-6)

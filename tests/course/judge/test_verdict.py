@@ -186,7 +186,7 @@ def test_an_exception_is_one_line_with_its_place():
     line = answer.__code__.co_firstlineno + 2
     expected = (
         f"✗ 0.7 not yet: your code raised ZeroDivisionError at line {line} of "
-        "test_judging.py: division by zero."
+        "test_verdict.py: division by zero."
     )
     assert judge(AREA, answer).line == expected
 
