@@ -276,7 +276,8 @@ count_targets = check("3.2", count_targets)
 #
 # Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each of them,
 # `loss_and_count(micro)` gives two things: the **summed** loss (a tensor) and the number of items (an int, which may be
-# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float.
+# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float. Keep only one graph at
+# a time: call `backward` on each micro-batch before the next one's forward.
 #
 # <details><summary>Hint 1: the total first</summary>
 #
@@ -614,7 +615,8 @@ window_loss = check("3.5", window_loss)
 # ●●○ · 5 minutes · optional · trains: clipping the gradient of the update, not its parts
 #
 # Write `clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm)`: one update on a list of
-# micro-batches, with its gradient clipped to `max_norm`. Return the norm before clipping, as a float.
+# micro-batches, with its gradient clipped to `max_norm`. Return the norm before clipping, as a float. Keep only one graph
+# at a time here too.
 #
 # <details><summary>Hint 1: the function</summary>
 #
