@@ -338,8 +338,10 @@ def put_back(before: dict[str, Any]) -> None:
         torch.set_default_device(None)  # "cpu" would stay on as a mode that all operations pass
         if torch.get_default_device() != before["the default device"]:
             torch.set_default_device(before["the default device"])
-    deterministic, warns = before["deterministic algorithms"]
-    torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+    if now["deterministic algorithms"] != before["deterministic algorithms"]:
+        # Not always: this call imports torch's compiler, which takes seconds.
+        deterministic, warns = before["deterministic algorithms"]
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
     torch.set_float32_matmul_precision(before["the precision of float32 products"])
