@@ -275,7 +275,7 @@ count_targets = check("3.2", count_targets)
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
 #
 # Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each of them,
-# `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int, which may be
+# `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int, perhaps
 # 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float. Keep one graph at
 # a time.
 #
@@ -433,7 +433,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 
 # %% [markdown]
 # The causal language model is exact, also with unequal lengths. The classifiers are off by **exactly the number of
-# accumulation steps**, in what is logged and in what is trained.
+# accumulation steps**.
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
 # divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
