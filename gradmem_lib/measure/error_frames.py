@@ -17,7 +17,9 @@ _FRAMES = (
     re.compile(r"^(?P<file>\S+\.py) in (?P<name>[\w.<>]+)\((?P<line>)"),  # IPython before 8
     re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?P<name>)"),
 )
-_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|\\lib\\|<frozen|/tmp/torchinductor")
+_LIBRARY = re.compile(
+    r"site-packages|dist-packages|/lib/python3|\\lib\\|<frozen|/tmp/torchinductor"
+)
 
 # (a part of the file's path, names of functions, the moment that it is a sign of)
 FRAMES = (
@@ -87,7 +89,10 @@ def frames_of(text: str, error: ErrorText) -> list[Frame]:
     """The frames of the traceback that ends in ``error``, the outermost first."""
     lines = streams(text).get(error.stream, [])
     before = [line for line in lines if line.number <= error.line]
-    begins = [i for i, line in enumerate(before) if "Traceback (most recent call last)" in line.text]
+    begins = []
+    for i, line in enumerate(before):
+        if "Traceback (most recent call last)" in line.text:
+            begins.append(i)
     found = _frames(before[begins[-1] :] if begins else before)
     if found:
         return found

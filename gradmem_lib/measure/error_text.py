@@ -190,9 +190,9 @@ def read_error(text: str) -> ErrorText | None:
         return None
     causes = [error for error in found if error[0] != "killed"] or found
     with_figures = [error for error in causes if error[0] not in ("no figures", "vllm")]
-    kind, line, label, message = min(with_figures or causes, key=lambda error: error[1])
-    count = sum(error[0] == kind for error in found)
-    return _read_message(kind, line, label, count, message)
+    told = with_figures or causes
+    kind, line, label, message = min(told, key=lambda error: error[1])
+    return _read_message(kind, line, label, len(told), message)
 
 
 def _read_message(kind: str, line: int, stream: str, count: int, message: str) -> ErrorText:

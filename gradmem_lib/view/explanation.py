@@ -47,8 +47,8 @@ ASK = (
 
 WHAT_HELPS = {
     "forward": (
-        "Forward keeps activations for backward. Smaller micro-batches (with accumulation), shorter "
-        "rows and checkpointing lower them."
+        "Forward keeps activations for backward. Smaller micro-batches (with accumulation), "
+        "shorter rows and checkpointing lower them."
     ),
     "loss": (
         "The loss holds the logits, rows x tokens x vocabulary, and copies of them. Smaller "
@@ -340,7 +340,9 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
 def _setting(error: ErrorText, *, is_windows: bool) -> str:
     """What to set against fragmentation, in the words of that version."""
     if error.kind == "xpu":
-        return "torch.xpu.empty_cache() between phases, and rows of equal lengths, make fewer pieces."
+        return (
+            "torch.xpu.empty_cache() between phases, and rows of equal lengths, make fewer pieces."
+        )
     if error.setting.endswith("expandable_segments:True"):
         if is_windows:
             return (
@@ -392,8 +394,8 @@ def _further_cases(error: ErrorText, figures: dict[str, int]) -> list[tuple[str,
         found.append(
             (
                 "private pools",
-                f"{format_bytes(error.private)} are free blocks in private pools, which the message "
-                "counts as allocated. Only the CUDA graphs (torch.compile with reduce-overhead, "
+                f"{format_bytes(error.private)} are free blocks in private pools, which the "
+                "message counts as allocated. Only the CUDA graphs (torch.compile with reduce-overhead, "
                 "vLLM) of each pool can use them: fewer graphs, or none, give them back.",
             )
         )

@@ -26,6 +26,7 @@ PUBLIC = [
     "make_trainer",
     "MemoryCallback",
     "merge_adapters",
+    "explain",
     "predict",
     "Prediction",
     "plan",
