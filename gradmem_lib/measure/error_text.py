@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..units import GiB, KiB, MiB, TiB
 
@@ -247,7 +248,7 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number.replace(",", "").strip(".")) * _UNITS[unit.lower()])
 
 
-def _budget_figures(message: str) -> dict[str, int]:
+def _budget_figures(message: str) -> dict[str, Any]:
     """The figures of this library's ``BudgetExceeded``: live bytes count the refused request."""
     words = {
         "live": r"bytes:([\d,]+)live",

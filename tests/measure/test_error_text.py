@@ -1,4 +1,7 @@
-"""Out-of-memory errors as people report them, figure by figure. Each row is a message's wording with the figures that a person reads in it."""
+"""Out-of-memory errors as people report them, figure by figure.
+
+Each row is a message's wording with the figures that a person reads in it.
+"""
 
 from __future__ import annotations
 
