@@ -396,7 +396,7 @@ def _further_cases(error: ErrorText, figures: dict[str, int]) -> list[tuple[str,
                 "private pools",
                 f"{format_bytes(error.private)} are free blocks in private pools, which the "
                 "message counts as allocated. Only the CUDA graphs (torch.compile with "
-                "reduce-overhead, vLLM) of each pool can use them: fewer graphs, or none, give them back.",
+                "reduce-overhead, vLLM) of each pool can use them: fewer graphs give them back.",
             )
         )
     if figures.get("other_processes", 0) > 0.05 * (error.total or 1):
