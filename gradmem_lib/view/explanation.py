@@ -16,6 +16,7 @@ from .svg import frame as svg_frame
 from .svg import svg_text
 
 CONTEXT = 1 * GiB  # CUDA's own bytes in a process stay below this, in most programs
+LARGE = 0.25  # of the card: a request so large says more than the rest does
 NAMES = {
     "asked": "the request that was refused",
     "total": "the card",
@@ -326,6 +327,15 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             "outside",
             f"About {held} are held outside PyTorch's allocator, {whose}. A smaller batch does not "
             "change them.",
+        )
+    if asked > LARGE * total:
+        return (
+            "one large request",
+            f"This one request, {request}, is {asked / total:.0%} of the card, and more than all "
+            f"that is left: free and idle bytes together are {format_bytes(free + idle)}. No "
+            "setting of the allocator can help. Look first at what this tensor is (a copy of all "
+            "weights or gradients in one piece, logits, attention that is not fused), then at the "
+            f"{format_bytes(error.allocated or 0)} of live tensors.",
         )
     return (
         "full",

@@ -86,6 +86,12 @@ MESSAGES = {
         dict(asked=38 * M, total=4 * G, allocated=3.41 * G, free=0),
         ["full"],
     ),
+    "2.0, half the card": (
+        "CUDA out of memory. Tried to allocate 12.55 GiB (GPU 1; 23.69 GiB total capacity; 12.58 "
+        "GiB already allocated; 10.38 GiB free; 12.58 GiB reserved in total by PyTorch)" + OLD_HINT,
+        dict(asked=12.55 * G, total=23.69 * G, allocated=12.58 * G, free=10.38 * G, idle=0),
+        ["one large request"],
+    ),
     "2.0, the host's memory": (
         "CUDA out of memory. Tried to allocate 5.73 GiB (GPU 0; 8.00 GiB total capacity; 17.20 GiB "
         "already allocated; 0 bytes free; 19.15 GiB reserved in total by PyTorch)" + OLD_HINT,
