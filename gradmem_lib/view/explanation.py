@@ -295,12 +295,17 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             "it runs, and make the page file larger on Windows.",
         )
     if asked <= free + idle and idle >= asked / 2:
+        later = "If the step needs more than the card has, it fails later."
+        if idle < 0.05 * total:
+            later = (
+                f"But idle bytes are only {idle / total:.0%} of the card: it is nearly full of "
+                "live tensors, and the run most likely needs fewer of them, too."
+            )
         return (
             "in pieces",
             f"Free and idle bytes together, {format_bytes(free + idle)}, are enough for the "
             f"{request}, but not in one piece: this is fragmentation. "
-            f"{_setting(error, is_windows=is_windows)} This can serve the one request. If the step "
-            "needs more than the card has, it fails later.",
+            f"{_setting(error, is_windows=is_windows)} This can serve the one request. {later}",
         )
     outside = figures.get("outside", 0)
     others = figures.get("other_processes", 0)
