@@ -4,10 +4,13 @@ not known.
 
 from __future__ import annotations
 
+import json
+
+import known_models
 import pytest
 from support.nightly import each
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from gradmem_lib.course.material.models import tiny_llama
 from gradmem_lib.planning.models import _sizes_of, find_model, known_model, model_table
@@ -359,3 +362,27 @@ def test_of_what_is_wrong_with_a_config_the_last_line_is_said(said, ends, monkey
     with pytest.raises(ValueError, match="the config of folder/ is not valid") as told:
         find_model("folder/")
     assert str(told.value).endswith(ends)
+
+
+def test_the_table_is_built_again_from_published_configs(capsys):
+    """Without a network: the configs are those that the table's own rows make."""
+    table = {name: model_table()[name] for name in ("Qwen3-8B", "SmolLM2-135M", "T5-base")}
+    rows = {}
+    for row in model_table().values():
+        ids = row.pop("ids")
+        if ids:
+            rows[ids[0]] = row
+
+    def load(hub_id):
+        if hub_id not in rows:
+            raise OSError("no such file")
+        return AutoConfig.for_model(**rows[hub_id])
+
+    again = known_models.built_again(table | {"Mine": {"ids": ["me/mine"]}}, load)
+    assert "Mine: me/mine was not read (no such file)" in capsys.readouterr().err
+    assert again.pop("Mine") == {"ids": ["me/mine"]}
+    for name, row in again.items():
+        assert row.pop("ids") == table[name].pop("ids")
+        before, after = (AutoConfig.for_model(**one) for one in (table[name], row))
+        assert before.to_dict() == after.to_dict(), name
+    assert json.loads(known_models.written(again)) == again
