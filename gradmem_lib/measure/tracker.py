@@ -264,9 +264,11 @@ class MemoryTracker:
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:
-    several = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    )
+    several = optimizer
+    if optimizer is None:
+        several = []
+    elif isinstance(optimizer, Optimizer):
+        several = [optimizer]
     if not isinstance(several, (list, tuple)) or not all(isinstance(o, Optimizer) for o in several):
         raise TypeError(
             "MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and "
