@@ -20,6 +20,7 @@ from gradmem_lib.course.lessons.lesson_09 import (
     exercises_loss,
 )
 from gradmem_lib.course.lessons.lesson_09.exercises_backward import clip_in_backward, clip_setting
+from gradmem_lib.measure.storages import tensors_in
 from gradmem_lib.techniques import optimizers
 from gradmem_lib.techniques.quantized import BLOCK, SCALES_BLOCK, Linear4bit
 
@@ -123,9 +124,7 @@ def test_exercise_9_9_is_torchs_adam_between_two_projections(shape):
         way = small.detach() - before
         theirs += P @ way if wide else way @ P.T
         assert torch.allclose(mine, theirs, rtol=1e-9)
-    kept = [
-        held.untyped_storage().nbytes() for held in state.values() if isinstance(held, torch.Tensor)
-    ]
+    kept = [tensor.untyped_storage().nbytes() for tensor in tensors_in([state])]
     assert sum(kept) == 8 * rank * (min(shape) + 2 * max(shape))
 
 

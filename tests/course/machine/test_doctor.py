@@ -191,7 +191,7 @@ def test_progress_is_shown_and_forgotten(capsys):
 
     progress.record_check("0.1", "passed")
     assert command.main(["progress"]) == 0
-    assert "1 of 1 exercises passed" in capsys.readouterr().out
+    assert "1 of 1   all passed" in capsys.readouterr().out
     assert command.main(["progress", "--reset"]) == 0
     assert "cleared" in capsys.readouterr().out
     assert progress.load()["checks"] == {}
