@@ -99,6 +99,7 @@ def stay() -> None:
 
     Many tests collect, and thousands of tests and modules are no garbage.
     """
+    gc.enable()  # a test may have left it off
     gc.collect()
     gc.freeze()
 
