@@ -77,6 +77,7 @@ def returns(func) -> list:
 _aten = torch.ops.aten
 # Autograd calls this operation on a fake tensor about ten times for each real operation.
 read_device = torch.ops.prim.device.default
+lift_fresh = torch.ops.aten.lift_fresh.default
 # the operation behind .item(), int() and bool() of a tensor
 read_value = _aten._local_scalar_dense.default
 # These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has

@@ -13,7 +13,7 @@ from ..compat import inner_tensors, inside_transform, sparse_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # ValueError: a lazy module has no size
-_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
+NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
 _META = torch.device("meta")
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
@@ -37,7 +37,7 @@ def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
             storage = value.untyped_storage()
             if type(value) in _PLAIN or has_memory(storage):
                 return (storage,)
-        except _NO_STORAGE:
+        except NO_STORAGE:
             pass
         value = _parts(value)
     elif isinstance(value, dict):
@@ -54,7 +54,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """
     try:
         storage = tensor.untyped_storage()
-    except _NO_STORAGE:
+    except NO_STORAGE:
         return None
     return storage if type(tensor) in _PLAIN or has_memory(storage) else None
 
