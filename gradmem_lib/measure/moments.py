@@ -54,11 +54,11 @@ class Position:
         self.calls: list[nn.Module] = []  # modules whose forward runs, the outermost first
         self.stepping: list[Optimizer] = []  # optimizers whose step runs
         self.with_grad = False  # whether the outermost call records gradients
-        # A training forward has begun, and no backward since then: its loss is still to be computed.
+        # A training forward has begun, and no backward since then: its loss is due.
         self.loss_is_due = False
         self.has_stepped = False  # an optimizer has stepped since the last training forward
         self.passes: deque[Pass] = deque(maxlen=KEPT_PASSES)
-        self._open: Pass | None = None  # the call that runs
+        self.open: Pass | None = None  # the call that runs
         self._unused: list[Pass] = []  # with gradients, of this step, and no backward so far
 
     def moment(self) -> int:
@@ -89,11 +89,11 @@ class Position:
         self.stepping.clear()  # a step that raised an error has not ended
         self.with_grad = new.with_grad
         self.loss_is_due = self.loss_is_due or new.with_grad
-        self._open = new
+        self.open = new
         self.passes.append(new)
 
     def end_forward(self, live: int) -> None:
-        done, self._open = self._open, None
+        done, self.open = self.open, None
         if done is None:
             return
         done.last, done.live_after = compat.next_sequence_nr(), live
@@ -104,10 +104,6 @@ class Position:
     def end_step(self) -> None:
         del self.stepping[-1:]
         self.loss_is_due, self.has_stepped = False, True
-
-    def record_live(self, total: int) -> None:
-        if self._open is not None and total > self._open.peak:
-            self._open.peak = total
 
     def _find_used(self) -> None:
         """Backward runs a node: the pass that made it is used."""

@@ -122,9 +122,18 @@ class Recording:
     # What is alive
 
     def on_alloc(
-        self, storage: UntypedStorage, category: int, module: object = "", op: object = ""
+        self,
+        storage: UntypedStorage,
+        category: int,
+        module: object = "",
+        op: object = "",
+        tensor: torch.Tensor | None = None,
+        line: tuple[CodeType, int] | None = None,
     ) -> int:
-        """Count a new storage, and return its bytes (0 if it is left out)."""
+        """Count a new storage, and return its bytes (0 if it is left out).
+
+        ``tensor`` is the first one in it, ``line`` the calling line.
+        """
         nbytes = self.size(storage)
         if nbytes == 0:
             return 0
@@ -132,7 +141,10 @@ class Recording:
         key = entry.key = storage_key(storage)
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
-        entry.dtype, entry.shape, entry.step, entry.line = None, (), self.step, None
+        entry.step, entry.line = self.step, line
+        entry.dtype, entry.shape = (
+            (tensor.dtype, tensor.shape) if tensor is not None else (None, ())
+        )
         self.live[key] = entry
         self.total += nbytes
         self.after_alloc(entry)
@@ -160,7 +172,8 @@ class Recording:
     def resize(self, entry: Entry, storage: UntypedStorage) -> int:
         """Count a storage's new size. Returns the bytes that it adds."""
         self.on_free(entry)
-        return max(self.on_alloc(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
+        nbytes = self.on_alloc(storage, entry.category, entry.module, entry.op, None, entry.line)
+        return max(nbytes - entry.nbytes, 0)
 
     def tag(self, value: Any, category: int, module: object) -> None:
         """Put the storages of ``value`` (a tensor or several) into ``category``.

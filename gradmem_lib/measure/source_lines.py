@@ -18,7 +18,7 @@ _NOT_SCRIPTS = tuple(
         str(Path(__file__).resolve().parent.parent),
     }
 )
-_is_script: dict[CodeType, bool] = {}  # asked after every allocation, so each code object once
+_is_script: dict[str, bool] = {}  # by file; asked after every allocation, so remembered
 
 
 class SourceLine(NamedTuple):
@@ -42,12 +42,12 @@ def calling_line(depth: int = 1) -> tuple[CodeType, int] | None:
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        code = frame.f_code
-        found = _is_script.get(code)
+        filename = frame.f_code.co_filename
+        found = _is_script.get(filename)
         if found is None:
-            found = _is_script[code] = _of_a_script(code.co_filename)
+            found = _is_script[filename] = _of_a_script(filename)
         if found:
-            return code, frame.f_lineno
+            return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None
 

@@ -268,7 +268,7 @@ class MemoryTracker:
                     module=name_of(entry.module, named),
                     op=str(entry.op).removesuffix(".default"),
                     dtype=entry.dtype,
-                    shape=entry.shape,
+                    shape=tuple(entry.shape),
                     step=entry.step,
                     line=source_line(entry.line),
                 )

@@ -206,7 +206,9 @@ class Meter:
 
     def sample(self, allocated: int = 0, func: object = "") -> None:
         self.recording.sample(func)
-        self.position.record_live(self.recording.total)
+        forward = self.position.open
+        if forward is not None and self.recording.total > forward.peak:
+            forward.peak = self.recording.total
         if self.after_sample is not None:
             self.after_sample(allocated, func)
 
@@ -241,17 +243,12 @@ class Meter:
             if storage_key(storage) in recording.live:
                 continue
             op = READ_PARAMETER if isinstance(tensor, nn.Parameter) else READ
-            if recording.on_alloc(storage, names.OTHER, module or self.owner(), op):
-                self._describe(storage, tensor)
+            owner, line = module or self.owner(), calling_line(2)
+            counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
+            if counted:
                 recording.live[storage_key(storage)].step = EXISTED
-                nbytes += storage.nbytes()
+                nbytes += counted
         return nbytes
-
-    def _describe(self, storage: UntypedStorage, tensor: torch.Tensor) -> None:
-        """Note what ``tensor``, the first one of a new storage, is, and which line made it."""
-        entry = self.recording.live[storage_key(storage)]
-        entry.dtype, entry.shape = tensor.dtype, tuple(tensor.shape)
-        entry.line = calling_line(3)
 
     def _add(
         self, tensor: torch.Tensor, storage: UntypedStorage, entry: Entry | None, func: Any, args
@@ -267,10 +264,7 @@ class Meter:
         category = self._category_of_new(storage, func, args)
         in_backward = category == names.TEMPORARIES and recording.moment == IN_BACKWARD
         owner = "(backward)" if in_backward else self.owner()
-        nbytes = recording.on_alloc(storage, category, owner, func)
-        if nbytes:
-            self._describe(storage, tensor)
-        return nbytes
+        return recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
 
     def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
         """The category of a storage that an operation has just made.
