@@ -181,13 +181,16 @@ class Recording:
         New storages are counted.
         """
         for storage in storages_of(value):
-            if self.freed:
-                self.drain()  # a storage that was just freed may have had the same address
-            entry = self.live.get(storage_key(storage))
-            if entry is None:
-                self.on_alloc(storage, category, module)
-            else:
-                entry.module, entry.category = module, category
+            self.tag_storage(storage, category, module)
+
+    def tag_storage(self, storage: UntypedStorage, category: int, module: object) -> None:
+        if self.freed:
+            self.drain()  # a storage that was just freed may have had the same address
+        entry = self.live.get(storage_key(storage))
+        if entry is None:
+            self.on_alloc(storage, category, module)
+        else:
+            entry.module, entry.category = module, category
 
     def backdate(self, entries: list[Entry]) -> None:
         """Count ``entries`` from the first sample on.

@@ -279,6 +279,7 @@ class MemoryTracker:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
             meter.sync()
+            meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, allocated, what, recording.now(), self._holders())

@@ -29,7 +29,7 @@ from ..names import (
 from .moments import Pass, Position
 from .recording import EXISTED, Entry, Recording
 from .source_lines import calling_line
-from .storages import NO_STORAGE, own_storage, storages_of, tensors_in
+from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
 
 # FSDP's full parameters, which exist only while a layer needs them
 GATHERED = "gathered parameters"
@@ -125,6 +125,8 @@ class Meter:
         self.stack = self.position.calls
         self._thread = threading.get_ident()
         self._names: dict[int, str] = {}
+        # of the optimizer step that runs: its first sample, and shapes of parameters without state
+        self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
         self._hooked: dict[int, weakref.ref] = {}
         self.exit_stack = ExitStack()
 
@@ -369,8 +371,26 @@ class Meter:
                 self.recording.tag(grad, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
+        """Count all that the optimizer keeps under "optimizer": its states, also those inside
+        objects, and the tensors in attributes of its own.
+        """
         for parameter, state in optimizer.state.items():
-            self.recording.tag(state, names.OPTIMIZER, self._names.get(id(parameter), "parameter"))
+            name = self._names.get(id(parameter), "parameter")
+            for tensor in tensors_held(state):
+                self._tag_state(tensor, name)
+        for attribute, value in vars(optimizer).items():
+            if attribute not in ("state", "param_groups", "defaults"):
+                for tensor in tensors_held(value):
+                    self._tag_state(tensor, f"{type(optimizer).__name__}.{attribute}")
+
+    def _tag_state(self, tensor: torch.Tensor, name: str) -> None:
+        """Count a tensor of an optimizer. Weights and gradients in it stay what they are."""
+        recording = self.recording
+        for storage in storages_of(tensor):
+            entry = recording.live.get(storage_key(storage))
+            taken = entry is not None and entry.category in (names.PARAMETERS, names.GRADIENTS)
+            if not taken:
+                recording.tag_storage(storage, names.OPTIMIZER, name)
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
@@ -385,13 +405,33 @@ class Meter:
                 )
                 self.sample(recording.total, "the states of an optimizer that was not given")
             self.position.stepping.append(optimizer)
+            self._step_began_at = recording.count
+            self._without_state = set()
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                 self._tag_parameter(parameter)
+                if parameter not in optimizer.state:
+                    self._without_state.add(tuple(parameter.shape))
             self._tag_states(optimizer)
             self.sample()
         return tuple(map(self._wrap_closure, args)), {
             name: self._wrap_closure(value) for name, value in kwargs.items()
         }
+
+    def tag_states_being_made(self) -> None:
+        """In an optimizer's first step: count as states what it has made for a parameter that had
+        none, though ``.state`` has it only when all of it is there.
+
+        A step that is refused halfway would show these as temporaries.
+        """
+        if not self.position.stepping:
+            return
+        for entry in self.recording.live.values():
+            made = getattr(entry.op, "overloadpacket", None) in compat.factories
+            for_a_parameter = tuple(entry.shape) in self._without_state
+            in_this_step = entry.sample >= self._step_began_at
+            is_temporary = entry.category == names.TEMPORARIES
+            if made and for_a_parameter and in_this_step and is_temporary:
+                entry.category = names.OPTIMIZER
 
     def _wrap_closure(self, value: Any) -> Any:
         """Wrap a closure that a step calls (LBFGS), so that its operations get their own phases.
