@@ -79,6 +79,12 @@ def returns(func) -> list:
 _aten = torch.ops.aten
 # Autograd calls this operation on a fake tensor about ten times for each real operation.
 read_device = torch.ops.prim.device.default
+lift_fresh = torch.ops.aten.lift_fresh.default
+# Operations that make a tensor from nothing: states begin with them.
+factories = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "full", "full_like", "new_zeros", "ones_like", "zeros")
+) | {torch.ops.aten.zeros_like}
 # the operation behind .item(), int() and bool() of a tensor
 read_value = _aten._local_scalar_dense.default
 # These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..names import CATEGORIES, PHASES
-from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
+from .timeline import BY, MOMENT, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
 
@@ -80,7 +80,9 @@ def lowest_peaks(
     alive at the peak, if known.
     """
     peak_row = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
-    moments = peak_row if rows is None or not len(rows) else np.concatenate([peak_row, rows])
+    moments = peak_row
+    if rows is not None and len(rows):
+        moments = np.concatenate([peak_row, rows[:, :MOMENT]])
     return {t.name: _lowest(t, peak, moments, holders) for t in TECHNIQUES}
 
 

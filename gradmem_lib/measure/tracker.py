@@ -30,7 +30,8 @@ from ..names import CATEGORIES, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .recording import Recording
-from .timeline import Holder, MemorySnapshot, Timeline
+from .source_lines import source_line
+from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 from .watch import Meter, name_of
 
 if TYPE_CHECKING:
@@ -122,8 +123,44 @@ class MemoryTracker:
 
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
+        return self.holders()[:n]
+
+    def holders(self, at: str = "peak") -> list[Holder]:
+        """All storages that were alive at the peak, or with ``at="now"`` those that are alive now
+        (after the block: at its end), largest first.
+        """
+        check_choice("at", at, ("peak", "now"))
         with self._meter.lock:
-            return self._holders(self._recording.run_peak)[:n]
+            return self._holders(self._recording.run_peak if at == "peak" else None)
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps are finished.
+
+        Several optimizers that step after one backward make one step.
+        """
+        return self._recording.step + self._meter.position.has_stepped
+
+    @property
+    def forwards(self) -> list[ForwardPass]:
+        """The calls of outermost modules, in order; of a long run the latest ones."""
+        with self._meter.lock:
+            named = self._meter.module_names()
+            found = []
+            for done in self._meter.position.passes:
+                found.append(
+                    ForwardPass(
+                        module=name_of(done.owner, named),
+                        step=done.step,
+                        with_grad=done.with_grad,
+                        used=done.used,
+                        live_before=done.live_before,
+                        live_after=done.live_after,
+                        peak=done.peak,
+                        line=source_line(done.line),
+                    )
+                )
+            return found
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -221,22 +258,28 @@ class MemoryTracker:
                 self._draw("finish", self.timeline)
 
     def _holders(self, peak=None) -> list[Holder]:
-        m = self._meter.module_names()
-        holders = [
-            Holder(
-                e.nbytes,
-                CATEGORIES[e.category],
-                name_of(e.module, m),
-                str(e.op).removesuffix(".default"),
+        named = self._meter.module_names()
+        holders = []
+        for entry in self._recording.entries(peak):
+            holders.append(
+                Holder(
+                    nbytes=entry.nbytes,
+                    category=CATEGORIES[entry.category],
+                    module=name_of(entry.module, named),
+                    op=str(entry.op).removesuffix(".default"),
+                    dtype=entry.dtype,
+                    shape=tuple(entry.shape),
+                    step=entry.step,
+                    line=source_line(entry.line),
+                )
             )
-            for e in self._recording.entries(peak)
-        ]
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
             meter.sync()
+            meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, allocated, what, recording.now(), self._holders())
@@ -264,9 +307,11 @@ class MemoryTracker:
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:
-    several = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    )
+    several = optimizer
+    if optimizer is None:
+        several = []
+    elif isinstance(optimizer, Optimizer):
+        several = [optimizer]
     if not isinstance(several, (list, tuple)) or not all(isinstance(o, Optimizer) for o in several):
         raise TypeError(
             "MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and "

@@ -18,6 +18,7 @@ from .. import compat
 from ..compat import storage_key
 from ..measure.recording import Recording
 from ..measure.storages import storages_of
+from ..measure.timeline import MOMENT
 from ..measure.tracker import checked_optimizers
 from ..measure.watch import Meter
 from ..names import OPTIMIZER_STEP
@@ -73,7 +74,7 @@ class CpuRecorder(Recording):
 
     def trace(self, offload_traffic_bytes: int = 0) -> Trace:
         return Trace(
-            self.rows(),
+            self.rows()[:, :MOMENT],  # moments and steps are those of a single step
             tuple(self.operations),
             tuple(self.starts),
             tuple(self.requests),
