@@ -126,6 +126,7 @@ class Meter:
         self._thread = threading.get_ident()
         self._names: dict[int, str] = {}
         self._hooked: dict[int, weakref.ref] = {}
+        self.recomputed_bytes = 0  # of forwards that ran again in a backward
         self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -280,7 +281,10 @@ class Meter:
         if moment == IN_BACKWARD:
             # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being
             # recomputed.
-            return names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
+            if not torch.is_grad_enabled():
+                return names.TEMPORARIES
+            self.recomputed_bytes += storage.nbytes()
+            return names.ACTIVATIONS
         if moment in (EVALUATION, IN_OPTIMIZER_STEP):
             return names.TEMPORARIES
         if (
@@ -467,6 +471,7 @@ class Meter:
                     recording.total,
                     calling_line(2),
                     compat.next_sequence_nr(),
+                    chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
                 )
             )
             recording.moment = TRAINING_FORWARD if with_grad else EVALUATION
