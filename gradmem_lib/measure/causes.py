@@ -272,7 +272,11 @@ def first_optimizer_step(facts: Facts) -> Cause | None:
     """The optimizer makes its states at the peak."""
     if facts.peak.moment != IN_OPTIMIZER_STEP:
         return None
-    states = [h for h in facts.at_peak if h.step == facts.peak.step and is_state(h, facts)]
+    states = []
+    for holder in facts.at_peak:
+        existed = not holder.op  # an optimizer had it when the block began
+        if holder.step == facts.peak.step and is_state(holder, facts) and not existed:
+            states.append(holder)
     nbytes = total(states)
     if nbytes < WORTH * facts.peak.total:
         return None
@@ -345,7 +349,9 @@ def large_logits(facts: Facts) -> Cause | None:
     )
     remedy = (
         "compute the loss in chunks of tokens, so that the logits of all tokens never exist at "
-        "once: Recipe(chunked_loss=True) for a causal language model."
+        "once: Recipe(chunked_loss=True) for a causal language model. A loss of your own can be "
+        "computed in chunks if it is a sum over tokens, each chunk under "
+        "torch.utils.checkpoint.checkpoint."
     )
     return Cause("The logits are the largest part", nbytes, evidence, remedy, _lines(logits))
 

@@ -210,11 +210,12 @@ def _lowest(technique: Technique, facts: Facts, moments: np.ndarray) -> int:
 def _out_of_reach(technique: Technique, facts: Facts) -> Sequence[Holder]:
     """Of the categories that the technique shrinks at the peak, what it does not reach."""
     kept = []
+    known = facts.structure is not None
     for holder in facts.at_peak:
         if facts.peak.phase not in technique.shrinks.get(holder.category, ()):
             continue
         inside = facts.in_layers(holder)
-        wrong_part = {"layers": not inside, "outside": inside, "": False}[technique.part]
+        wrong_part = known and {"layers": not inside, "outside": inside, "": False}[technique.part]
         # a state that is being made is a temporary for now, which a fused optimizer makes as well
         state = technique.name == FUSED and is_state(holder, facts)
         if wrong_part or state:
