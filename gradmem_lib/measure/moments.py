@@ -45,6 +45,7 @@ class Pass:
     live_after: int = 0
     peak: int = 0
     used: bool = False
+    chained: bool = False
 
 
 class Position:

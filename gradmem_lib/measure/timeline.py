@@ -64,6 +64,8 @@ class ForwardPass(NamedTuple):
     ``with_grad``: gradients were recorded. ``used``: a backward went through it. ``step``: how many
     optimizer steps were finished. ``live_before``, ``live_after``, ``peak``: live bytes when it
     began and when it ended, and the most in between. ``line``: the user's line that called it.
+    ``has_graph``: something in it needs a gradient. ``chained``: it was given what an earlier
+    operation with a gradient has computed.
     """
 
     module: str
@@ -74,6 +76,8 @@ class ForwardPass(NamedTuple):
     live_after: int
     peak: int
     line: SourceLine | None = None
+    has_graph: bool = False
+    chained: bool = False
 
 
 class Timeline:

@@ -29,8 +29,10 @@ from ..display import has_viewer, pictures
 from ..names import CATEGORIES, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
+from .facts import Facts
 from .recording import Recording
 from .source_lines import source_line
+from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 from .watch import Meter, name_of
 
@@ -95,6 +97,7 @@ class MemoryTracker:
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
+        self._structure: Structure | None = None  # set when the block ends
 
     @property
     def current(self) -> MemorySnapshot:
@@ -158,9 +161,17 @@ class MemoryTracker:
                         live_after=done.live_after,
                         peak=done.peak,
                         line=source_line(done.line),
+                        has_graph=done.last > done.first,
+                        chained=done.chained,
                     )
                 )
             return found
+
+    @property
+    def facts(self) -> Facts:
+        """What ``diagnose`` has to know of the peak."""
+        with self._meter.lock:
+            return self._facts(self.peak, self.holders())
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -252,6 +263,7 @@ class MemoryTracker:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
+                self._structure = Structure.of(self._meter.model)
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -275,6 +287,17 @@ class MemoryTracker:
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
+    def _facts(self, peak: MemorySnapshot, holders: list[Holder]) -> Facts:
+        return Facts(
+            peak,
+            rows=self._recording.rows(),
+            holders=holders,
+            forwards=self.forwards,
+            steps=self.steps,
+            structure=self._structure or Structure.of(self._meter.model),
+            recomputed_bytes=self._meter.recomputed_bytes,
+        )
+
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
@@ -282,7 +305,10 @@ class MemoryTracker:
             meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            raise BudgetExceeded(self.budget, allocated, what, recording.now(), self._holders())
+            now, holders = recording.now(), self._holders()
+            raise BudgetExceeded(
+                self.budget, allocated, what, now, holders, self._facts(now, holders)
+            )
         # Autograd's own threads must not talk to the front end.
         if (
             self._plot is not None

@@ -128,6 +128,7 @@ class Meter:
         # of the optimizer step that runs: its first sample, and shapes of parameters without state
         self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
         self._hooked: dict[int, weakref.ref] = {}
+        self.recomputed_bytes = 0  # of forwards that ran again in a backward
         self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -282,7 +283,10 @@ class Meter:
         if moment == IN_BACKWARD:
             # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being
             # recomputed.
-            return names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
+            if not torch.is_grad_enabled():
+                return names.TEMPORARIES
+            self.recomputed_bytes += storage.nbytes()
+            return names.ACTIVATIONS
         if moment in (EVALUATION, IN_OPTIMIZER_STEP):
             return names.TEMPORARIES
         if (
@@ -507,6 +511,7 @@ class Meter:
                     recording.total,
                     calling_line(2),
                     compat.next_sequence_nr(),
+                    chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
                 )
             )
             recording.moment = TRAINING_FORWARD if with_grad else EVALUATION
