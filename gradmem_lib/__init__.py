@@ -30,6 +30,7 @@ _HOMES = {
     "planning.report": "Plan",
     "view.decisions": "show_decisions",
     "view.diagnosis": "diagnose",
+    "view.explanation": "Explanation explain",
     "view.descent": "show_losses show_paths",
     "view.frontier": "show_frontier",
     "view.schedule_explorer": "explore_schedule",

@@ -1,5 +1,7 @@
-"""The command line: ``gradmem lab | doctor | predict | plan | progress | class``, or ``python -m
-gradmem_lib ...``.
+"""The command line: ``gradmem lab | doctor | explain | predict | plan | progress | class``, or
+``python -m gradmem_lib ...``.
+
+Arguments are checked before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -7,11 +9,48 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
-from collections.abc import Sequence
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.resources import files
 from pathlib import Path
+from typing import Any, NoReturn
 
 from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
+
+WIDTH = 80
+SILENT_SECONDS = 2  # after these, a line says what takes so long
+
+
+def wrapped(message: object) -> str:
+    """A message at most 80 columns wide, broken between words."""
+    lines = []
+    for line in str(message).splitlines():
+        lines += textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, whose errors fit the terminal and name the command that explains more."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, wrapped(f"{message}. See {self.prog} --help") + "\n")
+
+
+@contextmanager
+def saying(what: str):
+    """Write ``what`` to stderr if the block takes longer than two seconds."""
+    timer = threading.Timer(SILENT_SECONDS, lambda: print(wrapped(what), file=sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _lab(options: argparse.Namespace) -> int:
@@ -34,17 +73,35 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _progress(options: argparse.Namespace) -> int:
     from .course.learner import progress
-    from .course.setup.summary import summary
 
     try:
-        print(progress.reset() if options.reset else summary())
+        if options.reset:
+            print(progress.reset())
+        elif options.all:
+            from .course.setup.summary import summary
+
+            with saying("reading all exercises ..."):
+                print(summary())
+        else:
+            from .course.setup.overview import overview
+
+            print(overview())
     except progress.ProgressError as error:
-        print(error, file=sys.stderr)
+        print(wrapped(error), file=sys.stderr)
         return 1
     return 0
 
 
 def _class(options: argparse.Namespace) -> int:
+    if not options.folder.is_dir():
+        what = "is not a folder" if options.folder.exists() else "does not exist"
+        print(
+            wrapped(
+                f"{options.folder} {what}: give the folder that holds the learners' progress files"
+            ),
+            file=sys.stderr,
+        )
+        return 2
     try:
         from .course.teacher.class_board import run_board
 
@@ -58,7 +115,62 @@ def _class(options: argparse.Namespace) -> int:
     return 0
 
 
-def _predict(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> int:
+    from .view.explanation import explain
+
+    given = " ".join(options.text)
+    path = Path(given) if given not in ("", "-") and len(given) < 4096 else None
+    try:
+        if given in ("", "-"):
+            if sys.stdin.isatty():
+                print("Paste the error, and end it with Ctrl-D:", file=sys.stderr)
+            given = sys.stdin.read()
+        elif path is not None and path.is_file():
+            given = path.read_text(encoding="utf-8", errors="replace")
+        elif len(options.text) == 1 and not re.search(r"\s", given):
+            print(wrapped(f"{given}: there is no such file"), file=sys.stderr)
+            return 2
+    except OSError as error:
+        print(wrapped(f"{given}: {error.strerror}"), file=sys.stderr)
+        return 2
+    explanation = explain(given)
+    print(explanation)
+    if explanation.error is None:
+        return 1
+    if options.model is None:
+        return 0
+    print()
+    options.error = explanation.error
+    return _asked(options)
+
+
+def _beside(options: argparse.Namespace) -> int:
+    """The prediction for a model, beside the figures of an error."""
+    from .planning.cost import overhead_of_prediction
+    from .units import format_bytes
+
+    options.target = "cuda"
+    title, prediction = _predicted(options)
+    print(_as_text(title, prediction, 1))
+    extra = sum(overhead_of_prediction(prediction, cards=1).values())
+    needs = prediction.peak.total + extra
+    total = options.error.total
+    if total is not None and options.error.kind != "budget":
+        card = format_bytes(total)
+        if needs > total:
+            print(wrapped(f"This run does not fit the error's card of {card}, also by itself."))
+        else:
+            print(
+                wrapped(
+                    f"By the prediction this run fits the error's card of {card}. So look for "
+                    "what it does not count: other processes, a leak, evaluation, or other "
+                    "options than those given here."
+                )
+            )
+    return 0
+
+
+def _predicted(options: argparse.Namespace) -> tuple[str, Any]:
     from .planning.models import find_model
     from .prediction.predict import predict
     from .training.recipe import Recipe
@@ -74,6 +186,11 @@ def _predict(options: argparse.Namespace) -> int:
         ranks=options.ranks,
         rank=options.rank,
     )
+    return title, prediction
+
+
+def _predict(options: argparse.Namespace) -> int:
+    title, prediction = _predicted(options)
     shown = title, prediction, options.ranks or 1
     print(json.dumps(_as_dict(*shown), indent=2) if options.json else _as_text(*shown))
     return 0
@@ -81,6 +198,38 @@ def _predict(options: argparse.Namespace) -> int:
 
 def _name(text: str) -> str | None:
     return None if text in ("none", "None") else text
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not text.strip().isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _one_of(names: Iterable[str], *, or_none: bool = False) -> Callable[[str], str | None]:
+    """A reader of one of these names; ``or_none``: "none" is allowed, too."""
+    known = list(names)
+
+    def read(text: str) -> str | None:
+        if or_none and _name(text) is None:
+            return None
+        if text not in known:
+            listed = ", ".join([*known, "none"] if or_none else known)
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {listed}")
+        return text
+
+    return read
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _schedule(text: str) -> str | int | list[int] | None:
@@ -92,6 +241,12 @@ def _schedule(text: str) -> str | int | list[int] | None:
     parts = text.split(",")
     if all(part.strip().isdigit() for part in parts):
         return int(text) if len(parts) == 1 else [int(part) for part in parts]
+    known = (*CHECKPOINTING, *SELECTIVE)
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(known)}, none, a number of layers (4) or segments "
+            "(4,3,2)"
+        )
     return text
 
 
@@ -156,6 +311,79 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> int:
     """Run a command whose bad input is a sentence on stderr and exit code 2."""
+    if problem := problem_of(options):
+        print(wrapped(problem), file=sys.stderr)
+        return 2
+    with saying(options.says):
+        return _run_asked(options)
+
+
+def problem_of(options: argparse.Namespace) -> str:
+    """What is wrong with the options together, as far as it can be said without torch."""
+    if options.seq_len is None and is_known_text_model(options.model):
+        return f"--seq-len is missing: {options.model} reads text. Give --seq-len, such as 2048"
+    card = getattr(options, "card", None)
+    if card is not None:
+        from .planning.cards import find_card
+
+        try:
+            find_card(card)
+        except ValueError as error:
+            return command_words(str(error), ["card"])
+        if options.global_batch % options.cards:
+            return (
+                f"--global-batch {options.global_batch} is not dealt evenly to {options.cards} "
+                "cards: give a multiple"
+            )
+        return ""
+    if options.batch_size is None:
+        return "--batch-size is missing: give the rows of one optimizer step, such as 8"
+    if options.batch_size % options.accumulation:
+        return (
+            f"--batch-size {options.batch_size} cannot be cut into {options.accumulation} equal "
+            f"micro-batches: give a multiple of {options.accumulation}, or another --accumulation"
+        )
+    if options.in_backward and options.accumulation > 1:
+        return (
+            "--in-backward frees each gradient as soon as it is complete, and --accumulation "
+            f"{options.accumulation} adds them up: choose one of the two"
+        )
+    return ""
+
+
+def is_known_text_model(name: str) -> bool:
+    """Whether ``name`` is in the table of well-known models, and not a model of images."""
+    table = json.loads(
+        files(f"{__package__}.planning").joinpath("models.json").read_text(encoding="utf-8")
+    )
+    for known, row in table.items():
+        spellings = [known, *row["ids"], *(hub.rpartition("/")[2] for hub in row["ids"])]
+        same = [other for other in spellings if _letters(other) == _letters(name)]
+        if same:
+            return row["model_type"] != "vit"
+    return False
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())
+
+
+def command_words(message: str, names: Iterable[str]) -> str:
+    """A message of the library with its arguments spelled as options: ``--seq-len 0`` for
+    ``seq_len=0``.
+    """
+    for name in names:
+        option = "--" + name.replace("_", "-")
+        message = re.sub(rf"\b{name}=None:", f"{option} is not given:", message)
+        message = re.sub(rf"\b{name}=True\b", option, message)
+        message = re.sub(rf"\b{name}='([^']*)'", rf"{option} '\1'", message)
+        message = re.sub(rf"\b{name}=", f"{option} ", message)
+        if "_" in name:
+            message = re.sub(rf"\b{name}\b", option, message)
+    return message
+
+
+def _run_asked(options: argparse.Namespace) -> int:
     from transformers.utils import logging as transformers_logging
 
     from .prediction.question import CannotTrace
@@ -166,19 +394,13 @@ def _asked(options: argparse.Namespace) -> int:
     try:
         return options.command(options)
     except (ValueError, TypeError, CannotTrace) as error:
-        print(error, file=sys.stderr)
+        print(wrapped(command_words(str(error), vars(options))), file=sys.stderr)
     except Exception as error:
         if sys.flags.dev_mode:
             raise
         what = f"{options.model}: {type(error).__name__}: {error}"
-        print(
-            (
-                f"{what}\nNo check has foreseen this. `python -X dev -m gradmem_lib` shows where "
-                "it "
-                "happens"
-            ),
-            file=sys.stderr,
-        )
+        where = "No check has foreseen this. `python -X dev -m gradmem_lib` shows where it happens"
+        print(wrapped(f"{what}\n{where}"), file=sys.stderr)
     return 2
 
 
@@ -188,11 +410,32 @@ _MODEL = (
 )
 
 
+class _Version(argparse.Action):
+    """Print the version of the installed library and leave."""
+
+    def __init__(self, option_strings, dest, **settings):
+        super().__init__(option_strings, dest, nargs=0, **settings)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            version = metadata.version("gradmem")
+        except metadata.PackageNotFoundError:
+            version = "of a folder that is not installed"
+        print(f"gradmem {version}")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Every subcommand sets ``run``, a function from the parsed options to the exit code."""
     called = "gradmem" if Path(sys.argv[0]).stem == "gradmem" else "python -m gradmem_lib"
-    top = argparse.ArgumentParser(prog=called, description="The gradmem course.")
-    commands = top.add_subparsers(title="commands", metavar="command", required=True)
+    top = Parser(
+        prog=called,
+        description="Why am I out of memory, and what do I do? A course, and its tools.",
+        epilog=f"{called} COMMAND --help explains one command.",
+    )
+    top.add_argument("--version", action=_Version, help="print the version")
+    top.set_defaults(run=None)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
 
     lab = commands.add_parser(
         "lab", help="put the lessons into a folder of yours and open JupyterLab there"
@@ -213,6 +456,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+    _add_explain(commands)
     _add_predict(commands)
     _add_plan(commands)
 
@@ -221,6 +465,9 @@ def parser() -> argparse.ArgumentParser:
     )
     progress.add_argument(
         "--reset", action="store_true", help="forget all progress and start again"
+    )
+    progress.add_argument(
+        "--all", action="store_true", help="every exercise, every guess, and lesson 11's stars"
     )
     progress.set_defaults(run=_progress)
 
@@ -250,17 +497,70 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_explain(commands) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="an out-of-memory error: its figures, which case it is, what helps",
+        description="What an out-of-memory error says. With --model and --batch-size it lays the "
+        "prediction for a training step beside it.",
+    )
+    add = explain.add_argument
+    add(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="a file (a whole log is fine) or the error itself; without it, standard input",
+    )
+    add("--model", help=_MODEL)
+    add("--batch-size", type=_count, metavar="N", help="rows of one optimizer step")
+    _add_recipe(add)
+    explain.set_defaults(
+        run=_explain, command=_beside, says="predicting the step ...", ranks=None, rank=0
+    )
+
+
 def _add_predict(commands) -> None:
-    """Every option but the first three and the last four is a field of ``Recipe``, by the same
-    name.
-    """
     predict = commands.add_parser("predict", help="the peak of a training step, without running it")
     add = predict.add_argument
     add("model", help=_MODEL)
-    add("--batch-size", type=int, required=True, metavar="N", help="rows of one optimizer step")
-    add("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
-    add("--precision", type=_name, default="float32", metavar="P", help=", ".join(PRECISIONS))
-    add("--optimizer", default="adamw", metavar="O", help=", ".join(OPTIMIZERS))
+    add("--batch-size", type=_count, required=True, metavar="N", help="rows of one optimizer step")
+    _add_recipe(add)
+    add(
+        "--ranks",
+        type=_count,
+        metavar="N",
+        help="of so many ranks that train together (with --sharding), one",
+    )
+    add("--rank", type=_rank, default=0, metavar="R", help="which one of them, from 0")
+    add(
+        "--target",
+        type=_one_of(("cpu", "cuda")),
+        metavar="T",
+        help="cpu or cuda (the default where there is a card)",
+    )
+    add("--json", action="store_true", help="print JSON")
+    predict.set_defaults(
+        run=_asked, command=_predict, says="reading the model and predicting its step ..."
+    )
+
+
+def _add_recipe(add) -> None:
+    """Every option but the first one is a field of ``Recipe``, by the same name."""
+    add("--seq-len", type=_count, metavar="N", help="tokens in a row (not for images)")
+    add(
+        "--precision",
+        type=_one_of(PRECISIONS, or_none=True),
+        default="float32",
+        metavar="P",
+        help=", ".join(PRECISIONS),
+    )
+    add(
+        "--optimizer",
+        type=_one_of(OPTIMIZERS),
+        default="adamw",
+        metavar="O",
+        help=", ".join(OPTIMIZERS),
+    )
     add("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
     add(
         "--in-backward",
@@ -269,7 +569,7 @@ def _add_predict(commands) -> None:
     )
     add(
         "--attention",
-        type=_name,
+        type=_one_of(ATTENTION, or_none=True),
         default="fused",
         metavar="A",
         help=", ".join((*ATTENTION, "none")),
@@ -278,30 +578,35 @@ def _add_predict(commands) -> None:
         ", ".join((*CHECKPOINTING, *SELECTIVE)) + ", layers in a segment (4), or segments (4,3,2)"
     )
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
-    add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
+    add("--every-n-layers", type=_count, metavar="N", help="checkpoint one layer in N")
     add(
         "--offload",
-        type=_name,
+        type=_one_of(OFFLOAD, or_none=True),
         metavar="O",
         help="moved away until backward: " + ", ".join(OFFLOAD),
     )
     add(
-        "--sharding", type=_name, metavar="S", help="over several processes: " + ", ".join(SHARDING)
+        "--sharding",
+        type=_one_of(SHARDING, or_none=True),
+        metavar="S",
+        help="over several processes: " + ", ".join(SHARDING),
     )
     add(
         "--accumulation",
-        type=int,
+        type=_count,
         default=1,
         metavar="K",
         help="micro-batches that the batch is cut into",
     )
-    add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
+    add(
+        "--lora-rank", type=_count, metavar="R", help="train low-rank additions and freeze the rest"
+    )
     add(
         "--lora-targets",
-        nargs="+",
+        type=_names,
         default=(),
-        metavar="NAME",
-        help="layers that get one, such as q_proj",
+        metavar="NAMES",
+        help="layers that get one, such as q_proj,v_proj",
     )
     add(
         "--quantized-base",
@@ -309,16 +614,6 @@ def _add_predict(commands) -> None:
         help="keep the frozen layers in 4 bits (with --lora-rank)",
     )
     add("--chunked-loss", action="store_true", help="never hold all logits at once")
-    add(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="of so many ranks that train together (with --sharding), one",
-    )
-    add("--rank", type=int, default=0, metavar="R", help="which one of them, from 0")
-    add("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
-    add("--json", action="store_true", help="print JSON")
-    predict.set_defaults(run=_asked, command=_predict)
 
 
 def _add_plan(commands) -> None:
@@ -333,18 +628,38 @@ def _add_plan(commands) -> None:
         metavar="C",
         help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)",
     )
-    add("--cards", type=int, default=1, metavar="N", help="so many of them in one machine")
-    add("--seq-len", type=int, metavar="N", help="tokens in a row")
-    add("--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step")
-    add("--method", default="full", metavar="M", help="full (the default), lora, qlora or any")
-    add("--target", default="cuda", metavar="T", help="cuda (the default) or cpu")
+    add("--cards", type=_count, default=1, metavar="N", help="so many of them in one machine")
+    add("--seq-len", type=_count, required=True, metavar="N", help="tokens in a row")
+    add("--global-batch", type=_count, required=True, metavar="N", help="rows of one step")
+    add(
+        "--method",
+        type=_one_of(("full", "lora", "qlora", "any")),
+        default="full",
+        metavar="M",
+        help="full (the default), lora, qlora or any",
+    )
+    add(
+        "--target",
+        type=_one_of(("cuda", "cpu")),
+        default="cuda",
+        metavar="T",
+        help="cuda (the default) or cpu",
+    )
     add("--json", action="store_true", help="print JSON")
-    plan.set_defaults(run=_asked, command=_plan)
+    plan.set_defaults(
+        run=_asked,
+        command=_plan,
+        says="reading the model and trying its recipes, up to a minute ...",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    options = parser().parse_args(arguments)
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.run is None:
+        made.print_help()
+        return 0
     return options.run(options)
 
 

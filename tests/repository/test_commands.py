@@ -4,14 +4,21 @@ bad input.
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import subprocess
+import sys
+import threading
 
 import pytest
 from support.families import tiny_config
 
-from gradmem_lib.__main__ import main
+import gradmem_lib.__main__ as command_line
+from gradmem_lib.__main__ import main, parser
+from gradmem_lib.course.learner.progress import record_check
 from gradmem_lib.course.material import models
+from gradmem_lib.course.setup.overview import known_exercises, listed_exercises
 from gradmem_lib.planning.options import METHODS
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
@@ -24,9 +31,14 @@ def config():
 
 
 def command(capsys, *words) -> tuple[int, str, str]:
-    code = main(list(words))
+    """(exit code, stdout, stderr without its line breaks)."""
+    try:
+        code = main(list(words))
+    except SystemExit as left:  # argparse's own refusals
+        code = left.code
     out, err = capsys.readouterr()
-    return code, out, err
+    assert all(len(line) <= 80 for line in err.splitlines() if " " in line), err
+    return code, out, " ".join(err.split())
 
 
 def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
@@ -99,7 +111,7 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
         ),
         (
             ["predict", "tiny-llama", "--batch-size", "2", "--seq-len", "8", "--lora-rank", "0"],
-            "lora_rank=0: give a whole number of at least 1",
+            "--lora-rank: '0' is not a whole number of at least 1",
         ),
         (
             ["predict", "tiny-llama", "--batch-size", "3", "--seq-len", "8", "--accumulation", "2"],
@@ -118,7 +130,11 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
             ],
             "at least 1",
         ),
-        (["predict", "tiny-llama", "--batch-size", "3"], "seq_len"),
+        (["predict", "tiny-llama", "--batch-size", "3"], "--seq-len is missing"),
+        (["predict", "gpt2", "--batch-size", "3", "--precision", "f"], "'f' is none of float32"),
+        (["class", "nowhere/at-all"], "nowhere/at-all does not exist"),
+        (["class", "Makefile"], "Makefile is not a folder"),
+        (["explain", "no-such-file.txt"], "there is no such file"),
         (
             [
                 "predict",
@@ -155,7 +171,7 @@ def test_command_leaves_a_models_attention_as_it_is(capsys, tmp_path):
         "--json",
     ]
     code, _, err = command(capsys, *words)
-    assert code == 2 and "attention=None" in err  # what there is a word for
+    assert code == 2 and "--attention" in err  # what there is a word for
     code, out, _ = command(
         capsys, *words, "--attention", "none", "--offload", "none", "--sharding", "none"
     )
@@ -255,3 +271,132 @@ def test_missing_options_leave_with_2(capsys):
     with pytest.raises(SystemExit) as left:
         main(["plan", "tiny-llama"])
     assert left.value.code == 2 and "--card" in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    code, out, _ = command(capsys)
+    assert code == 0
+    for name in ("lab", "doctor", "explain", "predict", "plan", "progress", "class"):
+        assert re.search(rf"^    {name} ", out, re.MULTILINE), name
+
+
+def test_the_version_is_the_packages(capsys):
+    code, out, _ = command(capsys, "--version")
+    assert code == 0 and re.fullmatch(r"gradmem \d+\.\d+\.\d+\S*\n", out)
+
+
+def test_the_targets_of_lora_do_not_swallow_the_model():
+    words = ["predict", "--lora-targets", "q_proj,v_proj", "gpt2", "--batch-size", "1"]
+    options = parser().parse_args(words)
+    assert options.lora_targets == ("q_proj", "v_proj") and options.model == "gpt2"
+
+
+WITHOUT_TORCH = [
+    [],
+    ["--version"],
+    ["--help"],
+    ["progress"],
+    ["class", "nowhere"],
+    ["explain", "CUDA error: out of memory"],
+    ["plan", "gpt2", "--card", "GTX9", "--seq-len", "8", "--global-batch", "2"],
+    ["plan", "gpt2", "--card", "T4", "--seq-len", "8", "--global-batch", "0"],
+    ["predict", "gpt2", "--batch-size", "3"],
+    ["predict", "gpt2", "--batch-size", "3", "--seq-len", "8", "--accumulation", "2"],
+    ["explain", "CUDA error: out of memory", "--model", "gpt2", "--batch-size", "3"],
+]
+
+
+@pytest.mark.parametrize("words", WITHOUT_TORCH, ids=" ".join)
+def test_what_needs_no_torch_does_not_import_it(words):
+    code = (
+        "import sys\nfrom gradmem_lib.__main__ import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        "sys.exit(7 if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_class_board_of_an_empty_folder_needs_no_torch(tmp_path):
+    code = (
+        "import sys\nfrom gradmem_lib.__main__ import main\n"
+        f"main(['class', {str(tmp_path)!r}, '--once', '--out', {str(tmp_path / 'b.html')!r}])\n"
+        "sys.exit(7 if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_progress_is_one_screen_with_its_signs_explained(capsys):
+    code, out, _ = command(capsys, "progress")
+    lines = out.splitlines()
+    assert code == 0 and len(lines) <= 24 and all(len(line) <= 80 for line in lines[:-1])
+    assert "●○○ easy" in out and "1.1" in out
+
+
+def test_progress_counts_what_has_passed_and_names_the_next(capsys):
+    record_check("1.1", "passed")
+    record_check("1.2", "not yet")
+    _, out, _ = command(capsys, "progress")
+    assert re.search(r"01     1 of 7 +1\.2 .*\(tries: 1\)", out)
+
+
+def test_the_listed_titles_are_those_of_the_exercises():
+    assert known_exercises() == listed_exercises(), (
+        "run python -m gradmem_lib.course.setup.overview"
+    )
+
+
+def test_explain_reads_a_file_standard_input_and_words(capsys, tmp_path, monkeypatch):
+    text = (
+        "CUDA out of memory. Tried to allocate 352.00 MiB (GPU 0; 7.92 GiB total capacity; "
+        "1.67 GiB already allocated; 156.00 MiB free; 124.28 MiB cached)"
+    )
+    log = tmp_path / "log.txt"
+    log.write_text(f"[rank0]: {text}\n")
+    code, from_file, _ = command(capsys, "explain", str(log))
+    assert code == 0 and "About 5.98 GiB are held outside" in from_file
+    _, from_words, _ = command(capsys, "explain", *text.split())
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    _, from_input, _ = command(capsys, "explain")
+    assert from_words == from_input == from_file
+    code, out, _ = command(capsys, "explain", "nothing of the kind")
+    assert code == 1 and "Give the line" in " ".join(out.split())
+
+
+def test_explain_lays_the_prediction_beside_the_error(capsys, tmp_path, config):
+    config.save_pretrained(tmp_path)
+    sizes = ["--model", str(tmp_path), "--batch-size", "2", "--seq-len", "32"]
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 MiB (GPU 0; {} total capacity; "
+        "10.00 MiB already allocated; 1.00 MiB free; 10.00 MiB reserved in total by PyTorch)"
+    )
+    code, out, _ = command(capsys, "explain", text.format("8.00 GiB"), *sizes)
+    wanted = predict(config, batch_size=2, seq_len=32, recipe=Recipe(), target="cuda")
+    assert code == 0 and f"{wanted.peak.total:,}" in out and "fits the error's card" in out
+    _, out, _ = command(capsys, "explain", text.format("12.00 MiB"), *sizes)
+    assert "does not fit the error's card" in out
+
+
+def test_what_takes_long_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "SILENT_SECONDS", 0)
+    with command_line.saying("reading ..."):
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+    assert capsys.readouterr().err == "reading ...\n"
+
+
+@pytest.mark.parametrize(
+    "message, shown",
+    [
+        ("seq_len=None: give a number", "--seq-len is not given: give a number"),
+        ("in_backward=True frees", "--in-backward frees"),
+        ("give lora_rank, such as 16", "give --lora-rank, such as 16"),
+        ("precision='bf16' with it", "--precision 'bf16' with it"),
+        ("a precision of two digits", "a precision of two digits"),
+    ],
+)
+def test_a_message_has_the_command_lines_spelling(message, shown):
+    names = ["seq_len", "in_backward", "lora_rank", "precision"]
+    assert command_line.command_words(message, names) == shown

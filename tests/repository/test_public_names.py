@@ -27,6 +27,7 @@ PUBLIC = [
     "make_trainer",
     "MemoryCallback",
     "merge_adapters",
+    "explain",
     "predict",
     "Prediction",
     "plan",

@@ -4,9 +4,10 @@ allocator holds then.
 
 from dataclasses import dataclass
 
+from ...measure.error_text import cuda_message
 from ...prediction.allocator import CONTEXT, SMALL_SEGMENT, Allocator, OutOfCapacity, workspace
 from ...prediction.predict import Prediction
-from ...units import GiB, KiB, MiB, parse_bytes
+from ...units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,13 @@ class OutOfMemory:
 
     def __str__(self) -> str:
         """PyTorch's own words (2.10 to 2.13)."""
-        return (
-            f"CUDA out of memory. Tried to allocate {_size(self.asked)}. GPU 0 has a total "
-            f"capacity of {_size(self.total)} of which {_size(self.free)} is free. Including "
-            f"non-PyTorch memory, this process has {_size(self.process)} memory in use. Of the "
-            f"allocated memory {_size(self.allocated)} is allocated by PyTorch, and "
-            f"{_size(self.unallocated)} is reserved by PyTorch but unallocated. If reserved but "
-            "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
-            "to avoid fragmentation.  See documentation for Memory Management  "
-            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        return cuda_message(
+            asked=self.asked,
+            total=self.total,
+            free=self.free,
+            process=self.process,
+            allocated=self.allocated,
+            idle=self.unallocated,
         )
 
 
@@ -80,14 +79,6 @@ class _Inspected(Allocator):
             }
             found.append({"address": address} | sizes | kind)
         return found
-
-
-def _size(nbytes: int) -> str:
-    """As PyTorch's allocator writes it: a size of exactly 1 MiB in KiB."""
-    for unit, factor in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
-        if nbytes > factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def out_of_memory(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradmem_lib import Recipe, out_of_memory, predict
+from gradmem_lib.measure.error_text import pytorch_size
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.prediction.allocator import CONTEXT, replayed, workspace
 from gradmem_lib.units import GiB, KiB, MiB
@@ -174,9 +175,7 @@ def test_the_text_of_a_real_step_adds_up_and_its_segments_are_the_sums():
     [(512, "512 bytes"), (MiB, "1024.00 KiB"), (20 * MiB, "20.00 MiB"), (GiB + 1, "1.00 GiB")],
 )
 def test_sizes_are_written_as_pytorch_writes_them(nbytes, text):
-    from gradmem_lib.course.material.out_of_memory import _size
-
-    assert _size(nbytes) == text
+    assert pytorch_size(nbytes) == text
 
 
 def test_refusals():

@@ -1,0 +1,314 @@
+"""Reads an out-of-memory error out of any text: a message, a traceback, or the log of many ranks.
+
+It gives the figures of the message, in bytes. ``error_frames`` reads the traceback. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from ..units import GiB, KiB, MiB, TiB
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# What loggers and launchers write before a line. Those with a rank or a process name its stream.
+_LABEL = re.compile(r"\s*(\[(?:default|rank)?\d+\]:?|\([\w.-]+,? (?:pid|rank)=\d+[^)]*\))\s?")
+_STAMP = re.compile(
+    r"\s*(?:\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s?"
+    r"|(?:ERROR|INFO|WARNING|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]+\]\s?"
+    r"|\[(?:ERROR|INFO|WARNING)\]\s?|[>│|]+ ?)"
+)
+
+# A unit of CUDA's messages. Apple's write GB and mean powers of 1024, too (see MPSAllocator.mm).
+_UNITS = {"bytes": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
+_UNITS |= {"kb": KiB, "mb": MiB, "gb": GiB, "tb": TiB}
+_SIZE = r"([\d][\d.,]*)(bytes|[KMGT]i?B)"
+_NOT_KNOWN = 2**60  # the driver writes 2**64 - 1 bytes for a figure that it does not have
+
+# How each error begins, in a text without white space: a message may be wrapped anywhere, also
+# inside a word.
+_STARTS = {
+    "cuda": r"CUDAoutofmemory\.?Triedtoallocate",
+    "hip": r"HIPoutofmemory\.?Triedtoallocate",
+    "xpu": r"XPUoutofmemory|CurrentplatformcanNOTallocatememoryblock",
+    "mps": r"MPSbackendoutofmemory",
+    "budget": r"outofbudgetby[\d,]+bytes",
+    "host": r"DefaultCPUAllocator:(?:can'tallocatememory|notenoughmemory)",
+    "no figures": (
+        r"(?:CUDA|HIP|CUDAdriver)error:outofmemory"
+        r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate)"
+        r"|cudaruntimeerror\(2\):outofmemory|CUDAfailedwitherroroutofmemory"
+        r"|Erroroutofmemoryatline|Cudafailure2?'outofmemory'|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+    ),
+    "vllm": r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization",
+    "killed": r"exitcode:?-9\b|SIGKILL|signal9\b|oom-kill",
+}
+_START = re.compile(
+    "|".join(f"(?P<{name.replace(' ', '_')}>{words})" for name, words in _STARTS.items()),
+    re.IGNORECASE,
+)
+_LONGEST = 1500  # characters of one message without white space
+
+# The figures of a message, each by the words that stand beside it.
+_FIGURES = {
+    "asked": rf"[Tt]riedtoallocate{_SIZE}",
+    "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}",
+    "free": rf"{_SIZE}free;|{_SIZE}isfree",
+    "allowed": rf"{_SIZE}allowed;|maxallowed:{_SIZE}",
+    "allocated": rf"{_SIZE}alreadyallocated|{_SIZE}isallocatedbyPyTorch|MPSallocated:{_SIZE}",
+    "reserved": rf"{_SIZE}reservedintotal",
+    "cached": rf"{_SIZE}cached\)",
+    "idle": rf"{_SIZE}isreservedbyPyTorchbutunallocated",
+    "private": rf"with{_SIZE}allocatedinprivatepools",
+    "other": rf"otherallocations:{_SIZE}",
+    "this_process": rf"thisprocesshas{_SIZE}memoryinuse",
+}
+_PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ErrorText:
+    """One error of a text. All figures are bytes; ``None``: the text does not give it.
+
+    ``kind``: a key of the table of beginnings. ``asked``: the request that was refused.
+    ``total``: the card. ``allowed``: a limit below it. ``allocated``: live tensors, as PyTorch
+    counts them. ``idle``: reserved from the driver, without a tensor. ``private``: the part of
+    ``allocated`` that lies free in private pools. ``other``: what Metal holds besides.
+    ``this_process`` and ``processes`` (by process number): what the driver says of processes;
+    ``unknown_process``: it wrote a process without a usable figure.
+    ``setting``: the environment variable that the message names. ``version``: the versions of
+    PyTorch that write so. ``line``: of the text, from 0. ``stream``: the rank or process that wrote
+    it. ``count``: errors in the whole text.
+    """
+
+    kind: str
+    line: int
+    stream: str
+    count: int
+    message: str
+    asked: int | None = None
+    total: int | None = None
+    free: int | None = None
+    allowed: int | None = None
+    allocated: int | None = None
+    idle: int | None = None
+    private: int | None = None
+    other: int | None = None
+    this_process: int | None = None
+    processes: dict[int, int] = field(default_factory=dict)
+    unknown_process: bool = False
+    setting: str = ""
+    version: str = ""
+
+    @property
+    def reserved(self) -> int | None:
+        """What PyTorch has taken from the driver."""
+        if self.allocated is None or self.idle is None:
+            return None
+        return self.allocated + self.idle
+
+    @property
+    def outside(self) -> int | None:
+        """What is neither free nor PyTorch's: the context, other libraries, other processes."""
+        if self.total is None or self.free is None or self.reserved is None:
+            return None
+        return max(0, self.total - self.free - self.reserved)
+
+    @property
+    def own_process(self) -> int | None:
+        """What the driver counts for this process.
+
+        In a container, the process has another number than the driver's, and the message calls it
+        "Process N". It is recognised by its bytes: next to PyTorch's own, there would be no room
+        for it.
+        """
+        if self.this_process is not None or self.total is None or self.reserved is None:
+            return self.this_process
+        listed = sum(self.processes.values())
+        one_too_many = listed + self.reserved > (self.total - (self.free or 0)) * 1.01
+        candidates = [n for n in self.processes.values() if n >= self.reserved * 0.99]
+        if one_too_many and candidates:
+            return max(candidates)
+        return None
+
+    @property
+    def other_processes(self) -> int | None:
+        """What the message says that other processes hold; ``None`` where it does not say."""
+        if not self.processes:
+            return None
+        others = sum(self.processes.values())
+        if self.this_process is None and self.own_process is not None:
+            others -= self.own_process
+        return others
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a log without what loggers put before it; ``number`` counts from 0."""
+
+    number: int
+    text: str
+
+
+def streams(text: str) -> dict[str, list[Line]]:
+    """The lines of a log by the rank or process that wrote them.
+
+    A line without a label continues the one above it.
+    """
+    found: dict[str, list[Line]] = {}
+    label = ""
+    for number, line in enumerate(ANSI.sub("", text).splitlines()):
+        rest = line
+        while match := _LABEL.match(rest) or _STAMP.match(rest):
+            if match.re is _LABEL:
+                label = match[1].strip(":")
+            rest = rest[match.end() :]
+        found.setdefault(label, []).append(Line(number, rest))
+    return found
+
+
+def read_error(text: str) -> ErrorText | None:
+    """The first out-of-memory error of ``text``, or ``None`` if there is none.
+
+    An error that says more comes before one that follows from it: a killed process, or a message
+    without figures.
+    """
+    found = []
+    for label, lines in streams(text).items():
+        squeezed = "".join("".join(line.text.split()) for line in lines)
+        numbers = [line.number for line in lines for _ in "".join(line.text.split())]
+        starts = list(_START.finditer(squeezed))
+        for match in starts:
+            end = match.start() + _LONGEST
+            later = [other.start() for other in starts if other.start() > match.start()]
+            message = squeezed[match.start() : min([end, *later])]
+            kind = str(match.lastgroup).replace("_", " ")
+            found.append((kind, numbers[match.start()], label, message))
+    if not found:
+        return None
+    causes = [error for error in found if error[0] != "killed"] or found
+    with_figures = [error for error in causes if error[0] not in ("no figures", "vllm")]
+    told = with_figures or causes
+    kind, line, label, message = min(told, key=lambda error: error[1])
+    return _read_message(kind, line, label, len(told), message)
+
+
+def _read_message(kind: str, line: int, stream: str, count: int, message: str) -> ErrorText:
+    if kind == "budget":
+        return ErrorText(kind, line, stream, count, message, **_budget_figures(message))
+    figures = {}
+    unknown = False
+    for name, words in _FIGURES.items():
+        nbytes = _figure(words, message)
+        if name == "this_process" and nbytes is not None and not 0 < nbytes < _NOT_KNOWN:
+            unknown = True
+            nbytes = None
+        figures[name] = nbytes
+    processes = {}
+    for pid, number, unit in _PROCESS.findall(message):
+        nbytes = _bytes(number, unit)
+        if 0 < nbytes < _NOT_KNOWN:
+            processes[int(pid)] = nbytes
+        else:
+            unknown = True
+    reserved, cached = figures.pop("reserved"), figures.pop("cached")
+    if cached is not None:  # up to 1.3, without the allocated bytes
+        figures["idle"] = cached
+    elif reserved is not None and figures["allocated"] is not None:
+        figures["idle"] = max(0, reserved - figures["allocated"])
+    if kind == "host":
+        figures["asked"] = _figure(r"youtriedtoallocate([\d,]+)(bytes)", message)
+    setting, version = _version(kind, message, cached is not None)
+    return ErrorText(
+        kind,
+        line,
+        stream,
+        count,
+        message,
+        processes=processes,
+        unknown_process=unknown,
+        setting=setting,
+        version=version,
+        **figures,
+    )
+
+
+def _figure(words: str, message: str) -> int | None:
+    match = re.search(words, message, re.IGNORECASE)
+    if match is None:
+        return None
+    number, unit = (group for group in match.groups() if group is not None)
+    return _bytes(number, unit)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number.replace(",", "").strip(".")) * _UNITS[unit.lower()])
+
+
+def _budget_figures(message: str) -> dict[str, int]:
+    """The figures of this library's ``BudgetExceeded``: live bytes count the refused request."""
+    words = {
+        "live": r"bytes:([\d,]+)live",
+        "total": r"\),([\d,]+)allowed",
+        "asked": r"askedfor([\d,]+)bytes",
+    }
+    found = {}
+    for name, pattern in words.items():
+        match = re.search(pattern, message)
+        if match is not None:
+            found[name] = int(match[1].replace(",", ""))
+    live = found.pop("live", None)
+    if live is not None and "asked" in found:
+        found["allocated"] = live - found["asked"]
+        found["idle"] = 0
+    return found
+
+
+def _version(kind: str, message: str, has_cached: bool) -> tuple[str, str]:
+    """(the setting that the message names, the versions of PyTorch that write so)."""
+    named = re.search(r"(PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF)", message)
+    variable = named[1] if named else ""
+    if kind not in ("cuda", "hip"):
+        return "", ""
+    if has_cached:
+        return "", "PyTorch 1.0 to 1.3"
+    if "reservedintotal" in message:
+        if "max_split_size_mb" in message:
+            return f"{variable or 'PYTORCH_CUDA_ALLOC_CONF'}=max_split_size_mb", (
+                "PyTorch 1.10 to 2.0"
+            )
+        return "", "PyTorch 1.4 to 1.10"
+    if "expandable_segments" in message:
+        if variable == "PYTORCH_ALLOC_CONF":
+            return f"{variable}=expandable_segments:True", "PyTorch 2.9 or later"
+        name = variable or "PYTORCH_CUDA_ALLOC_CONF"
+        return f"{name}=expandable_segments:True", "PyTorch 2.2 or later"
+    if "max_split_size_mb" in message or "capactyof" in message:
+        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PyTorch 2.1"
+    return "", ""
+
+
+def cuda_message(
+    *, asked: int, total: int, free: int, process: int, allocated: int, idle: int
+) -> str:
+    """PyTorch's own words (2.10 to 2.13) for a request that a CUDA card refused."""
+    return (
+        f"CUDA out of memory. Tried to allocate {pytorch_size(asked)}. GPU 0 has a total "
+        f"capacity of {pytorch_size(total)} of which {pytorch_size(free)} is free. Including "
+        f"non-PyTorch memory, this process has {pytorch_size(process)} memory in use. Of the "
+        f"allocated memory {pytorch_size(allocated)} is allocated by PyTorch, and "
+        f"{pytorch_size(idle)} is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+        "to avoid fragmentation.  See documentation for Memory Management  "
+        "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    )
+
+
+def pytorch_size(nbytes: int) -> str:
+    """As PyTorch's allocator writes it: a size of exactly 1 MiB in KiB."""
+    for unit, factor in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if nbytes > factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes} bytes"
