@@ -138,7 +138,7 @@ STEPS = trap 'exit 130' INT; export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; fail
   step() { name=$$1; shift; printf '\n== %s\n' "$$name"; "$$@" || failed="$$failed [$$name]"; }; \
   step "style" $(PY) -m ruff check .; \
   step "format" $(PY) -m ruff format --check .; \
-  step "floors and rooms" .venv/bin/lint-imports --no-cache --no-logo; \
+  step "floors and rooms" $(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo; \
   step "notebooks in step with their sources" $(PY) tools/build_notebooks.py --check
 SUM_UP = echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -173,7 +173,7 @@ nightly: $(TEST) browser
 	step "site" $(SITE_BY_MAKE); \
 	$(SUM_UP)
 
-# What no test notices, see CONTRIBUTING.md. mutmut reads setup.cfg, works in mutants/, and finds the library there.
+# What no test notices, see tests/mutants.md. mutmut reads setup.cfg, works in mutants/, and finds the library there.
 MODULE ?= gradmem_lib/units.py
 TESTS ?= tests/repository/test_units.py
 mutants: $(TEST)
