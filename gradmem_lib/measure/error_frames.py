@@ -108,9 +108,21 @@ def _frames(lines: list[Line]) -> list[Frame]:
         if match is None and 'File "' in line.text:  # wrapped
             match = _frame(line.text.rstrip("\n") + following)
         if match is not None:
-            code = "" if _frame(following) else following.strip()
+            code = _arrow(lines[i + 1 : i + 12]) or following.strip()
+            if _frame(following) or code[:1] in "^~":
+                code = ""
             found.append(Frame(match["file"], match["line"], match["name"], code))
     return found
+
+
+def _arrow(following: list[Line]) -> str:
+    """IPython's code of a frame: the line with an arrow, before the next frame."""
+    for line in following:
+        if _frame(line.text):
+            return ""
+        if match := re.match(r"-+> ?\d+ (.*)", line.text):
+            return match[1].strip()
+    return ""
 
 
 def _frame(text: str) -> re.Match | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..units import GiB, KiB, MiB, TiB
 
@@ -34,7 +35,10 @@ _STARTS = {
     "xpu": r"XPUoutofmemory|CurrentplatformcanNOTallocatememoryblock",
     "mps": r"MPSbackendoutofmemory",
     "budget": r"outofbudgetby[\d,]+bytes",
-    "host": r"DefaultCPUAllocator:(?:can'tallocatememory|notenoughmemory)",
+    "host": (
+        r"DefaultCPUAllocator:(?:can'tallocatememory|notenoughmemory)"
+        r"|Unabletoallocate[\d.]+[KMGT]iBforanarray|noderunninglowonmemory"
+    ),
     "no figures": (
         r"(?:CUDA|HIP|CUDAdriver)error:outofmemory"
         r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate)"
@@ -219,7 +223,8 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
     elif reserved is not None and figures["allocated"] is not None:
         figures["idle"] = max(0, reserved - figures["allocated"])
     if kind == "host":
-        figures["asked"] = _figure(r"youtriedtoallocate([\d,]+)(bytes)", message)
+        words = rf"youtriedtoallocate([\d,]+)(bytes)|Unabletoallocate{_SIZE}foranarray"
+        figures["asked"] = _figure(words, message)
     setting, version = _version(kind, message, cached is not None)
     return ErrorText(
         kind,
@@ -247,7 +252,7 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number.replace(",", "").strip(".")) * _UNITS[unit.lower()])
 
 
-def _budget_figures(message: str) -> dict[str, int]:
+def _budget_figures(message: str) -> dict[str, Any]:
     """The figures of this library's ``BudgetExceeded``: live bytes count the refused request."""
     words = {
         "live": r"bytes:([\d,]+)live",
@@ -287,6 +292,8 @@ def _version(kind: str, message: str, has_cached: bool) -> tuple[str, str]:
         return f"{name}=expandable_segments:True", "PyTorch 2.2 or later"
     if "max_split_size_mb" in message or "capactyof" in message:
         return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PyTorch 2.1"
+    if "ofwhich" in message and "Oftheallocatedmemory" in message:  # cut off before the hint
+        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PyTorch 2.1 or later"
     return "", ""
 
 

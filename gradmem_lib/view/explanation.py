@@ -16,6 +16,7 @@ from .svg import frame as svg_frame
 from .svg import svg_text
 
 CONTEXT = 1 * GiB  # CUDA's own bytes in a process stay below this, in most programs
+LARGE = 0.25  # of the card: a request so large says more than the rest does
 NAMES = {
     "asked": "the request that was refused",
     "total": "the card",
@@ -294,12 +295,17 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             "it runs, and make the page file larger on Windows.",
         )
     if asked <= free + idle and idle >= asked / 2:
+        later = "If the step needs more than the card has, it fails later."
+        if idle < 0.05 * total:
+            later = (
+                f"But idle bytes are only {idle / total:.0%} of the card: it is nearly full of "
+                "live tensors, and the run most likely needs fewer of them, too."
+            )
         return (
             "in pieces",
             f"Free and idle bytes together, {format_bytes(free + idle)}, are enough for the "
             f"{request}, but not in one piece: this is fragmentation. "
-            f"{_setting(error, is_windows=is_windows)} This can serve the one request. If the step "
-            "needs more than the card has, it fails later.",
+            f"{_setting(error, is_windows=is_windows)} This can serve the one request. {later}",
         )
     outside = figures.get("outside", 0)
     others = figures.get("other_processes", 0)
@@ -326,6 +332,15 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             "outside",
             f"About {held} are held outside PyTorch's allocator, {whose}. A smaller batch does not "
             "change them.",
+        )
+    if asked > LARGE * total:
+        return (
+            "one large request",
+            f"This one request, {request}, is {asked / total:.0%} of the card, and more than all "
+            f"that is left: free and idle bytes together are {format_bytes(free + idle)}. No "
+            "setting of the allocator can help. Look first at what this tensor is (a copy of all "
+            "weights or gradients in one piece, logits, attention that is not fused), then at the "
+            f"{format_bytes(error.allocated or 0)} of live tensors.",
         )
     return (
         "full",
@@ -395,8 +410,8 @@ def _further_cases(error: ErrorText, figures: dict[str, int]) -> list[tuple[str,
             (
                 "private pools",
                 f"{format_bytes(error.private)} are free blocks in private pools, which the "
-                "message counts as allocated. Only the CUDA graphs (torch.compile with reduce-overhead, "
-                "vLLM) of each pool can use them: fewer graphs, or none, give them back.",
+                "message counts as allocated. Only the CUDA graphs (torch.compile with "
+                "reduce-overhead, vLLM) of each pool can use them: fewer graphs give them back.",
             )
         )
     if figures.get("other_processes", 0) > 0.05 * (error.total or 1):

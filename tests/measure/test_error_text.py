@@ -1,4 +1,7 @@
-"""Out-of-memory errors as people report them, figure by figure. Each row is a message's wording with the figures that a person reads in it."""
+"""Out-of-memory errors as people report them, figure by figure.
+
+Each row is a message's wording with the figures that a person reads in it.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,12 @@ MESSAGES = {
         "already allocated; 0 bytes free; 3.44 GiB reserved in total by PyTorch)" + OLD_HINT,
         dict(asked=38 * M, total=4 * G, allocated=3.41 * G, free=0),
         ["full"],
+    ),
+    "2.0, half the card": (
+        "CUDA out of memory. Tried to allocate 12.55 GiB (GPU 1; 23.69 GiB total capacity; 12.58 "
+        "GiB already allocated; 10.38 GiB free; 12.58 GiB reserved in total by PyTorch)" + OLD_HINT,
+        dict(asked=12.55 * G, total=23.69 * G, allocated=12.58 * G, free=10.38 * G, idle=0),
+        ["one large request"],
     ),
     "2.0, the host's memory": (
         "CUDA out of memory. Tried to allocate 5.73 GiB (GPU 0; 8.00 GiB total capacity; 17.20 GiB "
@@ -264,6 +273,21 @@ MESSAGES = {
         dict(asked=16 * G),
         ["host"],
     ),
+    "2.5, cut off": (
+        "OutOfMemoryError('CUDA out of memory. Tried to allocate 1.27 GiB. GPU 0 has a total "
+        "capacity of 79.33 GiB of which 109.81 MiB is free. Process 23 has 79.19 GiB memory in "
+        "use. Of the allocated memory 67.68 GiB is allocated by PyTorch, with 76.00 MiB allocated "
+        "in private pools (e.g., CUDA Gra phs), and 1.47 GiB is reserved by PyTorch but "
+        "unallocated. If reserv...",
+        dict(asked=1.27 * G, own_process=79.19 * G, idle=1.47 * G, private=76 * M),
+        ["in pieces", "container", "private pools"],
+    ),
+    "numpy": (
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 12.0 GiB for an array with "
+        "shape (40000, 40000) and data type float64",
+        dict(asked=12 * G, total=None),
+        ["host"],
+    ),
     "vLLM": (
         "ValueError: No available memory for the cache blocks. Try increasing "
         "`gpu_memory_utilization` when initializing the engine.",
@@ -418,6 +442,22 @@ def test_what_cannot_be_read_is_said_and_asked_for(text):
     assert "Give the line that contains the words" in " ".join(str(explanation).split())
 
 
+def test_a_notebooks_traceback_shows_the_cells_own_line():
+    text = """OutOfMemoryError                          Traceback (most recent call last)
+Cell In[7], line 3
+      1 model = make()
+----> 3 model.to("cuda")
+
+File /opt/python3.10/site-packages/torch/nn/modules/module.py:1340, in Module.to(self, *args)
+   1339 \n-> 1340     return self._apply(convert)
+
+OutOfMemoryError: """
+    explanation = explain(text + MESSAGES["2.3, container"][0])
+    assert explanation.moment == "load"
+    own = explanation.own_line
+    assert (own.file, own.line, own.code) == ("Cell In[7]", "3", 'model.to("cuda")')
+
+
 def test_half_a_message_asks_for_the_rest():
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     explanation = explain(text)
@@ -430,6 +470,7 @@ def test_half_a_message_asks_for_the_rest():
     [
         ("1.7, idle", "no setting that its message names", "Set PYTORCH"),
         ("2.1, Windows", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "max_split"),
+        ("2.5, cut off", "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "max_split"),
         ("2.3, container", "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "ROCm"),
         ("HIP, in pieces", "Set PYTORCH_HIP_ALLOC_CONF=expandable_segments:True", "max_split"),
     ],

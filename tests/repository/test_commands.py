@@ -17,8 +17,8 @@ from support.families import tiny_config
 import gradmem_lib.__main__ as command_line
 from gradmem_lib.__main__ import main, parser
 from gradmem_lib.course.learner.progress import record_check
+from gradmem_lib.course.learner.titles import titles, titles_of_the_exercises
 from gradmem_lib.course.material import models
-from gradmem_lib.course.setup.overview import known_exercises, listed_exercises
 from gradmem_lib.planning.options import METHODS
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
@@ -342,9 +342,7 @@ def test_progress_counts_what_has_passed_and_names_the_next(capsys):
 
 
 def test_the_listed_titles_are_those_of_the_exercises():
-    assert known_exercises() == listed_exercises(), (
-        "run python -m gradmem_lib.course.setup.overview"
-    )
+    assert titles() == titles_of_the_exercises(), "run python -m gradmem_lib.course.learner.titles"
 
 
 def test_explain_reads_a_file_standard_input_and_words(capsys, tmp_path, monkeypatch):

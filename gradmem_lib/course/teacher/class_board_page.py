@@ -18,8 +18,8 @@ from urllib.parse import quote
 from ...units import KiB, format_bytes
 from ...view.style import COLORS, INK, MUTED, PAPER, nice_step, scale_of
 from ...view.svg import ALARM_BOTH, frame, svg_halo, svg_text
-from ..catalogue import all_exercises
 from ..learner.guesses import how_far
+from ..learner.titles import titles
 
 SIGN = '<meta name="generator" content="gradmem class">'
 Rows = list[tuple[str, dict[str, Any]]]  # a learner's label, and their "checks" and "guesses"
@@ -115,8 +115,8 @@ def _places(rows: Rows) -> str:
             "<p>There is no progress file in this folder yet. Learners appear as soon as theirs "
             "is there.</p>"
         )
-    of = Counter(_lesson(exercise.id) for exercise in all_exercises())
-    known = {exercise.id for exercise in all_exercises()}
+    of = Counter(_lesson(exercise.id) for exercise in titles())
+    known = {exercise.id for exercise in titles()}
     body, here = [], Counter()
     for label, found in rows:
         passed = Counter(
@@ -155,7 +155,7 @@ def _places(rows: Rows) -> str:
 def _held(rows: Rows, most: int = 8) -> str:
     """The exercises that most learners have tried and not passed."""
     table = []
-    for exercise in all_exercises():
+    for exercise in titles():
         entries = [
             found["checks"][exercise.id] for _, found in rows if exercise.id in found["checks"]
         ]
