@@ -418,11 +418,9 @@ def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
         )
     loss, count = returned[0], _check_count(returned[1], "the count of loss_and_count")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
+        given = f"{type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            given = f"a tensor of shape {tuple(loss.shape)}"
         raise TypeError(
             f'the loss must be a tensor of one element, and was {given}: use reduction="sum"'
         )

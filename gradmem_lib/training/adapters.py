@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..techniques.lora import LoRALinear, replace_module
 from .losses import predicts_next_token
@@ -85,7 +86,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
             for name, module in added.items()
             if module.scale * ranks[name] != first.scale * len(first.A)
         },
-        "fan_in_fan_out": type(first.base).__name__ == "Conv1D",
+        "fan_in_fan_out": isinstance(first.base, Conv1D),  # GPT-2 stores its weights transposed
     }
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}
