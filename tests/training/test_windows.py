@@ -25,7 +25,7 @@ RATE = 0.1
 
 def tiny(dtype=torch.float32):
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "vocab": 31}
-    return models.tiny_llama(**sizes, dtype=dtype)
+    return models.tiny_llama(**sizes).to(dtype)  # the same weights in each dtype
 
 
 def row(i):
