@@ -114,10 +114,11 @@ def extrapolate(
 
 def _additional_rounds(long: Changes, number: int) -> list[tuple[int, int]] | None:
     """The samples (start, stop) of the last unit but one of list ``number``, in each part of the
-    step.
+    step. ``None`` if one of them does not lie between its neighbours.
 
-    ``None`` if one of them does not lie between its neighbours, or if it is not equal to its
-    neighbour, where that is not the first unit.
+    The last unit may be special, and so may the first one, and what it leaves to the next one. Of
+    the last but one, the last unit shows that it leaves what the unit before it leaves: in the
+    shorter trace, it comes after that unit, and does the same.
     """
     in_list = long.places[:, LIST] == number
     unit = np.where(in_list, long.places[:, UNIT], NOWHERE[1])
@@ -129,8 +130,6 @@ def _additional_rounds(long: Changes, number: int) -> list[tuple[int, int]] | No
             return None
         if {unit[start - 1], unit[stop]} != {middle - 1, middle + 1}:
             return None
-    if middle > 1 and not long[unit == middle].equal(long[unit == middle - 1]):
-        return None
     return rounds
 
 

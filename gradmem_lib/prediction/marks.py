@@ -63,12 +63,14 @@ class Marks:
         """Forget which parameter was touched last: another part of the step begins."""
         self._touched = NOWHERE
 
-    def touch(self, args: tuple, live: dict[int, Any]) -> None:
-        """Note which parameter an operation on ``args`` belongs to.
+    def touch(self, func: Any, args: tuple, live: dict[int, Any]) -> None:
+        """Note which parameter the operation ``func`` on ``args`` belongs to.
 
         ``live``: the recording's entries, which have the name of the parameter that each storage
         belongs to.
         """
+        if func in compat.profiler_marks:  # the begin or the end of a step or of zero_grad
+            self._touched = NOWHERE
         for value in args:
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
                 self._touched = NOWHERE  # an operation on all parameters at once

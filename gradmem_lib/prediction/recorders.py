@@ -26,7 +26,7 @@ class _MarkingMeter(Meter):
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         if not self.stack and graph_task() == -1:
-            self.recording.marks.touch(args, self.recording.live)
+            self.recording.marks.touch(func, args, self.recording.live)
         super().observe(func, args, kwargs, out)
 
 
