@@ -121,6 +121,7 @@ class _FakeStep:
         self.mode = stack.enter_context(fakes.QuickFakeMode(question.target))
         keep = {several.layers: count for several, _, count in question.kept}
         model = fake_copy(source.skeleton, keep)
+        self.mode.know_parameters(model)
         self.lists = self._kept_layers(model)
         modes = {module: module.training for module in model.modules()}
         cache = getattr(getattr(model, "config", None), "use_cache", None)
