@@ -59,9 +59,7 @@ def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
         )
     if id(parameter) in memo:
         return
-    memo[id(parameter)] = made = nn.Parameter(
-        _fake_like(parameter, bases), parameter.requires_grad
-    )
+    memo[id(parameter)] = made = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
     if parameter.grad is not None:  # which stays where the parameter is frozen
         made.grad = _fake_like(parameter.grad, bases)
 

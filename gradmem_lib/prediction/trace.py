@@ -203,9 +203,7 @@ class _FakeStep:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     trained += 1
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda p: with_gradient.add(id(p))
-                    )
+                    parameter.register_post_accumulate_grad_hook(lambda p: with_gradient.add(id(p)))
         held = _module_tensors(self.model)
         offloaded_before = getattr(self.offload_hooks, "bytes", 0)
         with recorder:

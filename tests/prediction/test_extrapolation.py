@@ -97,15 +97,22 @@ def test_what_does_not_repeat_is_not_extrapolated():
     assert deepened(made_up(3, 3), [made_up(4, 4), made_up(3, 4)], [5, 5]) is None
 
 
-@pytest.mark.parametrize("event", [2, 4, 8, 20])
-@pytest.mark.parametrize("column", [0, 1, 2, 5])
-def test_a_sample_that_differs_is_not_extrapolated(event, column):
+@pytest.mark.parametrize("column", [0, 2, 5])
+def test_a_sample_that_differs_is_not_extrapolated(column):
+    for event in range(1, len(made_up(4).rows) - 1):
+        long = made_up(4)
+        rows = long.rows.copy()
+        rows[event:, column] += 1  # what this sample adds
+        changed = Trace(rows, long.places, long.storages)
+        repeated = long.changes().places[event, 2:].tolist() == [0, 2]
+        assert (deepened(made_up(3), [changed], [5]) is None) != repeated
+
+
+def test_another_phase_is_not_extrapolated():
     long = made_up(4)
     rows = long.rows.copy()
-    rows[event:, column] += 1
-    changed = Trace(rows, long.places, long.storages)
-    inside = 8 <= event <= 10  # in the round that is repeated, as it is
-    assert (deepened(made_up(3), [changed], [5]) is None) != inside
+    rows[-2:, 1] += 1
+    assert deepened(made_up(3), [Trace(rows, long.places, long.storages)], [5]) is None
 
 
 def test_another_operation_is_not_extrapolated():
@@ -186,7 +193,7 @@ def test_the_first_of_two_equal_stacks_is_the_first():
 
 
 def test_lists_inside_layers_are_part_of_them():
-    stack = nn.ModuleList(layers(3) for _ in range(4))
+    stack = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)) for _ in range(4))
     assert found_in(Model(stack)) == [(stack, 1)]
 
 
