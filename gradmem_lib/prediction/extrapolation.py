@@ -186,10 +186,13 @@ def _filled(places: np.ndarray) -> np.ndarray:
     """
     filled = places.copy()
     marked = np.flatnonzero(places[:, LIST] != NOWHERE[0])
-    for before, after in zip(marked[:-1], marked[1:], strict=True):
-        same = (places[before, [PART, LIST]] == places[after, [PART, LIST]]).all()
-        if same and abs(places[before, UNIT] - places[after, UNIT]) <= 1:
-            filled[before + 1 : after, [LIST, UNIT]] = places[before, [LIST, UNIT]]
+    before, after = marked[:-1], marked[1:]
+    part_list = places[:, [PART, LIST]]
+    same_list = (part_list[before] == part_list[after]).all(axis=1)
+    neighbours = same_list & (abs(places[before, UNIT] - places[after, UNIT]) <= 1)
+    between = neighbours & (after - before > 1)
+    for start, stop in zip(before[between], after[between], strict=True):
+        filled[start + 1 : stop, [LIST, UNIT]] = places[start, [LIST, UNIT]]
     return filled
 
 

@@ -70,7 +70,7 @@ def _comparison(compare: Callable[[float, float], bool]) -> Callable:
 
     def known(mode: "QuickFakeMode", args: tuple) -> bool | None:
         number, bound = args
-        if mode._known.get(number) != UNIFORM or 0 < bound < 1:
+        if mode.known.get(number) != UNIFORM or 0 < bound < 1:
             return None
         return compare(0.5, bound)
 
@@ -78,11 +78,11 @@ def _comparison(compare: Callable[[float, float], bool]) -> Callable:
 
 
 def _is_not_finite(mode: "QuickFakeMode", args: tuple) -> bool | None:
-    return False if storage_key(args[0].untyped_storage()) in mode._parameters else None
+    return False if storage_key(args[0].untyped_storage()) in mode.parameters else None
 
 
 def _any(mode: "QuickFakeMode", args: tuple) -> bool | None:
-    known = mode._known.get(args[0])
+    known = mode.known.get(args[0])
     return known if isinstance(known, bool) else None
 
 
@@ -112,8 +112,8 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         self._corrections = corrections.BY_TARGET.get(target, {})
         self.value: float | None = None
         # What is known of tensors without their values: UNIFORM, or the one value in them.
-        self._known: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
-        self._parameters: set[int] = set()
+        self.known: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+        self.parameters: set[int] = set()
         self._fake_attributes: dict[torch.device, dict] = {}
         self._answers = answers_by_settings.setdefault((target, _settings()), {})
         if len(self._answers) > MAX_ANSWERS:
@@ -123,7 +123,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         if func is compat.read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is compat.read_value:
-            known = self._known.get(args[0])
+            known = self.known.get(args[0])
             if isinstance(known, bool):
                 return known
             if self.value is not None:
@@ -158,14 +158,14 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
     def know_parameters(self, model: torch.nn.Module) -> None:
         """Weights of a training that works are finite, so a check of them for ``inf`` is known."""
         for parameter in model.parameters():
-            self._parameters.add(storage_key(parameter.untyped_storage()))
+            self.parameters.add(storage_key(parameter.untyped_storage()))
 
     def _compute_known(self, func, types, args, kwargs):
         """The result of an operation that may tell something about the values in it."""
         out = self._compute(func, types, args, kwargs)
         known = _KNOWN_VALUES[func](self, args)
         if known is not None:
-            self._known[out] = known
+            self.known[out] = known
         return out
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:

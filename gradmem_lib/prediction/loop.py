@@ -52,7 +52,7 @@ class Loop:
 
 
 class RunningLoop:
-    """A ``Loop`` while it runs: ``step`` calls ``loss`` for each micro-batch, and ``begin_part``."""
+    """A ``Loop`` while it runs. ``step`` calls ``loss`` and ``begin_part``."""
 
     def __init__(
         self,

@@ -5,6 +5,8 @@ from torch import nn
 from ..techniques.checkpointing import checkpoints_of
 from .question import Question
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
 
 def notes_of(question: Question) -> tuple[str, ...]:
     """What a reader of the prediction should know about the module. Empty if there is nothing."""
@@ -14,7 +16,7 @@ def notes_of(question: Question) -> tuple[str, ...]:
     switched_off = []
     if has_checkpoints(model) or question.recipe.checkpointing or question.recipe.every_n_layers:
         switched_off.append("checkpointing is on and does nothing")
-    if any(getattr(module, "p", 0) for module in model.modules() if _drops(module)):
+    if any(isinstance(module, _DROPOUT) and module.p > 0 for module in model.modules()):
         switched_off.append("dropout does nothing")
     if not switched_off:
         switched_off.append("the figures are those of a step in that mode")
@@ -30,7 +32,3 @@ def has_checkpoints(model: nn.Module) -> bool:
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     )
     return by_transformers or bool(checkpoints_of(model))
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.dropout._DropoutNd)
