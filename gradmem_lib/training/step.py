@@ -42,6 +42,7 @@ def step(
     micro_batches: int | None = None,
     scaler: GradScaler | torch.amp.GradScaler | None = None,
     offload: offload_activations | None = None,
+    keep_gradients: bool = False,
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches.
     Returns the mean loss, detached.
@@ -61,6 +62,7 @@ def step(
             gradients are not finite. Without a scaler the factor is fixed, and no step is skipped.
         offload: an ``offload_activations``, which counts the bytes that it moves. Without it, one
             is made.
+        keep_gradients: leave ``.grad`` as it is after the step, for a loop that frees it later.
 
     Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
     step (``find_rule``), is not a mean over labels or rows, as with CLIP.
@@ -116,7 +118,8 @@ def step(
         else:
             scaler.step(optimizer)
             scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        if not keep_gradients:
+            optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
 
 
