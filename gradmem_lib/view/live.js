@@ -3,6 +3,7 @@
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 const PAD = { left: 52, right: 14, top: 26, bottom: 38 };
 const ALARM = "#e0483f";
+const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kernel's states in which it cannot answer
 const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
 
 // Ties go to the even digit, as in Python, so that the moving and the still picture say the same.
@@ -123,8 +124,9 @@ function render({ model, el }) {
 
   const read = make("div", "gm-read", root);
   read.setAttribute("aria-live", "polite");
+  let lost = false; // whether the kernel went away during the recording
   const hint = () => {
-    read.textContent = "";
+    read.textContent = lost ? "The recording stopped: the kernel has ended. " : "";
     for (const [keys, what] of [["← →", "move"], ["Home", ""], ["End", "ends"], ["P", "peak"], ["Esc", "let go"]]) {
       make("kbd", "", read, keys);
       read.append(what ? ` ${what}   ` : " ");
@@ -160,8 +162,8 @@ function render({ model, el }) {
     peakText.textContent = formatBytes(peak.total);
     peakText.classList.toggle("gm-over", budget > 0 && peak.total > budget);
     peakPhase.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
-    dot.style.display = frame.finished ? "none" : "";
-    canvas.dataset.recording = !frame.finished;
+    dot.style.display = frame.finished || lost ? "none" : "";
+    canvas.dataset.recording = !frame.finished && !lost;
     nowBox.style.display = frame.finished ? "none" : "";
     const source = at >= 0 ? frame.parts.map((part) => part[at]) : frame.finished ? peak.parts : current.parts;
     const total = at >= 0 ? frame.totals[at] : frame.finished ? peak.total : current.total;
@@ -324,6 +326,15 @@ function render({ model, el }) {
     canvas.dataset.frames = +(canvas.dataset.frames || 0) + 1;
     schedule();
   };
+  const stopped = () => {
+    if (lost || frame?.finished) return;
+    lost = true;
+    dot.style.display = "none";
+    canvas.dataset.recording = false;
+    root.classList.add("gm-lost");
+    hint();
+    schedule();
+  };
   const moveTo = (op) => { cursorOp = op; announce(); schedule(); };
 
   canvas.addEventListener("keydown", (event) => {
@@ -358,10 +369,16 @@ function render({ model, el }) {
   document.head.addEventListener("load", schedule, true);
   model.on("change:frame", arrived);
   model.on("change:top", schedule);
+  const kernel = model.widget_manager?.kernel;
+  const kernelState = (_, status) => { if (GONE.includes(status)) stopped(); };
+  kernel?.statusChanged?.connect(kernelState);
+  kernel?.disposed?.connect(stopped);
   arrived();
   return () => {
     model.off("change:frame", arrived);
     model.off("change:top", schedule);
+    kernel?.statusChanged?.disconnect(kernelState);
+    kernel?.disposed?.disconnect(stopped);
     resized.disconnect();
     restyled.disconnect();
     document.head.removeEventListener("load", schedule, true);
