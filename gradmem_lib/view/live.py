@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
 _VERSION = 1
-WAIT = "Recording. A picture takes this place at the end."
+WAIT = "No picture yet: one appears here when this cell has run to its end."
 STILL = "This picture stands still. To explore it, run the cell again."
 
 

@@ -20,7 +20,7 @@ from .live import (
     widget_class,
 )
 from .place import place, still_html
-from .style import new_figure, style, swatch
+from .style import new_figure, shortened, style, swatch
 from .timeline import describe, draw_areas
 
 if TYPE_CHECKING:
@@ -158,7 +158,12 @@ def plot_ranks(
     with style():
         figure = new_figure(8.6, 3.2)
         figure.text(
-            left, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline"
+            left,
+            0.93,
+            shortened(title or "Memory by category", 100),
+            fontsize=11,
+            fontweight="bold",
+            va="baseline",
         )
         for rank, timeline in enumerate(timelines):
             axes = figure.add_axes((left + rank * (width + gap), 0.25, width, 0.51))
