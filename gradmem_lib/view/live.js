@@ -287,7 +287,7 @@ function render({ model, el }) {
       runs[runs.length - 1].to = until(i);
     }
     const steps = stepsOf(runs);
-    key.style.visibility = steps ? "hidden" : "";
+    key.classList.toggle("gm-steps", steps !== null);
     for (const run of steps ?? runs) {
       if (!steps && !tones[run.phase]) continue;
       const a = px(run.from), b = px(run.to), tone = steps ? tones[1 + run.number % 2] : tones[run.phase];

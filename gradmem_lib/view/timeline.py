@@ -117,7 +117,7 @@ def plot_timeline(
         figure.text(
             0.078,
             0.93,
-            shortened(title or "Memory by category", 74),
+            shortened(title or "Memory by category", 62),
             fontsize=11,
             fontweight="bold",
             va="baseline",
@@ -341,8 +341,8 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
             )
         if len(boxes) <= 40:
             ax.axvline(start, color=INK, alpha=0.16, linewidth=0.7, zorder=4)
-    if steps:  # no colour means a phase
-        return []
+    if steps:
+        return []  # no colour means a phase
     return [phase for phase in PHASE_LABELS if any(run[0] == phase for run in runs)]
 
 
@@ -375,6 +375,8 @@ def _draw_legend(
         y -= 0.075
         row(y, name, COLORS[name], HATCHES[name], format_bytes(parts[name]))
     y -= 0.035
+    if not phases:
+        figure.text(x, y - 0.068, "strip: steps", color=MUTED, fontsize=8, va="center_baseline")
     for phase in phases:
         y -= 0.068
         row(y, PHASE_LABELS[phase], PHASE_COLORS[phase], "", "")
