@@ -8,6 +8,7 @@ function initialize({ model }) {
   const manager = model.widget_manager, keep = model.get("keep");
   const views = new Map(); // by the element that holds it
   let lost = false;
+  let focused = false; // whether the reader was in the widget, also when its output was replaced under it
 
   const mount = async (host) => {
     views.set(host, null);
@@ -22,6 +23,9 @@ function initialize({ model }) {
     host.append(live);
     view.luminoWidget.processMessage(message("after-attach"));
     views.set(host, { view, live });
+    live.addEventListener("focusin", () => { focused = true; });
+    live.addEventListener("focusout", () => { focused = !live.isConnected; });
+    if (focused && document.activeElement === document.body) live.querySelector("input")?.focus();
   };
   const search = () => {
     const hosts = document.querySelectorAll(`[data-gradmem-place="${model.get("place")}"]`);

@@ -66,6 +66,7 @@ NOTEBOOKS = {
         PRINT,
     ],
     "explorer.ipynb": ["from gradmem_lib.course.learner.explorer import explore\nexplore()"],
+    "guess.ipynb": ["from gradmem_lib import predict_first\npredict_first('0.a', 'How many?');"],
     "schedule.ipynb": ["from gradmem_lib import explore_schedule\nexplore_schedule()"],
 }
 
@@ -163,6 +164,24 @@ def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):
         words = notebook.output(1).inner_text()
         assert "KeyboardInterrupt" in words and "train(" in words
         assert "site-packages" not in words and "gradmem_lib" not in words
+
+
+def test_a_guess_is_typed_recorded_and_kept_in_the_file(browser, lab):
+    with Notebook(browser, lab, "guess.ipynb") as notebook:
+        notebook.run_all()
+        field = notebook.output(0).locator("input")
+        field.fill("3 KiB")
+        field.press("Enter")
+        notebook.output(0).get_by_text("recorded: 3.00 KiB").wait_for()
+        outputs = """() => jupyterapp.shell.currentWidget.content.widgets
+          .filter((cell) => cell.model.type === 'code')
+          .flatMap((cell) => cell.model.outputs.toJSON())"""
+        [output] = notebook.page.evaluate(outputs)
+        assert set(output["data"]) == {"text/plain", "text/html"}
+        assert "Your guess: 3.00 KiB" in output["data"]["text/html"]
+        # The output was replaced under the reader, who goes on typing.
+        notebook.page.wait_for_function("document.activeElement.tagName === 'INPUT'")
+        assert notebook.errors == []
 
 
 def test_a_restart_ends_the_recording_on_the_page(browser, lab):
