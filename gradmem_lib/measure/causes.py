@@ -535,6 +535,9 @@ def _kept_by_evaluation(
             collected.append(holder)
         else:
             cache.append(holder)
+    # Most of what one forward needs for itself is gone when the next one begins.
+    if _growth(passes) < max(total(collected), total(cache)) // 4:
+        return [], [], []
     return passes, collected, cache
 
 

@@ -30,9 +30,9 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Structure:
     """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the
-    parameters that need a gradient. ``outputs``: how many features come out of the matrices at
-    the model's end, such as the number of tokens that it knows.
+    checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the
+    names of the parameters that need a gradient. ``outputs``: how many features come out of the
+    matrices at the model's end, such as the number of tokens that it knows.
     """
 
     layers: frozenset[str]

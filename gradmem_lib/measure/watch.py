@@ -460,6 +460,7 @@ class Meter:
             raise compiled_error(type(module).__name__)
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
+            recording.drain()  # what was freed since the last operation is not live before this
             if with_grad:
                 recording.step += self.position.begin_step()
             owner = weakref.ref(module), type(module)

@@ -460,7 +460,8 @@ def _version(x: Any) -> int:
 
 _IN_PLACE = (
     "layer {} changes its input in place, and a checkpoint that begins there would compute it "
-    "again from the changed input: set inplace=False in it, or begin the segment at an earlier layer"
+    "again from the changed input: set inplace=False in it, or begin the segment at an earlier "
+    "layer"
 )
 _ALREADY_CHECKPOINTED = (
     "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
