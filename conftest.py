@@ -86,6 +86,7 @@ SECONDS = {
     "test_schedule_pictures.py": 11,
     "test_interrupted.py": 10,
     "test_diagnosis.py": 9,
+    "test_causes.py": 9,
     "test_lesson_08_text.py": 9,
     "test_benchmark_optimizers.py": 9,
     "test_selective.py": 9,

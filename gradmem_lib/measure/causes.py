@@ -139,8 +139,8 @@ def generation_cache(facts: Facts) -> Cause | None:
         "gradients, and they grow with each forward."
     )
     remedy = (
-        "generate for fewer rows at a time, or fewer tokens (max_new_tokens). "
-        "use_cache=False keeps no keys and values, and computes them again for each token."
+        "generate for fewer rows at a time, or fewer tokens (max_new_tokens): the bytes are "
+        "proportional to both."
     )
     return Cause(
         "Generation keeps keys and values", nbytes, evidence, remedy, _lines_of(passes[-1:])
@@ -388,7 +388,7 @@ def idle_checkpoints(facts: Facts) -> Cause | None:
     if facts.structure is None:
         return None
     checkpoints = facts.structure.checkpoints
-    if not checkpoints.switched_on or facts.recomputed_bytes or not facts.had_backward:
+    if not checkpoints.switched_on or facts.recomputed or not facts.had_backward:
         return None
     nbytes = total(h for h in facts.at_peak if h.category == "activations" and facts.in_layers(h))
     trained_layers = any(facts.structure.in_layers(name) for name in facts.structure.trained)
@@ -523,7 +523,7 @@ def _kept_by_evaluation(
     passes = _growing_evaluation(facts)
     if not passes or _growth(passes) < WORTH * facts.peak.total:
         return [], [], []
-    made, of_a_kind = [], Counter()
+    made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
         if holder.step == facts.peak.step and not _belongs_to_training(holder):
             made.append(holder)

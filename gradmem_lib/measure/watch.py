@@ -126,7 +126,7 @@ class Meter:
         self._thread = threading.get_ident()
         self._names: dict[int, str] = {}
         self._hooked: dict[int, weakref.ref] = {}
-        self.recomputed_bytes = 0  # of forwards that ran again in a backward
+        self.recomputed = False  # a forward ran again in a backward
         self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -283,7 +283,7 @@ class Meter:
             # recomputed.
             if not torch.is_grad_enabled():
                 return names.TEMPORARIES
-            self.recomputed_bytes += storage.nbytes()
+            self.recomputed = True
             return names.ACTIVATIONS
         if moment in (EVALUATION, IN_OPTIMIZER_STEP):
             return names.TEMPORARIES
@@ -435,8 +435,11 @@ class Meter:
             ):
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
-            if not self.stack and graph_task() == -1:
-                self._begin_forward(module, args, kwargs)
+            if not self.stack:
+                if graph_task() == -1:
+                    self._begin_forward(module, args, kwargs)
+                else:
+                    self.recomputed = True
             self.stack.append(module)
             try:
                 return call(module, *args, **kwargs)

@@ -190,10 +190,10 @@ def one_large_evaluation(remedied=False):
 
 def generation(remedied=False):
     model = llama(vocab=256)
-    ids = rows(32, 8, 256)
+    ids = rows(8 if remedied else 32, 8, 256)
     with MemoryTracker(model, live=False) as tracker:
         model.eval().generate(
-            ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, use_cache=not remedied
+            ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0
         )
     return tracker
 
