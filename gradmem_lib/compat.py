@@ -308,11 +308,6 @@ def refuse_compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
         yield
 
 
-def tensor_version(tensor: torch.Tensor) -> int:
-    """How often the bytes of ``tensor`` were changed in place."""
-    return tensor._version
-
-
 def call_override(module: nn.Module) -> Callable | None:
     """The function that ``override_call`` has set for ``module``, or ``None``."""
     return module.__dict__.get("_call_impl")

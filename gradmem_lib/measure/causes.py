@@ -33,6 +33,7 @@ GROWS = 0.001
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
+LATE = 0.75  # of a run's steps: there is the peak if bytes grow until its end
 OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
 FORWARDS_IN_A_ROW = 3
 FIRST_READ_PARAMETER = "first read as a parameter"
@@ -74,6 +75,8 @@ def find_causes(facts: Facts) -> list[Cause]:
 
 def growing_bytes(facts: Facts) -> Cause | None:
     """Tensors of the same kind from many earlier steps: losses, outputs, metrics, kept graphs."""
+    if facts.peak.step < LATE * (facts.steps - 1):
+        return None  # later steps did not need more
     kinds = defaultdict(list)
     for holder in facts.at_peak:
         if 0 <= holder.step < facts.peak.step and not _belongs_to_training(holder):
@@ -108,15 +111,10 @@ def growing_bytes(facts: Facts) -> Cause | None:
 
 def evaluation_results(facts: Facts) -> Cause | None:
     """Results that an evaluation collects on the device."""
-    passes = _growing_evaluation(facts)
-    if not passes:
+    passes, collected, cache = _kept_by_evaluation(facts)
+    if not passes or total(cache) > total(collected):
         return None
-    collected = [h for h in _made_in_evaluation(facts) if not facts.in_layers(h)]
-    in_layers = [h for h in _made_in_evaluation(facts) if facts.in_layers(h)]
-    nbytes, growth = total(collected), passes[-1].live_before - passes[0].live_before
-    if nbytes < max(WORTH * facts.peak.total, growth) or total(in_layers) > nbytes:
-        return None
-    each = growth // (len(passes) - 1)
+    nbytes, each = total(collected), _growth(passes) // (len(passes) - 1)
     evidence = (
         f"{format_bytes(nbytes)} at the peak are results that forwards without gradients have made,"
         f" about {format_bytes(each)} more after each forward."
@@ -132,21 +130,17 @@ def evaluation_results(facts: Facts) -> Cause | None:
 
 def generation_cache(facts: Facts) -> Cause | None:
     """Keys and values that a generation keeps for each token."""
-    passes = _growing_evaluation(facts)
-    if not passes:
+    passes, collected, cache = _kept_by_evaluation(facts)
+    if not passes or total(cache) <= total(collected):
         return None
-    kept = [h for h in _made_in_evaluation(facts) if facts.in_layers(h)]
-    growth = passes[-1].live_before - passes[0].live_before
-    nbytes = total(kept)
-    if nbytes < max(WORTH * facts.peak.total, growth):
-        return None
+    nbytes = total(cache)
     evidence = (
         f"{format_bytes(nbytes)} at the peak were made in the layers, by forwards without "
         "gradients, and they grow with each forward."
     )
     remedy = (
-        "generate for fewer rows at a time, or fewer tokens (max_new_tokens). "
-        "use_cache=False keeps no keys and values, and computes them again for each token."
+        "generate for fewer rows at a time, or fewer tokens (max_new_tokens): the bytes are "
+        "proportional to both."
     )
     return Cause(
         "Generation keeps keys and values", nbytes, evidence, remedy, _lines_of(passes[-1:])
@@ -304,32 +298,29 @@ def is_state(holder: Holder, facts: Facts) -> bool:
 
 def wide_weights(facts: Facts) -> Cause | None:
     """Weights in float64, or frozen ones in float32."""
-    wide = [h for h in facts.at_peak if h.category == "parameters" and h.dtype is torch.float64]
-    if total(wide) >= WORTH * facts.peak.total:
-        nbytes = total(wide) // 2
-        evidence = f"{format_bytes(total(wide))} of weights are in float64."
-        remedy = f"model.float() halves them, to {format_bytes(nbytes)}, and all that follows."
-        return Cause("Weights are wider than needed", nbytes, evidence, remedy)
-    structure = facts.structure
-    if structure is None:
+    if facts.structure is None:
         return None
-    frozen = [
-        h
-        for h in facts.at_peak
-        if h.category == "parameters"
-        and h.dtype is torch.float32
-        and h.module in structure.shapes
-        and h.module not in structure.trained
-    ]
-    if total(frozen) < DOMINATES * facts.peak.total:
+    double, frozen = 0, 0
+    for holder in facts.at_peak:
+        dtype = facts.structure.dtypes.get(holder.module)
+        if holder.category != "parameters":
+            continue
+        if dtype is torch.float64:
+            double += holder.nbytes
+        elif dtype is torch.float32 and holder.module not in facts.structure.trained:
+            frozen += holder.nbytes
+    if double >= WORTH * facts.peak.total:
+        evidence = f"{format_bytes(double)} of weights are in float64."
+        remedy = f"model.float() halves them, to {format_bytes(double // 2)}, and all that follows."
+        return Cause("Weights are wider than needed", double // 2, evidence, remedy)
+    if frozen < DOMINATES * facts.peak.total:
         return None
-    nbytes = total(frozen) // 2
-    evidence = f"{format_bytes(total(frozen))} of frozen weights are in float32."
+    evidence = f"{format_bytes(frozen)} of frozen weights are in float32."
     remedy = (
         "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
-        f"dtype=torch.bfloat16, which leaves {format_bytes(nbytes)} of these bytes."
+        f"dtype=torch.bfloat16, which leaves {format_bytes(frozen // 2)} of these bytes."
     )
-    return Cause("Weights are wider than needed", nbytes, evidence, remedy)
+    return Cause("Weights are wider than needed", frozen // 2, evidence, remedy)
 
 
 # One kind of tensor
@@ -358,10 +349,14 @@ def large_logits(facts: Facts) -> Cause | None:
 
 def eager_scores(facts: Facts) -> Cause | None:
     """Attention scores, with a number for each pair of tokens."""
+    # Tensors with a row for each token: an image's height and width are another square.
+    tokens = {
+        h.shape[-2] for h in facts.at_peak if len(h.shape) >= 2 and h.shape[-1] != h.shape[-2]
+    }
     shapes = set()
     for holder in facts.at_peak:
         square = len(holder.shape) >= 3 and holder.shape[-1] == holder.shape[-2]
-        if square and "softmax" in holder.op:
+        if square and "softmax" in holder.op and holder.shape[-1] in tokens:
             shapes.add(holder.shape[-2:])
     scores = [
         h
@@ -393,22 +388,25 @@ def idle_checkpoints(facts: Facts) -> Cause | None:
     if facts.structure is None:
         return None
     checkpoints = facts.structure.checkpoints
-    if not checkpoints.switched_on or facts.recomputed_bytes or not facts.had_backward:
+    if not checkpoints.switched_on or facts.recomputed or not facts.had_backward:
         return None
     nbytes = total(h for h in facts.at_peak if h.category == "activations" and facts.in_layers(h))
-    if nbytes < WORTH * facts.peak.total:
+    trained_layers = any(facts.structure.in_layers(name) for name in facts.structure.trained)
+    # The reentrant method then runs the layers without gradients: they keep nothing, and learn
+    # nothing.
+    cut_off = bool(checkpoints.reentrant and checkpoints.training and trained_layers)
+    if nbytes < WORTH * facts.peak.total and not cut_off:
         return None
     evidence = (
         f"it is switched on in {len(checkpoints.switched_on)} modules, but no backward has "
         f"recomputed anything; {format_bytes(nbytes)} of activations in the layers are kept."
     )
-    trained_layers = any(facts.structure.in_layers(name) for name in facts.structure.trained)
     if not checkpoints.training:
         remedy = "these modules are in eval mode, where it is not used: call model.train()."
-    elif checkpoints.reentrant:
+    elif cut_off:
         remedy = (
-            "the reentrant method needs an input with a gradient, and the layers' input is frozen "
-            "(so the layers get no gradients either): set "
+            "the reentrant method needs an input with a gradient, and the layers' input is frozen, "
+            "so the layers get no gradients and learn nothing: set "
             "gradient_checkpointing_kwargs={'use_reentrant': False}, or call "
             "model.enable_input_require_grads()."
         )
@@ -509,12 +507,42 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     return in_a_row if len(in_a_row) >= FORWARDS_IN_A_ROW else []
 
 
-def _made_in_evaluation(facts: Facts) -> list[Holder]:
-    made = []
+def _growth(passes: list[ForwardPass]) -> int:
+    return passes[-1].live_before - passes[0].live_before
+
+
+def _kept_by_evaluation(
+    facts: Facts,
+) -> tuple[list[ForwardPass], list[Holder], list[Holder]]:
+    """The forwards of an evaluation in which bytes grow, the results that it has collected, and
+    what its layers keep. The forwards are empty if they keep too little to matter.
+
+    A list of results has one of the same kind from each forward. Keys and values are replaced by
+    longer ones: there are only a few of a kind, and a layer has made them.
+    """
+    passes = _growing_evaluation(facts)
+    if not passes or _growth(passes) < WORTH * facts.peak.total:
+        return [], [], []
+    made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
         if holder.step == facts.peak.step and not _belongs_to_training(holder):
             made.append(holder)
-    return made
+            of_a_kind[_kind(holder)] += 1
+    collected, cache = [], []
+    for holder in made:
+        in_a_list = of_a_kind[_kind(holder)] >= FORWARDS_IN_A_ROW
+        if in_a_list or not facts.in_layers(holder):
+            collected.append(holder)
+        else:
+            cache.append(holder)
+    # Most of what one forward needs for itself is gone when the next one begins.
+    if _growth(passes) < max(total(collected), total(cache)) // 4:
+        return [], [], []
+    return passes, collected, cache
+
+
+def _kind(holder: Holder) -> tuple:
+    return holder.module, holder.op, holder.shape, holder.dtype
 
 
 def _no_backward_will_come(done: ForwardPass, facts: Facts) -> bool:

@@ -23,7 +23,7 @@ class Facts:
     ``rows``: all moments, int64 (samples, 9 or 11), as in ``Timeline``. ``holders``: the storages
     that were alive at the peak, largest first; ``None`` if they are not known. ``forwards``,
     ``steps``: as in ``MemoryTracker``. ``structure``: of the model, if there was one.
-    ``recomputed_bytes``: what forwards have allocated that ran again in a backward.
+    ``recomputed``: a forward ran again in a backward.
     """
 
     peak: MemorySnapshot
@@ -32,7 +32,7 @@ class Facts:
     forwards: Sequence[ForwardPass] = ()
     steps: int = 0
     structure: Structure | None = None
-    recomputed_bytes: int = 0
+    recomputed: bool = False
 
     @cached_property
     def at_peak(self) -> Sequence[Holder]:

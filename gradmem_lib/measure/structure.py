@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from .. import compat
@@ -29,13 +30,14 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Structure:
     """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``shapes``: of each parameter, by name. ``trained``: the names of the
-    parameters that need a gradient. ``outputs``: how many features come out of the matrices at
-    the model's end, such as the number of tokens that it knows.
+    checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the
+    names of the parameters that need a gradient. ``outputs``: how many features come out of the
+    matrices at the model's end, such as the number of tokens that it knows.
     """
 
     layers: frozenset[str]
     shapes: dict[str, Shape]
+    dtypes: dict[str, torch.dtype]
     trained: frozenset[str]
     outputs: frozenset[int]
     checkpoints: Checkpoints
@@ -49,16 +51,18 @@ class Structure:
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
-        shapes, trained = dict[str, Shape](), set[str]()
+        shapes, dtypes = dict[str, Shape](), dict[str, torch.dtype]()
+        trained = set[str]()
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 continue
-            shapes[name] = tuple(parameter.shape)
+            shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
             if parameter.requires_grad:
                 trained.add(name)
         return cls(
             frozenset(layers),
             shapes,
+            dtypes,
             frozenset(trained),
             _outputs(model, layers),
             _checkpoints(model),

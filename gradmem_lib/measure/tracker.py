@@ -295,7 +295,7 @@ class MemoryTracker:
             forwards=self.forwards,
             steps=self.steps,
             structure=self._structure or Structure.of(self._meter.model),
-            recomputed_bytes=self._meter.recomputed_bytes,
+            recomputed=self._meter.recomputed,
         )
 
     def _after_sample(self, allocated: int, func: object) -> None:
@@ -305,10 +305,9 @@ class MemoryTracker:
             meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            now, holders = recording.now(), self._holders()
-            raise BudgetExceeded(
-                self.budget, allocated, what, now, holders, self._facts(now, holders)
-            )
+            snapshot, holders = recording.now(), self._holders()
+            facts = self._facts(snapshot, holders)
+            raise BudgetExceeded(self.budget, allocated, what, snapshot, holders, facts)
         # Autograd's own threads must not talk to the front end.
         if (
             self._plot is not None

@@ -128,7 +128,7 @@ class Meter:
         # of the optimizer step that runs: its first sample, and shapes of parameters without state
         self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
         self._hooked: dict[int, weakref.ref] = {}
-        self.recomputed_bytes = 0  # of forwards that ran again in a backward
+        self.recomputed = False  # a forward ran again in a backward
         self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -285,7 +285,7 @@ class Meter:
             # recomputed.
             if not torch.is_grad_enabled():
                 return names.TEMPORARIES
-            self.recomputed_bytes += storage.nbytes()
+            self.recomputed = True
             return names.ACTIVATIONS
         if moment in (EVALUATION, IN_OPTIMIZER_STEP):
             return names.TEMPORARIES
@@ -475,8 +475,11 @@ class Meter:
             ):
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
-            if not self.stack and graph_task() == -1:
-                self._begin_forward(module, args, kwargs)
+            if not self.stack:
+                if graph_task() == -1:
+                    self._begin_forward(module, args, kwargs)
+                else:
+                    self.recomputed = True
             self.stack.append(module)
             try:
                 return call(module, *args, **kwargs)
@@ -500,6 +503,7 @@ class Meter:
             raise compiled_error(type(module).__name__)
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
+            recording.drain()  # what was freed since the last operation is not live before this
             if with_grad:
                 recording.step += self.position.begin_step()
             owner = weakref.ref(module), type(module)

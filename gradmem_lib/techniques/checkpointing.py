@@ -21,8 +21,8 @@ from ..compat import (
     original_call,
     override_call,
     storage_key,
-    tensor_version,
     tree_flatten,
+    version,
 )
 from ..hf_names import LAYER_INPUT, LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER, hf_class
 from .layer_bytes import LayerBytes, layer_bytes
@@ -201,9 +201,9 @@ class _Segments:
         start = stop - total_layers(item)
         if i == start:
             run = partial(self._run, item, start, rest=rest)
-            version = _version(x)
+            before = _version(x)
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
-            if not kept and _version(x) != version:
+            if not kept and _version(x) != before:
                 raise RuntimeError(_IN_PLACE.format(i))
         elif problem := self._problem(i, x, rest, pending):
             raise RuntimeError(
@@ -455,12 +455,13 @@ def _tensor_identity(t: Tensor) -> tuple:
 
 def _version(x: Any) -> int:
     """How often the tensor was changed in place; 0 for something else."""
-    return tensor_version(x) if isinstance(x, Tensor) else 0
+    return version(x) if isinstance(x, Tensor) else 0
 
 
 _IN_PLACE = (
-    "layer {} changes its input in place, and a checkpoint that begins there would compute it again "
-    "from the changed input: set inplace=False in it, or begin the segment at an earlier layer"
+    "layer {} changes its input in place, and a checkpoint that begins there would compute it "
+    "again from the changed input: set inplace=False in it, or begin the segment at an earlier "
+    "layer"
 )
 _ALREADY_CHECKPOINTED = (
     "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
