@@ -314,8 +314,13 @@ def compiled_function(backend):
     return torch.compile(lambda x: x.sin() + 1, backend=backend)
 
 
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
 def compiled_in_place(backend):
-    model = nn.Linear(4, 4)
+    model = Sine()
     model.compile(backend=backend)
     return model
 
