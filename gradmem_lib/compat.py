@@ -218,7 +218,8 @@ def would_be_added_in_place(gradient: Tensor) -> bool:
     addition, by a dispatch mode, while the addition runs. Seen in torch 2.13:
     ``torch/csrc/autograd/input_buffer.cpp``, ``can_accumulate_inplace``.
     """
-    if type(gradient) is not Tensor or gradient._use_count() != _HELD_BY_BUFFER:
+    plain = type(gradient) in (Tensor, FakeTensor)
+    if not plain or gradient._use_count() != _HELD_BY_BUFFER:
         return False
     references = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(gradient)
