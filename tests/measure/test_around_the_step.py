@@ -91,7 +91,7 @@ def test_the_reference_of_a_preference_loss_is_there_in_the_peak():
     sizes = sorted(p.nbytes for p in reference.parameters())
     found = [h for h in tracker.holders() if h.op == "first read as a parameter"]
     assert sorted(h.nbytes for h in found) == sizes
-    assert all(h.line.file.endswith("test_whole_run.py") for h in found)
+    assert all(h.line.file.endswith("test_around_the_step.py") for h in found)
 
 
 def average(copies, weights):
