@@ -62,24 +62,7 @@ def _scaled(
 
 
 # By step: what the second weight's gradient holds, beside numbers.
-_STEPS = (
-    (1, 1.0),
-    (1, math.inf),
-    (1, 2.0),
-    (3, 0.5),
-    (0, math.nan),
-    (1, 1.0),
-    (1, 3.0),
-    (3, -math.inf),
-    (0, 1.0),
-    (1, 1.0),
-    (0, math.inf),
-    (1, 1.0),
-    (1, 1.0),
-    (3, math.nan),
-    (1, 0.25),
-    (1, -math.inf),
-)
+_STEPS = (1.0, math.inf, 2.0, 0.5, math.nan, 1.0, 3.0, -math.inf, 1.0, 1.0, 1.0, 0.25)
 
 
 def _observe_scaled(candidate):
