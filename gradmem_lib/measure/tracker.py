@@ -7,9 +7,15 @@ It cannot see scratch memory that a kernel allocates and frees inside one operat
 random-number states that checkpointing keeps, the sizes inside a strided nested tensor, operations
 of other threads than the block's (a module's forward there is refused), and what an allocator
 rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make
-them) both count. While any dispatch mode is active, autograd adds up gradients out of place, and
-copies a sparse gradient: its indices (8 bytes an id) are then not the batch's. The tracker counts
-both. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
+them) both count. Tensors from before the block that no operation reads do not count:
+``tracker.watch`` takes them.
+
+While any dispatch mode is active, autograd adds up the gradients of a tensor that is used twice out
+of place. The tracker reports the bytes of the program without it, where the sum is written into the
+first gradient. Two differences stay: autograd copies a sparse gradient (its indices, 8 bytes an id,
+are then not the batch's), and the backward of a matrix exponential joins its blocks in a new
+tensor. A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that
+no operation shows. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
 """
 
 from __future__ import annotations

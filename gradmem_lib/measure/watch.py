@@ -129,6 +129,9 @@ class Meter:
         self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
         self._hooked: dict[int, weakref.ref] = {}
         self.recomputed = False  # a forward ran again in a backward
+        # The node of autograd's graph that allocated last, by its number, and what it allocated.
+        self._node, self._made_by_node = -1, set[int]()
+        self._reused: Entry | None = None  # a gradient that is free without a dispatch mode
         self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -187,11 +190,15 @@ class Meter:
             before = recording.total
             if recording.freed:
                 recording.drain()
+            if self._reused is not None:
+                self._check_reused()
             moment = recording.moment = self.position.moment()
             if self._has_ddp and moment == IN_BACKWARD and _operator(func)[2]:
                 before += self._find_bucket(out, func)
             if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
                 allocated += self._count_reads(args, kwargs, func)
+            if moment == IN_BACKWARD and func is compat.add_tensors:
+                self._free_reused(args)
             for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
                 for storage in storages_of(tensor):
                     entry = live.get(storage_key(storage))
@@ -265,8 +272,11 @@ class Meter:
         if entry is not None:
             return recording.resize(entry, storage)
         category = self._category_of_new(storage, func, args)
-        in_backward = category == names.TEMPORARIES and recording.moment == IN_BACKWARD
-        owner = "(backward)" if in_backward else self.owner()
+        owner = self.owner()
+        if recording.moment == IN_BACKWARD:
+            self._note_node(storage)
+            if category == names.TEMPORARIES:
+                owner = "(backward)"
         return recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
 
     def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
@@ -300,6 +310,44 @@ class Meter:
             return names.ACTIVATIONS
         return names.OTHER
 
+    # Sums of gradients. Where a tensor is used twice, autograd adds up its gradients: in place, or
+    # into a new tensor while any dispatch mode is active. The recording shows the program as it is
+    # without the tracker, so the first gradient's bytes become the sum's.
+
+    def _note_node(self, storage: UntypedStorage) -> None:
+        """Remember that the node that runs has allocated ``storage``."""
+        number = compat.sequence_nr(compat.current_node())
+        if number != self._node:
+            self._node, self._made_by_node = number, set()
+        self._made_by_node.add(storage_key(storage))
+
+    def _free_reused(self, args: tuple) -> None:
+        """Stop counting the first tensor of an addition, if it is one of autograd's own additions
+        that would be in place.
+        """
+        if len(args) != 2 or torch.is_grad_enabled() or not all(map(torch.is_tensor, args)):
+            return
+        gradient = args[0]
+        if not compat.would_be_added_in_place(gradient):
+            return
+        key, node = storage_key(gradient.untyped_storage()), compat.current_node()
+        made_here = self._node == compat.sequence_nr(node) and key in self._made_by_node
+        # A node's own formula may add up what it has just computed, and that is never in place.
+        if node is None or (made_here and not compat.gives_one_tensor_twice(node)):
+            return
+        entry = self.recording.live.get(key)
+        if entry is not None and entry.category == names.TEMPORARIES:
+            self.recording.on_free(entry)
+            self._reused = entry
+
+    def _check_reused(self) -> None:
+        """Count a gradient again that should have been freed by now, and is still there."""
+        entry, self._reused = self._reused, None
+        storage = entry() if entry is not None else None
+        if entry is not None and storage is not None:
+            owner, line = entry.module, entry.line
+            self.recording.on_alloc(storage, entry.category, owner, entry.op, None, line)
+
     def owner(self) -> tuple[weakref.ref, type] | str:
         """A weak reference to the module that runs.
 
@@ -328,6 +376,10 @@ class Meter:
         """Update the categories of parameters, gradients, buffers and new states, any of which may
         have been replaced.
         """
+        with compat.plain_tensors():
+            self._sync(states)
+
+    def _sync(self, states: bool) -> None:
         recording, before = self.recording, self.recording.total
         recording.drain()
         named = dict(self.model.named_parameters()) if self.model is not None else {}
@@ -368,7 +420,8 @@ class Meter:
             self.sample()
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
-        with self.lock:  # also called when the parameter's gradient has been accumulated
+        # also called when the parameter's gradient has been accumulated
+        with self.lock, compat.plain_tensors():
             name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
             self.recording.tag(parameter, names.PARAMETERS, name)
             if grad is not None:
@@ -566,6 +619,9 @@ def name_of(owner: tuple[weakref.ref, type] | str, names: dict[int, str]) -> str
 def compiled_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now "
-        "and afterwards. Track the original (before torch.compile, or ._orig_mod; torch.cond "
-        "under torch.no_grad()): compiled code has its own memory plan"
+        "and afterwards: compiled code has its own memory plan. Track the original (before "
+        "torch.compile, or ._orig_mod; torch.cond under torch.no_grad()). If the code that "
+        "compiles is not yours, as in an optimizer, put the block inside `with "
+        "torch.compiler.set_stance('force_eager'):`, or run the program with "
+        "TORCH_COMPILE_DISABLE=1: then it runs uncompiled, and the tracker counts that"
     )
