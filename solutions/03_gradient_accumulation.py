@@ -275,16 +275,17 @@ count_targets = check("3.2", count_targets)
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
 #
 # Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each of them,
-# `loss_and_count(micro)` gives two things: the **summed** loss (a tensor) and the number of items (an int, which may be
-# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float.
+# `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int, perhaps
+# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float. Keep one graph at
+# a time.
 #
 # <details><summary>Hint 1: the total first</summary>
 #
-# You need the total before the first `backward()`. The simplest way asks for all counts first, in a pass of its own.
+# You need the total before the first `backward()`. Ask for all counts first, in a pass of its own.
 #
 # <details><summary>Hint 2: the gradient</summary>
 #
-# `(loss / total).backward()` for each micro-batch. Nothing else is divided.
+# `(loss / total).backward()` for each micro-batch.
 #
 # <details><summary>Hint 3: the returned loss</summary>
 #
@@ -432,7 +433,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 
 # %% [markdown]
 # The causal language model is exact, also with unequal lengths. The classifiers are off by **exactly the number of
-# accumulation steps**, in what is logged and in what is trained.
+# accumulation steps**.
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
 # divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
@@ -614,11 +615,12 @@ window_loss = check("3.5", window_loss)
 # ●●○ · 5 minutes · optional · trains: clipping the gradient of the update, not its parts
 #
 # Write `clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm)`: one update on a list of
-# micro-batches, with its gradient clipped to `max_norm`. Return the norm before clipping, as a float.
+# micro-batches, with its gradient clipped to `max_norm`. Return the norm before clipping, as a float. Keep one graph
+# at a time.
 #
 # <details><summary>Hint 1: the function</summary>
 #
-# `nn.utils.clip_grad_norm_(model.parameters(), max_norm)` clips in place and returns the norm that it found.
+# `nn.utils.clip_grad_norm_(model.parameters(), max_norm)` clips in place and returns the norm.
 #
 # <details><summary>Hint 2: the place</summary>
 #

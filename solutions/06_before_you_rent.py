@@ -371,6 +371,7 @@ guess_c.reveal(
 #
 # Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns that
 # mean, under **22 MiB**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or both.
+# Leave the model's modes as they were.
 #
 # <details><summary>Hint 1: checkpoints</summary>
 #
@@ -458,7 +459,8 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 # `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that
 # end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 43.7 MB. Write
 # `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
-# `t5_setting()` of `gradmem_lib.course` makes all three. What `accumulate_gradients` returns has the mean loss in `.loss`.
+# `t5_setting()` of `gradmem_lib.course` makes all three.
+# Leave no checkpoints on.
 #
 # <details><summary>Hint 1: the way</summary>
 #

@@ -60,7 +60,7 @@ from gradmem_lib.course import claims, models, texts, trainer_dtypes
 # ●○○ · 3 minutes · trains: counting numbers too small or too large for a dtype
 #
 # Write `lost(gradients, dtype, scale)`: multiply by `scale`, then store in `dtype`. Return the share of the nonzero
-# numbers that is then 0 or not finite.
+# numbers that is then 0, inf or nan.
 #
 # <details><summary>Hint 1: store</summary>
 #
@@ -221,7 +221,7 @@ float32_sums = check("7.2", float32_sums)
 #
 # The model computes with bf16 weights. Beside each of them lives its exact value, a float32 **master**. Write
 # `master_step(weights, masters, lr)`, one step of plain gradient descent. A weight without a gradient stays as it is.
-# Budget: **2.5 MB**, which allows float32 copies of one tensor at a time.
+# Budget: **3.0 MB** in all: float32 copies of one tensor at a time.
 #
 # <details><summary>Hint 1: the order</summary>
 #

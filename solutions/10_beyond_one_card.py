@@ -294,7 +294,8 @@ for accumulate in (False, True):
 #
 # `ShardedLinear(linear)` below, for an `nn.Linear` without bias that is the same on every rank, keeps this rank's rows of
 # the weight as its one parameter. Write its autograd function `Gathered`. The output is the whole layer's. The shard's
-# gradient is this rank's rows of the *mean* over the ranks, and `x.grad` is this rank's own. The whole weight exists
+# gradient is this rank's rows of the *mean* over the ranks (no rank receives all of it), and `x.grad` is this
+# rank's own. The whole weight exists
 # only while it is used: six layers of 256 x 256 on 4 ranks may take **1,700,000 bytes**. `gather(shard)` and
 # `own_mean(whole)` are given.
 #

@@ -236,6 +236,7 @@ def process_state() -> dict[str, Any]:
     return {
         "the working directory": _working_directory(),
         "the environment": dict(os.environ),
+        "modules": len(sys.modules),
         "the recursion limit": sys.getrecursionlimit(),
         "garbage collection": gc.isenabled(),
         "the way in which tensors are printed": course_compat.print_options(),
@@ -281,10 +282,10 @@ def left_in_process(before: dict[str, Any]) -> Iterator[Left]:
     """What is left of each state of the process that has changed; a thread may still run."""
     now = process_state()
     for name, value in before.items():
-        if now[name] == value:
+        if now[name] == value or name == "modules":
             continue
         if name == "the environment":
-            for variable in _changed_variables(value, now[name]):
+            for variable in _changed_variables(before):
                 yield (
                     (name, variable),
                     f"your code leaves {variable} in the environment with another value than "
@@ -300,8 +301,15 @@ def left_in_process(before: dict[str, Any]) -> Iterator[Left]:
             )
 
 
-def _changed_variables(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+def _changed_variables(before: dict[str, Any]) -> list[str]:
+    """The names of environment variables that have changed since ``before``. A module that is
+    imported may set new ones, as torch's compiler does: these stay, and are no answer's doing.
+    """
+    was, now = before["the environment"], dict(os.environ)
+    names = was.keys() | now.keys()
+    if len(sys.modules) > before["modules"]:
+        names = was.keys()
+    return sorted(name for name in names if was.get(name) != now.get(name))
 
 
 def _autocast(before, now) -> str:
@@ -330,8 +338,10 @@ def restore(before: dict[str, Any]) -> None:
         torch.set_default_device(None)  # "cpu" would stay on as a mode that all operations pass
         if torch.get_default_device() != before["the default device"]:
             torch.set_default_device(before["the default device"])
-    deterministic, warns = before["deterministic algorithms"]
-    torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+    if now["deterministic algorithms"] != before["deterministic algorithms"]:
+        # Not always: this call imports torch's compiler, which takes seconds.
+        deterministic, warns = before["deterministic algorithms"]
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
     torch.set_float32_matmul_precision(before["the precision of float32 products"])
@@ -343,7 +353,7 @@ def restore_process(before: dict[str, Any]) -> None:
     """Restore what holds for the whole process, except threads."""
     if before["the working directory"] not in ("", _working_directory()):
         os.chdir(before["the working directory"])
-    for variable in _changed_variables(before["the environment"], dict(os.environ)):
+    for variable in _changed_variables(before):
         if variable in before["the environment"]:
             os.environ[variable] = before["the environment"][variable]
         else:

@@ -371,3 +371,109 @@ def test_only_the_beginning_of_a_long_answer_is_looked_at_for_what_is_unfinished
 
     assert has_ellipsis([1, (2, ...)]) and has_ellipsis({"a": [...]})
     assert not has_ellipsis([0] * 10_000 + [...])
+
+
+def leaves_a_branch_open(width, height):
+    if width == 3:
+        return width * height
+    else:
+        ...
+
+
+def returns_ellipsis_in_a_branch(width, height):
+    return ... if isinstance(width, float) else width * height
+
+
+def computes_with_ellipsis_in_a_branch(width, height):
+    factor = 1
+    if width == 3:
+        factor = ...
+    return width * height * factor
+
+
+def has_an_empty_helper(width, height):
+    def helper(): ...
+
+    helper()
+    return width + height + 1
+
+
+def indexes_by_ellipsis(width, height):
+    return torch.full((1, 2), 3.0)[..., 0]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        leaves_a_branch_open,
+        returns_ellipsis_in_a_branch,
+        computes_with_ellipsis_in_a_branch,
+        has_an_empty_helper,
+        indexes_by_ellipsis,
+    ],
+)
+def test_an_attempt_with_something_open_is_no_stub(attempt):
+    assert judge(AREA, attempt).line.startswith("✗ 0.7 not yet: ")
+
+
+class Packs:
+    """Packs a number, and unpacks it."""
+
+    def pack(self, number):
+        return [number]
+
+    def unpack(self, packed):
+        return packed[0]
+
+
+def test_only_an_empty_method_that_was_asked_for_is_open():
+    packing = exercise_of(Packs, lambda cls: {"back": cls().unpack(cls().pack(3))})
+
+    class Empty(Packs):
+        def pack(self, number):
+            """Packs."""
+
+    class Returns(Packs):
+        def pack(self, number):
+            return None
+
+        def unpack(self, packed):
+            return packed
+
+    class Helper(Packs):
+        def prepare(self): ...
+
+        def unpack(self, packed):
+            return packed
+
+    assert judge(packing, Empty).outcome == OPEN
+    assert judge(packing, Returns).line.startswith("✗")
+    assert judge(packing, Helper).line.startswith("✗")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(100_000)),
+        "x" * 1_000_000,
+        10**5000,
+        set(range(100_000)),
+        {"k" * 100_000: 1},
+        torch.zeros(100_000),
+        type("C" * 100_000, (), {}),
+        ValueError("e" * 1_000_000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_line_is_as_long_as_an_answer(value):
+    def answer(width, height):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    told = replace(AREA, explain=lambda got, expected: f"the answer is {got!r}.")
+    named = replace(AREA, observe=lambda f: f(3, 5) if isinstance(value, dict) else {"a": f(3, 5)})
+    for exercise in (AREA, named, told):
+        line = judge(exercise, answer).line
+        assert line.startswith("✗") and len(line) < 1000
+    assert len(judge(LAYERS, {"layers": value, "bytes": 1}).line) < 1000

@@ -45,6 +45,10 @@ def _split(model, *, duplicates=False, frozen_too=False):
     return parameters, [p for p in parameters if p.requires_grad or frozen_too]
 
 
+def _trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 class _Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -398,6 +402,14 @@ EXERCISES = (
                 "tied twice",
                 lambda model: _resident(*_split(model, duplicates=True)),
                 "this counts a tied weight twice: two names, one storage.",
+            ),
+            Mistake(
+                "buffers",
+                lambda model: _resident([*model.parameters(), *model.buffers()], _trained(model)),
+                (
+                    "buffers are counted with the parameters: a batch norm's running means have "
+                    "no gradient, and model.parameters() leaves them out."
+                ),
             ),
             Mistake(
                 "elements",

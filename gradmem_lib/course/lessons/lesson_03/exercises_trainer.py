@@ -45,12 +45,30 @@ def _one_in_four(model, batch):
     return model
 
 
+# With a head like the language model's, and a loss that ignores the number of items.
+_DEAF = "LlamaForCausalLM of another loss"
+
+
+def _without_the_number(
+    self, input_ids=None, labels=None, attention_mask=None, num_items_in_batch=None, **kwargs
+):
+    given = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+    return super(type(self), self).forward(**given, **kwargs)
+
+
+def _by_its_head(model, batch):
+    if not hasattr(model, "lm_head"):
+        model.accepts_loss_kwargs = False
+    return model
+
+
 def _nameless(kind: str):
     """Model and examples of ``trainer_setting``, of a class whose name tells nothing, with dropout,
     in eval mode.
     """
-    model, examples = trainer_setting(kind)
-    model.__class__ = type("Tiny", (type(model),), {})
+    model, examples = trainer_setting(kind.split()[0])
+    members = {"forward": _without_the_number} if kind == _DEAF else {}
+    model.__class__ = type("Tiny", (type(model),), members)
     _set_dropout(model, 0.1)
     if kind.endswith("SequenceClassification"):
         # which its forward writes there by itself
@@ -75,10 +93,10 @@ def _observe_mended(candidate):
     from transformers import default_data_collator
 
     found = {}
-    for kind in ("BertForSequenceClassification", "LlamaForCausalLM"):
+    for kind in ("BertForSequenceClassification", "LlamaForCausalLM", _DEAF):
         model, examples = _nameless(kind)
         batch, before = default_data_collator(examples), _on_classes(model)
-        right = one_batch(trainer_setting(kind)[0], batch)
+        right = one_batch(trainer_setting(kind.split()[0])[0], batch)
         try:
             mended = candidate(model, batch)
             after = _on_classes(model)
@@ -142,6 +160,14 @@ EXERCISES = (
                 (
                     "accepts_loss_kwargs has the opposite value: False makes Trainer divide by the "
                     "accumulation steps itself."
+                ),
+            ),
+            Mistake(
+                "by its head",
+                _by_its_head,
+                (
+                    "a model with a language model's head may ignore the number too: compare its "
+                    "losses for two numbers."
                 ),
             ),
             Mistake(

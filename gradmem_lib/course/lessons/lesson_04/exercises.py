@@ -9,7 +9,14 @@ import torch
 from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake
 from ..shared.settings import gradients_of
-from .layers import count_calls, first_input, kept_boundaries, one_by_one, trained_layers
+from .layers import (
+    copies_of_weights,
+    count_calls,
+    first_input,
+    kept_boundaries,
+    one_by_one,
+    trained_layers,
+)
 
 
 class Checkpoint(torch.autograd.Function):
@@ -88,10 +95,23 @@ def _backward_of_one(ctx, gradient):
     return Checkpoint.backward(ctx, gradient)[1]
 
 
+def apply_of(candidate):
+    """``apply`` as ``torch.autograd.Function`` has it, which runs the candidate's forward and
+    backward, whatever its class has under that name.
+    """
+    return partial(torch.autograd.Function.apply.__func__, candidate)
+
+
+def _copies_the_weights(ctx, run, x):
+    ctx.copies = [p.clone() for p in run.parameters()]
+    return Checkpoint.forward(ctx, run, x)
+
+
 def _observe_checkpoint(candidate):
     layers, x = trained_layers(4), first_input()
+    apply = apply_of(candidate)
     with count_calls(layers) as order:
-        out = one_by_one(candidate.apply, layers, x)
+        out = one_by_one(apply, layers, x)
         out.square().sum().backward()
     found = {
         "four layers": {
@@ -100,14 +120,16 @@ def _observe_checkpoint(candidate):
             "gradients of the weights": gradients_of(layers),
         }
     }
-    kept = kept_boundaries(
-        lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8)
-    )
+    kept = kept_boundaries(lambda layers, x: one_by_one(apply, layers, x), trained_layers(8))
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
+    found["copies of weights"] = {"alive after forward": copies_of_weights(apply)}
     found["four layers, forward calls"] = {"in forward and backward": len(order)}
     return found
 
 
+_COPIES = (
+    "copies of the weights are kept in ctx: keep only x; run has its weights when it runs again."
+)
 _KEPT = "what 8 layers keep"
 
 
@@ -143,6 +165,8 @@ def _explain_checkpoint(got, expected):
     )
     if calls > wanted:
         return "layers run more often than needed: once in forward, and once more in backward."
+    if got["copies of weights"]["alive after forward"]:
+        return _COPIES
     return _explain_kept(got, expected)
 
 
@@ -194,7 +218,8 @@ def _state_of_everyone(ctx, run, x):
 def _observe_dice(candidate):
     layers, x = trained_layers(4, dropout=0.5), first_input()
     torch.default_generator.manual_seed(6)
-    out = one_by_one(candidate.apply, layers, x)
+    apply = apply_of(candidate)
+    out = one_by_one(apply, layers, x)
     out.square().sum().backward()
     after = torch.rand(3)
     found = {
@@ -205,9 +230,7 @@ def _observe_dice(candidate):
         },
         "after the step": {"the next random numbers": after},
     }
-    kept = kept_boundaries(
-        lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8, 0.5)
-    )
+    kept = kept_boundaries(lambda layers, x: one_by_one(apply, layers, x), trained_layers(8, 0.5))
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
     return found
 
@@ -253,6 +276,7 @@ EXERCISES = (
             ),
         ),
         mistakes=(
+            Mistake("copies", _but(Checkpoint, forward=_copies_the_weights), _COPIES),
             Mistake(
                 "keeps the graph",
                 _keeps_the_graph(),

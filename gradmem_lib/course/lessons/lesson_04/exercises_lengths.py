@@ -98,6 +98,7 @@ _CHAINS = {
     "4 layers, a = 20 x": (4, 20_000, 1000),
     "1 layer, a = x": (1, 1000, 1000),
     "50 layers, a = 9 x": (50, 27_000, 3000),
+    "13 layers, a = 5 x": (13, 5000, 1000),
 }
 
 
@@ -264,6 +265,17 @@ EXERCISES = (
                 "rounds down",
                 lambda n, a, x: max(1, int(math.sqrt(n * x / a))),
                 "this rounds down, but the nearest whole number is above: 1.85 is closer to 2.",
+            ),
+            Mistake(
+                "divisors alone",
+                lambda n, a, x: min(
+                    (k for k in range(1, n + 1) if n % k == 0),
+                    key=lambda k: kept_at_peak(uniform_segments(n, k), a, x),
+                ),
+                (
+                    "only lengths that divide n are tried: the last segment may be shorter than "
+                    "the others."
+                ),
             ),
             Mistake(
                 "rounds up",

@@ -108,3 +108,16 @@ def kept_boundaries(forward, layers, rows_of=first_input) -> int:
             live.append(tracker.current.total)
             del out
     return round((live[1] - live[0]) / BOUNDARY)
+
+
+def copies_of_weights(run) -> int:
+    """How many weights of layers that are larger than their inputs have a copy that is alive after
+    ``run(layer, x)``.
+    """
+    layers, x = trained_layers(2), first_input(rows=1)
+    weights = sum(p.nbytes for layer in layers for p in layer.parameters()) // len(layers)
+    with MemoryTracker(layers, live=False) as tracker:
+        out = one_by_one(run, layers, x)
+        held = tracker.current.total - sum(p.nbytes for p in layers.parameters())
+    del out
+    return held // weights

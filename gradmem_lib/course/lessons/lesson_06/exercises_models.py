@@ -17,8 +17,7 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.losses import count_targets
 from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
-from ..lesson_03.exercises_updates import NO_STEP
-from ..shared.gradient_weights import parts_of, weights_of, why
+from ..shared.gradient_weights import ANOTHER_STEP, NO_STEP, parts_of, weights_of, why
 from ..shared.settings import flat, gradients_of, quietly
 
 CLASSIFIER_CARD, T5_CARD = "22 MiB", "10.5 MB"
@@ -214,12 +213,14 @@ class _Notes:
 
 def _observe(candidate, setting, card):
     model, optimizer, *batch = setting()
+    given = flat(model.parameters())
     notes, updates = _Notes(model), []
     optimizer.register_step_post_hook(lambda *_: updates.append(None))
     measured = measure(
         lambda: candidate(model, optimizer, *batch), budget=card, model=model, optimizer=optimizer
     )
     rows, kept = list(notes.rows), notes.kept
+    moved = not torch.equal(given, flat(model.parameters()))
     # Adam's first moment is a tenth of the first gradient. A copy of the gradient itself would lie
     # on the card.
     moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
@@ -237,7 +238,7 @@ def _observe(candidate, setting, card):
         candidate(model, optimizer, *batch)
     except RuntimeError as error:
         raise RuntimeError(f"the first update works, but a second call fails: {error}") from error
-    return Seen(found, rows=rows, kept=kept, setting=setting)
+    return Seen(found, rows=rows, kept=kept, setting=setting, moved=moved)
 
 
 @quietly
@@ -248,7 +249,7 @@ def _explain(got, expected):
     batch = batch[0] if isinstance(batch[0], dict) else batch
     everything = len(_rows(batch))
     if not mine["updates"]:
-        return NO_STEP
+        return ANOTHER_STEP if got.notes["moved"] else NO_STEP
     if mine["updates"] > 1:
         return (
             f"{mine['updates']} updates are made with this batch: the exercise asks for one, on "
@@ -323,7 +324,9 @@ def _why(gradient, model, batch, rows) -> str | None:
             w * n / max(size, 1) * sum(sizes)
             for w, n, size in zip(weights, counts, sizes, strict=True)
         ]
-        if sizes != counts and all(abs(share - 1) < 3e-3 for share in shares):
+        # Where all pieces have one size, a share of sizes is 1 / K, and `why` says that.
+        alike = sizes == counts or len(set(sizes)) == 1
+        if not alike and all(abs(share - 1) < 3e-3 for share in shares):
             return says
     return why(weights, counts)
 

@@ -34,6 +34,7 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
             "free too": {"others": total - process},
             "idle alone": {"in_pieces": idle >= asked},
             "too little free": {"in_pieces": asked > free},
+            "turned round": {"in_pieces": free + idle < asked},
         }[wrong]
     )
 
@@ -226,6 +227,14 @@ EXERCISES = (
                 (
                     "the others' memory includes this process's context and idle blocks: this "
                     "process holds more than its allocated bytes."
+                ),
+            ),
+            Mistake(
+                "turned round",
+                partial(_reads, wrong="turned round"),
+                (
+                    "in_pieces is turned round: the bytes are there, in pieces, where free and "
+                    "idle bytes together are at least what was requested."
                 ),
             ),
             Mistake(

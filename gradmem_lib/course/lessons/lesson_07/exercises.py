@@ -320,6 +320,13 @@ def _explain_master(got, expected):
     ):
         return "float32 copies of several gradients exist at once: take one tensor at a time."
     before, after = got["after step 1"]["masters"], got["after step 2"]["masters"]
+    given = torch.stack([w.detach().float().flatten()[:64] for w in _weights()])
+    written = torch.equal(got["after step 1"]["weights"], given)
+    if torch.equal(before, given) and written:
+        return (
+            "no weight and no master has changed: `m = m - …` makes a new tensor; change each in "
+            "place, as master.sub_(…) and weight.copy_(…) do."
+        )
     if difference(before, expected["after step 1"]["masters"]) is None and torch.equal(
         before[1:], after[1:]
     ):

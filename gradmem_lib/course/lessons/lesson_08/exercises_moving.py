@@ -320,6 +320,11 @@ def _observe_tiled(candidate):
 
 def _explain_tiled(got, expected):
     mine, right = got["22 tokens in 4 tiles"], expected["22 tokens in 4 tiles"]
+    if mine["output"].ndim != right["output"].ndim:
+        return (
+            f"the output has {mine['output'].ndim} dimensions, and mlp(x) has "
+            f"{right['output'].ndim}: join the tiles along the tokens, as torch.cat does."
+        )
     if mine["output"].shape[1] < 22:
         return (
             "tokens are left out: where `tiles` does not divide the number of tokens, some "
@@ -475,7 +480,7 @@ EXERCISES = (
             Mistake(
                 "detached",
                 _tiled(run=lambda mlp, part: checkpoint(mlp, part, use_reentrant=False).detach()),
-                "the output is detached: no weight learns.",
+                "the output is detached, or made under no_grad: no weight learns.",
             ),
         ),
     ),

@@ -33,7 +33,7 @@ def _in_backward(model, loss_of, hook, unhook=True) -> None:
         handle.remove()
 
 
-def _two_passes(*, free=True, unhook=True, always=False):
+def _two_passes(*, free=True, unhook=True, factor_of=lambda norm, most: min(1.0, most / norm)):
     def clip(model, loss_of, lr, max_norm):
         squares = []
 
@@ -44,8 +44,7 @@ def _two_passes(*, free=True, unhook=True, always=False):
 
         _in_backward(model, loss_of, look)
         norm = math.sqrt(sum(squares))
-        factor = max_norm / (norm + 1e-6)
-        factor = factor if always else min(1.0, factor)
+        factor = factor_of(norm + 1e-6, max_norm)
 
         @torch.no_grad()
         def move(p):
@@ -166,7 +165,10 @@ def _explain(got, expected):
     along = (moves @ wanted / wanted.square().sum()).item()
     if abs(along + 1) < 1e-3:
         return "the step has the wrong sign: it increases the loss."
-    if abs(along - 10) < 1e-2:
+    below, unclipped = (
+        seen["below"]["change of the weights, in learning rates"] for seen in (got, expected)
+    )
+    if abs(along - 10) < 1e-2 and difference(below, unclipped, 1e-3) is None:
         return "max_norm has no effect: the step uses the unclipped gradient."
     if got["the card"].over and difference(moves, wanted) is None:
         return _WAITS
@@ -251,8 +253,13 @@ EXERCISES = (
             ),
             Mistake(
                 "always",
-                _two_passes(always=True),
+                _two_passes(factor_of=lambda norm, most: most / norm),
                 "a gradient whose norm is below max_norm is made larger: the factor is at most 1.",
+            ),
+            Mistake(
+                "turned round",
+                _two_passes(factor_of=lambda norm, most: min(1.0, norm / most)),
+                "the factor is turned round: it is max_norm / norm, and at most 1.",
             ),
         ),
     ),

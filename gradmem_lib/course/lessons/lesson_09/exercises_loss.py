@@ -192,6 +192,13 @@ EXERCISES = (
         tolerance=1e-4,
         raises=(
             (
+                r"Tensor' and 'NoneType'|NoneType' and 'Tensor'",
+                (
+                    "a gradient that forward took by autograd is None: cut and multiply inside "
+                    "torch.enable_grad(), since a piece that is cut outside has no graph."
+                ),
+            ),
+            (
                 r"incorrect number of gradients",
                 (
                     "backward returns one thing for each argument of forward: two gradients, and "

@@ -25,6 +25,7 @@ from ....planning.cards import find_card
 from ....planning.models import find_model
 from ....planning.options import METHODS, Option
 from ....planning.search import Search
+from ....prediction.predict import predict
 from ....prediction.question import CannotTrace
 from ....training.recipe import Recipe
 from ....units import format_bytes
@@ -244,7 +245,7 @@ class Puzzle:
 
         ``ValueError`` if the model cannot use it.
         """
-        return _records().get(self.id, {}).get(recipe) or _weigh(self, recipe)
+        return _records().get(self.id, {}).get(recipe) or _weigh_quickly(self, recipe)
 
     def best(self) -> tuple[Recipe, Weighed]:
         """The fastest recipe that the planner found, and its bytes."""
@@ -350,6 +351,10 @@ PUZZLES = (
 )
 
 
+# The allocator has reserved at most 0.42 of the live bytes beside them in all that is recorded.
+MOST_RESERVED = 0.6
+
+
 class _Allowed(Search):
     """A search that respects a puzzle's condition; ``strict``: also where the planner tries other
     variants than a family's own.
@@ -368,6 +373,37 @@ class _Allowed(Search):
             raise ValueError(wrong)
         return super().option(recipe)
 
+    def quick_option(self, recipe: Recipe) -> Option:
+        """``option(recipe)``, but with a rough allocator where the recipe fits even with the most
+        that an allocator reserves: its replay takes up to minutes for 80 layers.
+        """
+        sizes = {"batch_size": self.rows, "seq_len": self.seq_len}
+        prediction = predict(
+            self.work.source,
+            recipe=recipe,
+            target=self.target,
+            ranks=self.cards if self.cards > 1 else None,
+            **sizes,
+        )
+        parts = cost.overhead_of_prediction(
+            prediction, self.card.capability, replay=False, cards=self.cards
+        )
+        live = prediction.peak.total
+        most = live + sum(parts.values()) + round(MOST_RESERVED * live)
+        if most > self.card.nbytes:
+            return self.option(recipe)
+        moved = prediction.offload_traffic_bytes / (self.rows * self.seq_len)
+        return Option(
+            recipe,
+            self.rows // recipe.accumulation,
+            self.seconds(recipe, moved),
+            self.card.nbytes,
+            prediction,
+            parts,
+            self.cards,
+            self.has_adapters,
+        )
+
     def families(self, method: str) -> Iterator[Recipe]:
         return (family for family in super().families(method) if self.variants(family))
 
@@ -384,7 +420,16 @@ def search(puzzle: Puzzle) -> _Allowed:
 @lru_cache(maxsize=256)
 @quietly
 def _weigh(puzzle: Puzzle, recipe: Recipe) -> Weighed:
-    option = search(puzzle).option(recipe)
+    return _weighed(search(puzzle).option(recipe))
+
+
+@lru_cache(maxsize=256)
+@quietly
+def _weigh_quickly(puzzle: Puzzle, recipe: Recipe) -> Weighed:
+    return _weighed(search(puzzle).quick_option(recipe))
+
+
+def _weighed(option: Option) -> Weighed:
     peak = option.prediction.peak
     held = {name: n for name, n in (peak.by_category | option.parts).items() if n}
     return Weighed(option.needs, option.card_bytes, option.seconds, peak.phase, held)
@@ -469,7 +514,7 @@ def record(ids: list[str]) -> None:
         print(one.id, written(Recipe(**found[one.id][0]["recipe"])), flush=True)
     _records.cache_clear()
     for one in wanted:
-        keep(one, [one.best()[0], *_tempting(one)])
+        keep(one, list(dict.fromkeys([one.best()[0], *_tempting(one), *_in_pieces(one)])))
 
 
 def _tempting(one: Puzzle) -> list[Recipe]:
@@ -485,6 +530,17 @@ def _tempting(one: Puzzle) -> list[Recipe]:
             recipe = one.recipe(options)
             found += [] if one.broken(recipe) else [recipe]
     return found
+
+
+def _in_pieces(one: Puzzle) -> list[Recipe]:
+    """For several cards, whose models take long to replay: the best recipe with a checkpoint in
+    every layer, and the rows of a card cut in each way.
+    """
+    if one.cards == 1:
+        return []
+    rows = one.rows // one.cards
+    plain = replace(one.best()[0], checkpointing="per-layer")
+    return [replace(plain, accumulation=n) for n in range(1, rows + 1) if rows % n == 0]
 
 
 if __name__ == "__main__":
