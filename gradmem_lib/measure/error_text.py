@@ -277,14 +277,8 @@ def _version(kind: str, message: str, has_cached: bool) -> tuple[str, str]:
     variable = named[1] if named else ""
     if kind not in ("cuda", "hip"):
         return "", ""
-    if has_cached:
-        return "", "PyTorch 1.0 to 1.3"
-    if "reservedintotal" in message:
-        if "max_split_size_mb" in message:
-            return f"{variable or 'PYTORCH_CUDA_ALLOC_CONF'}=max_split_size_mb", (
-                "PyTorch 1.10 to 2.0"
-            )
-        return "", "PyTorch 1.4 to 1.10"
+    if has_cached or "reservedintotal" in message:
+        return _version_before_2_1(message, variable, has_cached)
     if "expandable_segments" in message:
         if variable == "PYTORCH_ALLOC_CONF":
             return f"{variable}=expandable_segments:True", "PyTorch 2.9 or later"
@@ -295,6 +289,15 @@ def _version(kind: str, message: str, has_cached: bool) -> tuple[str, str]:
     if "ofwhich" in message and "Oftheallocatedmemory" in message:  # cut off before the hint
         return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PyTorch 2.1 or later"
     return "", ""
+
+
+def _version_before_2_1(message: str, variable: str, has_cached: bool) -> tuple[str, str]:
+    if has_cached:
+        return "", "PyTorch 1.0 to 1.3"
+    if "max_split_size_mb" not in message:
+        return "", "PyTorch 1.4 to 1.10"
+    name = variable or "PYTORCH_CUDA_ALLOC_CONF"
+    return f"{name}=max_split_size_mb", "PyTorch 1.10 to 2.0"
 
 
 def cuda_message(

@@ -123,11 +123,9 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         if func is compat.read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is compat.read_value:
-            known = self.known.get(args[0])
-            if isinstance(known, bool):
-                return known
-            if self.value is not None:
-                return self.value
+            value = self._known_value(args[0])
+            if value is not None:
+                return value
         if func in _KNOWN_VALUES:
             return self._compute_known(func, types, args, kwargs or {})
         key = self._key(func, args, kwargs or {})
@@ -136,6 +134,20 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         if func in compat.profiler_marks:
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._compute(func, types, args, kwargs or {})
+        self._refuse(func, args, out)
+        if func in self._corrections:
+            out = self._corrections[func](args, out)
+        if (replay := None if key is None else _make_replay(func, args, out)) is not None:
+            self._answers[key] = replay
+        return out
+
+    def _known_value(self, tensor: Tensor) -> Any:
+        """The value of a one-element tensor; ``None`` if it is not known."""
+        known = self.known.get(tensor)
+        return known if isinstance(known, bool) else self.value
+
+    def _refuse(self, func: Any, args: tuple, out: Any) -> None:
+        """Refuse operations on tensors that are no part of the module, and sparse results."""
         if any(type(value) is torch.nn.Parameter for value in args):
             raise CannotTrace(
                 f"{func} has a parameter that is not in the module: give one module with all "
@@ -149,11 +161,6 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         real_tensor = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
         if real_tensor and any(r.alias_info is not None for r in compat.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
-        if func in self._corrections:
-            out = self._corrections[func](args, out)
-        if (replay := None if key is None else _make_replay(func, args, out)) is not None:
-            self._answers[key] = replay
-        return out
 
     def know_parameters(self, model: torch.nn.Module) -> None:
         """Weights of a training that works are finite, so a check of them for ``inf`` is known."""

@@ -405,7 +405,7 @@ def _check_count(number: Any, what: str) -> int | float:
         )
     if value < 0:
         raise ValueError(f"{what} was {value}: a number of items cannot be negative")
-    return _whole(float(value) if isinstance(value, np.floating) else value)
+    return _whole(value if isinstance(value, int) else float(value))
 
 
 def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:

@@ -173,13 +173,7 @@ class _Segments:
         pending, self.pending = self.pending, None
         self.called = True
         if not self._training():
-            continues = pending is not None and pending[0] == i
-            if continues and _split_input(args, kwargs)[0] is self._hidden(pending[2]):
-                raise RuntimeError(
-                    "gradients or training mode were switched off in a segment that has run: "
-                    f"begin a new one at layer {i}"
-                )
-            return original_call(self.layers[i])(*args, **kwargs)
+            return self._call_as_it_is(i, args, kwargs, pending)
         if getattr(self.layers[i], LAYER_SWITCH, False):
             raise RuntimeError(_ALREADY_CHECKPOINTED)
         args, kwargs, had_cache = without_cache(args, kwargs)
@@ -216,6 +210,16 @@ class _Segments:
         if i + 1 < stop:
             self.pending = i + 1, stop, out, rest
         return out
+
+    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, pending: Any) -> Any:
+        """Call layer ``i`` where nothing is checkpointed: without gradients, or in eval mode."""
+        continues = pending is not None and pending[0] == i
+        if continues and _split_input(args, kwargs)[0] is self._hidden(pending[2]):
+            raise RuntimeError(
+                "gradients or training mode were switched off in a segment that has run: "
+                f"begin a new one at layer {i}"
+            )
+        return original_call(self.layers[i])(*args, **kwargs)
 
     def _training(self) -> bool:
         return torch.is_grad_enabled() and any(layer.training for layer in self.layers)

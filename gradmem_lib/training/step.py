@@ -69,10 +69,7 @@ def step(
     """
     how = f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
     in_pieces = recipe.accumulation > 1 or recipe.sharding is not None
-    if loss is None and in_pieces:
-        check_pieces(model, batch, how)
-    if recipe.sharding is not None:
-        check_trained_together(model, optimizer)
+    _check_parts(model, optimizer, batch, recipe, how if loss is None and in_pieces else None)
     device = device_of(model).type
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
@@ -113,14 +110,29 @@ def step(
         )
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        _update(optimizer, scaler)
         if not keep_gradients:
             optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
+
+
+def _check_parts(model: nn.Module, optimizer: Any, batch: Any, recipe: Recipe, how: Any) -> None:
+    """Refuse a batch that cannot be cut, and an optimizer of another process group.
+
+    ``how`` the batch is cut; ``None``: it is not, or the loss is not the model's own.
+    """
+    if how is not None:
+        check_pieces(model, batch, how)
+    if recipe.sharding is not None:
+        check_trained_together(model, optimizer)
+
+
+def _update(optimizer: Optimizer, scaler: Any) -> None:
+    if scaler is None:
+        optimizer.step()
+        return
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:

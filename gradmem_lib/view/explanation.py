@@ -254,7 +254,17 @@ def _cases(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -> li
 
 
 def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -> tuple[str, str]:
-    asked, total, free, idle = error.asked, error.total, error.free or 0, error.idle or 0
+    return (
+        _beyond_the_card(error)
+        or _not_the_cards_size(error)
+        or _fragmented(error, is_windows=is_windows)
+        or _held_by_others(error, figures)
+        or _full(error)
+    )
+
+
+def _beyond_the_card(error: ErrorText) -> tuple[str, str] | None:
+    asked, total, free = error.asked, error.total, error.free or 0
     request = format_bytes(asked)
     if asked > total:
         return (
@@ -279,13 +289,18 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             f"{format_bytes(total)}. So a part of them lies in the host's memory (the Windows "
             "driver's shared memory, or managed memory). The run is much too large for this card.",
         )
+    return None
+
+
+def _not_the_cards_size(error: ErrorText) -> tuple[str, str] | None:
+    free, request = error.free or 0, format_bytes(error.asked)
     if error.free is None:
         return (
             "full",
             f"The message does not say how much is free. {request} were asked for: look at "
             "nvidia-smi (xpu-smi, rocm-smi) for what else is on the card.",
         )
-    if asked <= free:
+    if error.asked <= free:
         return (
             "enough is free",
             f"{format_bytes(free)} are free, which is more than the {request} that were asked "
@@ -294,6 +309,12 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             "card; or another process gave memory back after the refusal. Look at nvidia-smi while "
             "it runs, and make the page file larger on Windows.",
         )
+    return None
+
+
+def _fragmented(error: ErrorText, *, is_windows: bool) -> tuple[str, str] | None:
+    asked, total, free, idle = error.asked, error.total, error.free or 0, error.idle or 0
+    request = format_bytes(asked)
     if asked <= free + idle and idle >= asked / 2:
         later = "If the step needs more than the card has, it fails later."
         if idle < 0.05 * total:
@@ -307,6 +328,11 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             f"{request}, but not in one piece: this is fragmentation. "
             f"{_setting(error, is_windows=is_windows)} This can serve the one request. {later}",
         )
+    return None
+
+
+def _held_by_others(error: ErrorText, figures: dict[str, int]) -> tuple[str, str] | None:
+    asked, total, free = error.asked, error.total, error.free or 0
     outside = figures.get("outside", 0)
     others = figures.get("other_processes", 0)
     context = figures.get("context", 0)
@@ -333,6 +359,12 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
             f"About {held} are held outside PyTorch's allocator, {whose}. A smaller batch does not "
             "change them.",
         )
+    return None
+
+
+def _full(error: ErrorText) -> tuple[str, str]:
+    asked, total, free, idle = error.asked, error.total, error.free or 0, error.idle or 0
+    request = format_bytes(asked)
     if asked > LARGE * total:
         return (
             "one large request",

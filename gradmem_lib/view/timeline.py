@@ -190,21 +190,7 @@ def draw_areas(
 
     ax.set_xlim(x[0], x[-1])
     ax.set_ylim(0, top / factor)
-    ax.set_facecolor(PAPER)
-    ax.grid(axis="y", color="#e3e5e8", linewidth=0.7, zorder=0)
-    ax.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(MUTED)
-    ax.tick_params(colors=MUTED, length=3, width=0.7, labelsize=8)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlabel("operations", color=MUTED, fontsize=8.5)
-    ax.set_ylabel(unit, color=MUTED, fontsize=8.5)
-    step = nice_step(top / factor)
-    ax.set_yticks(np.arange(0, top / factor, step))
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    ax.xaxis.get_major_locator().set_params(integer=True)
-
+    _draw_axes(ax, top / factor, unit)
     _mark_peak(
         ax,
         timeline.events[at],
@@ -215,6 +201,25 @@ def draw_areas(
         # On the side without the peak, so that the two labels do not overlap.
         _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
     return _draw_phases(ax, x, shown.phases)
+
+
+def _draw_axes(ax: Axes, top: float, unit: str) -> None:
+    """Ticks, grid and labels for an axis that reaches ``top``, in ``unit``."""
+    import numpy as np
+
+    ax.set_facecolor(PAPER)
+    ax.grid(axis="y", color="#e3e5e8", linewidth=0.7, zorder=0)
+    ax.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color(MUTED)
+    ax.tick_params(colors=MUTED, length=3, width=0.7, labelsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("operations", color=MUTED, fontsize=8.5)
+    ax.set_ylabel(unit, color=MUTED, fontsize=8.5)
+    ax.set_yticks(np.arange(0, top, nice_step(top)))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
