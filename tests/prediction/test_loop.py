@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.predicted import assert_same, config
+from support.predicted import assert_same, config, measured
 from torch.nn.utils import clip_grad_norm_
 
 from gradmem_lib.measure.tracker import MemoryTracker
@@ -149,8 +149,6 @@ def test_a_loop_that_cannot_be_is_refused(loop, recipe, says):
 
 
 def test_tracked_and_predicted_agree_everywhere_in_the_default_loop():
-    from support.predicted import measured
-
     recipe = Recipe(attention=None)
     found = predict(
         config("llama"), batch_size=4, seq_len=TOKENS, recipe=recipe, target="cpu", loop=Loop()
