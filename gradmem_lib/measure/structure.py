@@ -90,15 +90,16 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
     """
     widening, taken = set[int](), set[int]()
     for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue  # a table's rows are looked up, and not multiplied with
+        matrices = []
         for parameter in module.parameters(recurse=False):
-            # a table's rows are looked up, and not multiplied with
-            if isinstance(module, nn.Embedding) or nn.parameter.is_lazy(parameter):
-                continue
-            if parameter.dim() != 2:
-                continue
-            n_out, n_in = parameter.shape
+            if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2:
+                matrices.append(parameter)
+        for n_out, n_in in [matrix.shape for matrix in matrices]:
             taken.add(n_in)
-            if n_out > n_in and not within(name, layers):
+            # a recurrent cell has several matrices, for its gates
+            if n_out > n_in and len(matrices) == 1 and not within(name, layers):
                 widening.add(n_out)
     return frozenset(widening - taken)
 

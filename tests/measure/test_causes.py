@@ -84,6 +84,7 @@ DO_NOT_HAVE = [
     (programs.frozen_bf16, WIDE),
     (programs.first_step, WIDE),
     (programs.wide_hidden_layer, LOGITS),
+    (programs.recurrent_cell, LOGITS),
     (programs.square_images, SCORES),
     (programs.working_checkpoints, IDLE),
     (programs.reentrant_in_transformers, IDLE),

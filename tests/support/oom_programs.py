@@ -193,7 +193,7 @@ def generation(remedied=False):
     ids = rows(8 if remedied else 32, 8, 256)
     with MemoryTracker(model, live=False) as tracker:
         model.eval().generate(
-            ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0
+            ids, max_new_tokens=40, min_new_tokens=40, use_cache=True, pad_token_id=0
         )
     return tracker
 
