@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..hf_names import IGNORED_PIXEL
+from ..measure.storages import tensors_in
 from ..names import IGNORED
 from ..techniques.accumulation import count_rows, split
 from ..techniques.data_parallel import Processes, device_of
@@ -164,7 +165,9 @@ def find_rule(
     known = _found.setdefault(inner, {})
     if key is not None and key in known:
         return known[key]
-    if any(isinstance(p, compat.FakeTensor) for p in inner.parameters()):
+    # A prediction has shapes and no values. Its weights may be sharded, and its batch is not.
+    tensors = (*inner.parameters(), *tensors_in(micro_batches))
+    if any(isinstance(tensor, compat.FakeTensor) for tensor in tensors):
         return None
     processes = processes or Processes()
     whole = some_rows(micro_batches)
