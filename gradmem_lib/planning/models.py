@@ -80,7 +80,8 @@ def known_model(name: str) -> tuple[str, Any, str] | None:
         hub = row.pop("ids")
         ids = {known: next(iter(hub), "")}
         for hub_id in hub:
-            ids[hub_id] = ids[hub_id.rpartition("/")[2]] = hub_id  # with and without the owner
+            ids[hub_id] = hub_id
+            ids.setdefault(hub_id.rpartition("/")[2], hub_id)  # without the owner
         for written, hub_id in ids.items():
             if _plain(written) == wanted:
                 return known, AutoConfig.for_model(**row), hub_id

@@ -440,3 +440,54 @@ def test_the_first_k_of_several_lists_are_the_first_lists_first():
         assert handle.keep_last == {"encoder.block": False, "decoder.block": True}
         assert handle.segments["encoder.block"] == [1] * n
         assert handle.segments["decoder.block"] == [1, len(model.decoder.block) - 1]
+
+
+class _OfParts(nn.Module):
+    """Its forward calls the parts of its layers, and never the layers."""
+
+    def __init__(self, kind: type):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            kind([nn.LayerNorm(8), nn.Linear(8, 8)])
+            if kind is nn.ModuleList
+            else kind(nn.LayerNorm(8), nn.Linear(8, 8))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        for norm, linear in self.layers:
+            x = x + linear(norm(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("every", [1, "best", [2, 2]])
+def test_a_list_whose_items_are_never_called_is_not_taken_in_silence(every):
+    with pytest.raises(ValueError, match="no forward of their own"):
+        checkpoint_layers(_OfParts(nn.ModuleList).layers, every)
+    model, x = _OfParts(nn.Sequential), torch.rand(2, 8)
+    with checkpoint_layers(model.layers, every):
+        with torch.no_grad():
+            model(x)  # no checkpoint is expected here
+        with pytest.warns(UserWarning, match="parts of the layers in this list"):
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize("every", [1, [[1], 1, 1], [1, 2], "best"])
+def test_a_layer_that_changes_its_input_in_place_is_refused_in_a_sentence(every):
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)),
+        nn.Sequential(nn.Sigmoid(), nn.Linear(8, 8)),
+    )
+    with (
+        checkpoint_layers(model, every, keep_last=False),
+        pytest.raises(RuntimeError, match="layer 1 changes its input in place"),
+    ):
+        model(torch.rand(2, 8)).sum().backward()
+
+
+def test_a_model_without_known_layers_is_told_which_list_to_give():
+    model = nn.Module()
+    model.encoder = _OfParts(nn.Sequential)
+    with pytest.raises(ValueError, match=r"such as model\.encoder\.layers \(4 layers\)"):
+        checkpoint_layers(model, 1)

@@ -1,0 +1,179 @@
+"""Count the fake storages of a step as ``MemoryTracker`` counts real ones, or as a card does."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+from unittest.mock import patch
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..compat import graph_task, storage_key
+from ..measure.recording import Recording
+from ..measure.storages import storages_of
+from ..measure.tracker import checked_optimizers
+from ..measure.watch import Meter
+from ..names import OPTIMIZER_STEP
+from . import allocator, cuda_kernels, fakes
+from .extrapolation import Trace
+from .marks import Marks
+from .question import CannotTrace
+
+
+class _MarkingMeter(Meter):
+    """A ``Meter`` that tells the marks what is touched outside of modules and backward."""
+
+    def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
+        if not self.stack and graph_task() == -1:
+            self.recording.marks.touch(func, args, self.recording.live)
+        super().observe(func, args, kwargs, out)
+
+
+class CpuRecorder(Recording):
+    """Counts the fake storages of a step. It keeps every sample.
+
+    ``lists``: the lists of layers that the trace's marks name, each with its layers in a unit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | list[Optimizer],
+        lists: Iterable[tuple[Sequence[nn.Module], int]] = (),
+    ):
+        super().__init__(torch.device("cpu"))
+        self.optimizers = checked_optimizers(optimizer)
+        self.meter = _MarkingMeter(model, self.optimizers, self)
+        self.marks = Marks(model, lists)
+        self.part = 0
+        self.unrounded = 0  # live bytes, before a card rounds them
+        self.offload_traffic_bytes = 0
+        # the bytes of an allocation; or -1 - n: the storage of request n was freed
+        self.requests: list[int] = []
+        self._places: list[tuple[int, ...]] = []
+        self._storages: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Self:
+        self.meter.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.meter.__exit__(*error)
+        self.drain()
+        self.sample()
+
+    def begin_part(self) -> None:
+        """A new part of the step begins: a forward, a backward, or the optimizer's step."""
+        self.drain()
+        self.part += 1
+        self.marks.begin_part()
+
+    def size(self, storage) -> int:
+        # A fake tensor's device says "cpu", but its storage's device says "meta".
+        if storage.device.type != "meta" and storage.nbytes():
+            raise CannotTrace(f"a module was given {fakes.REAL_TENSOR}")
+        return storage.nbytes()
+
+    def after_alloc(self, entry) -> None:
+        self.unrounded += entry.size
+
+    def after_free(self, entry) -> None:
+        self.unrounded -= entry.size
+
+    def sample(self, func="") -> None:
+        super().sample(func)
+        place = self.marks.place(self.meter.stack)
+        self._places.append((hash(str(func)), self.part, *place))
+        self._storages.append((len(self.live), self.unrounded))
+
+    def trace(self, offload_traffic_bytes: int = 0) -> Trace:
+        return Trace(
+            self.rows(),
+            np.array(self._places),
+            np.array(self._storages),
+            tuple(self.requests),
+            offload_traffic_bytes,
+        )
+
+
+class CudaRecorder(CpuRecorder):
+    """Counts like a card's allocator: storages in blocks of 512 bytes, and scratch memory too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._host_keys: set[int] = set()
+        self._numbers: dict[int, int] = {}  # the number of each entry's request
+        self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        # AdamW keeps its step counters in the host's memory, unless it is fused.
+        for optimizer in self.optimizers:
+            groups = optimizer.param_groups
+            if getattr(optimizer, "fused", False) or any(group.get("fused") for group in groups):
+                continue
+            for state in optimizer.state.values():
+                counter = state.get("step")
+                if isinstance(counter, Tensor):
+                    self._host_keys.add(storage_key(counter.untyped_storage()))
+        return super().__enter__()
+
+    def size(self, storage) -> int:
+        if storage_key(storage) in self._host_keys:
+            return 0
+        return allocator.rounded(super().size(storage))
+
+    def scratch(self, func, args) -> int:
+        nbytes = cuda_kernels.scratch(func, args)
+        if nbytes:
+            self.requests += [nbytes, -1 - self._num_requests]
+            self._num_requests += 1
+        return nbytes
+
+    def after_alloc(self, entry) -> None:
+        super().after_alloc(entry)
+        self._numbers[id(entry)] = self._num_requests
+        self.requests.append(entry.nbytes)
+        self._num_requests += 1
+
+    def after_free(self, entry) -> None:
+        super().after_free(entry)
+        self.requests.append(-1 - self._numbers.pop(id(entry)))
+
+
+class OffloadedRecorder(CudaRecorder):
+    """Counts like a card's allocator, with FSDP's offload of shards, gradients and states.
+
+    What is in the host's memory has no bytes on the card. ``offload_traffic_bytes`` counts the
+    copies in both directions.
+    """
+
+    def __enter__(self) -> Self:
+        self._host, self._copying_to_host, to = WeakValueDictionary(), False, Tensor.to
+        hosts = storages_of([*self.meter.model.parameters(), *(o.state for o in self.optimizers)])
+        self._host.update((storage_key(storage), storage) for storage in hosts)
+
+        def to_and_count(tensor, *args, **kwargs):
+            if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
+                return to(tensor, *args, **kwargs)
+            self._copying_to_host = self.size(tensor.untyped_storage()) > 0
+            self.offload_traffic_bytes += tensor.nbytes
+            out, self._copying_to_host = tensor.clone(), False
+            return out
+
+        super().__enter__()
+        # FSDP's copies between host and card, which are one memory here.
+        self.meter.exit_stack.enter_context(patch.object(Tensor, "to", to_and_count))
+        return self
+
+    def size(self, storage) -> int:
+        if self._copying_to_host or self.phase == OPTIMIZER_STEP:  # the host steps its shards
+            self._host[storage_key(storage)] = storage
+        return 0 if self._host.get(storage_key(storage)) is storage else super().size(storage)
+
+
+def recorder_class(target: str, offloads_shards: bool) -> type[CpuRecorder]:
+    if target == "cpu":
+        return CpuRecorder
+    return OffloadedRecorder if offloads_shards else CudaRecorder

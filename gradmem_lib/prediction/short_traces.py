@@ -1,0 +1,165 @@
+"""Computes the trace of a step from traces of a few layers and micro-batches, where these prove it.
+
+Otherwise the whole step is traced.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from ..names import SELECTIVE
+from ..techniques.layers import find_layers
+from ..techniques.schedules import segments_for
+from ..training.recipe import Recipe
+from . import allocator
+from .extrapolation import PART, Trace, extrapolate, timeline_rows
+from .question import CannotTrace, Kept, Question
+from .trace import traced
+
+# Numbers of units (layers, or segments of layers) to try, until short traces prove the deep one.
+UNITS = (2, 3, 4)
+SHORTEST = 3  # layers: with fewer, no layer lies between the first and the last
+# micro-batches that are traced: the first, the last, and one that stands for all between them
+MICRO_BATCHES = 3
+
+
+class Traced(NamedTuple):
+    """The timeline's rows, the bytes of offload traffic, the numbers of layers in the short traces
+    (empty after a full trace), and the full trace's requests (empty after short traces).
+    """
+
+    rows: np.ndarray
+    offload_traffic_bytes: int
+    layers: tuple[int, ...]
+    requests: tuple[int, ...]
+
+
+def trace_step(question: Question, full: bool) -> Traced:
+    if full:
+        trace = traced(question)
+        return Traced(trace.rows, trace.offload_traffic_bytes, (), trace.requests)
+    for kept in _shortenings(question):
+        try:
+            found = _trace_few_layers(question, kept)
+        except (ValueError, CannotTrace):
+            break  # the model does not run with fewer layers: the full trace works, or says why
+        if found is not None:
+            return found
+    trace, repeats = trace_few_micro_batches(question)
+    rows = timeline_rows(trace.changes(), repeats)
+    return Traced(rows, trace.offload_traffic_bytes, (), trace.requests)
+
+
+def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
+    """The step from a trace of the ``kept`` layers and, for each list, one with a unit more."""
+    question = replace(question, recipe=_with_equal_segments(question))
+    short, repeats = trace_few_micro_batches(replace(question, kept=tuple(kept)))
+    longer, times = [], []
+    for i, one in enumerate(kept):
+        more = [*kept[:i], one._replace(count=one.count + one.unit), *kept[i + 1 :]]
+        longer.append(trace_few_micro_batches(replace(question, kept=tuple(more)))[0])
+        times.append((len(one.several) - one.count) // one.unit)
+    changes = extrapolate(short.changes(), [long.changes() for long in longer], times)
+    if changes is None:
+        return None
+    traffic = short.offload_traffic_bytes
+    for long, more_units in zip(longer, times, strict=True):
+        traffic += more_units * (long.offload_traffic_bytes - short.offload_traffic_bytes)
+    layers = sum(one.count for one in kept)
+    return Traced(
+        timeline_rows(changes, repeats), traffic, (layers, *[layers + one.unit for one in kept]), ()
+    )
+
+
+def _shortenings(question: Question) -> Iterator[list[Kept]]:
+    """Which layers to keep, the fewest first, as long as that is less work than to trace all."""
+    lists = _repeated_units(question)
+    all_layers = sum(len(one.several) for one in lists)
+    for units in UNITS:
+        kept = [one._replace(count=units * one.unit + one.count % one.unit) for one in lists]
+        if any(units * one.unit < SHORTEST for one in kept):
+            continue
+        # Each list costs one trace more, so a list of few layers is traced whole.
+        choices = [kept[: i + 1] for i in range(len(kept))]
+        costs = [_layers_in_all_traces(choice, all_layers) for choice in choices]
+        if not costs or min(costs) >= all_layers:
+            return
+        yield choices[costs.index(min(costs))]
+
+
+def _layers_in_all_traces(kept: list[Kept], all_layers: int) -> int:
+    short = all_layers - sum(len(one.several) - one.count for one in kept)
+    return short + sum(short + one.unit for one in kept)
+
+
+def _repeated_units(question: Question) -> list[Kept]:
+    """The lists that can be shortened, with their units, the longest first. ``count`` is the number
+    of all layers.
+    """
+    recipe, lists = question.recipe, question.source.lists
+    if recipe.shards_only_states:
+        # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+        return []
+    if question.target == "cuda" and recipe.sharding == "ddp":
+        # A bucket holds many layers, and is rounded as a whole.
+        parameters = question.source.skeleton.parameters()
+        if any(p.requires_grad and p.nbytes % allocator.BLOCK for p in parameters):
+            return []
+    recipe = _with_equal_segments(question)
+    schedule = recipe.checkpointing
+    if isinstance(schedule, int):
+        unit = schedule
+    elif schedule in (None, "per-layer", *SELECTIVE):
+        unit = recipe.every_n_layers or 1
+    else:
+        return []  # segments of different lengths
+    return [Kept(several, lcm(unit, several.period), len(several)) for several in lists]
+
+
+def _with_equal_segments(question: Question) -> Recipe:
+    """The recipe with the length of segments in place of ``"sqrt"``, which is another one for fewer
+    layers.
+    """
+    recipe = question.recipe
+    if recipe.checkpointing != "sqrt" or not question.source.lists:
+        return recipe
+    lengths = {len(layers) for layers, _ in find_layers(question.source.skeleton).values()}
+    if lengths != {len(question.source.lists[0])}:
+        return recipe
+    # all segments but the last have the length of the first
+    return replace(recipe, checkpointing=segments_for("sqrt", *lengths)[0])
+
+
+def trace_few_micro_batches(question: Question) -> tuple[Trace, int]:
+    """A trace, and the number of micro-batches that were left out of it.
+
+    These are all like the second one. Their offload traffic is counted. The trace's parts: 0 is
+    what exists first, 1 and 2 are the first micro-batch's forward and backward, and so on, and the
+    last part is the optimizer's step. The first micro-batch creates the gradients, and all others
+    add to them.
+    """
+    k = question.recipe.accumulation
+    num_traced = MICRO_BATCHES
+    if question.recipe.sharding is not None and not question.recipe.fully_sharded:
+        num_traced += 1  # there the last one sends the gradients
+    if k > num_traced and not question.source.is_user_module:
+        trace = traced(question, num_traced)
+        if _same_parts(trace, 3, 5) and _same_parts(trace, 4, 6):
+            traffic = trace.offload_traffic_bytes * k // num_traced
+            return replace(trace, offload_traffic_bytes=traffic), k - num_traced
+    return traced(question), 0
+
+
+def _same_parts(trace: Trace, one: int, other: int) -> bool:
+    """Whether two parts of a step have the same events, as far as both go.
+
+    After the last backward, the sum of losses is read.
+    """
+    changes = trace.changes()
+    part = changes.places[:, PART]
+    a, b = changes[part == one], changes[part == other]
+    same = min(len(a.rows), len(b.rows))
+    return a[:same].equal(b[:same])

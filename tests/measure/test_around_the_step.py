@@ -1,0 +1,365 @@
+"""Bytes around a training step: what was there before the block, and what a mode changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from support.oracle import allocator_peak, without_collections
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+from gradmem_lib import MemoryTracker
+
+
+def nbytes(tensors) -> int:
+    """The bytes of the different storages of ``tensors``."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def train(model: nn.Module, optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def student():
+    model = nn.Linear(8, 8)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class WordTeacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(512, 16), nn.Linear(16, 512, bias=False)
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+
+TEACHERS = {
+    "embedding and linear": (WordTeacher, lambda: torch.randint(0, 512, (2, 4))),
+    "convolution": (lambda: nn.Conv2d(4, 8, 3), lambda: torch.randn(1, 4, 5, 5)),
+    "lstm": (lambda: nn.LSTM(16, 16), lambda: torch.randn(4, 1, 16)),
+    "norm": (lambda: nn.BatchNorm1d(64), lambda: torch.randn(3, 64)),
+    "bag": (lambda: nn.EmbeddingBag(128, 8), lambda: torch.randint(0, 128, (3, 4))),
+}
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_a_second_model_counts_with_all_its_weights(kind):
+    make, batch = TEACHERS[kind]
+    teacher, x = make().requires_grad_(False).eval(), batch()
+    weights = nbytes([*teacher.parameters(), *teacher.buffers()])
+    used = weights
+    if kind == "norm":  # nobody reads the number of batches in evaluation
+        used -= teacher.num_batches_tracked.nbytes
+    model, optimizer = student()
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(2):
+            with torch.no_grad():
+                teacher(x)
+            train(model, optimizer, torch.ones(2, 8))
+            torch.zeros(1)  # an operation after which what went is drained
+    read = [h for h in tracker.holders("now") if h.step == -1 and h.category == "other"]
+    assert sum(h.nbytes for h in read) == used + nbytes([x])
+    assert tracker.current.by_category["parameters"] == nbytes(model.parameters())
+
+
+def test_the_reference_of_a_preference_loss_is_there_in_the_peak():
+    policy = WordTeacher()
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = torch.optim.AdamW(policy.parameters(), foreach=False)
+    ids = torch.randint(0, 512, (4, 8))
+
+    def chosen(model):
+        logits = model(ids)[:, :-1].log_softmax(-1)
+        return logits.gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+    with MemoryTracker(policy, optimizer, live=False) as tracker:
+        for _ in range(2):
+            with torch.no_grad():
+                expected = chosen(reference)
+            margin = chosen(policy) - expected
+            (-F.logsigmoid(margin[:2] - margin[2:])).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sizes = sorted(p.nbytes for p in reference.parameters())
+    found = [h for h in tracker.holders() if h.op == "first read as a parameter"]
+    assert sorted(h.nbytes for h in found) == sizes
+    assert all(h.line.file.endswith("test_around_the_step.py") for h in found)
+
+
+def average(copies, weights):
+    for mine, theirs in zip(copies, weights, strict=True):
+        mine.lerp_(theirs, 0.01)
+
+
+def in_one_call(copies, weights):
+    torch._foreach_lerp_(copies, weights, 0.01)  # a list of tensors, written and read
+
+
+def store(copies, weights):
+    for mine, theirs in zip(copies, weights, strict=True):
+        mine.copy_(theirs)
+
+
+@pytest.mark.parametrize("update", [average, in_one_call, store])
+def test_a_copy_of_the_weights_from_before_counts_when_it_is_touched(update):
+    model, optimizer = student()
+    copies = [p.detach().clone() for p in model.parameters()]
+    x = torch.ones(2, 8)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        train(model, optimizer, x)
+        before = tracker.current.total
+        with torch.no_grad():
+            update(copies, [p.detach() for p in model.parameters()])
+        assert tracker.current.total - before == nbytes(copies)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_checkpoint_that_stays_after_loading_is_counted(kept):
+    model, optimizer = student()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        loaded = torch.load(file)
+        size = nbytes(loaded.values())
+        model.load_state_dict(loaded)
+        with_it = tracker.current.total
+        if not kept:
+            del loaded
+        train(model, optimizer, torch.ones(2, 8))
+        left = tracker.current.total
+    assert left == with_it - size * (not kept)
+
+
+def test_a_checkpoint_from_before_counts_when_it_is_read():
+    model, optimizer = student()
+    loaded = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        before = tracker.current.total
+        model.load_state_dict(loaded)
+        assert tracker.current.total - before == nbytes(loaded.values())
+
+
+def weighted(prediction, target):
+    return (F.cross_entropy(prediction, target, reduction="none") * WEIGHTS).mean()
+
+
+WEIGHTS = torch.ones(4)
+LOSSES = {
+    "mse": (F.mse_loss, lambda: torch.rand(4, 8)),
+    "classes": (F.cross_entropy, lambda: torch.randint(0, 8, (4,))),
+    "weighted": (weighted, lambda: torch.randint(0, 8, (4,))),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_targets_that_only_the_loss_gets_are_counted(kind):
+    loss, make = LOSSES[kind]
+    model, optimizer = student()
+    x, y = torch.rand(4, 8), make()
+    brought = [x, y, WEIGHTS] if kind == "weighted" else [x, y]
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        loss(model(x), y).backward()
+    found = {h.nbytes for h in tracker.holders("now") if h.category == "other"}
+    assert tracker.current.by_category["other"] == nbytes(brought)
+    assert found == {t.nbytes for t in brought}
+
+
+# What differs only because a dispatch mode is active.
+
+
+def shared_convolution():
+    layer = nn.Conv2d(32, 32, 3, padding=1, bias=False)
+    x = torch.rand(1, 32, 4, 4)
+
+    def step():
+        y = x
+        for _ in range(4):
+            y = torch.tanh(layer(y))
+        y.mean().backward()
+        layer.zero_grad()
+
+    return layer, step
+
+
+def two_towers():
+    tower = nn.Linear(128, 128)
+    left, right = torch.rand(2, 128), torch.rand(2, 128)
+
+    def step():
+        (tower(left) - tower(right)).square().mean().backward()
+        tower.zero_grad()
+
+    return tower, step
+
+
+def own_square():
+    layer = nn.Linear(8, 2048)
+    x = torch.rand(16, 8)
+
+    def step():
+        y = layer(x)
+        (y * y).mean().backward()  # both gradients come from one node
+        layer.zero_grad()
+
+    return layer, step
+
+
+def kept_by_a_hook():
+    """Autograd may not write into a gradient that somebody holds."""
+    layer = nn.Linear(8, 2048)
+    x = torch.rand(16, 8)
+
+    def step():
+        kept = []
+        y = layer(x)
+        first, second = y.tanh(), y.sigmoid()
+        view = first.view_as(first)
+        view.register_hook(kept.append)
+        (view + second).sum().backward()
+        layer.zero_grad()
+
+    return layer, step
+
+
+def formula_with_temporaries():
+    """The backward of this function adds up two of its own temporaries, out of place."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2 + grad * 3
+
+    layer = nn.Linear(8, 2048)
+    x = torch.rand(16, 8)
+
+    def step():
+        Own.apply(layer(x)).sum().backward()
+        layer.zero_grad()
+
+    return layer, step
+
+
+SUMS = [shared_convolution, two_towers, own_square, kept_by_a_hook, formula_with_temporaries]
+
+
+@pytest.mark.parametrize("make", SUMS)
+def test_sums_of_gradients_peak_as_they_do_without_a_tracker(make):
+    layer, step = make()
+    step()
+    with without_collections(), MemoryTracker(layer, live=False) as tracker:
+        start = tracker.current.total
+        step()
+    first = [h.nbytes for h in tracker.holders() if h.step == -1 and h.module == "inputs"]
+    found = tracker.peak.total - start - sum(first)
+    assert 0 <= allocator_peak(step) - found <= 16  # two numbers of Python
+    assert sum(tracker.peak.by_category.values()) == tracker.peak.total
+
+
+def image_net():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 4))
+
+
+def norm_net():
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+SAMPLES = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (5, 8)),
+    "image": (image_net, (5, 1, 5, 5)),
+    "norm": (norm_net, (5, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_per_sample_gradients_are_the_same_and_are_counted(kind):
+    make, shape = SAMPLES[kind]
+    model, x = make(), torch.rand(shape)
+
+    def gradients():
+        call_for_per_sample_grads(model, batch_size=5)(x).sum().backward()
+        found = [p.grad_sample for p in model.parameters()]
+        for parameter in model.parameters():
+            del parameter.grad_sample
+        return found
+
+    alone = gradients()
+    with MemoryTracker(model, live=False) as tracker:
+        tracked = gradients()
+        total = tracker.current.total
+    assert all(map(torch.equal, alone, tracked))
+    assert total == nbytes([*model.parameters(), x, *tracked])
+
+
+# Compiled code.
+
+
+def compiled_model(backend):
+    return torch.compile(nn.Linear(4, 4), backend=backend)
+
+
+def compiled_function(backend):
+    return torch.compile(lambda x: x.sin() + 1, backend=backend)
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+def compiled_in_place(backend):
+    model = Sine()
+    model.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("make", [compiled_model, compiled_function, compiled_in_place])
+def test_forced_to_be_eager_compiled_code_is_counted_and_compiles_afterwards(make):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    function, x = make(backend), torch.ones(2, 4)
+    model = function if isinstance(function, nn.Module) else None
+    with torch.compiler.set_stance("force_eager"), MemoryTracker(model, live=False) as tracker:
+        out = function(x)
+        assert tracker.current.total >= nbytes([x, out])
+    assert not compiled
+    function(x)
+    assert len(compiled) == 1
+    with pytest.raises(RuntimeError, match="set_stance"), MemoryTracker(model, live=False):
+        function(x)
+
+
+def test_an_optimizer_that_compiles_its_own_step_has_a_way_out():
+    class Compiling(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            update = torch.compile(lambda p, g: p.add_(g, alpha=-0.1), backend="eager")
+            for parameter in self.param_groups[0]["params"]:
+                update(parameter, parameter.grad)
+
+    model = nn.Linear(4, 4)
+    optimizer = Compiling(model.parameters(), lr=0.1)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        MemoryTracker(model, optimizer, live=False) as tracker,
+    ):
+        train(model, optimizer, torch.ones(2, 4))
+    assert tracker.steps == 1
+    with pytest.raises(RuntimeError, match="force_eager"), MemoryTracker(model, live=False):
+        train(model, optimizer, torch.ones(2, 4))

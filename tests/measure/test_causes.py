@@ -1,0 +1,196 @@
+"""Each cause is found in programs that have it, its remedy takes away the bytes that were said, and
+programs that only look like it are not accused.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import oom_programs as programs
+from torch import nn
+
+from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
+from gradmem_lib.measure.causes import CAUSES
+from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, TECHNIQUES
+
+GROWS = "Bytes grow from step to step"
+COLLECTED = "An evaluation collects its results"
+UNUSED = "A forward's graph is never used"
+ADDED_UP = "Losses are added up before one backward"
+COPIED = "The weights are there more than once"
+SECOND = "A second model is in memory"
+FIRST_STEP = "The first optimizer step makes its states"
+WIDE = "Weights are wider than needed"
+LOGITS = "The logits are the largest part"
+SCORES = "Attention stores its scores"
+IDLE = "Checkpointing is on and does nothing"
+EVALUATION = "An evaluation is the peak"
+GENERATION = "Generation keeps keys and values"
+
+HAVE = {
+    programs.losses_in_a_list: GROWS,
+    programs.detached_losses_in_a_list: GROWS,
+    programs.outputs_in_a_list: GROWS,
+    programs.metrics_with_their_graph: GROWS,
+    programs.batches_in_a_list: GROWS,
+    programs.logits_in_a_list: COLLECTED,
+    programs.logits_in_one_tensor: COLLECTED,
+    programs.hidden_states_in_a_list: COLLECTED,
+    programs.one_large_evaluation: EVALUATION,
+    programs.generation: GENERATION,
+    programs.validation_with_gradients: UNUSED,
+    programs.sampling_with_gradients: UNUSED,
+    programs.scores_with_gradients: UNUSED,
+    programs.losses_added_up: ADDED_UP,
+    programs.losses_in_a_stack: ADDED_UP,
+    programs.deepcopy_at_save: COPIED,
+    programs.cloned_state_dict: COPIED,
+    programs.average_before_the_block: COPIED,
+    programs.reference_model: COPIED,
+    programs.checkpoint_after_resume: COPIED,
+    programs.teacher: SECOND,
+    programs.convolutional_teacher: SECOND,
+    programs.first_step: FIRST_STEP,
+    programs.first_step_of_a_convolution: FIRST_STEP,
+    programs.double_weights: WIDE,
+    programs.frozen_float32: WIDE,
+    programs.large_vocabulary: LOGITS,
+    programs.stored_scores: SCORES,
+    programs.own_scores: SCORES,
+    programs.checkpointing_in_eval_mode: IDLE,
+    programs.reentrant_on_frozen_inputs: IDLE,
+    programs.ignored_switch: IDLE,
+}
+DO_NOT_HAVE = [
+    (programs.numbers_in_a_list, GROWS),
+    (programs.the_last_outputs, GROWS),
+    (programs.the_best_outputs, GROWS),
+    (programs.counted_evaluation, COLLECTED),
+    (programs.one_large_evaluation, COLLECTED),
+    (programs.generation, COLLECTED),
+    (programs.logits_in_a_list, GENERATION),
+    (programs.ordinary_training, UNUSED),
+    (programs.frozen_second_forward, UNUSED),
+    (programs.losses_added_up, UNUSED),
+    (programs.recurrent_cell, ADDED_UP),
+    (programs.two_views, ADDED_UP),
+    (programs.ordinary_training, ADDED_UP),
+    (programs.copy_of_one_layer, COPIED),
+    (programs.gradients_kept_for_logging, COPIED),
+    (programs.teacher, COPIED),
+    (programs.reference_model, SECOND),
+    (programs.small_helper_module, SECOND),
+    (programs.a_later_step, FIRST_STEP),
+    (programs.frozen_bf16, WIDE),
+    (programs.first_step, WIDE),
+    (programs.wide_hidden_layer, LOGITS),
+    (programs.recurrent_cell, LOGITS),
+    (programs.square_images, SCORES),
+    (programs.working_checkpoints, IDLE),
+    (programs.reentrant_in_transformers, IDLE),
+    (programs.logits_in_one_tensor, EVALUATION),
+]
+# A smaller evaluation or generation, or a narrower second model, may still be the largest part.
+REMAIN = (EVALUATION, GENERATION, SECOND)
+# The remedy of these takes away all that was said. What may come in its place is one forward's
+# output, or gradients that wait for the optimizer.
+TAKE_ALL = (GROWS, COPIED, ADDED_UP, COLLECTED)
+SLACK = 0.1
+
+
+def name(program) -> str:
+    return program.__name__
+
+
+@pytest.mark.parametrize("program", HAVE, ids=name)
+def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(program):
+    before = diagnose(program())
+    assert before.causes, before
+    cause = before.causes[0]
+    assert cause.name == HAVE[program]
+    after = diagnose(program(remedied=True))
+    if cause.name not in REMAIN:
+        assert cause.name not in [other.name for other in after.causes]
+    if program is not programs.reentrant_on_frozen_inputs:  # its layers learn nothing before
+        assert after.peak.total < before.peak.total
+    if cause.name in TAKE_ALL:
+        said = before.peak.total - cause.nbytes
+        assert after.peak.total <= said + SLACK * before.peak.total
+    text = str(before)
+    assert text.index(cause.evidence) < text.index("What ")
+    assert f"Remedy: {cause.remedy}" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "cause"), DO_NOT_HAVE, ids=[f"{name(p)}-{cause}" for p, cause in DO_NOT_HAVE]
+)
+def test_a_program_that_only_looks_like_it_is_not_accused(program, cause):
+    assert cause not in [found.name for found in diagnose(program()).causes]
+
+
+def test_the_line_is_the_one_that_keeps_the_tensor_alive():
+    found = diagnose(programs.batches_in_a_list()).causes[0]
+    line = found.lines[0]
+    with open(programs.__file__) as file:
+        text = file.read().splitlines()[line.line - 1]
+    assert line.file.endswith("oom_programs.py") and "kept.append" in text and "y.clone()" in text
+    assert "128.00 KiB a step: float32 512 × 64 (clone)" in str(found)
+
+
+def test_bytes_outside_of_a_training_step_get_no_remedy_of_the_batch():
+    found = diagnose(programs.logits_in_one_tensor())
+    assert found.peak.moment in ("between steps", "evaluation or generation")
+    batch = {technique.name for technique in TECHNIQUES if technique.of_the_step}
+    assert len(batch) == 4 and batch <= set(found.cannot_help)
+    assert "A smaller batch does not help" in str(found)
+
+
+def test_fused_is_not_offered_where_the_first_states_do_not_fit():
+    """With fused, the step fails at the same allocation."""
+    asked = []
+    for fused in (False, True):
+        net = programs.Net(4096)
+        optimizer = torch.optim.Adam(net.parameters(), foreach=False, fused=fused)
+        x = torch.randn(8, 64)
+        weights = 4 * sum(p.numel() for p in net.parameters())
+        budget = int(3.6 * weights)
+        with (
+            pytest.raises(BudgetExceeded) as caught,
+            MemoryTracker(net, optimizer, budget=budget, live=False),
+        ):
+            net(x).square().mean().backward()
+            optimizer.step()
+        asked.append(caught.value.asked)
+        assert FUSED in diagnose(caught.value).cannot_help
+        assert FIRST_STEP in str(caught.value)
+        could = str(caught.value).partition("What could bring")[2].partition("\n")[0]
+        assert FUSED not in could and "SGD" in could
+    assert asked[0] == asked[1]
+
+
+def test_chunks_of_the_loss_are_not_offered_for_an_embeddings_output():
+    model = nn.ModuleDict({"embed": nn.Embedding(100, 512), "head": nn.Linear(512, 1000)})
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(model, budget="2800 KiB", live=False),
+    ):
+        model["head"](model["embed"](ids))
+    assert "embedding" in str(caught.value)
+    assert CHUNKS in diagnose(caught.value).cannot_help
+
+
+def test_an_error_says_the_causes_too():
+    net, total, budget = programs.Net(), 0, 2 * 2**20
+    x = torch.randn(256, 64)
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, budget=budget, live=False):
+        for _ in range(8):
+            total = total + net(x).square().mean()
+    text = str(caught.value)
+    assert ADDED_UP in text
+    assert text.index(ADDED_UP) < text.index("What could bring")
+    assert str(diagnose(caught.value).causes[0]).splitlines()[0] in text
+
+
+def test_every_cause_has_a_program():
+    assert len(CAUSES) == len(set(HAVE.values())) + 2  # copies are found in three ways

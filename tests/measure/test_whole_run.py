@@ -1,0 +1,290 @@
+"""What people's scripts hold around a training step is counted: second models, targets, states that
+optimizers keep in objects; and each moment and line is the script's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import deque
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib.measure.source_lines import SourceLine
+from gradmem_lib.names import MOMENTS, PHASE_OF_MOMENT, PHASES
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(512, 16)
+        self.head = nn.Linear(16, 512, bias=False)
+
+    def forward(self, ids):
+        return self.head(self.emb(ids))
+
+
+def own_bytes(tensors) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+# Storages that no tracked module brings
+
+
+@pytest.mark.parametrize(
+    ("second", "inputs"),
+    [
+        (Embedded, lambda: torch.randint(0, 512, (2, 4))),
+        (lambda: nn.Conv2d(4, 8, 3), lambda: torch.randn(1, 4, 5, 5)),
+        (lambda: nn.LSTM(8, 8, batch_first=True), lambda: torch.randn(1, 4, 8)),
+        (lambda: nn.Bilinear(3, 4, 5), None),
+        (lambda: nn.MultiheadAttention(8, 2), None),
+        (lambda: nn.BatchNorm1d(7), lambda: torch.randn(3, 7)),
+    ],
+    ids=["embedding", "convolution", "lstm", "bilinear", "attention", "batch norm"],
+)
+def test_a_second_model_counts_with_all_its_weights(second, inputs):
+    student = nn.Linear(8, 8)
+    teacher = second().requires_grad_(False).eval()
+    if isinstance(teacher, nn.Bilinear):
+        given = (torch.randn(2, 3), torch.randn(2, 4))
+    elif isinstance(teacher, nn.MultiheadAttention):
+        given = (torch.randn(5, 2, 8),) * 3
+    else:
+        given = (inputs(),)
+    with MemoryTracker(student, live=False) as tracker:
+        with torch.no_grad():
+            teacher(*given)
+        held = tracker.current.total
+    # a counter of batches, which no operation reads in eval mode, stays uncounted
+    weights = [*teacher.parameters(), *(b for b in teacher.buffers() if b.dim())]
+    assert held == own_bytes([*student.parameters(), *weights, *given])
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.cross_entropy])
+def test_targets_that_only_the_loss_gets_count(loss):
+    model = nn.Linear(6, 6)
+    x, y = torch.randn(9, 6), torch.randn(9, 6).softmax(1)
+    with MemoryTracker(model, live=False) as tracker:
+        loss(model(x), y).backward()
+        model.zero_grad()
+    kept = own_bytes([*model.parameters(), x, y])
+    assert tracker.current.total == kept
+
+
+def test_a_copy_that_follows_the_weights_counts_from_its_first_update():
+    model = nn.Linear(30, 30)
+    average = copy.deepcopy(model).requires_grad_(False)
+    with MemoryTracker(model, live=False) as tracker:
+        before = tracker.current.total
+        with torch.no_grad():
+            for a, b in zip(average.parameters(), model.parameters(), strict=True):
+                a.lerp_(b, 0.1)
+    assert tracker.current.total - before == own_bytes(average.parameters())
+    assert {h.op for h in tracker.holders("now") if h.category == "other"} == {
+        "first read as a parameter"
+    }
+
+
+def test_what_nobody_reads_stays_uncounted():
+    unread = torch.zeros(1000)
+    with MemoryTracker(live=False) as tracker:
+        made = torch.ones(10) + 1
+    assert tracker.current.total == made.nbytes and len(unread)
+
+
+# States
+
+
+class InObjects(torch.optim.Optimizer):
+    """Keeps what GaLore, Shampoo and others keep: tensors in objects inside ``.state``."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["projector"] = Projector(p)
+                    state["history"] = deque([torch.zeros_like(p)], maxlen=2)
+                p.sub_(p.grad, alpha=0.1)
+
+
+class Projector:
+    def __init__(self, p):
+        self.basis = torch.zeros(len(p), 4)
+        self.inner = {"scales": [torch.ones(len(p))], "owner": p}
+
+
+class InAttributes(torch.optim.SGD):
+    """Keeps what LAMB and bitsandbytes keep: tensors in attributes of its own."""
+
+    def step(self, closure=None):
+        if not hasattr(self, "table"):
+            self.table = {"map": torch.zeros(256), "of": self.param_groups[0]["params"]}
+        super().step(closure)
+
+
+def states_of(optimizer):
+    if isinstance(optimizer, InAttributes):
+        return [optimizer.table["map"]]
+    found = []
+    for state in optimizer.state.values():
+        inner = state["projector"]
+        found += [inner.basis, *inner.inner["scales"], *state["history"]]
+    return found
+
+
+@pytest.mark.parametrize("kind", [InObjects, lambda p: InAttributes(p, lr=0.1)])
+def test_states_count_wherever_an_optimizer_keeps_them(kind):
+    model = nn.Linear(16, 8)
+    optimizer = kind(model.parameters())
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    now = tracker.current.by_category
+    assert now["optimizer"] == own_bytes(states_of(optimizer))
+    assert now["parameters"] == own_bytes(model.parameters()) and now["other"] == 0
+
+
+# Moments, steps, lines
+
+
+def test_each_moment_of_a_script_has_its_name():
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    found = {}
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+
+        def moment(name):
+            torch.ones(3)  # an operation that allocates
+            found[name] = tracker.current.moment
+
+        model[1].register_forward_hook(lambda *_: moment("inside"))
+        for _ in range(2):
+            out = model(torch.ones(4, 8))
+            moment("loss")
+            loss = out.square().mean()
+            loss.backward()
+            moment("after backward")
+            optimizer.step()
+            moment("after the step")
+            optimizer.zero_grad()
+        del found["inside"]
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        moment("after an evaluation")
+    assert found == {
+        "loss": "loss",
+        "after backward": "between steps",
+        "after the step": "between steps",
+        "inside": "evaluation or generation",
+        "after an evaluation": "between steps",
+    }
+    assert set(tracker.timeline.moments) == set(MOMENTS)
+    phases = [PHASES[PHASE_OF_MOMENT[MOMENTS.index(m)]] for m in tracker.timeline.moments]
+    assert tracker.timeline.phases == phases
+
+
+def test_a_second_models_forward_leaves_the_loss_due():
+    """As in preference tuning: the reference runs without gradients between forward and loss."""
+    model, reference = nn.Linear(4, 4), nn.Linear(4, 4)
+    with MemoryTracker(model, live=False) as tracker:
+        out = model(torch.ones(2, 4))
+        with torch.no_grad():
+            other = reference(torch.ones(2, 4))
+        margin = out - other
+        assert tracker.current.moment == "loss"
+        margin.sum().backward()
+
+
+def test_steps_are_counted_once_for_optimizers_that_step_together():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with MemoryTracker(model, optimizers, live=False) as tracker:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert tracker.steps == 3
+    assert sorted(set(tracker.timeline.steps)) == [0, 1, 2]
+
+
+def test_what_is_kept_says_its_step_and_the_line_that_made_it():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(4):
+            out = model(torch.ones(64, 4))
+            out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(out.detach().clone())
+    own = [h for h in tracker.holders("now") if h.shape == (64, 4) and h.op == "aten.clone"]
+    assert [h.step for h in sorted(own)] == [0, 1, 2, 3] and len(kept) == 4
+    lines, first = inspect.getsourcelines(test_what_is_kept_says_its_step_and_the_line_that_made_it)
+    number = first + next(i for i, line in enumerate(lines) if "kept.append(" in line)
+    for holder in own:
+        assert holder.line.line == number and holder.line.file.endswith("test_whole_run.py")
+        assert holder.dtype == torch.float32
+        assert str(holder.line).endswith(f"test_whole_run.py:{number}, in {holder.line.function}")
+
+
+def test_a_cell_is_called_as_ipython_calls_it():
+    assert str(SourceLine("Cell In[3]", 5, "<module>")) == "Cell In[3], line 5"
+
+
+@pytest.mark.parametrize(
+    ("how", "used"),
+    [("trained", True), ("never used", False), ("evaluated", False)],
+)
+def test_a_forward_pass_says_whether_its_graph_was_used(how, used):
+    model = nn.Linear(4, 4)
+    with MemoryTracker(model, live=False) as tracker:
+        with torch.set_grad_enabled(how != "evaluated"):
+            out = model(torch.ones(2, 4))
+        if how == "trained":
+            out.sum().backward()
+    (forward,) = tracker.forwards
+    assert (forward.with_grad, forward.used) == (how != "evaluated", used)
+    assert forward.module == "Linear" and forward.step == 0
+    assert forward.live_after - forward.live_before >= out.nbytes
+
+
+def test_losses_added_up_use_every_forward_of_theirs():
+    model = nn.Linear(4, 4)
+    with MemoryTracker(model, live=False) as tracker:
+        total = 0
+        for _ in range(3):
+            total = total + model(torch.ones(2, 4)).sum()
+        model(torch.ones(2, 4))
+        total.backward()
+    assert [forward.used for forward in tracker.forwards] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_that_is_refused_halfway_shows_states_and_no_temporaries(fused):
+    """What does not fit is Adam's second moment, which a fused Adam makes as well."""
+    model = nn.Linear(64, 64, bias=False)
+    weight = model.weight.nbytes
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False, fused=fused)
+    with pytest.raises(BudgetExceeded) as refused:  # noqa: SIM117
+        with MemoryTracker(model, optimizer, budget=int(3.5 * weight), live=False):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+    found = refused.value.snapshot.by_category
+    assert found["temporaries"] == 0 and found["optimizer"] >= 2 * weight

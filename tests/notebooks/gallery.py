@@ -1,0 +1,108 @@
+"""Each kind of widget in each surrounding, as screenshots on one page to look at: ``make gallery``.
+
+The notebook runs in JupyterLab in a light and a dark theme, in a narrow window and at 150 %, is
+then opened again without its kernel, and is converted to a page.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from notebooks.browser import Lab, Notebook, chromium
+from notebooks.test_saved import CELLS
+
+NAME = "gallery.ipynb"
+EXPLORE = "from gradmem_lib.course.learner.explorer import explore\nexplore()"
+WATERFALL = """
+from gradmem_lib.view.waterfall import Waterfall
+Waterfall(budget="2 MiB").add("ten steps", tracker.peak).add("the same again", tracker.peak)
+"""
+HEIGHT = 4000  # CSS pixels, enough for all cells
+
+
+@dataclass(frozen=True)
+class Surrounding:
+    """A window of JupyterLab: its width in CSS pixels, its theme, and device pixels per pixel."""
+
+    name: str
+    width: int = 1280
+    theme: str = "Light"
+    zoom: float = 1.0
+
+
+RUNS = (
+    Surrounding("light"),
+    Surrounding("dark", theme="Dark"),
+    Surrounding("900 px", width=900),
+    # A zoomed page has fewer CSS pixels on the same screen.
+    Surrounding("150 %", width=853, zoom=1.5),
+)
+
+
+def write_notebook(path: Path) -> None:
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    sources = [*CELLS, EXPLORE, WATERFALL]
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
+
+
+def open_in(browser, lab: Lab, where: Surrounding) -> Notebook:
+    notebook = Notebook(
+        browser, lab, NAME, width=where.width, height=HEIGHT, scale=where.zoom, ready_within=180
+    )
+    notebook.theme(f"JupyterLab {where.theme}")
+    return notebook
+
+
+def take_shots(folder: Path) -> list[str]:
+    """Screenshots in ``folder``; returns their names."""
+    write_notebook(folder / NAME)
+    names = []
+    with chromium() as browser:
+        with Lab(folder) as lab:
+            for where in RUNS:
+                with open_in(browser, lab, where) as notebook:
+                    notebook.run_all(seconds=600)
+                    notebook.panel.locator(".gm-explorer svg").first.wait_for()
+                    notebook.page.screenshot(path=folder / f"{where.name}.png")
+                    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
+                names.append(where.name)
+            for where in RUNS[:2]:
+                with open_in(browser, lab, where) as notebook:
+                    notebook.page.screenshot(path=folder / f"reopened, {where.name}.png")
+                names.append(f"reopened, {where.name}")
+        names.append(convert(browser, folder))
+    return names
+
+
+def convert(browser, folder: Path) -> str:
+    from nbconvert import HTMLExporter
+
+    page_path = folder / "converted.html"
+    page_path.write_text(HTMLExporter().from_filename(str(folder / NAME))[0], encoding="utf-8")
+    page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
+    page.route("http*://**", lambda route: route.abort())  # as without a network
+    page.goto(page_path.as_uri(), wait_until="domcontentloaded")
+    page.locator("canvas.gm-canvas:not([data-points='0'])").first.wait_for()
+    page.screenshot(path=folder / "converted.png", full_page=True)
+    return "converted"
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = "".join(
+        f'<figure><figcaption>{html.escape(name)}</figcaption><img src="{html.escape(name)}.png" '
+        f'alt="" width="620"></figure>'
+        for name in take_shots(folder)
+    )
+    page = folder / "index.html"
+    page.write_text(f"<title>Gallery</title>{figures}", encoding="utf-8")
+    print(f"To look at: {page}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

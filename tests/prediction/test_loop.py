@@ -1,0 +1,156 @@
+"""Loops as people write them: predicted as the tracker measures them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.predicted import assert_same, config, measured
+from torch.nn.utils import clip_grad_norm_
+
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.loop import Loop
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.recipe import Recipe
+
+ROWS, TOKENS = 4, 16
+
+
+def tracked_loop(family: str, loop: Loop) -> MemoryTracker:
+    """The third step of a loop that is written out."""
+    torch.manual_seed(0)
+    cfg = config(family)
+    model = model_class(cfg)(copy.deepcopy(cfg)).train()
+    model.config.use_cache = False
+    batch = example_batch(model, ROWS, TOKENS)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    outputs = loss = None
+
+    def one_step():
+        nonlocal outputs, loss
+        if loop.zero_grad == "before forward":
+            optimizer.zero_grad()
+        if loop.shifted_logits:
+            inputs = {k: v for k, v in batch.items() if k != "labels"}
+            outputs = logits = model(**inputs).logits.float()
+            cut = logits[:, :-1].contiguous()
+            labels = batch["labels"][:, 1:].contiguous()
+            loss = F.cross_entropy(cut.view(-1, cut.shape[-1]), labels.view(-1))
+            del logits, cut, labels, inputs
+        elif loop.keeps == "outputs":
+            outputs = model(**batch)
+            loss = outputs.loss
+        else:
+            loss = model(**batch).loss
+        if loop.keeps != "outputs":
+            outputs = None
+        if loop.zero_grad == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        if loop.clips:
+            clip_grad_norm_(model.parameters(), 1.0)
+        if loop.keeps != "loss":
+            loss = None
+        optimizer.step()
+        if loop.zero_grad == "after step":
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        one_step()
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        one_step()
+    return tracker
+
+
+LOOPS = [
+    Loop(),
+    Loop(zero_grad="before forward"),
+    Loop(zero_grad="before backward"),
+    Loop(keeps="loss"),
+    Loop(keeps="outputs"),
+    Loop(clips=True),
+    Loop(zero_grad="before backward", keeps="outputs", clips=True),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_loop_is_predicted_as_it_is_tracked(family, loop):
+    found = predict(
+        config(family),
+        batch_size=ROWS,
+        seq_len=TOKENS,
+        recipe=Recipe(attention=None),
+        target="cpu",
+        loop=loop,
+    )
+    tracker = tracked_loop(family, loop)
+    assert found.peak == tracker.peak
+    for phase in ("forward", "optimizer_step"):
+        assert found.peak_by_phase[phase] == tracker.peak_by_phase[phase]
+
+
+def peaks(loop: Loop, target: str = "cpu", **recipe):
+    ask = {"batch_size": 4, "seq_len": TOKENS, "recipe": Recipe(**recipe), "target": target}
+    return predict(config("llama"), **ask, loop=loop)
+
+
+def test_what_each_choice_costs():
+    plain = peaks(Loop())
+    gradients = plain.peak.by_category["gradients"] or plain.current.by_category["parameters"]
+    before_forward = peaks(Loop(zero_grad="before forward"))
+    assert before_forward.peak == plain.peak
+    kept = before_forward.current.total - plain.current.total
+    assert kept == before_forward.current.by_category["gradients"] == gradients
+    before_backward = peaks(Loop(zero_grad="before backward"))
+    assert before_backward.peak_by_phase["forward"] == plain.peak_by_phase["forward"] + kept
+    outputs = peaks(Loop(keeps="outputs"))
+    logits = 4 * TOKENS * 128 * 4
+    assert outputs.current.total - plain.current.total == logits + 4  # and the loss
+    assert peaks(Loop(keeps="loss")).current.total - plain.current.total == 4
+    on_card = [peaks(loop, "cuda").current.total for loop in (Loop(), Loop(keeps="loss"))]
+    assert on_card[1] - on_card[0] == 512
+
+
+def test_shifted_logits_are_two_float32_copies_of_bf16_ones():
+    plain = peaks(Loop(), precision="bf16", attention=None)
+    shifted = peaks(Loop(shifted_logits=True), precision="bf16", attention=None)
+    assert shifted.peak_by_phase["forward"] > plain.peak_by_phase["forward"]
+
+
+def test_short_traces_know_the_loop():
+    for loop in (Loop(zero_grad="before backward"), Loop(keeps="outputs", clips=True)):
+        ask = {"batch_size": 2, "seq_len": 8, "target": "cpu", "loop": loop}
+        short = predict(config("llama", 9), **ask)
+        full = predict(config("llama", 9), **ask, full=True)
+        assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+
+
+@pytest.mark.parametrize(
+    ("loop", "recipe", "says"),
+    [
+        (Loop(clips=True), {"in_backward": True}, "none is left to clip"),
+        (Loop(zero_grad="before forward"), {"in_backward": True}, "none is left to clip"),
+        (Loop(shifted_logits=True), {"chunked_loss": True}, "whole logits"),
+    ],
+)
+def test_a_loop_that_cannot_be_is_refused(loop, recipe, says):
+    with pytest.raises(ValueError, match=says):
+        peaks(loop, **recipe)
+    with pytest.raises(ValueError, match="zero_grad='never'"):
+        Loop(zero_grad="never")
+    with pytest.raises(ValueError, match="clips=1: it is a switch"):
+        Loop(clips=1)
+    with pytest.raises(TypeError, match="give a Loop"):
+        peaks("plain")
+
+
+def test_tracked_and_predicted_agree_everywhere_in_the_default_loop():
+    recipe = Recipe(attention=None)
+    found = predict(
+        config("llama"), batch_size=4, seq_len=TOKENS, recipe=recipe, target="cpu", loop=Loop()
+    )
+    assert_same(found, measured(config("llama"), recipe, 4, TOKENS))

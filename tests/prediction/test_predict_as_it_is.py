@@ -1,0 +1,215 @@
+"""A user's module is predicted as it is: its mode, its functions, its own libraries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.predicted import config, tracked
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig
+
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.training.recipe import Recipe
+
+AS_IT_IS = Recipe(precision=None, attention=None)
+
+
+def measured_loop(model, batch) -> MemoryTracker:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+
+    def one_step():
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one_step()
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        one_step()
+    return tracker
+
+
+def ids(vocabulary: int = 128) -> dict:
+    tokens = torch.randint(3, vocabulary, (2, 16))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_stays_with_checkpoints(training):
+    model = AutoModelForCausalLM.from_config(config("llama"))
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    model.train(training)
+    found = predict(model, batch=ids(), recipe=AS_IT_IS, target="cpu")
+    assert found.peak == measured_loop(model, ids()).peak
+    assert all(module.training == training for module in model.modules())
+    said = " ".join(found.notes)
+    assert ("checkpointing is on and does nothing" in said) != training
+    assert bool(said) != training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_stays_with_dropout(training):
+    small = BertConfig(
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        attn_implementation="eager",
+    )
+    model = AutoModelForMaskedLM.from_config(small)
+    model.train(training)
+    found = predict(model, batch=ids(), recipe=AS_IT_IS, target="cpu")
+    assert found.peak == measured_loop(model, ids()).peak
+    assert ("dropout does nothing" in " ".join(found.notes)) != training
+
+
+def test_a_part_in_eval_mode_stays_so():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+    model[1].eval()
+    off = predict(model, batch=torch.rand(9, 64), loss=lambda m, x: m(x).mean(), target="cpu")
+    model.train()
+    on = predict(model, batch=torch.rand(9, 64), loss=lambda m, x: m(x).mean(), target="cpu")
+    assert on.peak_by_phase["forward"] > off.peak_by_phase["forward"]
+    assert off.notes == on.notes == ()
+
+
+class CapturesItsParts(nn.Module):
+    """Like minGPT's block, whose lambda holds the modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+        parts = self.mlp
+        self.run = lambda x: parts["down"](parts["up"](x).relu())
+
+    def forward(self, x):
+        return (x + self.run(x)).square().mean()
+
+
+def test_a_lambda_that_holds_modules():
+    model, x = CapturesItsParts(), torch.rand(4, 8)
+    found = predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
+    assert found.peak == tracked(model, x, AS_IT_IS).peak
+
+
+class HoldsElsewhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        other = nn.Linear(8, 8)
+        self.elsewhere = [lambda x: other(x)]
+
+    def forward(self, x):
+        return self.elsewhere[0](self.own(x)).mean()
+
+
+def test_a_parameter_outside_of_the_module_is_named():
+    with pytest.raises(CannotTrace, match="a parameter that is not in the module"):
+        predict(HoldsElsewhere(), batch=torch.rand(2, 8), recipe=AS_IT_IS, target="cpu")
+
+
+class Drops(nn.Module):
+    """Leaves itself out with a probability, as LoHa does."""
+
+    def __init__(self, p: float, how: str):
+        super().__init__()
+        self.linear, self.p, self.how = nn.Linear(8, 8), p, how
+
+    def forward(self, x):
+        dice = torch.rand(1)
+        kept = {
+            "gt": lambda: dice > self.p,
+            "ge": lambda: dice >= self.p,
+            "lt": lambda: not (dice < self.p),
+            "le": lambda: not (dice <= self.p),
+            "any": lambda: (dice > self.p).any(),
+        }[self.how]()
+        return (self.linear(x).exp() if kept else self.linear(x)).mean()
+
+
+@pytest.mark.parametrize("how", ["gt", "ge", "lt", "le", "any"])
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_a_drop_that_always_or_never_happens_is_known(how, p):
+    found = predict(Drops(p, how), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
+    assert found.peak == tracked(Drops(p, how), torch.rand(4, 8), AS_IT_IS).peak
+
+
+def test_a_drop_by_chance_is_refused():
+    with pytest.raises(CannotTrace, match="reads a tensor's value"):
+        predict(Drops(0.5, "gt"), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
+
+
+class ChecksWeights(nn.Module):
+    def __init__(self, weights: bool):
+        super().__init__()
+        self.linear, self.weights = nn.Linear(8, 8), weights
+
+    def forward(self, x):
+        out = self.linear(x)
+        checked = self.linear.weight[0] if self.weights else out
+        if checked.isinf().any() or torch.isnan(checked).any():
+            raise RuntimeError("infinite")
+        return out.mean()
+
+
+def test_weights_are_finite_and_activations_are_not_known():
+    found = predict(ChecksWeights(True), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
+    assert found.peak == tracked(ChecksWeights(True), torch.rand(4, 8), AS_IT_IS).peak
+    with pytest.raises(CannotTrace, match="reads a tensor's value"):
+        predict(ChecksWeights(False), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
+
+
+def peft_models() -> dict:
+    peft = pytest.importorskip("peft")
+    targets = {"target_modules": ["q_proj", "v_proj"]}
+    return {
+        "LoHa": peft.LoHaConfig(r=2, **targets),
+        "LoKr": peft.LoKrConfig(r=2, **targets),
+        "VB-LoRA": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=16, **targets),
+        "trainable tokens": peft.LoraConfig(r=2, trainable_token_indices=[1, 2], **targets),
+    }
+
+
+@pytest.mark.parametrize("name", ["LoHa", "LoKr", "VB-LoRA", "trainable tokens"])
+def test_methods_of_peft_that_look_at_values(name):
+    from peft import get_peft_model
+
+    base = AutoModelForCausalLM.from_config(config("llama", 2))
+    base.config.use_cache = False
+    model = get_peft_model(base, peft_models()[name])
+    found = predict(model, batch=ids(), recipe=AS_IT_IS, target="cpu")
+    assert found.peak == measured_loop(model, ids()).peak
+
+
+def test_a_plain_module_needs_no_library_of_others(tmp_path):
+    """With a torchvision and a transformers that cannot be imported."""
+    for name in ("torchvision", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('does not fit this torch')")
+    program = (
+        "import torch\n"
+        "from gradmem_lib.prediction.predict import predict\n"
+        "model = torch.nn.Linear(8, 1)\n"
+        "batch = torch.rand(2, 8)\n"
+        "loss = lambda m, x: m(x).mean()\n"
+        "print(predict(model, batch=batch, loss=loss, target='cpu').peak.total)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    found = predict(
+        nn.Linear(8, 1), batch=torch.rand(2, 8), loss=lambda m, x: m(x).mean(), target="cpu"
+    )
+    assert int(done.stdout) == found.peak.total
