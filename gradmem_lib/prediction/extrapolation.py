@@ -83,7 +83,10 @@ def timeline_rows(changes: Changes, repeats: int) -> np.ndarray:
 
 
 def extrapolate(
-    short: Changes, longer: Sequence[Changes], repeats: Sequence[int]
+    short: Changes,
+    longer: Sequence[Changes],
+    repeats: Sequence[int],
+    longest: Sequence[Changes] = (),
 ) -> Changes | None:
     """The trace of a deep model.
 
@@ -91,6 +94,8 @@ def extrapolate(
         short: the trace of a model with few units of layers in each list.
         longer: for each list, the trace of the model with one unit more in this list.
         repeats: for each list, the number of units that the deep model has more than ``short``.
+        longest: for each list, the trace with two units more, or nothing. With it, a single
+            storage may grow, by as many bytes with the second unit as with the first.
 
     ``None`` if the traces do not prove that the additional rounds may be repeated.
     """
@@ -101,7 +106,11 @@ def extrapolate(
         if rounds is None:
             return None
         aligned = _without(long, rounds, number)
-        if not _same_but_growing(short, aligned):
+        if longest:
+            proven = _grows_evenly(short, aligned, longest[number], number)
+        else:
+            proven = _grows_by_storages(short, aligned)
+        if not proven:
             return None
         rows[:, SUMS] += times * (aligned.rows - short.rows)[:, SUMS]
         storages += times * (aligned.storages - short.storages)
@@ -147,24 +156,53 @@ def _without(long: Changes, rounds: list[tuple[int, int]], number: int) -> Chang
     return aligned
 
 
-def _same_but_growing(short: Changes, aligned: Changes) -> bool:
-    """Whether both are the same step.
+def _grows_by_storages(short: Changes, aligned: Changes) -> bool:
+    """Whether both are the same step, and what has more bytes has them in more storages, as where
+    all gradients are freed at once.
 
-    The events of layers are equal. Any other event may have more bytes by having more storages, as
-    where all gradients are freed at once. One storage that is larger could grow in any way, and a
-    card rounds it.
+    One storage that is larger could grow in any way, and a card rounds it.
+    """
+    more_storages = aligned.storages[:, COUNT] != short.storages[:, COUNT]
+    return _same_layers(short, aligned) and not (_differs(short, aligned) & ~more_storages).any()
+
+
+def _grows_evenly(short: Changes, aligned: Changes, longest: Changes, number: int) -> bool:
+    """Whether both are the same step, and what grows from ``short`` to ``aligned`` grows by as much
+    again to ``longest``, as the bucket in which DDP sends the gradients of many layers does.
+    """
+    first, second = _additional_rounds(longest, number), None
+    if first is not None:
+        once = _without(longest, first, number)
+        second = _additional_rounds(once, number)
+    if second is None:
+        return False
+    twice = _without(once, second, number)
+    return (
+        _same_layers(short, aligned)
+        and _same_layers(short, twice)
+        and np.array_equal(twice.rows - aligned.rows, aligned.rows - short.rows)
+        and np.array_equal(twice.storages - aligned.storages, aligned.storages - short.storages)
+    )
+
+
+def _same_layers(short: Changes, aligned: Changes) -> bool:
+    """Whether both have the same operations and states in the same places, and the events of layers
+    are equal. Other events may have more bytes.
     """
     if not np.array_equal(short.places, aligned.places):
         return False
-    more = aligned.storages - short.storages
-    differs = (aligned.rows != short.rows).any(axis=1) | more.any(axis=1)
     in_layers = short.places[:, LIST] != NOWHERE[0]
     states = [i for i in range(short.rows.shape[1]) if i not in SUMS]
     return not (
-        (differs & in_layers).any()
-        or (differs & (more[:, COUNT] == 0)).any()
+        (_differs(short, aligned) & in_layers).any()
         or (aligned.rows != short.rows)[:, states].any()
     )
+
+
+def _differs(short: Changes, aligned: Changes) -> np.ndarray:
+    """Which samples have other bytes or storages (as many booleans)."""
+    other_bytes = (aligned.rows != short.rows).any(axis=1)
+    return other_bytes | (aligned.storages != short.storages).any(axis=1)
 
 
 def _with_rounds(changes: Changes, inserted: list[tuple[int, Changes, int]]) -> Changes:

@@ -54,24 +54,44 @@ def trace_step(question: Question, full: bool) -> Traced:
 
 
 def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
-    """The step from a trace of the ``kept`` layers and, for each list, one with a unit more."""
+    """The step from a trace of the ``kept`` layers and, for each list, one with a unit more.
+
+    DDP's buckets grow with each layer: a third trace shows by how much.
+    """
     question = replace(question, recipe=_with_equal_segments(question))
     short, repeats = trace_few_micro_batches(replace(question, kept=tuple(kept)))
-    longer, times = [], []
-    for i, one in enumerate(kept):
-        more = [*kept[:i], one._replace(count=one.count + one.unit), *kept[i + 1 :]]
-        longer.append(trace_few_micro_batches(replace(question, kept=tuple(more)))[0])
-        times.append((len(one.several) - one.count) // one.unit)
-    changes = extrapolate(short.changes(), [long.changes() for long in longer], times)
+
+    def with_more(i: int, units: int) -> Trace:
+        count = kept[i].count + units * kept[i].unit
+        more = [*kept[:i], kept[i]._replace(count=count), *kept[i + 1 :]]
+        return trace_few_micro_batches(replace(question, kept=tuple(more)))[0]
+
+    longer = [with_more(i, 1) for i in range(len(kept))]
+    longest: list[Trace] = []
+    if _grows_in_buckets(question.recipe):
+        longest = [with_more(i, 2) for i in range(len(kept))]
+    times = [(len(one.several) - one.count) // one.unit for one in kept]
+    changes = extrapolate(
+        short.changes(),
+        [long.changes() for long in longer],
+        times,
+        [long.changes() for long in longest],
+    )
     if changes is None:
         return None
     traffic = short.offload_traffic_bytes
     for long, more_units in zip(longer, times, strict=True):
         traffic += more_units * (long.offload_traffic_bytes - short.offload_traffic_bytes)
     layers = sum(one.count for one in kept)
-    return Traced(
-        timeline_rows(changes, repeats), traffic, (layers, *[layers + one.unit for one in kept]), ()
-    )
+    traced_layers = [layers, *[layers + one.unit for one in kept]]
+    if longest:
+        traced_layers += [layers + 2 * one.unit for one in kept]
+    return Traced(timeline_rows(changes, repeats), traffic, tuple(traced_layers), ())
+
+
+def _grows_in_buckets(recipe: Recipe) -> bool:
+    """Whether gradients of many layers are sent in one storage."""
+    return recipe.sharding is not None and not recipe.fully_sharded
 
 
 def _shortenings(question: Question) -> Iterator[list[Kept]]:
@@ -82,17 +102,19 @@ def _shortenings(question: Question) -> Iterator[list[Kept]]:
         kept = [one._replace(count=units * one.unit + one.count % one.unit) for one in lists]
         if any(units * one.unit < SHORTEST for one in kept):
             continue
-        # Each list costs one trace more, so a list of few layers is traced whole.
+        # Each list costs more traces, so a list of few layers is traced whole.
         choices = [kept[: i + 1] for i in range(len(kept))]
-        costs = [_layers_in_all_traces(choice, all_layers) for choice in choices]
+        longer = 2 if _grows_in_buckets(question.recipe) else 1
+        costs = [_layers_in_all_traces(choice, all_layers, longer) for choice in choices]
         if not costs or min(costs) >= all_layers:
             return
         yield choices[costs.index(min(costs))]
 
 
-def _layers_in_all_traces(kept: list[Kept], all_layers: int) -> int:
+def _layers_in_all_traces(kept: list[Kept], all_layers: int, longer: int) -> int:
+    """``longer``: the number of longer traces for each list."""
     short = all_layers - sum(len(one.several) - one.count for one in kept)
-    return short + sum(short + one.unit for one in kept)
+    return short + sum(short + more * one.unit for one in kept for more in range(1, longer + 1))
 
 
 def _repeated_units(question: Question) -> list[Kept]:
