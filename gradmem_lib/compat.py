@@ -358,6 +358,12 @@ def call_override(module: nn.Module) -> Callable | None:
     return module.__dict__.get("_call_impl")
 
 
+def checkpoints_reentrant(module: nn.Module) -> bool:
+    """Whether transformers' checkpoints on this layer run reentrant."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    return bool(getattr(function, "keywords", {}).get("use_reentrant"))
+
+
 def override_call(module: nn.Module, call: Callable) -> Callable[[], None]:
     """Make ``module(...)`` run ``call(...)`` in place of hooks and forward.
 

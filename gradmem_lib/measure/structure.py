@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..hf_names import LAYER_SWITCH
 
 Shape = tuple[int, ...]
 
@@ -108,13 +109,12 @@ def _checkpoints(model: nn.Module) -> Checkpoints:
     switched_on, training, reentrant = list[str](), list[str](), list[str]()
     for name, module in model.named_modules():
         # transformers' switch, or a function of this library in place of the module's own call
-        own_switch = getattr(module, "gradient_checkpointing", False) is True
+        own_switch = getattr(module, LAYER_SWITCH, False) is True
         if not own_switch and compat.call_override(module) is None:
             continue
         switched_on.append(name)
         if module.training:
             training.append(name)
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(function, "keywords", {}).get("use_reentrant"):
+        if compat.checkpoints_reentrant(module):
             reentrant.append(name)
     return Checkpoints(tuple(switched_on), tuple(training), tuple(reentrant))

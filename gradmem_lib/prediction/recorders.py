@@ -16,10 +16,9 @@ from ..measure.storages import storages_of
 from ..measure.tracker import checked_optimizers
 from ..measure.watch import Meter
 from ..names import OPTIMIZER_STEP
-from . import allocator, cuda_kernels, fakes
+from . import allocator, cuda_kernels
 from .extrapolation import Trace
 from .marks import Marks
-from .question import CannotTrace
 
 
 class _MarkingMeter(Meter):
@@ -71,9 +70,6 @@ class CpuRecorder(Recording):
         self.marks.begin_part()
 
     def size(self, storage) -> int:
-        # A fake tensor's device says "cpu", but its storage's device says "meta".
-        if storage.device.type != "meta" and storage.nbytes():
-            raise CannotTrace(f"a module was given {fakes.REAL_TENSOR}")
         return storage.nbytes()
 
     def after_alloc(self, entry) -> None:

@@ -89,8 +89,10 @@ def accumulate_gradients(
             loss = window.divided_loss(returned, sync_gradients)
             if loss is not None:
                 loss.backward()
+        del loss
+        window.add_losses(returned)
         # Release the inputs and the graph before the next forward.
-        del micro, returned, loss
+        del micro, returned
     processes.check_gradients()
     return window.end()
 
@@ -156,7 +158,6 @@ class _Window:
             # an uncut batch needs no second loss tensor
             part = loss if factor == 1 else loss * factor
             divided = part if divided is None else divided + part
-            self._add_to_loss(place, loss, count)
         if divided is None:
             # This backward sends the gradients of earlier micro-batches to the other processes.
             return _loss_without_items([loss for loss, _ in pairs]) if sync_gradients else None
@@ -196,6 +197,12 @@ class _Window:
                 "the first backward: give count_items= (it returns a tuple of counts) or "
                 "total_items="
             )
+
+    def add_losses(self, pairs: list) -> None:
+        """Called after each backward."""
+        for place, (loss, count) in enumerate(pairs):
+            if count:
+                self._add_to_loss(place, loss, count)
 
     def _add_to_loss(self, place: int, loss: Tensor, count: int | float) -> None:
         # float64 where the device has it: a window has many micro-batches, and their sums differ in

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -281,16 +282,12 @@ class RecipeTrainer(Trainer):
         """
         micro_batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if micro_batches and not has_length(self.train_dataset):
-            filler = _NoRows(micro_batches[-1])
+            filler = _NoRows(_without_rows(micro_batches[-1]))
             micro_batches += [filler] * (num_batches - len(micro_batches))
         return micro_batches, items
 
     def floating_point_ops(self, inputs):
         return 0 if isinstance(inputs, _NoRows) else super().floating_point_ops(inputs)
-
-    def _track_num_input_tokens(self, inputs):
-        if not isinstance(inputs, _NoRows):
-            super()._track_num_input_tokens(inputs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows."""
@@ -418,9 +415,15 @@ class RecipeTrainer(Trainer):
 
 
 class _NoRows(dict):
-    """Fills up the last window of an epoch: a copy of its last micro-batch, which is not trained
-    on.
-    """
+    """Fills up the last window of an epoch: a micro-batch of no rows, which is not trained on."""
+
+
+def _without_rows(batch: Mapping) -> dict[str, Any]:
+    """``batch`` with its tensors' rows left out, so that its tokens count as none."""
+    return {
+        name: value[:0] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in batch.items()
+    }
 
 
 class _StopAfterStep(TrainerCallback):

@@ -287,10 +287,11 @@ def test_what_a_budget_stops_in_a_first_step_counts_the_states_that_have_come():
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
     states = [t for state in optimizer.state.values() for t in state.values()]
-    assert (
-        caught.value.snapshot.by_category["optimizer"] == sum(t.nbytes for t in states) >= 2 * size
-    )
-    assert caught.value.snapshot.by_category["temporaries"] == size == caught.value.asked
+    have_come = sum(t.nbytes for t in states)
+    # What is asked for is a state too, though the optimizer has not put it into its states yet.
+    assert caught.value.asked == size and have_come >= 2 * size
+    assert caught.value.snapshot.by_category["optimizer"] == have_come + size
+    assert caught.value.snapshot.by_category["temporaries"] == 0
 
 
 def test_a_part_without_gradients_does_not_make_the_rest_a_forward_without():

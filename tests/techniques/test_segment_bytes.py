@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.checkpointed import ROWS, WIDTH, X, untouched, weighted
+from support.checkpointed import ROWS, WEIGHTS, WIDTH, X, untouched, weighted
 from support.nightly import each
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,13 +20,14 @@ from gradmem_lib.techniques.schedules import best_segments, schedule_peak, unifo
 
 
 def peak_of_chain(n, every, keeps, keep_last=None, loss=weighted):
-    """Measured peak beyond the weights, in bytes: the input included."""
+    """Measured peak beyond the weights and what the loss reads, in bytes: the input included."""
     net = models.chain(n, width=WIDTH, keeps=keeps)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     handle = None if every is None else checkpoint_layers(net, every, keep_last=keep_last)
     with MemoryTracker(net, live=False) as tracker:
         loss(net(x)).sum().backward()
-    return tracker.peak.total - sum(p.nbytes for p in net.parameters()), handle
+    read = WEIGHTS.nbytes if loss is weighted else 0
+    return tracker.peak.total - sum(p.nbytes for p in net.parameters()) - read, handle
 
 
 def temporaries(keeps):
@@ -115,7 +116,7 @@ def test_layers_of_unequal_size_are_measured_and_predicted():
         weighted(net(x)).sum().backward()
     assert handle.internal == [w * X for w in widths] and handle.boundary == [X] * 9
     needs = [X + 2 * w * X + 8 for w in widths]
-    measured = tracker.peak.total - sum(p.nbytes for p in net.parameters())
+    measured = tracker.peak.total - sum(p.nbytes for p in net.parameters()) - WEIGHTS.nbytes
     assert measured == schedule_peak(
         handle.segments, handle.internal, handle.boundary, temporaries=needs
     )
@@ -180,7 +181,7 @@ def test_a_budget_that_stops_a_checkpointed_step_leaves_no_trace():
 def test_best_fits_a_budget_from_the_very_first_step():
     net = models.chain(64, width=WIDTH, keeps=5)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    budget = sum(p.nbytes for p in net.parameters()) + 36 * X + 8
+    budget = sum(p.nbytes for p in net.parameters()) + WEIGHTS.nbytes + 36 * X + 8
     with checkpoint_layers(net, "best"), MemoryTracker(net, budget=budget, live=False):
         weighted(net(x)).sum().backward()
     for every in (1, "sqrt", 3):
