@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from .. import compat
 from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
-from ..training.step import autocast, cut_batch, loss_of, offload_context, step
+from ..training.step import (
+    autocast,
+    check_own_loss,
+    cut_batch,
+    loss_of,
+    offload_context,
+    step,
+)
 from . import cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
@@ -135,6 +142,8 @@ class _FakeStep:
             self.batch = example_batch(model, question.batch_size, question.seq_len)
         else:
             self.batch = fake_batch(question.batch)
+        if question.loss is None:  # step does not see it, since RunningLoop gives it a loss
+            check_own_loss(model, self.batch, self.recipe)
         on_card = question.target == "cuda"
         if on_card:
             stack.enter_context(cuda_kernels.kernels(self.recipe.autocast_dtype))

@@ -44,8 +44,9 @@ def find_layers(layers_or_model: nn.Module) -> Lists:
     if any(type(layer).forward is nn.Module.forward for layer in layers):
         raise ValueError(
             "the layers of this list have no forward of their own (they are lists or dicts of "
-            "parts), so nobody calls them, and a checkpoint would never run: give a list whose "
-            "items are called, for example modules that call these parts in their forward"
+            "parts), so nobody calls them, and neither a checkpoint nor a shard would ever run: "
+            "give a list whose items are called, for example modules that call these parts in "
+            "their forward"
         )
     if len(set(layers)) < len(layers):
         raise ValueError(

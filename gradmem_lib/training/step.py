@@ -67,9 +67,10 @@ def step(
     Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
     step (``find_rule``), is not a mean over labels or rows, as with CLIP.
     """
-    how = f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
-    in_pieces = recipe.accumulation > 1 or recipe.sharding is not None
-    _check_parts(model, optimizer, batch, recipe, how if loss is None and in_pieces else None)
+    if loss is None:
+        check_own_loss(model, batch, recipe)
+    if recipe.sharding is not None:
+        check_trained_together(model, optimizer)
     device = device_of(model).type
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
@@ -81,7 +82,7 @@ def step(
         return value
 
     rule = None
-    if in_pieces:
+    if how := _how_cut(recipe):
         # A function that is written in a loop is another one each time, with the same code.
         key = (getattr(loss, "__code__", loss), recipe.chunked_loss)
         usual = usual_rule(model)
@@ -116,15 +117,19 @@ def step(
     return torch.tensor(result.loss)
 
 
-def _check_parts(model: nn.Module, optimizer: Any, batch: Any, recipe: Recipe, how: Any) -> None:
-    """Refuse a batch that cannot be cut, and an optimizer of another process group.
+def _how_cut(recipe: Recipe) -> str:
+    """The settings that cut a batch into pieces, in words; empty if it stays whole."""
+    if recipe.accumulation == 1 and recipe.sharding is None:
+        return ""
+    return f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
 
-    ``how`` the batch is cut; ``None``: it is not, or the loss is not the model's own.
+
+def check_own_loss(model: nn.Module, batch: Any, recipe: Recipe) -> None:
+    """Raise ``ValueError`` if ``recipe`` cuts a batch for which the model's own loss differs in
+    pieces.
     """
-    if how is not None:
+    if how := _how_cut(recipe):
         check_pieces(model, batch, how)
-    if recipe.sharding is not None:
-        check_trained_together(model, optimizer)
 
 
 def _update(optimizer: Optimizer, scaler: Any) -> None:

@@ -244,9 +244,10 @@ def said_by_shard() -> list[str]:
     """What models are told that cannot be sharded, or have another gradient then."""
     plain = nn.ModuleDict({"a": nn.Linear(2, 2)})
     twice = nn.Linear(2, 2)
-    mixed = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()}))
+    parts = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2)}))  # nobody calls a dict
+    mixed = nn.Sequential(Block(torch.bfloat16, trained=True))
     said = []
-    for model in (plain, nn.Sequential(twice, twice), mixed):
+    for model in (plain, nn.Sequential(twice, twice), parts, mixed):
         try:
             shard(model, "fsdp")
         except ValueError as error:
@@ -279,11 +280,12 @@ def test_a_model_is_prepared_once(how):
 
 
 def test_what_cannot_be_sharded_is_told_so():
-    none, twice, mixed, normed, pairs = run_ranks(said_by_shard)[0]
+    none, twice, parts, mixed, normed, pairs = run_ranks(said_by_shard)[0]
     assert (
         "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
     )
     assert "the same layer is in the list more than once. Call" in twice
+    assert "the layers of this list have no forward of their own" in parts
     assert "torch.bfloat16 and torch.float32" in mixed
     assert (
         "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows"
