@@ -19,7 +19,8 @@ from .marks import NOWHERE
 
 _COMPARED = (int, float, str, bool, type(None), torch.dtype)
 # columns of a timeline that change from sample to sample by adding something; the others are states
-SUMS = [OP, TOTAL, *range(BY.start, BY.start + len(CATEGORIES))]
+BYTES = [TOTAL, *range(BY.start, BY.start + len(CATEGORIES))]
+SUMS = [OP, *BYTES]
 # columns of Trace.places
 OPERATION, PART, LIST, UNIT = range(4)
 # columns of Trace.storages
@@ -160,10 +161,15 @@ def _grows_by_storages(short: Changes, aligned: Changes) -> bool:
     """Whether both are the same step, and what has more bytes has them in more storages, as where
     all gradients are freed at once.
 
-    One storage that is larger could grow in any way, and a card rounds it.
+    One storage that is larger could grow in any way, and a card rounds it. More operations without
+    bytes between two events, as where each gradient is divided in place, are a loop's.
     """
+    if not _same_layers(short, aligned):
+        return False
     more_storages = aligned.storages[:, COUNT] != short.storages[:, COUNT]
-    return _same_layers(short, aligned) and not (_differs(short, aligned) & ~more_storages).any()
+    more_bytes = (aligned.rows != short.rows)[:, BYTES].any(axis=1)
+    more_bytes |= aligned.storages[:, UNROUNDED] != short.storages[:, UNROUNDED]
+    return not (more_bytes & ~more_storages).any()
 
 
 def _grows_evenly(short: Changes, aligned: Changes, longest: Changes, number: int) -> bool:

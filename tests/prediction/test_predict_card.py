@@ -15,7 +15,7 @@ from torch import nn
 
 from gradmem_lib.prediction import allocator, cuda_kernels
 from gradmem_lib.prediction.configs import model_class
-from gradmem_lib.prediction.extrapolation import SUMS
+from gradmem_lib.prediction.extrapolation import BYTES
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.trace import traced
@@ -61,7 +61,7 @@ def on_card(family: str, **settings):
 
 def test_cuda_counts_whole_blocks():
     prediction = on_card("gpt2", precision="bf16", checkpointing="per-layer")
-    assert not (prediction.timeline.rows[:, SUMS[1:]] % 512).any()
+    assert not (prediction.timeline.rows[:, BYTES] % 512).any()
     on_cpu = predict(
         config("gpt2"), batch_size=BATCH, seq_len=SEQ, target="cpu", recipe=Recipe(precision="bf16")
     )
