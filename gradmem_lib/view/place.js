@@ -24,7 +24,8 @@ function initialize({ model }) {
     view.luminoWidget.processMessage(message("after-attach"));
     views.set(host, { view, live });
     live.addEventListener("focusin", () => { focused = true; });
-    live.addEventListener("focusout", () => { focused = !live.isConnected; });
+    // An output that is replaced loses the focus while it is still on the page, so ask afterwards.
+    live.addEventListener("focusout", () => setTimeout(() => { if (live.isConnected) focused = false; }));
     if (focused && document.activeElement === document.body) live.querySelector("input")?.focus();
   };
   const search = () => {

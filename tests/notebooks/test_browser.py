@@ -206,7 +206,7 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         canvas.wait_for()
         assert "Peak" in canvas.get_attribute("aria-label")
         shown = [
-            output.locator(".gm-figure b").last.inner_text(),
+            output.locator(".gm-figure b").first.inner_text(),
             *output.locator("tbody td").all_inner_texts(),
         ]
         assert ", ".join(shown) == notebook.output(3).inner_text().strip()
@@ -220,7 +220,7 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         assert len(set(said)) == len(said)
         # JupyterLab must not have taken the keys to move to another cell.
         assert notebook.page.evaluate(active) == cell
-        peak = output.locator(".gm-figure b").last.inner_text()
+        peak = output.locator(".gm-figure b").first.inner_text()
         assert f": {peak}, of which" in said[2]
         assert spoken.get_attribute("aria-live") == "polite"
         shot(notebook, "keyboard")
