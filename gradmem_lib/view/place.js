@@ -26,11 +26,18 @@ function initialize({ model }) {
     live.addEventListener("focusin", () => { focused = true; });
     // An output that is replaced loses the focus while it is still on the page, so ask afterwards.
     live.addEventListener("focusout", () => setTimeout(() => { if (live.isConnected) focused = false; }));
-    if (focused && document.activeElement === document.body) live.querySelector("input")?.focus();
+  };
+  // Its parts come one by one, so this is tried again whenever the page has changed.
+  const giveFocusBack = () => {
+    if (!focused || document.activeElement !== document.body) return;
+    for (const mounted of views.values()) {
+      if (mounted?.live.isConnected) mounted.live.querySelector("input")?.focus();
+    }
   };
   const search = () => {
     const hosts = document.querySelectorAll(`[data-gradmem-place="${model.get("place")}"]`);
     for (const host of hosts) if (!views.has(host)) mount(host);
+    giveFocusBack();
   };
   const observer = new MutationObserver(search);
   const leave = () => {
