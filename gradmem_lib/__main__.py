@@ -23,6 +23,22 @@ from typing import Any, NoReturn
 from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 
 WIDTH = 80
+RUN_DOES = """\
+Run a script unchanged, measure its memory, and write one HTML report. Options
+of this command come before the script's name.
+
+The script prints, returns and learns what it would without this command. At
+its end, at Ctrl-C and at an error, stderr gets the peak by category and by
+moment, the causes with their lines, and what to do next. The report has the
+same, the memory over time, the peak of each step and the largest storages.
+The models are found from the modules that the script calls and from the
+optimizers that step. Once the script uses a GPU, only the GPU's bytes count.
+Code that torch.compile has compiled runs uncompiled."""
+RUN_ENDS = """\
+Several processes write a report each, with the rank in its name:
+  torchrun --nproc-per-node 2 -m gradmem_lib run train.py
+  accelerate launch -m gradmem_lib run train.py
+Processes that the script starts itself are not measured."""
 SILENT_SECONDS = 2  # after these, a line says what takes so long
 
 
@@ -153,8 +169,13 @@ def _run(options: argparse.Namespace) -> int:
         print("gradmem run needs a script, or -m MODULE. See gradmem run --help", file=sys.stderr)
         return 2
     try:
-        as_module = options.module is not None
-        return run(words, as_module=as_module, out=options.out, budget=options.budget)
+        return run(
+            words,
+            as_module=options.module is not None,
+            out=options.out,
+            budget=options.budget,
+            steps=options.steps,
+        )
     except CannotRun as error:
         print(wrapped(error), file=sys.stderr)
         return 2
@@ -527,14 +548,46 @@ def _add_run(commands) -> None:
     measured = commands.add_parser(
         "run",
         help="run a script unchanged, and report its memory",
-        usage="%(prog)s [--budget SIZE] [--out FILE] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
-        description="Run a script as Python would, measure it, and write one HTML report.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--budget SIZE] [--steps N] [--out FILE] (SCRIPT | -m MODULE) "
+        "[ARGUMENTS ...]",
+        description=RUN_DOES,
+        epilog=RUN_ENDS,
     )
     add = measured.add_argument
-    add("--budget", type=_size, metavar="SIZE", help="fail where live bytes exceed it, as 8GiB")
-    add("--out", type=Path, metavar="FILE", help="the report (gradmem-SCRIPT.html)")
-    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments")
-    add("script", nargs=argparse.REMAINDER, help="a script and its arguments")
+    add(
+        "--budget",
+        type=_size,
+        metavar="SIZE",
+        help="raise an out-of-memory error in the script at the first allocation that exceeds "
+        "SIZE, such as 8GiB; without it, the script never fails because of this command",
+    )
+    add(
+        "--steps",
+        type=_count,
+        metavar="N",
+        help="measure N optimizer steps: the report comes before the next forward, and the script "
+        "goes on without being measured",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the report (gradmem-SCRIPT.html in the current folder)",
+    )
+    add(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE",
+        help="run a module, as python -m does, with the arguments that follow",
+    )
+    add(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a script, and the arguments that follow are its own",
+    )
     measured.set_defaults(run=_run)
 
 

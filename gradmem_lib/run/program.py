@@ -16,10 +16,41 @@ class CannotRun(ValueError):
     """What was given is no program: the message says why."""
 
 
+class Program:
+    """``name``: a script's path, or with ``as_module`` the name of a module."""
+
+    def __init__(self, name: str, arguments: Sequence[str], *, as_module: bool):
+        self.name, self.arguments, self.as_module = name, list(arguments), as_module
+
+    def prepare(self) -> None:
+        """Set what a program sees of its start: ``sys.argv`` and ``sys.path``.
+
+        Raises ``CannotRun`` for a script that does not exist.
+        """
+        if not self.as_module and not os.path.isfile(self.name):
+            raise CannotRun(
+                f"{self.name}: there is no such file. Give a Python script, or -m MODULE"
+            )
+        folder = os.getcwd()
+        if not self.as_module:
+            folder = os.path.dirname(os.path.realpath(self.name))  # Python follows a link, too
+        if not sys.flags.safe_path:
+            sys.path[0] = folder
+        sys.argv[:] = ["-m" if self.as_module else self.name, *self.arguments]
+
+    def run(self) -> None:
+        """Run it as ``__main__``. Raises what it raises, and ``CannotRun`` for what is no
+        program.
+        """
+        code, module = load_module(self.name) if self.as_module else load_script(self.name)
+        sys.modules["__main__"] = module
+        if self.as_module:
+            sys.argv[0] = module.__file__
+        exec(code, module.__dict__)
+
+
 def load_script(path: str) -> tuple[CodeType, ModuleType]:
     """The code of a script, and the module ``__main__`` that it runs in."""
-    if not os.path.isfile(path):
-        raise CannotRun(f"{path}: there is no such file. Give a Python script, or -m MODULE")
     full = os.path.abspath(path)
     with io.open_code(full) as file:
         # dont_inherit: this file's `from __future__` lines are not the script's
@@ -43,31 +74,31 @@ def load_module(name: str) -> tuple[CodeType, ModuleType]:
     return code, module
 
 
-def run_as_main(code: CodeType, module: ModuleType, arguments: Sequence[str], folder: str) -> None:
-    """Run ``code`` as ``__main__``. ``folder``: where its imports are looked for first."""
-    sys.modules["__main__"] = module
-    sys.argv[:] = arguments
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
-    exec(code, module.__dict__)
-
-
 def without_frames(
     traceback: TracebackType | None, drop: Callable[[str], bool]
 ) -> TracebackType | None:
     """A copy of ``traceback`` without the frames whose file ``drop`` names."""
-    if traceback is None:
-        return None
-    rest = without_frames(traceback.tb_next, drop)
-    if drop(traceback.tb_frame.f_code.co_filename):
-        return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+    kept = []
+    while traceback is not None:
+        if not drop(traceback.tb_frame.f_code.co_filename):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    rest = None
+    for entry in reversed(kept):
+        rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
 
 
 def _find(name: str) -> ModuleSpec | None:
+    """Where the module is. Finding it imports the packages that it is in, which may fail."""
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
+    except ModuleNotFoundError as error:
+        package = name.rpartition(".")[0]
+        if error.name is not None and (error.name == package or package.startswith(error.name)):
+            return None
+        raise
+    except ValueError:  # a module without a spec
         return None
 
 

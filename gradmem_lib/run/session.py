@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import os
 import sys
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .program import load_module, load_script, run_as_main, without_frames
+from .program import CannotRun, Program, without_frames
+
+if TYPE_CHECKING:
+    from .tracking import ScriptTracker
 
 NOTHING = "gradmem run: nothing of torch was run in this process, so there is nothing to report"
 
@@ -42,94 +46,101 @@ class AfterTorch(MetaPathFinder, Loader):
 
 
 class Session:
-    def __init__(self, title: str, out: Path, budget: int | None):
-        self.title, self.out, self.budget = title, out.absolute(), budget
-        self.tracker, self.process, self.stderr = None, os.getpid(), sys.stderr
+    """One measurement of this process: ``start``, then ``finish``.
+
+    ``out``: where the page is written. ``limit``: the optimizer steps after which it finishes, if
+    the program runs so far. ``stderr`` is kept, since the program may replace it.
+    """
+
+    def __init__(self, title: str, out: Path, budget: int | None, limit: int | None):
+        self.title, self.out, self.budget, self.limit = title, out.absolute(), budget, limit
+        self.tracker: ScriptTracker | None = None
+        self.process, self.stderr = os.getpid(), sys.stderr
+        self.is_finished = False
 
     def start(self) -> None:
-        import torch
+        from .tracking import ScriptTracker
 
-        from ..measure.tracker import MemoryTracker
-
-        # asks the driver, and does not start CUDA in this process
-        device = "cuda" if torch.cuda.device_count() else None
-        self.tracker = MemoryTracker(budget=self.budget, live=False, device=device)
+        self.tracker = ScriptTracker(self.budget)
+        self.tracker.meter.limit, self.tracker.meter.at_limit = self.limit, self._finish_at_limit
         self.tracker.__enter__()
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._leave_fork)
 
-    def finish(self) -> None:
-        """Stop measuring, print what was found, and write the page."""
-        if os.getpid() != self.process:
-            return  # a fork of the program
-        if self.tracker is None:
-            print(NOTHING, file=self.stderr)
+    def finish(self, error: BaseException | None = None) -> None:
+        """Stop measuring, print what was found, and write the page. ``error`` ended the program."""
+        if self.is_finished:
             return
-        self.tracker.__exit__(None, None, None)
-        if not self.tracker.peak.total:
-            print(NOTHING, file=self.stderr)
-            return
-        from ..view.diagnosis import diagnose
-
-        text = f"{self.title}: {self.tracker.steps} optimizer steps.\n{diagnose(self.tracker)}"
+        self.is_finished = True
         try:
-            self.out.write_text(self._page(text), encoding="utf-8")
+            self._report(_how_it_ended(error), _explained(error))
+        except Exception as problem:  # the program's exit status stays its own
+            self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
+
+    def _report(self, ended: str, explained: str) -> None:
+        if self.tracker is not None:
+            self.tracker.end()
+        if self.tracker is None or not self.tracker.peak.total:
+            self._say(NOTHING)
+            return
+        from .report import Report
+
+        report = Report.of(self.tracker, self.title, ended, explained)
+        try:
+            self.out.write_text(report.html(), encoding="utf-8")
             where = f"Report: {self.out}"
         except OSError as error:
             where = f"The report cannot be written to {self.out}: {error.strerror}"
-        print(f"gradmem run, {text}\n{where}", file=self.stderr)
+        self._say(f"{report.text()}\n{where}")
 
-    def _page(self, text: str) -> str:
-        from ..view.live import encode_frame, explorable_html
-        from ..view.timeline import describe
+    def _finish_at_limit(self) -> None:
+        if self.is_finished:
+            return
+        self.is_finished = True
+        try:
+            self._report("The measurement ended here, and the script goes on.", "")
+        except Exception as problem:
+            self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
 
-        timeline = self.tracker.timeline
-        frame = encode_frame(timeline, self.tracker.peak, None, finished=True)
-        settings = {"title": self.title, "budget": float(self.budget or 0)}
-        picture = explorable_html([(frame, settings)], html.escape(describe(timeline)))
-        rows = []
-        for holder in self.tracker.largest_at_peak(30):
-            cells = (f"{holder.nbytes:,}", holder.category, holder.module, holder.line or "")
-            rows.append("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in cells))
-        return (
-            '<!doctype html><html lang="en"><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-            "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">"
-            f"<title>gradmem run: {html.escape(self.title)}</title><style>:root {{ color-scheme: "
-            "light dark; } body { font: 16px/1.45 system-ui, sans-serif; max-width: 900px; "
-            "margin: 0 auto; padding: 1rem; } pre { white-space: pre-wrap; } "
-            "div.wide { overflow-x: auto; } td, th { padding: .1rem .5rem; text-align: left; }"
-            f"</style><h1>Memory of {html.escape(self.title)}</h1>{picture}"
-            f"<p>The picture has at most 400 moments, each the largest of its time.</p>"
-            f"<pre>{html.escape(text)}</pre><h2>The largest storages at the peak</h2>"
-            '<div class="wide"><table><tr><th>bytes<th>category<th>module<th>line'
-            f"{''.join(rows)}</table></div></html>\n"
-        )
+    def _leave_fork(self) -> None:
+        if self.tracker is not None and not self.is_finished:
+            self.is_finished = True
+            self.tracker.leave_fork()
+
+    def _say(self, text: str) -> None:
+        # it may be closed: by the program, or by the reader of a pipe
+        with suppress(OSError, ValueError):
+            print(text, file=self.stderr, flush=True)
 
 
-def run(words: list[str], *, as_module: bool, out: Path | None, budget: int | None) -> int:
+def run(
+    words: list[str],
+    *,
+    as_module: bool,
+    out: Path | None = None,
+    budget: int | None = None,
+    steps: int | None = None,
+) -> int:
     """Run a script (or a module) with its arguments. Its exit status is the program's own."""
     name = words[0]
-    code, module = load_module(name) if as_module else load_script(name)
-    rank = os.environ.get("RANK")
-    out = out or Path(f"gradmem-{Path(name).stem}.html")
-    if rank is not None:
-        out = out.with_name(f"{out.stem}.rank{rank}{out.suffix}")
-    session = Session(Path(name).name, out, budget)
-    first = module.__file__ if as_module else name
-    folder = os.getcwd() if as_module else os.path.dirname(os.path.abspath(name))
+    out = report_file(name, out)
+    session = Session(Path(name).name, out, budget, steps)
+    program = Program(name, words[1:], as_module=as_module)
+    program.prepare()
     if "torch" in sys.modules:
         session.start()
     else:
         sys.meta_path.insert(0, AfterTorch(session.start))
     try:
-        run_as_main(code, module, [first, *words[1:]], folder)
-    except SystemExit:
-        session.finish()
+        program.run()
+    except CannotRun:
+        raise
+    except SystemExit as error:
+        session.finish(error)
         raise
     except BaseException as error:
-        cut = without_frames(error.__traceback__, _is_ours)
-        sys.excepthook(type(error), error.with_traceback(cut), cut)
-        session.finish()
+        _show(error)
+        session.finish(error)
         if isinstance(error, KeyboardInterrupt):
             sys.excepthook = lambda *shown: None  # it is shown already; Python ends as it does
             raise
@@ -138,6 +149,49 @@ def run(words: list[str], *, as_module: bool, out: Path | None, budget: int | No
     return 0
 
 
+def report_file(name: str, out: Path | None) -> Path:
+    """Where the report goes. Of several ranks, each writes its own."""
+    out = out or Path(f"gradmem-{Path(name).stem}.html")
+    if not out.absolute().parent.is_dir():
+        raise CannotRun(f"--out {out}: the folder {out.absolute().parent} does not exist")
+    rank = os.environ.get("RANK")
+    return out if rank is None else out.with_name(f"{out.stem}.rank{rank}{out.suffix}")
+
+
+def _show(error: BaseException) -> None:
+    """Show an error as Python does, without the frames of this library."""
+    seen, part = set[int](), error
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        part.__traceback__ = without_frames(part.__traceback__, _is_ours)
+        part = part.__cause__ or part.__context__
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
 def _is_ours(file: str) -> bool:
     here = Path(__file__).parent
-    return Path(file).parent == here or Path(file) == here.parent / "measure" / "watch.py"
+    return Path(file).parent in (here, here.parent / "measure")
+
+
+def _how_it_ended(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, SystemExit):
+        return f"The script ended with {error.code!r}." if error.code else ""
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C ended the script."
+    return f"{type(error).__name__} ended the script."
+
+
+def _explained(error: BaseException | None) -> str:
+    """What a device's out-of-memory error says. A budget's error names its causes itself."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    from ..measure.budget import BudgetExceeded
+
+    if isinstance(error, BudgetExceeded):
+        return ""
+    from ..view.explanation import explain
+
+    return str(explain(error))

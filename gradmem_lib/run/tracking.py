@@ -1,0 +1,190 @@
+"""A tracker that a script does not know of: it finds the models, and it refuses nothing.
+
+Where a ``MemoryTracker`` stops a program whose bytes it cannot count, this one goes on, and its
+report says what is missing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import UntypedStorage, nn
+from torch.optim import Optimizer
+
+from .. import compat, names
+from ..measure.budget import BudgetExceeded
+from ..measure.recording import NEW, Recording
+from ..measure.structure import Structure
+from ..measure.tracker import MemoryTracker
+from ..measure.watch import Meter, Owner
+from .models import FoundModels
+from .steps import StepPeak, StepPeaks
+
+
+class ScriptRecording(Recording):
+    """Counts the CPU's bytes until the script uses an accelerator, and from then on only that one.
+
+    To ask for an accelerator at the beginning would start its driver, which a script may want to
+    configure first.
+    """
+
+    def size(self, storage: UntypedStorage) -> int:
+        kind = storage.device.type
+        if self.device.type == "cpu" and kind not in ("cpu", "meta"):
+            self._begin_again(torch.device(kind))
+        return super().size(storage)
+
+    def _begin_again(self, device: torch.device) -> None:
+        self.live.clear()  # the Meter has a reference to it
+        self.total = 0
+        self.device, self._type, self._index = device, device.type, device.index
+        self._flushed = self._flushed[:0]
+        self._rows, self._lifetimes = [], []
+        self._stride, self._capacity = 1, NEW * self.max_samples
+        self.restart()
+
+
+def shielded(method: Callable) -> Callable:
+    """A method of ``ScriptMeter`` whose own errors do not reach the script. A budget's does."""
+
+    @wraps(method)
+    def call(meter: ScriptMeter, *args: Any) -> Any:
+        try:
+            return method(meter, *args)
+        except BudgetExceeded:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            meter.note(f"the measurement met an error of its own, and may miss bytes ({what})")
+            return None
+
+    return call
+
+
+class ScriptMeter(Meter):
+    """``at_limit`` is called when ``limit`` optimizer steps are done and the next forward begins.
+
+    ``notes``: what the report has to say of this measurement, in the order in which it came up.
+    """
+
+    def __init__(self, model: None, optimizers: list, recording: Recording, **settings: Any):
+        super().__init__(model, optimizers, recording, **settings)
+        self.model: Any = FoundModels()
+        self.models = self.model  # stays when the meter drops its model
+        self.steps = StepPeaks()
+        self.limit: int | None = None
+        self.at_limit: Callable[[], None] | None = None
+        self.notes: dict[str, None] = {}
+
+    def note(self, what: str) -> None:
+        self.notes[what] = None
+
+    # What a tracker refuses
+
+    def on_compiled_call(self, name: str) -> None:
+        self.note(
+            f"{name} is compiled with torch.compile, and was run uncompiled here: compiled code "
+            "has its own memory plan, which is often smaller"
+        )
+
+    def on_other_thread(self, module: nn.Module) -> None:
+        self.note(
+            f"{type(module).__name__} ran in another thread than the script's first one, and is "
+            "not counted there"
+        )
+
+    def on_moved(self, name: str, device: torch.device) -> None:
+        """A parameter on another device is not counted, and that is all."""
+
+    # What it finds
+
+    def structure(self) -> Structure | None:
+        return self.models.structure
+
+    def untrained(self) -> frozenset[str]:
+        return self.models.untrained
+
+    def as_owner(self, module: nn.Module) -> Owner:
+        return self.models.name_of(module) or super().as_owner(module)
+
+    @shielded
+    def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
+        super().observe(func, args, kwargs, out)
+
+    def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._is_at_limit():
+            self.at_limit()
+            return
+        self._find(module)
+        self._begin_found_forward(module, args, kwargs)
+
+    @shielded
+    def _find(self, module: nn.Module) -> None:
+        with_grad = torch.is_grad_enabled()
+        if self.models.add(module, with_grad):
+            self.look_for_wrappers()
+        if with_grad and self.position.has_stepped:  # a new step begins
+            with self.lock:
+                self.steps.add(self.recording.next_window(), self.recording.total)
+
+    @shielded
+    def _begin_found_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        super().begin_forward(module, args, kwargs)
+
+    @shielded
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
+        if self.models.note_step(optimizer):
+            self.sync()
+        return super().before_step(optimizer, args, kwargs)
+
+    @shielded
+    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        super().after_step(optimizer, args, kwargs)
+
+    def sync_now(self, states: bool) -> None:
+        super().sync_now(states)
+        for name, parameter in self.models.other_parameters():
+            self.recording.tag(parameter, names.OTHER, name)
+
+    def _is_at_limit(self) -> bool:
+        """Whether the measurement ends here. A mode that the script has entered must end first."""
+        if self.limit is None or compat.innermost_mode() is not self.watch:
+            return False
+        return self.recording.step + self.position.has_stepped >= self.limit
+
+
+class ScriptTracker(MemoryTracker):
+    """Measures the process from here on, until it is told to end."""
+
+    recording_class, meter_class = ScriptRecording, ScriptMeter
+
+    def __init__(self, budget: int | None):
+        super().__init__(budget=budget, live=False, device="cpu")
+        self.meter: Any = self._meter
+
+    def end(self) -> None:
+        self.device = self._recording.device  # which may have become an accelerator
+        self.__exit__(None, None, None)
+        with self.meter.lock:
+            last = self._recording.next_window()
+            self.meter.steps.add(last, self._recording.total)
+
+    @property
+    def step_peaks(self) -> list[StepPeak]:
+        return self.meter.steps.peaks
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.meter.notes]
+
+    def leave_fork(self) -> None:
+        """In a fork of the process (a worker that loads data): run on as without a tracker."""
+        if compat.innermost_mode() is self.meter.watch:
+            self.meter.lock = threading.RLock()  # a thread that is not in the fork may hold it
+            with suppress(Exception):
+                self._undo.close()
