@@ -31,13 +31,15 @@ STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 900px; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin-top: 2rem; }
+h3 { font-size: 1rem; margin-bottom: 0; }
+h3 ~ p, h3 ~ ul { margin: .25rem 0; }
 pre { font-size: .875rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; }
-th, td { padding: .15rem .75rem .15rem 0; text-align: left; vertical-align: top; }
+th, td { padding: .15rem .75rem .15rem 0; text-align: left; white-space: nowrap; }
 th { border-bottom: 1px solid var(--faint); }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 
 
@@ -137,12 +139,12 @@ class Report:
 
     def html(self) -> str:
         frame = encode_frame(self.timeline, self.peak, None, finished=True)
-        settings = {"title": self.title, "budget": float(self.budget or 0)}
+        settings = {"title": "Live bytes by category", "budget": float(self.budget or 0)}
         words = escape(describe(self.timeline, title=self.title, budget=self.budget))
         picture = explorable_html([(frame, settings)], words)
         categories = _table(("category at the peak", "*bytes"), _sizes(self.by_category()))
         moments = _table(("highest of each moment", "*bytes"), _sizes(self.by_moment()))
-        text = "\n".join([str(self.diagnosis), *self._more()])
+        more = "\n".join(self._more()[1:])  # the first says what is next
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -151,8 +153,9 @@ class Report:
             f"<h1>Memory of {escape(self.title)}</h1><p>{escape(self.headline)}</p>\n"
             f"{picture}\n<p>The picture has at most {MAX_POINTS} moments, each the largest of its "
             "time.</p>\n"
-            f"<h2>Why, and what to do</h2><pre>{escape(text)}</pre>\n"
-            f'<div class="columns">{categories}{moments}</div>\n'
+            f"<h2>Why, and what to do</h2>{self._causes()}{self._techniques()}\n"
+            f"<p>{escape(self.next_technique())}</p><pre>{escape(more)}</pre>\n"
+            f'<h2>The peak</h2><div class="columns">{categories}{moments}</div>\n'
             f"<h2>Step by step</h2>{self._steps()}\n"
             f"<h2>The largest storages at the peak</h2>{self._holders()}\n</body></html>\n"
         )
@@ -166,6 +169,26 @@ class Report:
             lines.append(f"What the error says:\n{self.error}")
         lines += [f"Note: {note}." for note in self.notes]
         return lines
+
+    def _causes(self) -> str:
+        parts = [f"<p>{escape(self.diagnosis.peak_line())}</p>"]
+        for cause in self.diagnosis.causes:
+            lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
+            parts.append(
+                f"<h3>{escape(cause.name)}</h3><p>{escape(cause.evidence)}</p><ul>{lines}</ul>"
+                f"<p><b>Remedy:</b> {escape(cause.remedy)}</p>"
+            )
+        return "\n".join(parts)
+
+    def _techniques(self) -> str:
+        diagnosis, parts = self.diagnosis, []
+        if diagnosis.helps:
+            rows = [(name, format_bytes(diagnosis.lowest[name])) for name in diagnosis.helps]
+            heads = ("what can lower the peak, the cheapest first", "*at best to")
+            parts.append(_table(heads, rows))
+        if diagnosis.cannot_help:
+            parts.append(f"<p>What cannot: {escape('; '.join(diagnosis.cannot_help))}.</p>")
+        return "\n".join(parts)
 
     def _steps(self) -> str:
         rows = []
@@ -183,14 +206,14 @@ class Report:
             rows.append(
                 (
                     format_bytes(group.nbytes),
-                    f"{group.count:,}",
+                    str(holder.line or ""),
                     holder.category,
                     holder.module,
                     f"{dtype} {shape}".strip(),
-                    str(holder.line or ""),
+                    f"{group.count:,}",
                 )
             )
-        table = _table(("*bytes", "*storages", "category", "module", "tensor", "line"), rows)
+        table = _table(("*bytes", "made at", "category", "module", "tensor", "*storages"), rows)
         rest = self.groups[SHOWN_HOLDERS:]
         if rest:
             nbytes = sum(group.nbytes for group in rest)

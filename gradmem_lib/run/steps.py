@@ -30,16 +30,20 @@ class StepPeak:
 
 
 class StepPeaks:
-    """At most ``KEPT`` peaks. In longer runs each stands for several steps."""
+    """At most ``KEPT`` peaks. In longer runs each stands for several steps.
+
+    ``count``: the last step that they are of.
+    """
 
     def __init__(self) -> None:
         self.peaks: list[StepPeak] = []
         self.count = 0
 
-    def add(self, peak: MemorySnapshot, live_after: int) -> None:
-        self.count += 1
-        new = StepPeak(self.count, self.count, peak.total, peak.moment, live_after)
-        self.peaks.append(new)
+    def add(self, peak: MemorySnapshot, live_after: int, last: int) -> None:
+        """The peak of what has run since the last call: one step, or several up to ``last``."""
+        first = self.count + 1
+        self.peaks.append(StepPeak(first, max(first, last), peak.total, peak.moment, live_after))
+        self.count = last
         if len(self.peaks) >= KEPT:
             self.peaks = in_rows(self.peaks, KEPT // 2)
 

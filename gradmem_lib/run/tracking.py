@@ -128,9 +128,10 @@ class ScriptMeter(Meter):
         with_grad = torch.is_grad_enabled()
         if self.models.add(module, with_grad):
             self.look_for_wrappers()
-        if with_grad and self.position.has_stepped:  # a new step begins
+        finished = self.recording.step + self.position.has_stepped
+        if with_grad and finished > self.steps.count:  # a new step begins
             with self.lock:
-                self.steps.add(self.recording.next_window(), self.recording.total)
+                self.steps.add(self.recording.next_window(), self.recording.total, finished)
 
     @shielded
     def _begin_found_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -172,7 +173,7 @@ class ScriptTracker(MemoryTracker):
         self.__exit__(None, None, None)
         with self.meter.lock:
             last = self._recording.next_window()
-            self.meter.steps.add(last, self._recording.total)
+            self.meter.steps.add(last, self._recording.total, self.steps)
 
     @property
     def step_peaks(self) -> list[StepPeak]:
