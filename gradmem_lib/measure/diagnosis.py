@@ -135,6 +135,7 @@ class Diagnosis:
         return lines
 
     def peak_line(self) -> str:
+        """How large the peak is, where it is, and what it consists of."""
         peak = self.peak
         return (
             f"The peak is {format_bytes(peak.total)}, in {peak.moment or peak.phase}: "

@@ -125,7 +125,9 @@ class Report:
         return ""
 
     def text(self) -> str:
-        step = f", in step {self.peak.step + 1:,}" if self.steps else ""
+        step = ""
+        if self.steps and not self.diagnosis.facts.outside_of_training:
+            step = f", in step {self.peak.step + 1:,}"
         lines = [
             f"gradmem run {self.title}: {self.headline}",
             f"The peak by category ({format_bytes(self.peak.total)}{step}):",

@@ -46,6 +46,9 @@ def status_of(words: list[str], folder: Path) -> int:
         code = 0
     except SystemExit as leave:
         code = leave.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -3,7 +3,14 @@
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 
 class Rows(Dataset):
@@ -53,6 +60,7 @@ def main():
         eval_dataset=Rows(96),
         compute_metrics=compute_metrics,
     )
+    trainer.remove_callback(PrinterCallback)  # it prints times
     trainer.train()
     for entry in trainer.state.log_history:
         kept = {key: entry[key] for key in ("loss", "eval_loss", "eval_accuracy") if key in entry}
