@@ -173,6 +173,7 @@ def _run(options: argparse.Namespace) -> int:
             words,
             as_module=options.module is not None,
             out=options.out,
+            snapshot=options.snapshot,
             budget=options.budget,
             steps=options.steps,
         )
@@ -549,8 +550,8 @@ def _add_run(commands) -> None:
         "run",
         help="run a script unchanged, and report its memory",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--budget SIZE] [--steps N] [--out FILE] (SCRIPT | -m MODULE) "
-        "[ARGUMENTS ...]",
+        usage="%(prog)s [--budget SIZE] [--steps N] [--out FILE] [--snapshot FILE]\n"
+        "       (SCRIPT | -m MODULE) [ARGUMENTS ...]",
         description=RUN_DOES,
         epilog=RUN_ENDS,
     )
@@ -574,6 +575,13 @@ def _add_run(commands) -> None:
         type=Path,
         metavar="FILE",
         help="the report (gradmem-SCRIPT.html in the current folder)",
+    )
+    add(
+        "--snapshot",
+        type=Path,
+        metavar="FILE",
+        help="also write a snapshot for PyTorch's viewer, https://pytorch.org/memory_viz; it has "
+        "the latest 200,000 allocations and frees",
     )
     add(
         "-m",

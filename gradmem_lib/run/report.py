@@ -33,6 +33,7 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin-top: 2rem; }
 h3 { font-size: 1rem; margin-bottom: 0; }
 h3 ~ p, h3 ~ ul { margin: .25rem 0; }
+h3 ~ div, div.wide + p { margin-top: 1rem; }
 pre { font-size: .875rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .wide { overflow-x: auto; }
@@ -177,8 +178,8 @@ class Report:
         for cause in self.diagnosis.causes:
             lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
             parts.append(
-                f"<h3>{escape(cause.name)}</h3><p>{escape(cause.evidence)}</p><ul>{lines}</ul>"
-                f"<p><b>Remedy:</b> {escape(cause.remedy)}</p>"
+                f"<h3>{escape(cause.name)}</h3><p>{_sentence(cause.evidence)}</p><ul>{lines}</ul>"
+                f"<p><b>Remedy:</b> {_sentence(cause.remedy)}</p>"
             )
         return "\n".join(parts)
 
@@ -186,7 +187,7 @@ class Report:
         diagnosis, parts = self.diagnosis, []
         if diagnosis.helps:
             rows = [(name, format_bytes(diagnosis.lowest[name])) for name in diagnosis.helps]
-            heads = ("what can lower the peak, the cheapest first", "*at best to")
+            heads = ("what can lower it, the cheapest first", "*at best to")
             parts.append(_table(heads, rows))
         if diagnosis.cannot_help:
             parts.append(f"<p>What cannot: {escape('; '.join(diagnosis.cannot_help))}.</p>")
@@ -241,6 +242,11 @@ def _sizes(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, str]]:
 
 def _aligned(pairs: Iterable[tuple[str, int]]) -> list[str]:
     return [f"  {name:<24} {size:>12}" for name, size in _sizes(pairs)]
+
+
+def _sentence(text: str) -> str:
+    """A text as HTML that begins with a capital letter."""
+    return escape(text[:1].upper() + text[1:])
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

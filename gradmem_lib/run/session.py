@@ -48,12 +48,17 @@ class AfterTorch(MetaPathFinder, Loader):
 class Session:
     """One measurement of this process: ``start``, then ``finish``.
 
-    ``out``: where the page is written. ``limit``: the optimizer steps after which it finishes, if
-    the program runs so far. ``stderr`` is kept, since the program may replace it.
+    ``out``: where the page is written. ``snapshot``: where PyTorch's kind of snapshot is written,
+    or ``None``. ``limit``: the optimizer steps after which it finishes, if the program runs so far.
+    ``stderr`` is kept, since the program may replace it.
     """
 
-    def __init__(self, title: str, out: Path, budget: int | None, limit: int | None):
-        self.title, self.out, self.budget, self.limit = title, out.absolute(), budget, limit
+    def __init__(
+        self, title: str, out: Path, snapshot: Path | None, budget: int | None, limit: int | None
+    ):
+        self.title, self.budget, self.limit = title, budget, limit
+        # the program may change the folder
+        self.out, self.snapshot = out.absolute(), snapshot and snapshot.absolute()
         self.tracker: ScriptTracker | None = None
         self.process, self.stderr = os.getpid(), sys.stderr
         self.is_finished = False
@@ -61,7 +66,7 @@ class Session:
     def start(self) -> None:
         from .tracking import ScriptTracker
 
-        self.tracker = ScriptTracker(self.budget)
+        self.tracker = ScriptTracker(self.budget, snapshot=self.snapshot is not None)
         self.tracker.meter.limit, self.tracker.meter.at_limit = self.limit, self._finish_at_limit
         self.tracker.__enter__()
         if hasattr(os, "register_at_fork"):  # not on Windows
@@ -86,12 +91,15 @@ class Session:
         from .report import Report
 
         report = Report.of(self.tracker, self.title, ended, explained)
+        self._say(report.text())
         try:
             self.out.write_text(report.html(), encoding="utf-8")
-            where = f"Report: {self.out}"
+            self._say(f"Report: {self.out}")
+            if self.snapshot is not None:
+                self.tracker.write_snapshot(self.snapshot)
+                self._say(f"Snapshot, for https://pytorch.org/memory_viz: {self.snapshot}")
         except OSError as error:
-            where = f"The report cannot be written to {self.out}: {error.strerror}"
-        self._say(f"{report.text()}\n{where}")
+            self._say(f"{error.filename} cannot be written: {error.strerror}")
 
     def _finish_at_limit(self) -> None:
         if self.is_finished:
@@ -118,13 +126,16 @@ def run(
     *,
     as_module: bool,
     out: Path | None = None,
+    snapshot: Path | None = None,
     budget: int | None = None,
     steps: int | None = None,
 ) -> int:
     """Run a script (or a module) with its arguments. Its exit status is the program's own."""
     name = words[0]
-    out = report_file(name, out)
-    session = Session(Path(name).name, out, budget, steps)
+    out = _of_this_rank(out or Path(f"gradmem-{Path(name).stem}.html"), "--out")
+    if snapshot is not None:
+        snapshot = _of_this_rank(snapshot, "--snapshot")
+    session = Session(Path(name).name, out, snapshot, budget, steps)
     program = Program(name, words[1:], as_module=as_module)
     program.prepare()
     if "torch" in sys.modules:
@@ -149,13 +160,13 @@ def run(
     return 0
 
 
-def report_file(name: str, out: Path | None) -> Path:
-    """Where the report goes. Of several ranks, each writes its own."""
-    out = out or Path(f"gradmem-{Path(name).stem}.html")
-    if not out.absolute().parent.is_dir():
-        raise CannotRun(f"--out {out}: the folder {out.absolute().parent} does not exist")
+def _of_this_rank(file: Path, option: str) -> Path:
+    """Where this process writes what ``option`` names. Of several ranks, each writes its own."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise CannotRun(f"{option} {file}: the folder {folder} does not exist")
     rank = os.environ.get("RANK")
-    return out if rank is None else out.with_name(f"{out.stem}.rank{rank}{out.suffix}")
+    return file if rank is None else file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
 
 
 def _show(error: BaseException) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch.optim import Optimizer
 
 from .. import compat, names
 from ..measure.budget import BudgetExceeded
-from ..measure.recording import NEW, Recording
+from ..measure.recording import NEW, Entry, Recording
 from ..measure.structure import Structure
 from ..measure.tracker import MemoryTracker
 from ..measure.watch import Meter, Owner
 from .models import FoundModels
+from .snapshot import History
 from .steps import StepPeak, StepPeaks
 
 
@@ -30,8 +32,18 @@ class ScriptRecording(Recording):
     """Counts the CPU's bytes until the script uses an accelerator, and from then on only that one.
 
     To ask for an accelerator at the beginning would start its driver, which a script may want to
-    configure first.
+    configure first. ``history``: set if a snapshot is wanted.
     """
+
+    history: History | None = None
+
+    def after_alloc(self, entry: Entry) -> None:
+        if self.history is not None:
+            self.history.on_alloc(entry)
+
+    def after_free(self, entry: Entry) -> None:
+        if self.history is not None:
+            self.history.on_free(entry)
 
     def size(self, storage: UntypedStorage) -> int:
         kind = storage.device.type
@@ -40,6 +52,8 @@ class ScriptRecording(Recording):
         return super().size(storage)
 
     def _begin_again(self, device: torch.device) -> None:
+        if self.history is not None:
+            self.history = History()
         self.live.clear()  # the Meter has a reference to it
         self.total = 0
         self.device, self._type, self._index = device, device.type, device.index
@@ -160,13 +174,19 @@ class ScriptMeter(Meter):
 
 
 class ScriptTracker(MemoryTracker):
-    """Measures the process from here on, until it is told to end."""
+    """Measures the process from here on, until it is told to end.
+
+    ``snapshot``: keep what PyTorch's viewer shows.
+    """
 
     recording_class, meter_class = ScriptRecording, ScriptMeter
 
-    def __init__(self, budget: int | None):
+    def __init__(self, budget: int | None, *, snapshot: bool = False):
         super().__init__(budget=budget, live=False, device="cpu")
         self.meter: Any = self._meter
+        self.recording: Any = self._recording
+        if snapshot:
+            self.recording.history = History()
 
     def end(self) -> None:
         self.device = self._recording.device  # which may have become an accelerator
@@ -174,6 +194,9 @@ class ScriptTracker(MemoryTracker):
         with self.meter.lock:
             last = self._recording.next_window()
             self.meter.steps.add(last, self._recording.total, self.steps)
+
+    def write_snapshot(self, file: Path) -> None:
+        self.recording.history.write(file, self.recording.entries())
 
     @property
     def step_peaks(self) -> list[StepPeak]:

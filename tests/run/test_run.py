@@ -2,15 +2,15 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradmem_lib.__main__ import main
-from gradmem_lib.run.program import CannotRun
-from gradmem_lib.run.session import report_file
 
 FORKED = Path(__file__).parent / "forked.py"
 TRAINS = """
@@ -89,7 +89,8 @@ def ran(tmp_path_factory):
         runs[f"alone/-m {name}"] = ["-m", name, "--lr", "1"]
         runs[f"measured/-m {name}"] = [*RUN, "-m", name, "--lr", "1"]
     end = str(folder / "end.py")
-    runs["steps"] = [*RUN, "--steps", "2", "--out", "two.html", end, "--lr", "1"]
+    two = ["--steps", "2", "--out", "two.html", "--snapshot", "two.pickle"]
+    runs["steps"] = [*RUN, *two, end, "--lr", "1"]
     runs["budget"] = [*RUN, "--budget", "150 KiB", end, "--lr", "1"]
     runs["forks"] = [*RUN, str(folder / "forks.py")]
     (folder / "forks.py").write_text(
@@ -160,12 +161,64 @@ def test_a_fork_and_a_script_without_torch_write_no_report(ran):
     assert not list((folder / "nothing").glob("*.html"))
 
 
-def test_each_rank_has_a_report_of_its_own(monkeypatch, tmp_path):
-    assert report_file("a/train.py", None) == Path("gradmem-train.html")
-    monkeypatch.setenv("RANK", "1")
-    assert report_file("train.py", tmp_path / "r.html") == tmp_path / "r.rank1.html"
-    with pytest.raises(CannotRun, match="does not exist"):
-        report_file("train.py", tmp_path / "missing" / "r.html")
+def test_a_snapshot_is_what_pytorchs_own_tools_read(ran):
+    folder, _ = ran
+    with (folder / "steps" / "two.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    [trace] = snapshot["device_traces"]
+    live, peak = {}, 0
+    for event in trace:
+        if event["action"] == "alloc":
+            assert event["addr"] not in live
+            live[event["addr"]] = event["size"]
+        else:
+            assert live.pop(event["addr"]) == event["size"]
+        peak = max(peak, sum(live.values()))
+    page = (folder / "steps" / "two.html").read_text()
+    assert f"({peak:,} bytes)" in page
+    assert live == {segment["address"]: segment["total_size"] for segment in snapshot["segments"]}
+    assert "end.py" in {frame["filename"] for event in trace for frame in event["frames"]}
+    assert f"{len(trace)} entries" in torch.cuda._memory_viz.trace(snapshot)
+    assert "active_allocated" in json.dumps(snapshot)
+
+
+RANKS = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(32, 32))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.full((4 + 4 * rank, 32), float(rank + step))
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with open(f"{os.environ['NAMED']}{rank}", "w") as file:
+    file.write(repr(loss.item()))
+dist.destroy_process_group()
+"""
+
+
+def test_each_rank_has_a_report_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    monkeypatch.setenv("NAMED", "alone")
+    alone = python(*launch, "ranks.py", folder=tmp_path)
+    monkeypatch.setenv("NAMED", "measured")
+    measured = python(*launch, *RUN, "ranks.py", folder=tmp_path)
+    assert alone.returncode == measured.returncode == 0, measured.stderr
+    for rank in (0, 1):
+        loss = (tmp_path / f"alone{rank}").read_text()
+        assert (tmp_path / f"measured{rank}").read_text() == loss
+        page = (tmp_path / f"gradmem-ranks.rank{rank}.html").read_text()
+        assert "3 optimizer steps" in page and "DistributedDataParallel.module.weight" in page
+    assert "error of its own" not in measured.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,6 +227,7 @@ def test_each_rank_has_a_report_of_its_own(monkeypatch, tmp_path):
         (["run"], "needs a script"),
         (["run", "missing.py"], "missing.py: there is no such file"),
         (["run", "-m", "no_such_module_here"], "there is no such module"),
+        (["run", "--out", "missing/r.html", "a.py"], "missing does not exist"),
         (["run", "--steps", "0", "a.py"], "is not a whole number of at least 1"),
         (["run", "--budget", "much", "a.py"], "cannot read 'much'"),
     ],
