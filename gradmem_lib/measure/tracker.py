@@ -243,11 +243,7 @@ class MemoryTracker:
                 "this MemoryTracker has measured its block: make a new one for the next"
             )
         if MemoryTracker._running is not None:
-            raise RuntimeError(
-                "a MemoryTracker is running already, and two would count the same bytes: end the "
-                "outer `with` block first, or read the outer tracker inside it (.current, "
-                ".reset_peak(), .peak)"
-            )
+            MemoryTracker._running.on_another()
         with self._undo as undo:
             MemoryTracker._running = self
             undo.callback(setattr, MemoryTracker, "_running", None)
@@ -276,6 +272,14 @@ class MemoryTracker:
                 self._meter.close()
             if self._plot is not None:
                 self._draw("finish", self.timeline)
+
+    def on_another(self) -> None:
+        """Another tracker is entered while this one is running."""
+        raise RuntimeError(
+            "a MemoryTracker is running already, and two would count the same bytes: end the outer "
+            "`with` block first, or read the outer tracker inside it (.current, .reset_peak(), "
+            ".peak)"
+        )
 
     def _holders(self, peak=None) -> list[Holder]:
         named = self._meter.module_names()

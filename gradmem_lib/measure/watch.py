@@ -136,6 +136,8 @@ class Meter:
         self._node, self._made_by_node = -1, set[int]()
         self._reused: Entry | None = None  # a gradient that is free without a dispatch mode
         self.exit_stack = ExitStack()
+        # Compiled code keeps the call of a module that it was made from, also after the block.
+        self.is_running = False
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules() if self.model is not None else ():
@@ -155,9 +157,11 @@ class Meter:
             undo.enter_context(compat.watch_compiled_calls(self.on_compiled_call))
             self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
+        self.is_running = True
         return self
 
     def __exit__(self, *error) -> None:
+        self.is_running = False
         # RuntimeError: the model is on another device than in its last step
         with self.exit_stack, suppress(RuntimeError):
             self.sync()
@@ -554,6 +558,8 @@ class Meter:
         # Global module hooks are twice as slow. A hook on the model would be copied and pickled
         # with it.
         def __call__(module, *args, **kwargs):
+            if not self.is_running:
+                return call(module, *args, **kwargs)
             if (
                 threading.get_ident() != self._thread
                 and graph_task() == -1

@@ -82,6 +82,7 @@ def shielded(method: Callable) -> Callable:
 
 class ScriptMeter(Meter):
     """``at_limit`` is called when ``limit`` optimizer steps are done and the next forward begins.
+    It is also called when the script measures its own memory from here on.
 
     ``notes``: what the report has to say of this measurement, in the order in which it came up.
     """
@@ -102,14 +103,13 @@ class ScriptMeter(Meter):
 
     def on_compiled_call(self, name: str) -> None:
         self.note(
-            f"{name} is compiled with torch.compile, and was run uncompiled here: compiled code "
-            "has its own memory plan, which is often smaller"
+            "what torch.compile has compiled was run uncompiled here: compiled code has its own "
+            "memory plan, which is often smaller"
         )
 
     def on_other_thread(self, module: nn.Module) -> None:
         self.note(
-            f"{type(module).__name__} ran in another thread than the script's first one, and is "
-            "not counted there"
+            "modules ran in another thread than the script's first one, and are not counted there"
         )
 
     def on_moved(self, name: str, device: torch.device) -> None:
@@ -166,9 +166,12 @@ class ScriptMeter(Meter):
         for name, parameter in self.models.other_parameters():
             self.recording.tag(parameter, names.OTHER, name)
 
+    def can_end(self) -> bool:
+        """Whether the measurement could end here: a mode that the script has entered ends first."""
+        return compat.innermost_mode() is self.watch
+
     def _is_at_limit(self) -> bool:
-        """Whether the measurement ends here. A mode that the script has entered must end first."""
-        if self.limit is None or compat.innermost_mode() is not self.watch:
+        if self.limit is None or not self.can_end():
             return False
         return self.recording.step + self.position.has_stepped >= self.limit
 
@@ -195,6 +198,13 @@ class ScriptTracker(MemoryTracker):
             last = self._recording.next_window()
             self.meter.steps.add(last, self._recording.total, self.steps)
 
+    def on_another(self) -> None:
+        """The script enters a tracker of its own, which takes over."""
+        if not self.meter.can_end():
+            super().on_another()
+        self.meter.note("the script measures its own memory with a MemoryTracker from here on")
+        self.meter.at_limit()
+
     def write_snapshot(self, file: Path) -> None:
         self.recording.history.write(file, self.recording.entries())
 
@@ -208,7 +218,7 @@ class ScriptTracker(MemoryTracker):
 
     def leave_fork(self) -> None:
         """In a fork of the process (a worker that loads data): run on as without a tracker."""
-        if compat.innermost_mode() is self.meter.watch:
+        if self.meter.can_end():
             self.meter.lock = threading.RLock()  # a thread that is not in the fork may hold it
             with suppress(Exception):
                 self._undo.close()
