@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..measure.recording import Recording
 from ..measure.structure import Structure
 
 
@@ -33,6 +34,18 @@ class FoundModel:
     compared: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
 
 
+@dataclass
+class Knowledge:
+    """What a diagnosis needs of the models that were there together, from sample ``since`` on.
+
+    ``untrained``: the names of the parameters of those that are not in training.
+    """
+
+    since: int
+    structure: Structure | None = None
+    untrained: frozenset[str] = frozenset()
+
+
 class FoundModels:
     """The models of a script so far, under one roof: a tracker reads it as if it were one module.
 
@@ -41,13 +54,14 @@ class FoundModels:
     methods give what is in training; a name begins with the model's class (``GPT.blocks.0``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self.found: list[FoundModel] = []
+        # of the models at the peak, and of those that are there now
+        self._known = [Knowledge(since=0)]
         # every module of a found model, by name; so that a second look at a module is quick
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._of_a_class = Counter[str]()
-        self._structure: Structure | None = None
-        self._untrained = frozenset[str]()
 
     def add(self, module: nn.Module, with_grad: bool) -> bool:
         """The script calls ``module`` outermost. Returns whether that changes what is known."""
@@ -80,19 +94,25 @@ class FoundModels:
 
     def keep(self) -> None:
         """Keep what is known of the models, for the time when they are gone."""
-        self._structure = Structure.of(self)
-        self._untrained = frozenset(name for name, _ in self.other_parameters())
+        alive = [model for model in self.found if model.module() is not None]
+        if len(alive) < len(self.found):
+            self.found = alive
+            self._known = [self._at_the_peak(), Knowledge(since=self.recording.count)]
+        now = self._known[-1]
+        now.structure = Structure.of(self)
+        now.untrained = frozenset(name for name, _ in self.other_parameters())
 
-    @property
-    def structure(self) -> Structure | None:
-        alive = all(model.module() is not None for model in self.found)
-        if alive and self.found:
+    def at_the_peak(self) -> Knowledge:
+        """What is known of the models that were there at the run's peak."""
+        all_alive = all(model.module() is not None for model in self.found)
+        if self.found and all_alive:
             self.keep()  # freezing, LoRA and checkpoints may have come later
-        return self._structure
+        return self._at_the_peak()
 
-    @property
-    def untrained(self) -> frozenset[str]:
-        return self._untrained
+    def _at_the_peak(self) -> Knowledge:
+        peak = self.recording.run_peak.sample
+        before = [known for known in self._known if known.since <= peak]
+        return before[-1] if before else self._known[0]
 
     def name_of(self, module: nn.Module) -> str | None:
         return self._names.get(module)

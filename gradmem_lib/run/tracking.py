@@ -89,7 +89,7 @@ class ScriptMeter(Meter):
 
     def __init__(self, model: None, optimizers: list, recording: Recording, **settings: Any):
         super().__init__(model, optimizers, recording, **settings)
-        self.model: Any = FoundModels()
+        self.model: Any = FoundModels(recording)
         self.models = self.model  # stays when the meter drops its model
         self.steps = StepPeaks()
         self.limit: int | None = None
@@ -118,10 +118,10 @@ class ScriptMeter(Meter):
     # What it finds
 
     def structure(self) -> Structure | None:
-        return self.models.structure
+        return self.models.at_the_peak().structure
 
     def untrained(self) -> frozenset[str]:
-        return self.models.untrained
+        return self.models.at_the_peak().untrained
 
     def as_owner(self, module: nn.Module) -> Owner:
         return self.models.name_of(module) or super().as_owner(module)

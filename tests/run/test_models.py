@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradmem_lib.measure.recording import Recording
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.run.models import FoundModels
@@ -88,6 +89,27 @@ def test_a_teacher_is_a_second_model(tracker, no_grad):
     assert tracker.peak.by_category["parameters"] == nbytes(student)
 
 
+@pytest.mark.parametrize("widths", [(512, 32), (32, 512)])
+def test_of_several_trainings_the_one_at_the_peak_is_told(tracker, widths):
+    def training(width):
+        student, teacher = Net(8), Net(width)
+        optimizer = torch.optim.Adam(student.parameters())
+        for _ in range(3):
+            x = torch.randn(4, 16)
+            with torch.no_grad():
+                target = teacher(x)
+            train(student, optimizer, x, target)
+        return nbytes(teacher)
+
+    largest = max([training(width) for width in widths])
+    tracker.end()
+    [second] = [c for c in diagnose(tracker).causes if c.name == "A second model is in memory"]
+    assert second.nbytes == largest
+    shapes = tracker.facts.structure.shapes
+    assert len(shapes) == 4 and len({name.split(".")[0] for name in shapes}) == 1
+    assert len(tracker.meter.models.found) == 2
+
+
 def test_a_reference_with_the_same_shapes_is_a_second_copy(tracker):
     model = Net(256)
     reference = copy.deepcopy(model).requires_grad_(False)
@@ -103,7 +125,7 @@ def test_a_reference_with_the_same_shapes_is_a_second_copy(tracker):
 
 
 def test_a_wrapper_takes_the_place_of_what_it_wraps():
-    models, inner = FoundModels(), Net()
+    models, inner = FoundModels(Recording(torch.device("cpu"))), Net()
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
     assert models.add(inner, with_grad=True) and not models.add(inner, with_grad=True)
     assert not models.add(inner.up, with_grad=True)  # a part of it
@@ -116,7 +138,7 @@ def test_a_wrapper_takes_the_place_of_what_it_wraps():
 
 
 def test_a_loop_by_hand_and_a_script_without_gradients_have_their_models_in_use():
-    by_hand, sampled = FoundModels(), FoundModels()
+    by_hand, sampled = [FoundModels(Recording(torch.device("cpu"))) for _ in range(2)]
     used, unused = Net(), Net()
     by_hand.add(used, with_grad=True)
     by_hand.add(unused, with_grad=False)
