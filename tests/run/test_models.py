@@ -73,10 +73,14 @@ def test_two_models_with_two_optimizers_are_both_in_training(tracker):
     assert "A second model is in memory" not in [c.name for c in diagnose(tracker).causes]
 
 
-@pytest.mark.parametrize("no_grad", [True, False])
-def test_a_teacher_is_a_second_model(tracker, no_grad):
+@pytest.mark.parametrize(
+    ("no_grad", "late"), [(True, False), (False, False), (True, True)], ids=str
+)
+def test_a_teacher_is_a_second_model(tracker, no_grad, late):
     student, teacher = Net(8), Net(512)
     optimizer = torch.optim.Adam(student.parameters())
+    if late:  # the student is in training before the teacher is called
+        train(student, optimizer, torch.randn(4, 16))
     for _ in range(3):
         x = torch.randn(4, 16)
         with torch.set_grad_enabled(not no_grad):
