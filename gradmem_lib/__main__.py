@@ -1,5 +1,5 @@
-"""The command line: ``gradmem lab | doctor | explain | predict | plan | progress | class``, or
-``python -m gradmem_lib ...``.
+"""The command line: ``gradmem lab | doctor | run | explain | predict | plan | progress | class``,
+or ``python -m gradmem_lib ...``.
 
 Arguments are checked before torch is imported, which takes seconds.
 """
@@ -23,6 +23,22 @@ from typing import Any, NoReturn
 from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 
 WIDTH = 80
+RUN_DOES = """\
+Run a script unchanged, measure its memory, and write one HTML report. Options
+of this command come before the script's name.
+
+The script prints, returns and learns what it would without this command. At
+its end, at Ctrl-C and at an error, stderr gets the peak by category and by
+moment, the causes with their lines, and what to do next. The report has the
+same, the memory over time, the peak of each step and the largest storages.
+The models are found from the modules that the script calls and from the
+optimizers that step. Once the script uses a GPU, only the GPU's bytes count.
+Code that torch.compile has compiled runs uncompiled."""
+RUN_ENDS = """\
+Several processes write a report each, with the rank in its name:
+  torchrun --nproc-per-node 2 -m gradmem_lib run train.py
+  accelerate launch -m gradmem_lib run train.py
+Processes that the script starts itself are not measured."""
 SILENT_SECONDS = 2  # after these, a line says what takes so long
 
 
@@ -142,6 +158,37 @@ def _explain(options: argparse.Namespace) -> int:
     print()
     options.error = explanation.error
     return _asked(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from .run.program import CannotRun
+    from .run.session import run
+
+    words = options.module or options.script
+    if not words:
+        print("gradmem run needs a script, or -m MODULE. See gradmem run --help", file=sys.stderr)
+        return 2
+    try:
+        return run(
+            words,
+            as_module=options.module is not None,
+            out=options.out,
+            snapshot=options.snapshot,
+            budget=options.budget,
+            steps=options.steps,
+        )
+    except CannotRun as error:
+        print(wrapped(error), file=sys.stderr)
+        return 2
+
+
+def _size(text: str) -> int:
+    from .units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _beside(options: argparse.Namespace) -> int:
@@ -456,6 +503,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+    _add_run(commands)
     _add_explain(commands)
     _add_predict(commands)
     _add_plan(commands)
@@ -495,6 +543,60 @@ def parser() -> argparse.ArgumentParser:
     add("--once", action="store_true", help="write the page once, instead of until Ctrl-C")
     board.set_defaults(run=_class)
     return top
+
+
+def _add_run(commands) -> None:
+    measured = commands.add_parser(
+        "run",
+        help="run a script unchanged, and report its memory",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--budget SIZE] [--steps N] [--out FILE] [--snapshot FILE]\n"
+        "       (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        description=RUN_DOES,
+        epilog=RUN_ENDS,
+    )
+    add = measured.add_argument
+    add(
+        "--budget",
+        type=_size,
+        metavar="SIZE",
+        help="raise an out-of-memory error in the script at the first allocation that exceeds "
+        "SIZE, such as 8GiB; without it, the script never fails because of this command",
+    )
+    add(
+        "--steps",
+        type=_count,
+        metavar="N",
+        help="measure N optimizer steps: the report comes before the next forward, and the script "
+        "goes on without being measured",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the report (gradmem-SCRIPT.html in the current folder)",
+    )
+    add(
+        "--snapshot",
+        type=Path,
+        metavar="FILE",
+        help="also write a snapshot for PyTorch's viewer, https://pytorch.org/memory_viz; it has "
+        "the latest 200,000 allocations and frees",
+    )
+    add(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE",
+        help="run a module, as python -m does, with the arguments that follow",
+    )
+    add(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a script, and the arguments that follow are its own",
+    )
+    measured.set_defaults(run=_run)
 
 
 def _add_explain(commands) -> None:

@@ -24,7 +24,11 @@ from torch._C import _functorch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+)
 
 from .hf_names import CHECKPOINTING_METHODS
 
@@ -155,6 +159,8 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
 
 # The number of dispatch modes that are active in this thread.
 num_active_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The dispatch mode of this thread that sees operations first.
+innermost_mode: Callable[[], Any] = _get_current_dispatch_mode
 # While this context is open, no dispatch mode (a tracker, fake tensors) sees the operations.
 without_modes = _disable_current_modes
 
@@ -315,12 +321,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def refuse_compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
-    """While the block runs, a call of a compiled function raises ``refuse(its name)``.
+def watch_compiled_calls(notify: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, a call of a compiled function calls ``notify(its name)``.
 
-    A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to
-    do. What ``torch.cond`` compiles may run uncompiled under ``no_grad``. With gradients, the
-    tensors that its branches close over would get none.
+    ``notify`` raises an error, or the function runs uncompiled. A compiled function asks
+    ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to do. What ``torch.cond``
+    compiles may run uncompiled under ``no_grad``. With gradients, the tensors that its branches
+    close over would get none.
     """
     undo, compiler = ExitStack(), torch.compile
 
@@ -334,7 +341,8 @@ def refuse_compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
             name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
             if name == "cond.<locals>._cond_op_wrapper" and not torch.is_grad_enabled():
                 return None
-            raise refuse(name)
+            notify(name)
+            return None
 
         eval_frame._callback_from_stance = callback_from_stance
         undo.callback(setattr, eval_frame, "_callback_from_stance", before)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -36,7 +37,6 @@ LINES = 3  # that are shown
 LATE = 0.75  # of a run's steps: there is the peak if bytes grow until its end
 OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
 FORWARDS_IN_A_ROW = 3
-FIRST_READ_PARAMETER = "first read as a parameter"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def several_graphs(facts: Facts) -> Cause | None:
 
 def copy_in_another_module(facts: Facts) -> Cause | None:
     """Parameters of another module, with the shapes of the tracked model's."""
-    copies = [c for c in _copies(facts) if c[0].step < 0 and c[0].op == FIRST_READ_PARAMETER]
+    copies = [c for c in _copies(facts) if facts.of_another_model(c[0])]
     remedy = (
         "for an EMA, keep the averaged weights on the host (.to('cpu')). For a reference model or "
         "a teacher, compute its outputs once before the training (precompute_ref_log_probs=True in "
@@ -216,7 +216,7 @@ def copy_in_another_module(facts: Facts) -> Cause | None:
 
 def loaded_copy(facts: Facts) -> Cause | None:
     """A loaded checkpoint that stays alive after resume."""
-    copies = [c for c in _copies(facts) if c[0].step < 0 and c[0].op != FIRST_READ_PARAMETER]
+    copies = [c for c in _copies(facts) if c[0].step < 0 and not facts.of_another_model(c[0])]
     remedy = (
         "if this is a loaded checkpoint, load it to the host (torch.load(..., "
         "map_location='cpu')), and `del` it after load_state_dict."
@@ -226,7 +226,7 @@ def loaded_copy(facts: Facts) -> Cause | None:
 
 def copy_made_here(facts: Facts) -> Cause | None:
     """A deepcopy, a clone of the state dict, an EMA's store(), a merge."""
-    copies = [c for c in _copies(facts) if c[0].step >= 0]
+    copies = [c for c in _copies(facts) if c[0].step >= 0 and not facts.of_another_model(c[0])]
     remedy = (
         "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written "
         "or restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all "
@@ -242,7 +242,7 @@ def second_model(facts: Facts) -> Cause | None:
     copied = {id(holder) for copy in _copies(facts) for holder in copy}
     holders = []
     for holder in facts.at_peak:
-        foreign = holder.op == FIRST_READ_PARAMETER and holder.category == "other"
+        foreign = facts.of_another_model(holder) and holder.category == "other"
         if foreign and id(holder) not in copied:
             holders.append(holder)
     nbytes = total(holders)
@@ -578,14 +578,20 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
 
 
 def _copies(facts: Facts) -> list[list[Holder]]:
-    """Groups of tensors with the shapes of all parameters, each made by one line in one step."""
+    """Groups of tensors with the shapes of all parameters, each made by one line in one step.
+
+    The parameters of another model, whose layers have a line each, are one group.
+    """
     if facts.structure is None or not facts.structure.shapes:
         return []
-    groups = defaultdict(list)
+    groups = defaultdict[Any, list[Holder]](list)
     for holder in facts.at_peak:
-        if holder.category == "other":
-            is_parameter = holder.op == FIRST_READ_PARAMETER
-            groups[holder.line, holder.step, is_parameter].append(holder)
+        if holder.category != "other":
+            continue
+        if holder.module in facts.untrained:
+            groups["another model"].append(holder)
+        else:
+            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
     copies = []
     for group in groups.values():
         rest = group

@@ -134,11 +134,16 @@ class Diagnosis:
             lines += str(cause).splitlines()
         return lines
 
-    def __str__(self) -> str:
+    def peak_line(self) -> str:
+        """How large the peak is, where it is, and what it consists of."""
         peak = self.peak
-        where = peak.moment or peak.phase
-        lines = [f"The peak is {format_bytes(peak.total)}, in {where}: {shares(peak)}."]
-        lines += self.cause_lines()
+        return (
+            f"The peak is {format_bytes(peak.total)}, in {peak.moment or peak.phase}: "
+            f"{shares(peak)}."
+        )
+
+    def __str__(self) -> str:
+        lines = [self.peak_line(), *self.cause_lines()]
         if self.helps:
             width = max(len(name) for name in self.helps)
             if self.causes:

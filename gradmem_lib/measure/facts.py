@@ -13,6 +13,8 @@ from .structure import Structure
 from .timeline import PHASE, ForwardPass, Holder, MemorySnapshot
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
+# The "operation" of a parameter that was there before its first use.
+FIRST_READ_PARAMETER = "first read as a parameter"
 OF_A_TRAINING_STEP = (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP)
 
 
@@ -23,7 +25,8 @@ class Facts:
     ``rows``: all moments, int64 (samples, 9 or 11), as in ``Timeline``. ``holders``: the storages
     that were alive at the peak, largest first; ``None`` if they are not known. ``forwards``,
     ``steps``: as in ``MemoryTracker``. ``structure``: of the model, if there was one.
-    ``recomputed``: a forward ran again in a backward.
+    ``recomputed``: a forward ran again in a backward. ``untrained``: the names of the parameters of
+    models that no optimizer trains, as far as they are known.
     """
 
     peak: MemorySnapshot
@@ -33,6 +36,7 @@ class Facts:
     steps: int = 0
     structure: Structure | None = None
     recomputed: bool = False
+    untrained: frozenset[str] = frozenset()
 
     @cached_property
     def at_peak(self) -> Sequence[Holder]:
@@ -53,6 +57,10 @@ class Facts:
 
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)
+
+    def of_another_model(self, holder: Holder) -> bool:
+        """Whether it is a parameter of a module that is not in the tracked model."""
+        return holder.op == FIRST_READ_PARAMETER or holder.module in self.untrained
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers.

@@ -72,6 +72,8 @@ class MemoryTracker:
     """
 
     _running: MemoryTracker | None = None
+    # what counts, and what watches; `gradmem run` has its own
+    recording_class, meter_class = Recording, Meter
 
     def __init__(
         self,
@@ -91,13 +93,13 @@ class MemoryTracker:
             )
         self.budget = None if budget is None else parse_bytes(budget)
         self.title, self.device = title, _device_of(model, device)
-        self._recording = Recording(self.device, TIMELINE_SAMPLES)
+        self._recording = self.recording_class(self.device, TIMELINE_SAMPLES)
         draws = live is not False and has_viewer()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
         # no callback where there is nothing to do: it would run after every operation
         callback = self._after_sample if draws or self.budget is not None else None
-        self._meter = Meter(
+        self._meter = self.meter_class(
             model, checked_optimizers(optimizer), self._recording, after_sample=callback
         )
         self._state, self._thread = "new", threading.get_ident()
@@ -241,11 +243,7 @@ class MemoryTracker:
                 "this MemoryTracker has measured its block: make a new one for the next"
             )
         if MemoryTracker._running is not None:
-            raise RuntimeError(
-                "a MemoryTracker is running already, and two would count the same bytes: end the "
-                "outer `with` block first, or read the outer tracker inside it (.current, "
-                ".reset_peak(), .peak)"
-            )
+            MemoryTracker._running.on_another()
         with self._undo as undo:
             MemoryTracker._running = self
             undo.callback(setattr, MemoryTracker, "_running", None)
@@ -269,11 +267,19 @@ class MemoryTracker:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
-                self._structure = Structure.of(self._meter.model)
+                self._structure = self._meter.structure()
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
                 self._draw("finish", self.timeline)
+
+    def on_another(self) -> None:
+        """Another tracker is entered while this one is running."""
+        raise RuntimeError(
+            "a MemoryTracker is running already, and two would count the same bytes: end the outer "
+            "`with` block first, or read the outer tracker inside it (.current, .reset_peak(), "
+            ".peak)"
+        )
 
     def _holders(self, peak=None) -> list[Holder]:
         named = self._meter.module_names()
@@ -300,8 +306,9 @@ class MemoryTracker:
             holders=holders,
             forwards=self.forwards,
             steps=self.steps,
-            structure=self._structure or Structure.of(self._meter.model),
+            structure=self._structure or self._meter.structure(),
             recomputed=self._meter.recomputed,
+            untrained=self._meter.untrained(),
         )
 
     def _after_sample(self, allocated: int, func: object) -> None:

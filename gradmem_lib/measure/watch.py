@@ -26,16 +26,19 @@ from ..names import (
     LOSS,
     TRAINING_FORWARD,
 )
+from .facts import FIRST_READ_PARAMETER
 from .moments import Pass, Position
 from .recording import EXISTED, Entry, Recording
 from .source_lines import calling_line
 from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
+from .structure import Structure
 
 # FSDP's full parameters, which exist only while a layer needs them
 GATHERED = "gathered parameters"
 # The "operation" of a storage that was there before its first use.
-READ, READ_PARAMETER, INPUTS = "first read", "first read as a parameter", "inputs"
+READ, INPUTS = "first read", "inputs"
 graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
+Owner = tuple[weakref.ref, type] | str  # a module (see `Meter.as_owner`), or a name
 
 
 class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
@@ -133,39 +136,76 @@ class Meter:
         self._node, self._made_by_node = -1, set[int]()
         self._reused: Entry | None = None  # a gradient that is free without a dispatch mode
         self.exit_stack = ExitStack()
+        # Compiled code keeps the call of a module that it was made from, also after the block.
+        self.is_running = False
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules() if self.model is not None else ():
             if compat.is_compiled(module):
                 raise compiled_error(name or type(module).__name__)
-        modules = list(self.model.modules()) if self.model is not None else []
-        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
-        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-        self._has_fsdp = any(isinstance(module, kinds) for module in modules)
+        self.look_for_wrappers()
         with self.exit_stack as undo:
             self.sync()
             self.sample(self.recording.total, "what exists before the first step")
-            undo.callback(
-                optimizer_hooks.register_optimizer_step_pre_hook(self._before_step).remove
-            )
-            undo.callback(
-                optimizer_hooks.register_optimizer_step_post_hook(self._after_step).remove
-            )
+            undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(self.before_step).remove)
+            undo.callback(optimizer_hooks.register_optimizer_step_post_hook(self.after_step).remove)
             undo.enter_context(
                 patch.object(nn.Module, "__call__", self._wrap_module_call(nn.Module.__call__))
             )
             resize = self._wrap_storage_resize(UntypedStorage.resize_)
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
-            undo.enter_context(compat.refuse_compiled_calls(compiled_error))
-            undo.enter_context(Watch(self.observe))
+            undo.enter_context(compat.watch_compiled_calls(self.on_compiled_call))
+            self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
+        self.is_running = True
         return self
 
     def __exit__(self, *error) -> None:
+        self.is_running = False
         # RuntimeError: the model is on another device than in its last step
         with self.exit_stack, suppress(RuntimeError):
             self.sync()
+
+    def look_for_wrappers(self) -> None:
+        """Find out whether DDP or FSDP has wrapped a module of the model."""
+        modules = list(self.model.modules()) if self.model is not None else []
+        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
+        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+        self._has_fsdp = any(isinstance(module, kinds) for module in modules)
+
+    # A tracker refuses these three. `gradmem run`, which must not stop a script, overrides them.
+
+    def on_compiled_call(self, name: str) -> None:
+        """A compiled function is called."""
+        raise compiled_error(name)
+
+    def on_other_thread(self, module: nn.Module) -> None:
+        """A module is called in another thread than the block's."""
+        if self.model is None or any(module is m for m in self.model.modules()):
+            raise RuntimeError(
+                f"{type(module).__name__} runs in another thread than the one that entered the "
+                "block, and a tracker sees the operations of its own thread only: run the step "
+                "there, or enter the MemoryTracker in that thread"
+            )
+
+    def on_moved(self, name: str, device: torch.device) -> None:
+        """A parameter is on another device than the one that is counted."""
+        raise RuntimeError(
+            f"the model moved while it was tracked: the tracker counts {self.recording.device}, "
+            f"and {name} is on {device}. Move the model first, then start a new MemoryTracker"
+        )
+
+    def structure(self) -> Structure | None:
+        """What a diagnosis has to know of the model."""
+        return Structure.of(self.model)
+
+    def untrained(self) -> frozenset[str]:
+        """The names of the parameters of other models than the tracked one, where they are known.
+
+        A tracker knows the model that it was given, and no names of others.
+        """
+        return frozenset()
 
     def close(self) -> None:
         """Drop the model. The recorded entries keep the names of its modules."""
@@ -252,7 +292,7 @@ class Meter:
         for storage in storages_of(tensor):
             if storage_key(storage) in recording.live:
                 continue
-            op = READ_PARAMETER if isinstance(tensor, nn.Parameter) else READ
+            op = FIRST_READ_PARAMETER if isinstance(tensor, nn.Parameter) else READ
             owner, line = module or self.owner(), calling_line(2)
             counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
             if counted:
@@ -348,12 +388,13 @@ class Meter:
             owner, line = entry.module, entry.line
             self.recording.on_alloc(storage, entry.category, owner, entry.op, None, line)
 
-    def owner(self) -> tuple[weakref.ref, type] | str:
-        """A weak reference to the module that runs.
+    def owner(self) -> Owner:
+        """The module that runs."""
+        return self.as_owner(self.stack[-1]) if self.stack else ""
 
-        A strong one, kept for the name, would keep the weights alive.
-        """
-        return (weakref.ref(self.stack[-1]), type(self.stack[-1])) if self.stack else ""
+    def as_owner(self, module: nn.Module) -> Owner:
+        """A weak reference to ``module``: a strong one would keep the weights alive."""
+        return weakref.ref(module), type(module)
 
     def _find_bucket(self, out: Any, func: Any) -> int:
         """Count a gradient bucket of DDP, and return its bytes.
@@ -377,20 +418,16 @@ class Meter:
         have been replaced.
         """
         with compat.plain_tensors():
-            self._sync(states)
+            self.sync_now(states)
 
-    def _sync(self, states: bool) -> None:
+    def sync_now(self, states: bool) -> None:
         recording, before = self.recording, self.recording.total
         recording.drain()
         named = dict(self.model.named_parameters()) if self.model is not None else {}
         parameters = {name: p for name, p in named.items() if p.is_leaf}
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
-                raise RuntimeError(
-                    f"the model moved while it was tracked: the tracker counts {recording.device}, "
-                    f"and {name} is on {parameter.device}. Move the model first, then start a new "
-                    "MemoryTracker"
-                )
+                self.on_moved(name, parameter.device)
         # functional_call's are computed
         weights = {*self._names.values()} - (named.keys() - parameters)
         for entry in recording.live.values():
@@ -449,7 +486,7 @@ class Meter:
             if not taken:
                 recording.tag_storage(storage, names.OPTIMIZER, name)
 
-    def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
+    def before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
         with self.lock:
             if optimizer not in self.optimizers:  # its states existed before the block
@@ -510,7 +547,7 @@ class Meter:
 
         return closure
 
-    def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
+    def after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         with self.lock:
             self._tag_states(optimizer)
             self.position.end_step()
@@ -521,16 +558,18 @@ class Meter:
         # Global module hooks are twice as slow. A hook on the model would be copied and pickled
         # with it.
         def __call__(module, *args, **kwargs):
+            if not self.is_running:
+                return call(module, *args, **kwargs)
             if (
                 threading.get_ident() != self._thread
                 and graph_task() == -1
                 and not compat.num_active_dispatch_modes()
             ):
-                self._refuse_thread(module)
+                self.on_other_thread(module)
                 return call(module, *args, **kwargs)
             if not self.stack:
                 if graph_task() == -1:
-                    self._begin_forward(module, args, kwargs)
+                    self.begin_forward(module, args, kwargs)
                 else:
                     self.recomputed = True
             self.stack.append(module)
@@ -543,26 +582,18 @@ class Meter:
 
         return __call__
 
-    def _refuse_thread(self, module: nn.Module) -> None:
-        if self.model is None or any(module is m for m in self.model.modules()):
-            raise RuntimeError(
-                f"{type(module).__name__} runs in another thread than the one that entered the "
-                "block, and a tracker sees the operations of its own thread only: run the step "
-                "there, or enter the MemoryTracker in that thread"
-            )
-
-    def _begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """An outermost module is called."""
         if compat.is_compiled(module):
-            raise compiled_error(type(module).__name__)
+            self.on_compiled_call(type(module).__name__)
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
             recording.drain()  # what was freed since the last operation is not live before this
             if with_grad:
                 recording.step += self.position.begin_step()
-            owner = weakref.ref(module), type(module)
             self.position.begin_forward(
                 Pass(
-                    owner,
+                    self.as_owner(module),
                     recording.step,
                     with_grad,
                     recording.total,
@@ -612,7 +643,7 @@ class Meter:
         )
 
 
-def name_of(owner: tuple[weakref.ref, type] | str, names: dict[int, str]) -> str:
+def name_of(owner: Owner, names: dict[int, str]) -> str:
     return owner if isinstance(owner, str) else names.get(id(owner[0]())) or owner[1].__name__
 
 

@@ -1,0 +1,260 @@
+"""What was found in a run, as text for the terminal and as one HTML page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from ..measure.diagnosis import Diagnosis
+from ..measure.timeline import MOMENT, TOTAL, Holder, MemorySnapshot, Timeline
+from ..names import MOMENTS
+from ..units import format_bytes
+from ..view.diagnosis import diagnose
+from ..view.live import encode_frame, explorable_html
+from ..view.style import MAX_POINTS
+from ..view.timeline import describe
+from .steps import StepPeak, in_rows
+from .tracking import ScriptTracker
+
+SHOWN_HOLDERS, SHOWN_STEPS = 40, 40
+
+# The page asks for nothing from outside, and the browser holds it to that.
+CONTENT_RULES = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+)
+STYLE = """
+:root { color-scheme: light dark; --faint: #80889650; }
+body { font: 16px/1.45 system-ui, sans-serif; max-width: 900px; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin-top: 2rem; }
+h3 { font-size: 1rem; margin-bottom: 0; }
+h3 ~ p, h3 ~ ul { margin: .25rem 0; }
+h3 ~ div, div.wide + p { margin-top: 1rem; }
+pre { font-size: .875rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .875rem; }
+th, td { padding: .15rem .75rem .15rem 0; text-align: left; white-space: nowrap; }
+th { border-bottom: 1px solid var(--faint); }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Storages of one kind: the same category, module, operation, dtype, shape and line."""
+
+    example: Holder
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """``ended``: a sentence on how the measurement ended, or nothing. ``error``: what an
+    out-of-memory error says, or nothing.
+    """
+
+    title: str
+    budget: int | None
+    steps: int
+    device: str
+    allocator: dict[str, int] | None
+    diagnosis: Diagnosis
+    timeline: Timeline
+    step_peaks: Sequence[StepPeak]
+    groups: Sequence[Group]
+    notes: Sequence[str]
+    ended: str = ""
+    error: str = ""
+
+    @classmethod
+    def of(cls, tracker: ScriptTracker, title: str, ended: str, error: str) -> Report:
+        return cls(
+            title,
+            tracker.budget,
+            tracker.steps,
+            str(tracker.device),
+            tracker.allocator,
+            diagnose(tracker),
+            tracker.timeline,
+            tracker.step_peaks,
+            grouped(tracker.holders()),
+            tracker.notes,
+            ended,
+            error,
+        )
+
+    @property
+    def peak(self) -> MemorySnapshot:
+        return self.diagnosis.peak
+
+    @property
+    def headline(self) -> str:
+        steps = f"{self.steps:,} optimizer step{'s' * (self.steps != 1)}"
+        words = f"{steps}, bytes of the {self.device.upper()} counted."
+        return f"{words} {self.ended}".rstrip()
+
+    def by_category(self) -> list[tuple[str, int]]:
+        found = [(name, n) for name, n in self.peak.by_category.items() if n]
+        return sorted(found, key=lambda pair: -pair[1])
+
+    def by_moment(self) -> list[tuple[str, int]]:
+        """The highest number of live bytes in each moment that occurred."""
+        rows = self.timeline.rows
+        found = []
+        for number, name in enumerate(MOMENTS):
+            totals = rows[rows[:, MOMENT] == number, TOTAL]
+            if len(totals):
+                found.append((name, int(np.max(totals))))
+        return sorted(found, key=lambda pair: -pair[1])
+
+    def next_technique(self) -> str:
+        """The first thing to do."""
+        causes, helps = self.diagnosis.causes, self.diagnosis.helps
+        if causes:
+            first = causes[0]
+            size = format_bytes(first.nbytes)
+            return f'Next: take away the first cause ("{first.name}"), {size} of the peak.'
+        if helps:
+            at_best = format_bytes(self.diagnosis.lowest[helps[0]])
+            return f"Next: {helps[0]}, which can lower the peak to {at_best} at best."
+        return ""
+
+    def text(self) -> str:
+        step = ""
+        if self.steps and not self.diagnosis.facts.outside_of_training:
+            step = f", in step {self.peak.step + 1:,}"
+        lines = [
+            f"gradmem run {self.title}: {self.headline}",
+            f"The peak by category ({format_bytes(self.peak.total)}{step}):",
+            *_aligned(self.by_category()),
+            "The highest of each moment:",
+            *_aligned(self.by_moment()),
+            str(self.diagnosis),
+        ]
+        lines += self._more()
+        return "\n".join(line for line in lines if line)
+
+    def html(self) -> str:
+        frame = encode_frame(self.timeline, self.peak, None, finished=True)
+        settings = {"title": "Live bytes by category", "budget": float(self.budget or 0)}
+        words = escape(describe(self.timeline, title=self.title, budget=self.budget))
+        picture = explorable_html([(frame, settings)], words)
+        categories = _table(("category at the peak", "*bytes"), _sizes(self.by_category()))
+        moments = _table(("highest of each moment", "*bytes"), _sizes(self.by_moment()))
+        more = "\n".join(self._more()[1:])  # the first says what is next
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_RULES}">\n'
+            f"<title>gradmem run: {escape(self.title)}</title><style>{STYLE}</style></head><body>\n"
+            f"<h1>Memory of {escape(self.title)}</h1><p>{escape(self.headline)}</p>\n"
+            f"{picture}\n<p>The picture has at most {MAX_POINTS} moments, each the largest of its "
+            "time.</p>\n"
+            f"<h2>Why, and what to do</h2>{self._causes()}{self._techniques()}\n"
+            f"<p>{escape(self.next_technique())}</p><pre>{escape(more)}</pre>\n"
+            f'<h2>The peak</h2><div class="columns">{categories}{moments}</div>\n'
+            f"<h2>Step by step</h2>{self._steps()}\n"
+            f"<h2>The largest storages at the peak</h2>{self._holders()}\n</body></html>\n"
+        )
+
+    def _more(self) -> list[str]:
+        lines = [self.next_technique()]
+        if self.allocator:
+            figures = [f"{name} {format_bytes(n)}" for name, n in self.allocator.items()]
+            lines.append(f"The allocator's own figures: {', '.join(figures)}.")
+        if self.error:
+            lines.append(f"What the error says:\n{self.error}")
+        lines += [f"Note: {note}." for note in self.notes]
+        return lines
+
+    def _causes(self) -> str:
+        parts = [f"<p>{escape(self.diagnosis.peak_line())}</p>"]
+        for cause in self.diagnosis.causes:
+            lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
+            parts.append(
+                f"<h3>{escape(cause.name)}</h3><p>{_sentence(cause.evidence)}</p><ul>{lines}</ul>"
+                f"<p><b>Remedy:</b> {_sentence(cause.remedy)}</p>"
+            )
+        return "\n".join(parts)
+
+    def _techniques(self) -> str:
+        diagnosis, parts = self.diagnosis, []
+        if diagnosis.helps:
+            rows = [(name, format_bytes(diagnosis.lowest[name])) for name in diagnosis.helps]
+            heads = ("what can lower it, the cheapest first", "*at best to")
+            parts.append(_table(heads, rows))
+        if diagnosis.cannot_help:
+            parts.append(f"<p>What cannot: {escape('; '.join(diagnosis.cannot_help))}.</p>")
+        return "\n".join(parts)
+
+    def _steps(self) -> str:
+        rows = []
+        for peak in in_rows(list(self.step_peaks), SHOWN_STEPS):
+            sizes = format_bytes(peak.total), format_bytes(peak.live_after)
+            rows.append((peak.words, sizes[0], peak.moment, sizes[1]))
+        return _table(("step", "*peak", "in", "*live at its end"), rows)
+
+    def _holders(self) -> str:
+        rows = []
+        for group in self.groups[:SHOWN_HOLDERS]:
+            holder = group.example
+            shape = " × ".join(map(str, holder.shape))
+            dtype = "" if holder.dtype is None else str(holder.dtype).removeprefix("torch.")
+            rows.append(
+                (
+                    format_bytes(group.nbytes),
+                    str(holder.line or ""),
+                    holder.category,
+                    holder.module,
+                    f"{dtype} {shape}".strip(),
+                    f"{group.count:,}",
+                )
+            )
+        table = _table(("*bytes", "made at", "category", "module", "tensor", "*storages"), rows)
+        rest = self.groups[SHOWN_HOLDERS:]
+        if rest:
+            nbytes = sum(group.nbytes for group in rest)
+            table += f"<p>{len(rest):,} more kinds have {format_bytes(nbytes)} together.</p>"
+        return table
+
+
+def grouped(holders: Iterable[Holder]) -> list[Group]:
+    """The holders by kind, the largest sum first."""
+    kinds = defaultdict[tuple, list[Holder]](list)
+    for holder in holders:
+        key = holder.category, holder.module, holder.op, holder.dtype, holder.shape, holder.line
+        kinds[key].append(holder)
+    groups = []
+    for alike in kinds.values():
+        groups.append(Group(alike[0], len(alike), sum(holder.nbytes for holder in alike)))
+    return sorted(groups, key=lambda group: -group.nbytes)
+
+
+def _sizes(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, str]]:
+    return [(name, format_bytes(n)) for name, n in pairs]
+
+
+def _aligned(pairs: Iterable[tuple[str, int]]) -> list[str]:
+    return [f"  {name:<24} {size:>12}" for name, size in _sizes(pairs)]
+
+
+def _sentence(text: str) -> str:
+    """A text as HTML that begins with a capital letter."""
+    return escape(text[:1].upper() + text[1:])
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """An HTML table. A head that begins with ``*`` is of a column of numbers."""
+    kinds = [' class="number"' if head.startswith("*") else "" for head in heads]
+    pairs = zip(kinds, heads, strict=True)
+    lines = ["".join(f"<th{kind}>{escape(head.lstrip('*'))}" for kind, head in pairs)]
+    for row in rows:
+        cells = zip(kinds, row, strict=True)
+        lines.append("".join(f"<td{kind}>{escape(cell)}" for kind, cell in cells))
+    return f'<div class="wide"><table><tr>{"<tr>".join(lines)}</table></div>'

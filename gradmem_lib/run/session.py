@@ -1,0 +1,208 @@
+"""Measures a program that does not know of it, from torch's first import to the program's end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .program import CannotRun, Program, without_frames
+
+if TYPE_CHECKING:
+    from .tracking import ScriptTracker
+
+NOTHING = "gradmem run: nothing of torch was run in this process, so there is nothing to report"
+
+
+class AfterTorch(MetaPathFinder, Loader):
+    """Calls ``start`` when the program has imported torch, and not before.
+
+    A program may set environment variables that torch reads when it is imported.
+    """
+
+    def __init__(self, start):
+        self.start, self.loader = start, None
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.start()
+
+
+class Session:
+    """One measurement of this process: ``start``, then ``finish``.
+
+    ``out``: where the page is written. ``snapshot``: where PyTorch's kind of snapshot is written,
+    or ``None``. ``limit``: the optimizer steps after which it finishes, if the program runs so far.
+    ``stderr`` is kept, since the program may replace it.
+    """
+
+    def __init__(
+        self, title: str, out: Path, snapshot: Path | None, budget: int | None, limit: int | None
+    ):
+        self.title, self.budget, self.limit = title, budget, limit
+        # the program may change the folder
+        self.out, self.snapshot = out.absolute(), snapshot and snapshot.absolute()
+        self.tracker: ScriptTracker | None = None
+        self.process, self.stderr = os.getpid(), sys.stderr
+        self.is_finished = False
+
+    def start(self) -> None:
+        from .tracking import ScriptTracker
+
+        self.tracker = ScriptTracker(self.budget, snapshot=self.snapshot is not None)
+        self.tracker.meter.limit, self.tracker.meter.at_limit = self.limit, self._finish_at_limit
+        self.tracker.__enter__()
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._leave_fork)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Stop measuring, print what was found, and write the page. ``error`` ended the program."""
+        if self.is_finished:
+            return
+        self.is_finished = True
+        try:
+            self._report(_how_it_ended(error), _explained(error))
+        except Exception as problem:  # the program's exit status stays its own
+            self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
+
+    def _report(self, ended: str, explained: str) -> None:
+        if self.tracker is not None:
+            self.tracker.end()
+        if self.tracker is None or not self.tracker.peak.total:
+            self._say(NOTHING)
+            return
+        from .report import Report
+
+        report = Report.of(self.tracker, self.title, ended, explained)
+        self._say(report.text())
+        try:
+            self.out.write_text(report.html(), encoding="utf-8")
+            self._say(f"Report: {self.out}")
+            if self.snapshot is not None:
+                self.tracker.write_snapshot(self.snapshot)
+                self._say(f"Snapshot, for https://pytorch.org/memory_viz: {self.snapshot}")
+        except OSError as error:
+            self._say(f"{error.filename} cannot be written: {error.strerror}")
+
+    def _finish_at_limit(self) -> None:
+        if self.is_finished:
+            return
+        self.is_finished = True
+        try:
+            self._report("The measurement ended here, and the script goes on.", "")
+        except Exception as problem:
+            self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
+
+    def _leave_fork(self) -> None:
+        if self.tracker is not None and not self.is_finished:
+            self.is_finished = True
+            self.tracker.leave_fork()
+
+    def _say(self, text: str) -> None:
+        # it may be closed: by the program, or by the reader of a pipe
+        with suppress(OSError, ValueError):
+            print(text, file=self.stderr, flush=True)
+
+
+def run(
+    words: list[str],
+    *,
+    as_module: bool,
+    out: Path | None = None,
+    snapshot: Path | None = None,
+    budget: int | None = None,
+    steps: int | None = None,
+) -> int:
+    """Run a script (or a module) with its arguments. Its exit status is the program's own."""
+    name = words[0]
+    out = _of_this_rank(out or Path(f"gradmem-{Path(name).stem}.html"), "--out")
+    if snapshot is not None:
+        snapshot = _of_this_rank(snapshot, "--snapshot")
+    session = Session(Path(name).name, out, snapshot, budget, steps)
+    program = Program(name, words[1:], as_module=as_module)
+    program.prepare()
+    if "torch" in sys.modules:
+        session.start()
+    else:
+        sys.meta_path.insert(0, AfterTorch(session.start))
+    try:
+        program.run()
+    except CannotRun:
+        raise
+    except SystemExit as error:
+        session.finish(error)
+        raise
+    except BaseException as error:
+        _show(error)
+        session.finish(error)
+        if isinstance(error, KeyboardInterrupt):
+            sys.excepthook = lambda *shown: None  # it is shown already; Python ends as it does
+            raise
+        return 1
+    session.finish()
+    return 0
+
+
+def _of_this_rank(file: Path, option: str) -> Path:
+    """Where this process writes what ``option`` names. Of several ranks, each writes its own."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise CannotRun(f"{option} {file}: the folder {folder} does not exist")
+    rank = os.environ.get("RANK")
+    return file if rank is None else file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
+
+
+def _show(error: BaseException) -> None:
+    """Show an error as Python does, without the frames of this library."""
+    seen, part = set[int](), error
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        part.__traceback__ = without_frames(part.__traceback__, _is_ours)
+        part = part.__cause__ or part.__context__
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _is_ours(file: str) -> bool:
+    here = Path(__file__).parent
+    return Path(file).parent in (here, here.parent / "measure")
+
+
+def _how_it_ended(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, SystemExit):
+        return f"The script ended with {error.code!r}." if error.code else ""
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C ended the script."
+    return f"{type(error).__name__} ended the script."
+
+
+def _explained(error: BaseException | None) -> str:
+    """What a device's out-of-memory error says. A budget's error names its causes itself."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    from ..measure.budget import BudgetExceeded
+
+    if isinstance(error, BudgetExceeded):
+        return ""
+    from ..view.explanation import explain
+
+    return str(explain(error))

@@ -1,0 +1,224 @@
+"""A tracker that a script does not know of: it finds the models, and it refuses nothing.
+
+Where a ``MemoryTracker`` stops a program whose bytes it cannot count, this one goes on, and its
+report says what is missing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import UntypedStorage, nn
+from torch.optim import Optimizer
+
+from .. import compat, names
+from ..measure.budget import BudgetExceeded
+from ..measure.recording import NEW, Entry, Recording
+from ..measure.structure import Structure
+from ..measure.tracker import MemoryTracker
+from ..measure.watch import Meter, Owner
+from .models import FoundModels
+from .snapshot import History
+from .steps import StepPeak, StepPeaks
+
+
+class ScriptRecording(Recording):
+    """Counts the CPU's bytes until the script uses an accelerator, and from then on only that one.
+
+    To ask for an accelerator at the beginning would start its driver, which a script may want to
+    configure first. ``history``: set if a snapshot is wanted.
+    """
+
+    history: History | None = None
+
+    def after_alloc(self, entry: Entry) -> None:
+        if self.history is not None:
+            self.history.on_alloc(entry)
+
+    def after_free(self, entry: Entry) -> None:
+        if self.history is not None:
+            self.history.on_free(entry)
+
+    def size(self, storage: UntypedStorage) -> int:
+        kind = storage.device.type
+        if self.device.type == "cpu" and kind not in ("cpu", "meta"):
+            self._begin_again(torch.device(kind))
+        return super().size(storage)
+
+    def _begin_again(self, device: torch.device) -> None:
+        if self.history is not None:
+            self.history = History()
+        self.live.clear()  # the Meter has a reference to it
+        self.total = 0
+        self.device, self._type, self._index = device, device.type, device.index
+        self._flushed = self._flushed[:0]
+        self._rows, self._lifetimes = [], []
+        self._stride, self._capacity = 1, NEW * self.max_samples
+        self.restart()
+
+
+def shielded(method: Callable) -> Callable:
+    """A method of ``ScriptMeter`` whose own errors do not reach the script. A budget's does."""
+
+    @wraps(method)
+    def call(meter: ScriptMeter, *args: Any) -> Any:
+        try:
+            return method(meter, *args)
+        except BudgetExceeded:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            meter.note(f"the measurement met an error of its own, and may miss bytes ({what})")
+            return None
+
+    return call
+
+
+class ScriptMeter(Meter):
+    """``at_limit`` is called when ``limit`` optimizer steps are done and the next forward begins.
+    It is also called when the script measures its own memory from here on.
+
+    ``notes``: what the report has to say of this measurement, in the order in which it came up.
+    """
+
+    def __init__(self, model: None, optimizers: list, recording: Recording, **settings: Any):
+        super().__init__(model, optimizers, recording, **settings)
+        self.model: Any = FoundModels(recording)
+        self.models = self.model  # stays when the meter drops its model
+        self.steps = StepPeaks()
+        self.limit: int | None = None
+        self.at_limit: Callable[[], None] | None = None
+        self.notes: dict[str, None] = {}
+
+    def note(self, what: str) -> None:
+        self.notes[what] = None
+
+    # What a tracker refuses
+
+    def on_compiled_call(self, name: str) -> None:
+        self.note(
+            "what torch.compile has compiled was run uncompiled here: compiled code has its own "
+            "memory plan, which is often smaller"
+        )
+
+    def on_other_thread(self, module: nn.Module) -> None:
+        self.note(
+            "modules ran in another thread than the script's first one, and are not counted there"
+        )
+
+    def on_moved(self, name: str, device: torch.device) -> None:
+        """A parameter on another device is not counted, and that is all."""
+
+    # What it finds
+
+    def structure(self) -> Structure | None:
+        return self.models.at_the_peak().structure
+
+    def untrained(self) -> frozenset[str]:
+        return self.models.at_the_peak().untrained
+
+    def as_owner(self, module: nn.Module) -> Owner:
+        return self.models.name_of(module) or super().as_owner(module)
+
+    @shielded
+    def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
+        super().observe(func, args, kwargs, out)
+
+    def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._is_at_limit():
+            self.at_limit()
+            return
+        self._find(module)
+        self._begin_found_forward(module, args, kwargs)
+
+    @shielded
+    def _find(self, module: nn.Module) -> None:
+        with_grad = torch.is_grad_enabled()
+        if self.models.add(module, with_grad):
+            self.look_for_wrappers()
+        finished = self.recording.step + self.position.has_stepped
+        if with_grad and finished > self.steps.count:  # a new step begins
+            with self.lock:
+                self.steps.add(self.recording.next_window(), self.recording.total, finished)
+
+    @shielded
+    def _begin_found_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        super().begin_forward(module, args, kwargs)
+
+    @shielded
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
+        if self.models.note_step(optimizer):
+            self.sync()
+        return super().before_step(optimizer, args, kwargs)
+
+    @shielded
+    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        super().after_step(optimizer, args, kwargs)
+
+    def sync_now(self, states: bool) -> None:
+        super().sync_now(states)
+        for name, parameter in self.models.other_parameters():
+            self.recording.tag(parameter, names.OTHER, name)
+
+    def can_end(self) -> bool:
+        """Whether the measurement could end here: a mode that the script has entered ends first."""
+        return compat.innermost_mode() is self.watch
+
+    def _is_at_limit(self) -> bool:
+        if self.limit is None or not self.can_end():
+            return False
+        return self.recording.step + self.position.has_stepped >= self.limit
+
+
+class ScriptTracker(MemoryTracker):
+    """Measures the process from here on, until it is told to end.
+
+    ``snapshot``: keep what PyTorch's viewer shows.
+    """
+
+    recording_class, meter_class = ScriptRecording, ScriptMeter
+
+    def __init__(self, budget: int | None, *, snapshot: bool = False):
+        super().__init__(budget=budget, live=False, device="cpu")
+        self.meter: Any = self._meter
+        self.recording: Any = self._recording
+        if snapshot:
+            self.recording.history = History()
+
+    def end(self) -> None:
+        self.device = self._recording.device  # which may have become an accelerator
+        self.__exit__(None, None, None)
+        with self.meter.lock:
+            last = self._recording.next_window()
+            self.meter.steps.add(last, self._recording.total, self.steps)
+
+    def on_another(self) -> None:
+        """The script enters a tracker of its own, which takes over."""
+        if not self.meter.can_end():
+            super().on_another()
+        self.meter.note("the script measures its own memory with a MemoryTracker from here on")
+        self.meter.at_limit()
+
+    def write_snapshot(self, file: Path) -> None:
+        self.recording.history.write(file, self.recording.entries())
+
+    @property
+    def step_peaks(self) -> list[StepPeak]:
+        return self.meter.steps.peaks
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.meter.notes]
+
+    def leave_fork(self) -> None:
+        """In a fork of the process (a worker that loads data): run on as without a tracker."""
+        if self.meter.can_end():
+            self.meter.lock = threading.RLock()  # a thread that is not in the fork may hold it
+            with suppress(Exception):
+                self._undo.close()

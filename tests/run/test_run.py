@@ -1,0 +1,243 @@
+"""``gradmem run``: the script's output and exit status are its own, and there is a report."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradmem_lib.__main__ import main
+
+FORKED = Path(__file__).parent / "forked.py"
+TRAINS = """
+import os, sys
+before = "torch" in sys.modules
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+kept = []
+for step in range(6):
+    loss = model(torch.randn(256, 64)).square()
+    kept.append(loss)  # the leak
+    optimizer.zero_grad()
+    loss.mean().backward()
+    optimizer.step()
+    print(step, loss.mean().item())
+print(sys.argv[1:], __name__, os.path.basename(__file__), __spec__ and __spec__.name)
+"""
+# The name of a program, its last lines, and the exit status that they mean.
+ENDS = {
+    "end": ("", 0),
+    "status": ("sys.exit(3)", 3),
+    "words": ("sys.exit('a sentence')", 1),
+    "error": ("raise ValueError('own')", 1),
+    "chain": (
+        "try:\n    model(1)\nexcept TypeError as e:\n    raise ValueError('own') from e",
+        1,
+    ),
+    "syntax": ("def broken(:", 1),
+}
+RUN = ["-m", "gradmem_lib", "run"]
+
+
+def python(*words, folder):
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=os.environ, capture_output=True, text=True
+    )
+
+
+def test_a_script_prints_and_ends_as_without_it(tmp_path):
+    """In processes of their own: torch is not imported when the script begins."""
+    places = "print(__file__, sys.path[0], before)\n"
+    interrupt = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
+    (tmp_path / "train.py").write_text(TRAINS + places + interrupt)
+    alone = python("train.py", "--lr", "1", folder=tmp_path)
+    measured = python(*RUN, "train.py", "--lr", "1", folder=tmp_path)
+    assert measured.returncode == alone.returncode != 0
+    assert measured.stdout == alone.stdout and "False" in alone.stdout
+    assert measured.stderr.startswith(alone.stderr) and "KeyboardInterrupt" in alone.stderr
+    assert "Ctrl-C ended the script" in measured.stderr
+    assert "Bytes grow from step to step" in measured.stderr
+    assert "train.py:10" in measured.stderr
+    page = (tmp_path / "gradmem-train.html").read_text()
+    assert "train.py:10" in page and "http://" not in page and len(page) < 3_000_000
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder with all runs, and their exit statuses."""
+    if not hasattr(os, "fork"):
+        pytest.skip("runs are forks")
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {}
+    for name, (last, _) in ENDS.items():
+        script = folder / f"{name}.py"
+        script.write_text(f"{TRAINS}\n{last}\n")
+        runs[f"alone/{name}"] = [str(script), "--lr", "1"]
+        runs[f"measured/{name}"] = [*RUN, str(script), "--lr", "1"]
+    package = folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(TRAINS)
+    (package / "inner.py").write_text(f"from . import __name__ as outer\n{TRAINS}")
+    for name in ("package", "package.inner"):
+        runs[f"alone/-m {name}"] = ["-m", name, "--lr", "1"]
+        runs[f"measured/-m {name}"] = [*RUN, "-m", name, "--lr", "1"]
+    end = str(folder / "end.py")
+    two = ["--steps", "2", "--out", "two.html", "--snapshot", "two.pickle"]
+    runs["steps"] = [*RUN, *two, end, "--lr", "1"]
+    runs["budget"] = [*RUN, "--budget", "150 KiB", end, "--lr", "1"]
+    runs["forks"] = [*RUN, str(folder / "forks.py")]
+    (folder / "forks.py").write_text(
+        f"{TRAINS}\nif os.fork() == 0:\n    print(model(torch.ones(1, 64)).shape)\n"
+        "else:\n    os.wait()\n"
+    )
+    (folder / "no_torch.py").write_text("print('hello')")
+    runs["nothing"] = [*RUN, str(folder / "no_torch.py")]
+    done = subprocess.run(
+        [sys.executable, FORKED, folder],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def said(folder, name, stream):
+    return (folder / name / stream).read_text()
+
+
+@pytest.mark.parametrize("name", [*ENDS, "-m package", "-m package.inner"])
+def test_an_end_is_the_scripts_own(ran, name):
+    folder, statuses = ran
+    _, status = ENDS.get(name, ("", 0))
+    measured = f"measured/{name}"
+    assert statuses[measured] == statuses[f"alone/{name}"] == status
+    assert said(folder, measured, "stdout") == said(folder, f"alone/{name}", "stdout")
+    stderr = said(folder, measured, "stderr")
+    if name == "syntax":
+        assert stderr.startswith("  File ") and "SyntaxError" in stderr
+        assert "nothing of torch was run" in stderr
+    else:
+        assert "Bytes grow from step to step" in stderr
+    before, _, _ = stderr.partition("gradmem run ")
+    assert "gradmem_lib" not in before.replace(str(folder), "")  # no frame of the library
+    assert ("ValueError: own" in before) == (name in ("error", "chain"))
+
+
+def test_after_the_given_steps_the_script_goes_on_alone(ran):
+    folder, statuses = ran
+    assert statuses["steps"] == 0
+    assert said(folder, "steps", "stdout") == said(folder, "alone/end", "stdout")
+    stderr = said(folder, "steps", "stderr")
+    assert "2 optimizer steps" in stderr and "the script goes on" in stderr
+    assert stderr.count("Report: ") == 1
+    assert (folder / "steps" / "two.html").exists()
+
+
+def test_a_budget_ends_the_script_where_a_card_of_that_size_would(ran):
+    folder, statuses = ran
+    assert statuses["budget"] == 1
+    stderr = said(folder, "budget", "stderr")
+    assert "BudgetExceeded: out of budget" in stderr
+    assert "BudgetExceeded ended the script" in stderr
+    assert (folder / "budget" / "gradmem-end.html").exists()
+
+
+def test_a_fork_and_a_script_without_torch_write_no_report(ran):
+    folder, statuses = ran
+    assert statuses["forks"] == 0
+    assert "torch.Size([1, 8])" in said(folder, "forks", "stdout")
+    assert said(folder, "forks", "stderr").count("Report: ") == 1
+    assert statuses["nothing"] == 0
+    assert "nothing of torch was run" in said(folder, "nothing", "stderr")
+    assert not list((folder / "nothing").glob("*.html"))
+
+
+def test_a_snapshot_is_what_pytorchs_own_tools_read(ran):
+    folder, _ = ran
+    with (folder / "steps" / "two.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    [trace] = snapshot["device_traces"]
+    live, peak = {}, 0
+    for event in trace:
+        if event["action"] == "alloc":
+            assert event["addr"] not in live
+            live[event["addr"]] = event["size"]
+        else:
+            assert live.pop(event["addr"]) == event["size"]
+        peak = max(peak, sum(live.values()))
+    page = (folder / "steps" / "two.html").read_text()
+    assert f"({peak:,} bytes)" in page
+    assert live == {segment["address"]: segment["total_size"] for segment in snapshot["segments"]}
+    assert "end.py" in {frame["filename"] for event in trace for frame in event["frames"]}
+    assert f"{len(trace)} entries" in torch.cuda._memory_viz.trace(snapshot)
+    assert "active_allocated" in json.dumps(snapshot)
+
+
+RANKS = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(32, 32))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.full((4 + 4 * rank, 32), float(rank + step))
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with open(f"{os.environ['NAMED']}{rank}", "w") as file:
+    file.write(repr(loss.item()))
+dist.destroy_process_group()
+"""
+
+
+def test_each_rank_has_a_report_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    monkeypatch.setenv("NAMED", "alone")
+    alone = python(*launch, "ranks.py", folder=tmp_path)
+    monkeypatch.setenv("NAMED", "measured")
+    measured = python(*launch, *RUN, "ranks.py", folder=tmp_path)
+    assert alone.returncode == measured.returncode == 0, measured.stderr
+    for rank in (0, 1):
+        loss = (tmp_path / f"alone{rank}").read_text()
+        assert (tmp_path / f"measured{rank}").read_text() == loss
+        page = (tmp_path / f"gradmem-ranks.rank{rank}.html").read_text()
+        assert "3 optimizer steps" in page and "DistributedDataParallel.module.weight" in page
+    assert "error of its own" not in measured.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run"], "needs a script"),
+        (["run", "missing.py"], "missing.py: there is no such file"),
+        (["run", "-m", "no_such_module_here"], "there is no such module"),
+        (["run", "--out", "missing/r.html", "a.py"], "missing does not exist"),
+        (["run", "--steps", "0", "a.py"], "is not a whole number of at least 1"),
+        (["run", "--budget", "much", "a.py"], "cannot read 'much'"),
+    ],
+)
+def test_what_cannot_be_run_is_a_sentence(words, says, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        status = main(words)
+    except SystemExit as leave:
+        status = leave.code
+    assert status == 2
+    assert says in capsys.readouterr().err.replace("\n", " ")
