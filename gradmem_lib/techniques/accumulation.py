@@ -67,8 +67,9 @@ def accumulate_gradients(
             backward. Without both, losses are divided by the first count, and gradients are scaled
             in place at the end: then gradients from before that are not zero raise ``ValueError``.
             With a total, gradients are added to them, as ``backward()`` does.
-        reduction: ``"sum"``, or ``"mean"`` if the loss is the micro-batch's mean, as a model
-            returns it.
+        reduction: ``"sum"``, or ``"mean"`` if the loss is the micro-batch's mean over its items, as
+            a model returns it. Whether a loss of one's own is such a sum or mean is not asked here:
+            ``check_pieces_add_up`` asks, once, before the first window.
         model: the model that is trained. A ``DistributedDataParallel`` or a sharded module
             (``fully_shard``, FSDP) must be given: items (also ``total_items``) are added up over
             all processes. Gradients are sent with the last micro-batch (DDP) or with each one
@@ -79,7 +80,7 @@ def accumulate_gradients(
     that differs from the count, and for a window without any item. After an error the gradients are
     incomplete: zero them.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
     processes = processes_of(model)
     totals = _totals(micro_batches, total_items, count_items, processes)
     window = _Window(processes, totals, reduction == "mean", model, scaler)
@@ -348,7 +349,7 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _check_reduction(reduction: str) -> None:
+def check_reduction(reduction: str) -> None:
     if reduction not in ("sum", "mean"):
         raise ValueError(
             f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' of its items"
@@ -420,6 +421,23 @@ def _check_count(number: Any, what: str) -> int | float:
 
 def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
     """Check what ``loss_and_count`` returned. Returns the loss and the count."""
+    loss, count = checked_pair(returned)
+    if count and not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was detached, or computed under torch.no_grad(), or no "
+            "parameter requires one. Return the loss itself, not loss.detach() or a number made "
+            "from loss.item()"
+        )
+    if count and not mean and loss.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"the summed loss is in {loss.dtype}, which keeps about three digits of it: "
+            "compute it on logits.float()"
+        )
+    return loss.reshape(()), count
+
+
+def checked_pair(returned: Any) -> tuple[Tensor, int | float]:
+    """A loss of one element and its count, if ``returned`` is such a pair."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
             "loss_and_count must return two things, (summed loss, items), and returned "
@@ -434,18 +452,7 @@ def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
         raise TypeError(
             f'the loss must be a tensor of one element, and was {given}: use reduction="sum"'
         )
-    if count and not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was detached, or computed under torch.no_grad(), or no "
-            "parameter requires one. Return the loss itself, not loss.detach() or a number made "
-            "from loss.item()"
-        )
-    if count and not mean and loss.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"the summed loss is in {loss.dtype}, which keeps about three digits of it: "
-            "compute it on logits.float()"
-        )
-    return loss.reshape(()), count
+    return loss, count
 
 
 def _loss_without_items(losses: list[Tensor]) -> Tensor:
