@@ -614,6 +614,11 @@ def _add_recipe(add) -> None:
         help="keep the frozen layers in 4 bits (with --lora-rank)",
     )
     add("--chunked-loss", action="store_true", help="never hold all logits at once")
+    add(
+        "--float32-sums",
+        action="store_true",
+        help="add up gradients of 16 bits in float32 over the micro-batches",
+    )
 
 
 def _add_plan(commands) -> None:

@@ -42,6 +42,8 @@ class Recipe:
             ``quantized.py``). A mixture's experts are not linear layers, and do not change.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never
             exist as a whole.
+        float32_sums: add up the gradients of weights in 16 bits in float32 over the micro-batches,
+            and round each sum once (``techniques/gradient_sums.py``).
     """
 
     precision: str | None = "float32"
@@ -58,6 +60,7 @@ class Recipe:
     lora_targets: tuple[str, ...] = ()
     quantized_base: bool = False
     chunked_loss: bool = False
+    float32_sums: bool = False
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, (*PRECISIONS, None))
@@ -69,7 +72,7 @@ class Recipe:
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name), example)
-        for switch in ("in_backward", "quantized_base", "chunked_loss"):
+        for switch in ("in_backward", "quantized_base", "chunked_loss", "float32_sums"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
                     f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False"
@@ -135,6 +138,11 @@ class Recipe:
             raise ValueError(
                 f"in_backward=True steps before the scaled gradients of {self.precision} could be "
                 "checked and unscaled: choose precision='autocast-bf16', which needs no scaling"
+            )
+        if self.float32_sums and (self.in_backward or self.sharding is not None):
+            raise ValueError(
+                "float32_sums=True adds up the gradients of several micro-batches, in one process: "
+                f"leave it out with in_backward={self.in_backward} and sharding={self.sharding!r}"
             )
         if self.lora_rank is None and self.lora_targets:
             raise ValueError(

@@ -226,6 +226,7 @@ class RecipeTrainer(Trainer):
             reduction="mean",
             model=model,
             scaler=self.accelerator.scaler,
+            float32_sums=self.recipe.float32_sums,
         )
         return torch.tensor(result.loss, device=self.args.device)
 
