@@ -606,8 +606,10 @@ def _add_recipe(add) -> None:
         type=_names,
         default=(),
         metavar="NAMES",
-        help="layers that get one, such as q_proj,v_proj",
+        help="layers that get one, such as q_proj,v_proj, or all-linear",
     )
+    add("--lora-alpha", type=float, metavar="A", help="their scale times the rank")
+    add("--lora-dropout", type=float, default=0.0, metavar="P", help="of their inputs")
     add(
         "--quantized-base",
         action="store_true",

@@ -90,6 +90,14 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         },
         "fan_in_fan_out": isinstance(first.base, hf_class("Conv1D")),
     }
+    dropouts = sorted({module.dropout for module in added.values()})
+    if len(dropouts) > 1:
+        raise ValueError(
+            f"the additions have dropouts of {' and '.join(map(str, dropouts))}, and PEFT's files "
+            "have room for one: give all of them the same module.dropout"
+        )
+    if dropouts[0]:
+        settings["lora_dropout"] = dropouts[0]
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -183,6 +183,102 @@ def test_our_adapters_need_what_pefts_need():
     assert peaks[0] == peaks[1]
 
 
+OPTIONS = [
+    {"lora_alpha": 3, "lora_dropout": 0.0, "target_modules": ["q_proj", "mlp.up_proj"]},
+    {"lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"},
+]
+
+
+def ours_and_theirs(dtype, options):
+    """Two models with the same numbers."""
+    theirs = wrapped(dtype=dtype, **options)
+    torch.manual_seed(0)
+    ours = small().to(dtype)
+    recipe = Recipe(
+        precision=None,
+        attention=None,
+        lora_rank=4,
+        lora_targets=options["target_modules"],
+        lora_alpha=options["lora_alpha"],
+        lora_dropout=options["lora_dropout"],
+    )
+    prepare(ours, recipe)
+    random_additions(ours)
+    with torch.no_grad():
+        for name, module in adapters_of(ours).items():
+            their = theirs.base_model.model.get_submodule(name)
+            their.lora_A["default"].weight.copy_(module.A)
+            their.lora_B["default"].weight.copy_(module.B)
+    return ours, theirs, recipe
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS, ids=["names", "all-linear"])
+def test_alpha_dropout_and_targets_are_pefts(options, dtype):
+    ours, theirs, recipe = ours_and_theirs(dtype, options)
+    found = []
+    for model in (ours, theirs):
+        model.train()
+        torch.manual_seed(3)  # dropout
+        out = model(**BATCH)
+        out.loss.backward()
+        grads = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                name = name.removeprefix("base_model.model.")
+                name = name.replace("lora_A.default.weight", "A")
+                grads[name.replace("lora_B.default.weight", "B")] = p.grad
+        found.append((out.logits, grads))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, grad in found[0][1].items():
+        assert torch.equal(grad, found[1][1][name]) and grad.any()
+    ids = rows(2).ids
+    assert torch.equal(logits(ours, ids), logits(theirs, ids))  # dropout is off
+    # The bytes, measured in both and predicted.
+    plain = Recipe(precision=None, attention=None)
+    peaks = [tracked(model.train(), BATCH, plain).peak for model in (ours, theirs)]
+    assert peaks[0] == peaks[1]
+    fresh = small().to(dtype)
+    predicted = predict(copy.deepcopy(fresh), batch=BATCH, recipe=recipe, target="cpu")
+    assert_same(predicted, tracked(fresh, BATCH, recipe))
+
+
+def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
+    ours, _, _ = ours_and_theirs(torch.float32, OPTIONS[1])
+    save_adapters(ours, tmp_path)
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(small(), tmp_path)
+    config = loaded.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 16, 0.3)
+    ids = rows(2).ids
+    assert torch.allclose(logits(loaded, ids), logits(ours, ids), atol=1e-5)
+    next(iter(adapters_of(ours).values())).dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropouts of 0\.1 and 0\.3"):
+        save_adapters(ours, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"lora_rank": 4, "lora_dropout": 1.0}, "lora_dropout=1.0: give a number from 0"),
+        ({"lora_rank": 4, "lora_dropout": True}, "lora_dropout=True: give a number from 0"),
+        ({"lora_rank": 4, "lora_alpha": 0}, "lora_alpha=0: give a positive number"),
+        ({"lora_rank": 4, "lora_alpha": float("nan")}, "lora_alpha=nan: give a positive"),
+        ({"lora_alpha": 8}, "lora_alpha=8 without a rank"),
+        ({"lora_dropout": 0.1}, r"lora_dropout=0.1 without a rank"),
+        ({"lora_targets": "all-linear"}, "without a rank"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe(**given)
+
+
+def test_all_linear_is_the_default():
+    assert Recipe(lora_rank=4, lora_targets="all-linear") == Recipe(lora_rank=4)
+
+
 def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):
     model = wrapped(lambda: small(vocab=512))
     recipe = Recipe(precision=None, chunked_loss=True, accumulation=2, checkpointing=[2, 1])
