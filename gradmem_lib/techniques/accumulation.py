@@ -391,6 +391,13 @@ def _totals(
                 "are then corrected at the end)"
             )
         counted = [_check_counts(count_items(m), "count_items(micro)") for m in micro_batches]
+        lengths = sorted({len(counts) for counts in counted})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"count_items returned {lengths[0]} counts for one micro-batch and {lengths[-1]} "
+                "for another: return one count for each mean of the loss, 0 where a micro-batch "
+                "has no such items"
+            )
         totals = tuple(sum(numbers) for numbers in zip(*counted, strict=True)) or (0,)
     totals = tuple(_whole(number) for number in processes.sums(*totals))
     if not any(totals):

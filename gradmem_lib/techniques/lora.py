@@ -43,13 +43,19 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = (2 * rank if alpha is None else alpha) / rank
         self.dropout = dropout
+        # What a model was seen doing with this layer: PEFT's files are for layers that are called.
+        self.was_called = self.weight_was_read = False
 
     @property
     def weight(self) -> Tensor:
-        """Base plus addition as one new matrix in the base's shape.
-
-        Mamba reads the weight of its ``dt_proj`` directly.
+        """``merged_weight``, for a model that reads the weight without calling the layer, as Mamba
+        does with its ``dt_proj``.
         """
+        self.weight_was_read = True
+        return self.merged_weight()
+
+    def merged_weight(self) -> Tensor:
+        """Base plus addition as one new matrix in the base's shape."""
         addition = self.scale * (self.B @ self.A)
         base = self.base.weight
         if isinstance(self.base, hf_class("Conv1D")):
@@ -62,6 +68,7 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (..., in) to (..., out)."""
+        self.was_called = True
         y = self.base(x)
         own = x if torch.is_autocast_enabled(x.device.type) else x.to(self.A.dtype)
         if self.dropout:
@@ -80,7 +87,7 @@ class LoRALinear(nn.Module):
                 "model in bf16 with a recipe without quantized_base, resume from a checkpoint or "
                 "copy A and B over, and merge there"
             )
-        self.base.weight.copy_(self.weight)
+        self.base.weight.copy_(self.merged_weight())
         return self.base
 
 

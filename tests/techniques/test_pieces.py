@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradmem_lib import accumulate_gradients, check_pieces_add_up, split
-from gradmem_lib.course import run_ranks
+from gradmem_lib.course import models, run_ranks
 
 WEIGHT = torch.tensor([0.3, 1.0, 4.7], dtype=torch.float64)
 
@@ -226,6 +226,74 @@ def test_narrow_weights_are_not_refused(dtype):
         )
 
     check_pieces_add_up(model, batch, loss_and_count)
+
+
+def preferences():
+    """A policy, its reference, and pairs of a chosen and a rejected text of unequal lengths."""
+    sizes = dict(layers=1, hidden=16, heads=2, vocab=31, dtype=torch.float64)
+    policy, reference = models.tiny_gpt2(seed=0, **sizes), models.tiny_gpt2(seed=1, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    pairs = {}
+    for name, lengths in (("chosen", (9, 3, 6, 12)), ("rejected", (4, 12, 7, 5))):
+        ids = torch.randint(0, 31, (4, 12), generator=generator)
+        seen = torch.arange(12) < torch.tensor(lengths)[:, None]
+        pairs |= {name: ids, f"{name}_labels": ids.masked_fill(~seen, -100)}
+    return policy, reference.requires_grad_(False), pairs
+
+
+def log_p(model, ids, labels):
+    """Of each row, the sum over its tokens: (rows,)."""
+    found = model(ids).logits[:, :-1].log_softmax(-1)
+    targets = labels[:, 1:]
+    picked = found.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return (picked * (targets != -100)).sum(-1)
+
+
+def dpo(policy, reference, micro):
+    """Rafailov et al. 2023, equation 7, for each pair."""
+
+    def margin(model):
+        chosen = log_p(model, micro["chosen"], micro["chosen_labels"])
+        return chosen - log_p(model, micro["rejected"], micro["rejected_labels"])
+
+    return -F.logsigmoid(0.5 * (margin(policy) - margin(reference)))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_preferences_are_a_mean_over_pairs(size):
+    policy, reference, pairs = preferences()
+    dpo(policy, reference, pairs).mean().backward()
+    expected = gradient(policy)
+
+    def loss_and_count(micro):
+        each = dpo(policy, reference, micro)
+        return each.sum(), len(each)
+
+    check_pieces_add_up(policy, pairs, loss_and_count)
+    found = accumulate_gradients(split(pairs, size), loss_and_count)
+    assert found.items == 4
+    assert (gradient(policy) - expected).norm() <= 1e-12 * expected.norm()
+    assert all(p.grad is None for p in reference.parameters())
+
+
+def test_preferences_in_one_stack_are_no_rows_of_their_own():
+    """The first half chosen, the second rejected, as some trainers stack them: rows cannot be cut
+    from it.
+    """
+    policy, _, pairs = preferences()
+    stacked = {
+        "ids": torch.cat([pairs["chosen"], pairs["rejected"]]),
+        "labels": torch.cat([pairs["chosen_labels"], pairs["rejected_labels"]]),
+    }
+
+    def loss_and_count(micro):
+        each = log_p(policy, micro["ids"], micro["labels"])
+        half = len(each) // 2
+        found = -F.logsigmoid(0.5 * (each[:half] - each[half : 2 * half]))
+        return found.sum(), half
+
+    with pytest.raises(ValueError, match="would train another loss"):
+        check_pieces_add_up(policy, stacked, loss_and_count)
 
 
 def in_two_processes():

@@ -351,5 +351,4 @@ def test_no_decision_by_a_name():
             named = isinstance(node, ast.Attribute) and node.attr in ("__name__", "__qualname__")
             if named and id(node) not in printed:
                 found.append(f"{file.name}:{node.lineno}")
-    # Which layers PEFT refuses to load additions for is not asked of the layer yet.
-    assert [place for place in found if not place.startswith("adapters")] == []
+    assert found == []

@@ -9,9 +9,11 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.families import tiny_config
 from support.predicted import assert_same, config, tracked
 from support.trainers import SEQ, rows, small, trainer_for
+from torch import nn
 from transformers import LlamaForSequenceClassification
 
 from gradmem_lib import Recipe, merge_adapters, predict
@@ -93,16 +95,18 @@ def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     fresh = model_class(cfg())(cfg())
     model = copy.deepcopy(fresh)
     change(model)
-    save_adapters(random_additions(model), tmp_path)
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+    random_additions(model)
     given = (
         torch.randn(2, 3, 32, 32)
         if "pixel" in model.main_input_name
         else torch.randint(3, 90, (2, 12))
     )
+    pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
-        ours, theirs = (m.eval()(given, **pair).logits for m in (model, loaded))
+        ours = model.eval()(given, **pair).logits
+        save_adapters(model, tmp_path)
+        loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+        theirs = loaded.eval()(given, **pair).logits
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -112,12 +116,13 @@ def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
     model = copy.deepcopy(fresh)
     add_lora(model, 3)
     quantize_base(model)
-    save_adapters(random_additions(model), tmp_path)
+    random_additions(model)
+    ids = rows(2).ids
+    expected = logits(model, ids)
+    save_adapters(model, tmp_path)
     with torch.no_grad():
         for name, module in adapters_of(model).items():
             fresh.get_submodule(name).weight.copy_(module.base.dequantized())
-    ids = rows(2).ids
-    expected = logits(model, ids)
     assert torch.allclose(
         logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5
     )
@@ -126,7 +131,10 @@ def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
 def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
     mamba = model_class(tiny_config("mamba"))(tiny_config("mamba"))
     add_lora(mamba, 2)
-    with pytest.raises(ValueError, match="multiplied without a call"):
+    with pytest.raises(ValueError, match=r"was not run .*: run it once"):
+        save_adapters(mamba, tmp_path)
+    mamba(torch.randint(3, 90, (2, 6)))
+    with pytest.raises(ValueError, match=r"mixer\.dt_proj is multiplied without a call"):
         save_adapters(mamba, tmp_path)
     llama = small()
     add_lora(llama, 2)
@@ -134,6 +142,37 @@ def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight is trained too"):
         save_adapters(llama, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+class ReadsWeights(nn.Module):
+    """Its name says nothing, and so does ``Mixer`` below."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight)
+
+
+class Mixer(ReadsWeights):
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_the_layer_and_no_name_says_whether_it_is_called(tmp_path):
+    for part, saved in ((ReadsWeights, False), (Mixer, True)):
+        llama = small()
+        mlp = llama.model.layers[0].mlp
+        mlp.down_proj = part(mlp.down_proj)
+        add_lora(llama, 2)
+        merge_adapters(copy.deepcopy(llama))  # reads weights, and is no use by the model
+        llama(**BATCH)
+        if saved:
+            save_adapters(llama, tmp_path / "saved")
+            continue
+        with pytest.raises(ValueError, match=r"mlp\.down_proj\.layer is multiplied without a"):
+            save_adapters(llama, tmp_path)
 
 
 def test_a_new_heads_addition_alone_is_no_adapter(tmp_path):
@@ -246,6 +285,7 @@ def test_alpha_dropout_and_targets_are_pefts(options, dtype):
 
 def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
     ours, _, _ = ours_and_theirs(torch.float32, OPTIONS[1])
+    ours(**BATCH)
     save_adapters(ours, tmp_path)
     torch.manual_seed(0)
     loaded = peft.PeftModel.from_pretrained(small(), tmp_path)
