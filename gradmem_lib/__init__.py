@@ -11,6 +11,7 @@ _HOMES = {
     "techniques.adam": "Adam AdamW",
     "techniques.accumulation": "Accumulated accumulate_gradients split",
     "techniques.representations": "accumulate_through_embeddings",
+    "techniques.pieces": "check_pieces_add_up",
     "techniques.losses": "count_targets next_token_loss",
     "techniques.optimizers": "AdamW8bit",
     "techniques.offload": "offload_activations",

@@ -708,14 +708,21 @@ def _add_recipe(add) -> None:
         type=_names,
         default=(),
         metavar="NAMES",
-        help="layers that get one, such as q_proj,v_proj",
+        help="layers that get one, such as q_proj,v_proj, or all-linear",
     )
+    add("--lora-alpha", type=float, metavar="A", help="their scale times the rank")
+    add("--lora-dropout", type=float, default=0.0, metavar="P", help="of their inputs")
     add(
         "--quantized-base",
         action="store_true",
         help="keep the frozen layers in 4 bits (with --lora-rank)",
     )
     add("--chunked-loss", action="store_true", help="never hold all logits at once")
+    add(
+        "--float32-sums",
+        action="store_true",
+        help="add up gradients of 16 bits in float32 over the micro-batches",
+    )
 
 
 def _add_plan(commands) -> None:

@@ -39,8 +39,6 @@ OUTPUTS_OF_EACH_LAYER = ("output_hidden_states", "output_attentions")
 
 # Parts of a layer, by the ends of the names of their classes.
 PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}
-# A part that multiplies by its linear layers' weights without calling them.
-READS_WEIGHTS = "Mixer"
 # The table of learned positions, by the end of its name in the model.
 POSITION_TABLE = "position_embeddings"
 

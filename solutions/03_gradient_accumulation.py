@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes, and 18 more for optional exercises. You need: lesson 01, and the training loop of lesson 00.*
+# *60 minutes, and 22 more for optional exercises and an optional section. You need: lesson 01, and the training loop of lesson 00.*
 #
 # The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is
 # two lines of code, and one of them is usually wrong. After this lesson you can
@@ -328,7 +328,7 @@ loss, items = accumulate_gradients(
 print(items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
 
 # %% [markdown]
-# How many micro-batches may there be? Does the peak grow with their number?
+# Does the peak grow with the number of micro-batches?
 
 # %%
 first = next(split(batch, 1))
@@ -583,6 +583,71 @@ claims.show("C16", "C29")
 #   their number.
 #
 # Accumulation cannot help where one sequence does not fit. Lesson 04 makes the activations of a sequence smaller.
+#
+# ## Optional: losses that compare rows
+#
+# Nothing later needs this section. A search model learns to find the answer to a question. Its loss compares each
+# question with *all* answers of the batch: the right answer must be more similar than the 15 others.
+
+# %%
+import torch.nn.functional as F
+
+from gradmem_lib import accumulate_through_embeddings
+
+encoder = exact.transformer
+ids = torch.randint(0, 64, (16, 2, 32), generator=torch.Generator().manual_seed(0))
+pairs = {"question": ids[:, 0], "answer": ids[:, 1]}
+
+
+def embed(micro):  # (rows, hidden) for questions, and for answers
+    both = (micro["question"], micro["answer"])
+    return tuple(encoder(each).last_hidden_state[:, -1] for each in both)
+
+
+def contrast(questions, answers):
+    similar = F.normalize(questions, dim=-1) @ F.normalize(answers, dim=-1).T
+    return F.cross_entropy(similar / 0.1, torch.arange(len(similar)))
+
+
+# %% [markdown]
+# In pieces of 4, each question is compared with 3 others instead of 15. That is an easier task, and no divisor makes it
+# the same one. But the loss sees a row only through its *embedding*, which is small. So there is another way, in two
+# passes (GradCache, Gao et al. 2021):
+#
+# 1. Embed all rows, piece by piece, without keeping activations.
+# 2. The loss of all embeddings gives the gradient of each embedding.
+# 3. Embed each piece again, with activations, and start its backward at these gradients.
+
+
+# %%
+def at_once():
+    contrast(*embed(pairs)).backward()
+
+
+def in_pieces():
+    def loss_and_count(micro):
+        return contrast(*embed(micro)), len(micro["answer"])
+
+    accumulate_gradients(split(pairs, 4), loss_and_count, reduction="mean")
+
+
+def in_two_passes():
+    accumulate_through_embeddings(list(split(pairs, 4)), embed, contrast)
+
+
+# %%
+gradients = {}
+for way in (at_once, in_pieces, in_two_passes):
+    with MemoryTracker(encoder, live=False) as tracker:
+        way()
+    gradients[way] = take_gradient(encoder)
+    error = relative_error(gradients[way], gradients[at_once])
+    print(f"{way.__name__:<13} peak {tracker.peak.total:>10,}, error {error:.2f}")
+
+# %% [markdown]
+# The pieces miss the gradient by half of its length. The two passes have all of it, and need hardly more memory than
+# the pieces: the embeddings, and what the loss keeps of them. The price is a second forward. For a loss of your own,
+# `check_pieces_add_up` says whether pieces are allowed.
 #
 # ## More practice
 #

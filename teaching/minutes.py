@@ -5,11 +5,13 @@ exercise takes what it says.
 
 Hints and whatever else is folded are read on demand, and an exercise's own cells belong to its
 minutes. Exercises that say "optional" stand in a last section of their own and are not needed
-afterwards; their minutes are counted apart.
+afterwards. Their minutes are counted apart, and so are those of a section whose heading begins with
+"Optional".
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +53,48 @@ def cells_of(source: Path) -> list:
 
 def of_cells(cells: list[tuple[str, str]]) -> Minutes:
     """Of some cells of a lesson, each a kind ("code", "markdown") and its text."""
-    code = [text for kind, text in cells if kind == "code"]
-    prose = [TAG.sub("", FOLDED.sub("", text)) for kind, text in cells if kind == "markdown"]
-    tasks = EXERCISE.findall("\n".join(prose))
-    stated = STATED.search("\n".join(prose))
+    needed, more = _without_optional_sections(cells)
+    prose_texts, prose, code = _texts(needed)
+    _, more_prose, more_code = _texts(more)
+    tasks = EXERCISE.findall("\n".join(prose_texts))
+    stated = STATED.search("\n".join(prose_texts))
+    exercises = sum(int(number) for number, rest in tasks if "optional" not in rest)
+    optional = sum(int(number) for number, rest in tasks if "optional" in rest)
     return Minutes(
-        prose=sum(len(text.split()) for text in prose) / PROSE,
-        code=sum(len(text.split()) for text in code if not STUB.search(text)) / CODE,
-        exercises=sum(int(number) for number, rest in tasks if "optional" not in rest),
-        optional=sum(int(number) for number, rest in tasks if "optional" in rest),
-        cells=len(code),
+        prose=prose,
+        code=code,
+        exercises=exercises,
+        optional=optional + math.ceil(more_prose + more_code),
+        cells=sum(kind == "code" for kind, _ in cells),
         stated=tuple(int(number or 0) for number in stated.groups()) if stated else (0, 0),
     )
+
+
+def _without_optional_sections(cells: list[tuple[str, str]]) -> tuple[list, list]:
+    """The cells of sections that are needed, and those of optional ones.
+
+    A cell of prose may end one section and begin the next.
+    """
+    needed: list[tuple[str, str]] = []
+    optional: list[tuple[str, str]] = []
+    chosen = needed
+    for kind, text in cells:
+        if kind != "markdown":
+            chosen.append((kind, text))
+            continue
+        for part in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+            if part.startswith("## "):
+                chosen = optional if part.startswith("## Optional") else needed
+            chosen.append((kind, part))
+    return needed, optional
+
+
+def _texts(cells: list[tuple[str, str]]) -> tuple[list[str], float, float]:
+    """The prose of some cells, and the minutes of their prose and of their code."""
+    prose = [TAG.sub("", FOLDED.sub("", text)) for kind, text in cells if kind == "markdown"]
+    code = [text for kind, text in cells if kind == "code" and not STUB.search(text)]
+    read = sum(len(text.split()) for text in prose) / PROSE
+    return prose, read, sum(len(text.split()) for text in code) / CODE
 
 
 if __name__ == "__main__":

@@ -237,6 +237,11 @@ class MemoryTracker:
             self._recording.tag(tensors, CATEGORIES.index(category), "watched")
             self._meter.sample()
 
+    @classmethod
+    def any_runs(cls) -> bool:
+        """Whether some tracker measures now: another one would be refused."""
+        return cls._running is not None
+
     def __enter__(self) -> MemoryTracker:
         if self._state != "new":
             raise RuntimeError(

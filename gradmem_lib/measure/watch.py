@@ -461,8 +461,9 @@ class Meter:
         with self.lock, compat.plain_tensors():
             name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
             self.recording.tag(parameter, names.PARAMETERS, name)
-            if grad is not None:
-                self.recording.tag(grad, names.GRADIENTS, name)
+            for gradient in (grad, getattr(parameter, names.GRADIENT_SUM, None)):
+                if gradient is not None:
+                    self.recording.tag(gradient, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
         """Count all that the optimizer keeps under "optimizer": its states, also those inside

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import tree_leaves, tree_map_only
 from .data_parallel import NO_ITEMS_ERROR, Processes, processes_of
+from .gradient_sums import check_float32_gradients, float32_gradients
 
 Items = int | float | tuple[int | float, ...]
 
@@ -42,6 +43,7 @@ def accumulate_gradients(
     reduction: str = "sum",
     model: nn.Module | None = None,
     scaler: Any = None,
+    float32_sums: bool = False,
 ) -> Accumulated:
     """Put the gradient of the mean loss over all items of all ``micro_batches`` into ``.grad``,
     with one backward for each.
@@ -67,19 +69,35 @@ def accumulate_gradients(
             backward. Without both, losses are divided by the first count, and gradients are scaled
             in place at the end: then gradients from before that are not zero raise ``ValueError``.
             With a total, gradients are added to them, as ``backward()`` does.
-        reduction: ``"sum"``, or ``"mean"`` if the loss is the micro-batch's mean, as a model
-            returns it.
+        reduction: ``"sum"``, or ``"mean"`` if the loss is the micro-batch's mean over its items, as
+            a model returns it. Whether a loss of one's own is such a sum or mean is not asked here:
+            ``check_pieces_add_up`` asks, once, before the first window.
         model: the model that is trained. A ``DistributedDataParallel`` or a sharded module
             (``fully_shard``, FSDP) must be given: items (also ``total_items``) are added up over
             all processes. Gradients are sent with the last micro-batch (DDP) or with each one
             (FSDP, where all processes need equally many).
         scaler: scales each loss. Unscale before clipping, as always.
+        float32_sums: add up the gradients of weights in 16 bits in float32, and round each sum once
+            to its weight's dtype at the end (``gradient_sums.py``). Give ``model``, and the total.
+            Until then such gradients take 4 bytes a number instead of 2. In one process.
 
     Raises ``TypeError`` or ``ValueError`` for returned values that cannot be right, for a total
     that differs from the count, and for a window without any item. After an error the gradients are
     incomplete: zero them.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
+    if float32_sums:
+        check_float32_gradients(model, total_items, count_items)
+        with float32_gradients(model):
+            return accumulate_gradients(
+                micro_batches,
+                loss_and_count,
+                total_items=total_items,
+                count_items=count_items,
+                reduction=reduction,
+                model=model,
+                scaler=scaler,
+            )
     processes = processes_of(model)
     totals = _totals(micro_batches, total_items, count_items, processes)
     window = _Window(processes, totals, reduction == "mean", model, scaler)
@@ -348,7 +366,7 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _check_reduction(reduction: str) -> None:
+def check_reduction(reduction: str) -> None:
     if reduction not in ("sum", "mean"):
         raise ValueError(
             f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' of its items"
@@ -373,6 +391,13 @@ def _totals(
                 "are then corrected at the end)"
             )
         counted = [_check_counts(count_items(m), "count_items(micro)") for m in micro_batches]
+        lengths = sorted({len(counts) for counts in counted})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"count_items returned {lengths[0]} counts for one micro-batch and {lengths[-1]} "
+                "for another: return one count for each mean of the loss, 0 where a micro-batch "
+                "has no such items"
+            )
         totals = tuple(sum(numbers) for numbers in zip(*counted, strict=True)) or (0,)
     totals = tuple(_whole(number) for number in processes.sums(*totals))
     if not any(totals):
@@ -420,6 +445,23 @@ def _check_count(number: Any, what: str) -> int | float:
 
 def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
     """Check what ``loss_and_count`` returned. Returns the loss and the count."""
+    loss, count = checked_pair(returned)
+    if count and not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was detached, or computed under torch.no_grad(), or no "
+            "parameter requires one. Return the loss itself, not loss.detach() or a number made "
+            "from loss.item()"
+        )
+    if count and not mean and loss.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"the summed loss is in {loss.dtype}, which keeps about three digits of it: "
+            "compute it on logits.float()"
+        )
+    return loss.reshape(()), count
+
+
+def checked_pair(returned: Any) -> tuple[Tensor, int | float]:
+    """A loss of one element and its count, if ``returned`` is such a pair."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
             "loss_and_count must return two things, (summed loss, items), and returned "
@@ -434,18 +476,7 @@ def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
         raise TypeError(
             f'the loss must be a tensor of one element, and was {given}: use reduction="sum"'
         )
-    if count and not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was detached, or computed under torch.no_grad(), or no "
-            "parameter requires one. Return the loss itself, not loss.detach() or a number made "
-            "from loss.item()"
-        )
-    if count and not mean and loss.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"the summed loss is in {loss.dtype}, which keeps about three digits of it: "
-            "compute it on logits.float()"
-        )
-    return loss.reshape(()), count
+    return loss, count
 
 
 def _loss_without_items(losses: list[Tensor]) -> Tensor:

@@ -16,6 +16,10 @@ class LoRALinear(nn.Module):
     ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the
     base model. Both have ``dtype``, by default float32 on a base in 16 bits, as in PEFT; ``x`` is
     cast to it. transformers' ``Conv1D`` (GPT-2) has a transposed weight.
+
+    ``scale`` is ``alpha / rank``, by default 2. ``dropout`` is the share of the addition's inputs
+    that training leaves out, with the others scaled up; the base sees all of them. A layer whose
+    ``weight`` is read without a call (Mamba's ``dt_proj``) leaves none out.
     """
 
     def __init__(
@@ -24,6 +28,7 @@ class LoRALinear(nn.Module):
         rank: int,
         alpha: float | None = None,
         dtype: torch.dtype | None = None,
+        dropout: float = 0.0,
     ):
         super().__init__()
         if (sizes := linear_sizes(base)) is None or rank < 1:
@@ -37,13 +42,20 @@ class LoRALinear(nn.Module):
         self.B = nn.Parameter(base.weight.new_zeros(out_features, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = (2 * rank if alpha is None else alpha) / rank
+        self.dropout = dropout
+        # What a model was seen doing with this layer: PEFT's files are for layers that are called.
+        self.was_called = self.weight_was_read = False
 
     @property
     def weight(self) -> Tensor:
-        """Base plus addition as one new matrix in the base's shape.
-
-        Mamba reads the weight of its ``dt_proj`` directly.
+        """``merged_weight``, for a model that reads the weight without calling the layer, as Mamba
+        does with its ``dt_proj``.
         """
+        self.weight_was_read = True
+        return self.merged_weight()
+
+    def merged_weight(self) -> Tensor:
+        """Base plus addition as one new matrix in the base's shape."""
         addition = self.scale * (self.B @ self.A)
         base = self.base.weight
         if isinstance(self.base, hf_class("Conv1D")):
@@ -56,8 +68,11 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (..., in) to (..., out)."""
+        self.was_called = True
         y = self.base(x)
         own = x if torch.is_autocast_enabled(x.device.type) else x.to(self.A.dtype)
+        if self.dropout:
+            own = F.dropout(own, self.dropout, self.training)
         return (y + F.linear(F.linear(own, self.A), self.B) * self.scale).to(y.dtype)
 
     @torch.no_grad()
@@ -72,7 +87,7 @@ class LoRALinear(nn.Module):
                 "model in bf16 with a recipe without quantized_base, resume from a checkpoint or "
                 "copy A and B over, and merge there"
             )
-        self.base.weight.copy_(self.weight)
+        self.base.weight.copy_(self.merged_weight())
         return self.base
 
 
@@ -108,13 +123,19 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def add_lora(
-    model: nn.Module, rank: int, targets: tuple[str, ...] = (), dtype: torch.dtype | None = None
+    model: nn.Module,
+    rank: int,
+    targets: tuple[str, ...] = (),
+    dtype: torch.dtype | None = None,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
 ) -> int:
     """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place. Returns their
     number.
 
     ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``). Without any,
-    all but the output layer.
+    all but the output layer. The others are those of ``LoRALinear``.
     """
     model.requires_grad_(False)
     linear, suffixes = linear_layers(model), tuple(f".{target}" for target in targets)
@@ -126,5 +147,6 @@ def add_lora(
             f"{', '.join(map(repr, available)) or 'no linear layer'}"
         )
     for name in chosen:
-        replace_module(model, name, LoRALinear(linear[name], rank, dtype=dtype))
+        addition = LoRALinear(linear[name], rank, alpha, dtype, dropout)
+        replace_module(model, name, addition)
     return len(chosen)

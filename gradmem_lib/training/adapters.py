@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ..hf_names import READS_WEIGHTS, hf_class
+from ..hf_names import hf_class
 from ..techniques.lora import LoRALinear, replace_module
 from .losses import predicts_next_token
+
+WHOLE_MODEL = "merge_adapters(model).save_pretrained(folder) writes the whole model"
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
@@ -38,21 +40,8 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in adapter_ids:
             others.append(name)
-    mixers = [
-        n
-        for n in adapters
-        if READS_WEIGHTS in type(model.get_submodule(n.rpartition(".")[0])).__name__
-    ]
-    if others or mixers:
-        why = (
-            "is trained too, and no addition"
-            if others
-            else "is multiplied without a call: PEFT needs it"
-        )
-        raise ValueError(
-            f"{(others or mixers)[0]} {why}: merge_adapters(model).save_pretrained(folder) "
-            "writes the whole model"
-        )
+    if others:
+        raise ValueError(f"{others[0]} is trained too, and no addition: {WHOLE_MODEL}")
     inside = f"{getattr(model, 'base_model_prefix', '')}."
     heads = [
         name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])
@@ -61,16 +50,16 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     if not (added := {name: module for name, module in adapters.items() if name not in heads}):
         raise ValueError(
             f"there is no addition to a pretrained layer in this {type(model).__name__}, only "
-            f"{heads or 'its own weights'}: merge_adapters(model).save_pretrained(folder) writes "
-            "the whole model"
+            f"{heads or 'its own weights'}: {WHOLE_MODEL}"
         )
+    _check_calls(added)
     for name, module in added.items():
         state |= {f"{name}.lora_A.weight": module.A, f"{name}.lora_B.weight": module.B}
     for name in heads:
         head = adapters[name]
-        state |= {f"{name}.weight": head.weight} | (
-            {} if head.bias is None else {f"{name}.bias": head.bias}
-        )
+        state[f"{name}.weight"] = head.merged_weight()
+        if head.bias is not None:
+            state[f"{name}.bias"] = head.bias
     first = next(iter(added.values()))
     ranks = {name: len(module.A) for name, module in added.items()}
     settings = {
@@ -90,12 +79,37 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         },
         "fan_in_fan_out": isinstance(first.base, hf_class("Conv1D")),
     }
+    dropouts = sorted({module.dropout for module in added.values()})
+    if len(dropouts) > 1:
+        raise ValueError(
+            f"the additions have dropouts of {' and '.join(map(str, dropouts))}, and PEFT's files "
+            "have room for one: give all of them the same module.dropout"
+        )
+    if dropouts[0]:
+        settings["lora_dropout"] = dropouts[0]
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(
         json.dumps(settings, indent=2) + "\n", encoding="utf-8"
     )
+
+
+def _check_calls(added: dict[str, LoRALinear]) -> None:
+    """Refuse layers that the model was seen using without a call: PEFT adds to a call's output.
+
+    A layer that a model neither calls nor reads has no effect, here or there.
+    """
+    seen = [module for module in added.values() if module.was_called or module.weight_was_read]
+    if not seen:
+        raise ValueError(
+            "the model was not run since it got its additions, so that nobody knows which of its "
+            "layers are called, as PEFT needs it: run it once, such as model(**batch). Or "
+            f"{WHOLE_MODEL}"
+        )
+    for name, module in added.items():
+        if module.weight_was_read and not module.was_called:
+            raise ValueError(f"{name} is multiplied without a call: PEFT needs it. {WHOLE_MODEL}")
 
 
 @torch.no_grad()

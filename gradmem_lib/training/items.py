@@ -8,7 +8,6 @@ no rule is right, the loss is no mean over items, and must not be cut.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,9 +20,9 @@ from ..hf_names import IGNORED_PIXEL
 from ..measure.storages import tensors_in
 from ..names import IGNORED
 from ..techniques.accumulation import count_rows, split
-from ..techniques.data_parallel import Processes, device_of
+from ..techniques.data_parallel import Processes
+from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, as_in_evaluation, first_line, rounding
 
-ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
 MOST_ROWS = 4  # of one probe: more of them show more classes
 
 
@@ -189,15 +188,38 @@ def find_rule(
             if key is not None:
                 known[key] = rule
             return rule
-    if not difference:
-        difference = "another process found it"
-    raise ValueError(
-        f"{how} cuts the batch, and the loss of {type(inner).__name__} is no mean over labels or "
-        f"rows: {difference}. A loss that compares rows with each other, weighs classes, or adds "
-        "several means differs in pieces. Use accumulation=1 and no sharding, with checkpointing "
-        "to save memory; or accumulate_gradients, whose counts may be sums of weights and several "
-        "for several means; or accumulate_through_embeddings, for a loss that compares rows"
+    raise ValueError(_refusal(inner, whole, loss_of, how, difference))
+
+
+def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, difference: str) -> str:
+    """What was found, and what to do."""
+    if whole is not None and _differs_from_itself(model, whole, loss_of):
+        return (
+            f"{how} cuts the batch, and it cannot be seen whether the loss of "
+            f"{type(model).__name__} may be cut: {DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and "
+            "no sharding; or accumulate_gradients, which takes your loss and its count at their "
+            "word"
+        )
+    return (
+        f"{how} cuts the batch, and the loss of {type(model).__name__} is no mean over labels or "
+        f"rows: {difference or 'another process found it'}. A loss that compares rows with each "
+        "other, weighs classes, or adds several means differs in pieces. Use accumulation=1 and "
+        "no sharding, with checkpointing to save memory; or accumulate_gradients, whose counts may "
+        "be sums of weights and several for several means; or accumulate_through_embeddings, for a "
+        "loss that compares rows"
     )
+
+
+def _differs_from_itself(model: nn.Module, whole: Any, loss_of: Callable) -> bool:
+    """Whether the same rows have another loss when they are computed again.
+
+    Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
+    """
+    with as_in_evaluation(model):
+        first, _ = _loss(model, whole, loss_of)
+        second, _ = _loss(model, whole, loss_of)
+    numbers = math.isfinite(first) and math.isfinite(second)
+    return numbers and not math.isclose(first, second, rel_tol=rounding(model))
 
 
 def has_labels(batch: Any) -> bool:
@@ -276,12 +298,16 @@ def _which_fit(
             together, alone, error = _losses(model, batch, loss_of)
             if error and place:  # it does not take such labels: the data themselves were right
                 continue
-            limit = _rounding(model, together)
+            limit = rounding(model)
+            # Losses of unlike signs cancel, as with advantages, and their rounding does not.
+            largest = max([0.0, *(abs(loss) for loss in alone if math.isfinite(loss))])
             parts = list(split(batch, 1))
             for number, rule in enumerate(rules):
                 counts = [rule(inside, part) for part in parts]
                 weighed = _weighed(alone, counts)
-                right = weighed is not None and math.isclose(weighed, together, rel_tol=limit)
+                right = weighed is not None and math.isclose(
+                    weighed, together, rel_tol=limit, abs_tol=limit * largest
+                )
                 if not right and not difference and (weighed is not None or error):
                     difference = error or (
                         f"{len(parts)} rows have the loss {together:.6g} together, and "
@@ -308,27 +334,18 @@ def _losses(model: nn.Module, batch: Any, loss_of: Callable) -> tuple[float, lis
     """
     found, message = [], ""
     for part in (batch, *split(batch, 1)):
-        value = math.nan
-        try:
-            value = float(loss_of(model, part))
-        except Exception as error:  # the model's own code may raise anything
-            message = message or f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        value, error = _loss(model, part, loss_of)
         found.append(value)
+        message = message or error
     return found[0], found[1:], message
 
 
-def _rounding(model: nn.Module, loss: float) -> float:
-    """How far two right losses may be apart: relative, and by what a number is rounded to.
-
-    A matrix product of more rows adds in another order. In 16 bits, each side is rounded to half a
-    gap between two numbers, relative: both together to one gap, ``eps``.
-    """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    kind = device_of(model).type
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    narrow = dtypes & {torch.bfloat16, torch.float16}
-    return max([ROUNDING, *(torch.finfo(dtype).eps for dtype in narrow)])
+def _loss(model: nn.Module, batch: Any, loss_of: Callable) -> tuple[float, str]:
+    """The loss, which is not a number if there was an error; and this error."""
+    try:
+        return float(loss_of(model, batch)), ""
+    except Exception as error:  # the model's own code may raise anything
+        return math.nan, first_line(error)
 
 
 def fewer_labels(model: nn.Module, batch: Any) -> Iterator[Any]:
@@ -345,20 +362,3 @@ def fewer_labels(model: nn.Module, batch: Any) -> Iterator[Any]:
         changed = found.clone()
         changed[0, max(2, length // 3) :] = ignored
         yield {**batch, "labels": changed}
-
-
-@contextmanager
-def as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, nobody who watches; afterwards all is as before."""
-    training = [module for module in model.modules() if module.training]
-    cuda = [device_of(model)] if device_of(model).type == "cuda" else []
-    try:
-        model.eval()
-        with torch.no_grad(), compat.without_modes(), torch.random.fork_rng(cuda):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        for module in model.modules():
-            if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
-                module.reshard()

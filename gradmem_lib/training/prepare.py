@@ -105,7 +105,14 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     if recipe.weight_dtype is not None:
         cast_weights(model, recipe.weight_dtype)
     if recipe.lora_rank is not None:
-        add_lora(model, recipe.lora_rank, recipe.lora_targets, recipe.weight_dtype)
+        add_lora(
+            model,
+            recipe.lora_rank,
+            recipe.lora_targets,
+            recipe.weight_dtype,
+            alpha=recipe.lora_alpha,
+            dropout=recipe.lora_dropout,
+        )
     if recipe.quantized_base:
         quantize_base(model)
     if not any(p.requires_grad for p in model.parameters()):

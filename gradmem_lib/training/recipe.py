@@ -1,5 +1,6 @@
 """A recipe: every decision that changes a training step's memory, in one place."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ from ..units import check_positive_int
 
 # The dtypes of two bytes, by their names in the rows of PRECISIONS.
 _DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
+
+
+ALL_LINEAR = "all-linear"  # PEFT's word
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,15 @@ class Recipe:
             the last parts of the names of the linear layers that get one; empty means all but the
             output layer. They have the dtype of the weights, or with ``precision=None`` the dtype
             that PEFT chooses: float32, also on weights in 16 bits.
+        lora_alpha: the additions are multiplied by ``lora_alpha / lora_rank``; ``None`` is twice
+            the rank. ``lora_dropout`` is the share of their inputs that training leaves out. Both
+            are spelled and computed as in PEFT, whose default for alpha is 8.
         quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see
             ``quantized.py``). A mixture's experts are not linear layers, and do not change.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never
             exist as a whole.
+        float32_sums: add up the gradients of weights in 16 bits in float32 over the micro-batches,
+            and round each sum once (``techniques/gradient_sums.py``).
     """
 
     precision: str | None = "float32"
@@ -58,6 +67,9 @@ class Recipe:
     lora_targets: tuple[str, ...] = ()
     quantized_base: bool = False
     chunked_loss: bool = False
+    float32_sums: bool = False
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, (*PRECISIONS, None))
@@ -69,7 +81,7 @@ class Recipe:
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name), example)
-        for switch in ("in_backward", "quantized_base", "chunked_loss"):
+        for switch in ("in_backward", "quantized_base", "chunked_loss", "float32_sums"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
                     f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False"
@@ -77,6 +89,8 @@ class Recipe:
         targets = (
             (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets)
         )
+        if targets == (ALL_LINEAR,) and self.lora_rank is not None:
+            targets = ()
         object.__setattr__(self, "lora_targets", targets)
         if self.checkpointing is not None:
             schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
@@ -136,10 +150,12 @@ class Recipe:
                 f"in_backward=True steps before the scaled gradients of {self.precision} could be "
                 "checked and unscaled: choose precision='autocast-bf16', which needs no scaling"
             )
-        if self.lora_rank is None and self.lora_targets:
+        if self.float32_sums and (self.in_backward or self.sharding is not None):
             raise ValueError(
-                f"lora_targets={self.lora_targets} without a rank: give lora_rank, such as 16"
+                "float32_sums=True adds up the gradients of several micro-batches, in one process: "
+                f"leave it out with in_backward={self.in_backward} and sharding={self.sharding!r}"
             )
+        self._check_lora()
         if self.quantized_base and (self.lora_rank is None or self.autocast_dtype is not None):
             raise ValueError(
                 "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and "
@@ -164,6 +180,22 @@ class Recipe:
                 "'best' finds a schedule by what layers keep, and with offload='activations' they "
                 "keep nothing: choose checkpointing='per-layer', or offload='boundaries'"
             )
+
+    def _check_lora(self) -> None:
+        if not _is_number(self.lora_dropout) or not 0 <= self.lora_dropout < 1:
+            raise ValueError(
+                f"lora_dropout={self.lora_dropout!r}: give a number from 0 to below 1, such as 0.05"
+            )
+        if self.lora_alpha is not None and (
+            not _is_number(self.lora_alpha) or not 0 < self.lora_alpha < math.inf
+        ):
+            raise ValueError(
+                f"lora_alpha={self.lora_alpha!r}: give a positive number, such as twice the rank"
+            )
+        for name in ("lora_targets", "lora_alpha", "lora_dropout"):
+            given = getattr(self, name)
+            if self.lora_rank is None and given not in ((), None, 0):
+                raise ValueError(f"{name}={given} without a rank: give lora_rank, such as 16")
 
     def _check_sharding(self) -> None:
         if self.sharding is not None and not self.fully_sharded and self.in_backward:
@@ -273,3 +305,7 @@ class Recipe:
                 "another accumulation"
             )
         return batch_size // self.accumulation
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -108,6 +108,7 @@ def step(
             reduction="mean",
             model=model,
             scaler=scaler,
+            float32_sums=recipe.float32_sums,
         )
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward

@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -76,8 +76,10 @@ class MemoryCallback(TrainerCallback):
     raises ``RuntimeError``. ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All
     figures are bytes.
 
-    Attributes: ``tracker`` (of the last run, or ``None``); ``by_step``, from step number to the
-    ``MemorySnapshot`` of its peak.
+    Attributes: ``tracker`` (of the last training, or ``None``); ``by_step``, from step number to
+    the ``MemorySnapshot`` of its peak; ``evaluation``, the peak of the last ``evaluate()`` or
+    ``predict()`` that ``make_trainer``'s trainer ran outside of training (one inside is a part of
+    its training), or ``None``. A stock ``Trainer`` does not say when such an evaluation begins.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class MemoryCallback(TrainerCallback):
         self._tracker_settings: dict[str, Any] = {"budget": budget, "live": live, "title": title}
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
+        self.evaluation: MemorySnapshot | None = None
         self._exit_stack: Any = None  # an ExitStack inside the with
 
     def __enter__(self) -> Self:
@@ -102,9 +105,23 @@ class MemoryCallback(TrainerCallback):
         if self.tracker is None:
             raise RuntimeError(
                 "nothing was trained yet: give this callback to a Trainer "
-                "(callbacks=[memory]) and call its train()"
+                "(callbacks=[memory]) and call its train(). The peak of an evaluation alone is in "
+                "memory.evaluation, or, with a Trainer that make_trainer did not make, in a "
+                "MemoryTracker(trainer.model) around it"
             )
         return self.tracker.peak
+
+    @contextmanager
+    def watch_evaluation(self, model: nn.Module) -> Iterator[None]:
+        """Measure an evaluation that no tracker measures already; nothing is drawn."""
+        if MemoryTracker.any_runs():
+            yield
+            return
+        self.evaluation = None
+        settings = self._tracker_settings | {"live": False}
+        with MemoryTracker(model, **settings) as tracker:
+            yield
+        self.evaluation = tracker.peak
 
     def on_train_begin(
         self,
@@ -226,6 +243,7 @@ class RecipeTrainer(Trainer):
             reduction="mean",
             model=model,
             scaler=self.accelerator.scaler,
+            float32_sums=self.recipe.float32_sums,
         )
         return torch.tensor(result.loss, device=self.args.device)
 
@@ -308,7 +326,8 @@ class RecipeTrainer(Trainer):
         divided once by their number.
         """
         self._evaluated = []
-        output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
+        with self.memory.watch_evaluation(self.model):
+            output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
         loss_sum, items = 0.0, 0.0
         for batch_sum, batch_items in self._evaluated:
             loss_sum += batch_sum

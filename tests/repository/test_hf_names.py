@@ -68,14 +68,12 @@ def test_models_and_layers_have_the_names_of_checkpointing():
 def test_a_layer_takes_its_input_and_has_its_parts_by_these_names():
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
     t5 = importlib.import_module("transformers.models.t5.modeling_t5")
-    mamba = importlib.import_module("transformers.models.mamba.modeling_mamba")
     first = [*inspect.signature(llama.LlamaDecoderLayer.forward).parameters][1]
     assert first == hf_names.LAYER_INPUT
     classes = [*vars(llama), *vars(t5)]
     for ends in hf_names.PARTS.values():
         for end in ends:
             assert any(name.endswith(end) for name in classes), end
-    assert any(name.endswith(hf_names.READS_WEIGHTS) for name in vars(mamba))
 
 
 def test_learned_positions_stand_in_a_table_of_this_name():

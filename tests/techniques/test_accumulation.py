@@ -503,6 +503,12 @@ def test_several_means_are_each_divided_by_their_own_total(reduction):
         assert result.items == (24, 4)
     with pytest.raises(ValueError, match=r"returned 2 pairs .* where 1 were expected"):
         accumulate_gradients(micro_batches, pairs, total_items=24)
+
+    def unequal(micro):
+        return counts(micro)[: 1 + (len(micro["labels"]) > 1)]
+
+    with pytest.raises(ValueError, match=r"1 counts for one micro-batch and 2 for another: return"):
+        accumulate_gradients(micro_batches, pairs, count_items=unequal, reduction=reduction)
     model.zero_grad()
 
 

@@ -9,9 +9,11 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.families import tiny_config
 from support.predicted import assert_same, config, tracked
 from support.trainers import SEQ, rows, small, trainer_for
+from torch import nn
 from transformers import LlamaForSequenceClassification
 
 from gradmem_lib import Recipe, merge_adapters, predict
@@ -93,16 +95,18 @@ def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     fresh = model_class(cfg())(cfg())
     model = copy.deepcopy(fresh)
     change(model)
-    save_adapters(random_additions(model), tmp_path)
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+    random_additions(model)
     given = (
         torch.randn(2, 3, 32, 32)
         if "pixel" in model.main_input_name
         else torch.randint(3, 90, (2, 12))
     )
+    pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
-        ours, theirs = (m.eval()(given, **pair).logits for m in (model, loaded))
+        ours = model.eval()(given, **pair).logits
+        save_adapters(model, tmp_path)
+        loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+        theirs = loaded.eval()(given, **pair).logits
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -112,12 +116,13 @@ def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
     model = copy.deepcopy(fresh)
     add_lora(model, 3)
     quantize_base(model)
-    save_adapters(random_additions(model), tmp_path)
+    random_additions(model)
+    ids = rows(2).ids
+    expected = logits(model, ids)
+    save_adapters(model, tmp_path)
     with torch.no_grad():
         for name, module in adapters_of(model).items():
             fresh.get_submodule(name).weight.copy_(module.base.dequantized())
-    ids = rows(2).ids
-    expected = logits(model, ids)
     assert torch.allclose(
         logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5
     )
@@ -126,7 +131,10 @@ def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
 def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
     mamba = model_class(tiny_config("mamba"))(tiny_config("mamba"))
     add_lora(mamba, 2)
-    with pytest.raises(ValueError, match="multiplied without a call"):
+    with pytest.raises(ValueError, match=r"was not run .*: run it once"):
+        save_adapters(mamba, tmp_path)
+    mamba(torch.randint(3, 90, (2, 6)))
+    with pytest.raises(ValueError, match=r"mixer\.dt_proj is multiplied without a call"):
         save_adapters(mamba, tmp_path)
     llama = small()
     add_lora(llama, 2)
@@ -134,6 +142,37 @@ def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight is trained too"):
         save_adapters(llama, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+class ReadsWeights(nn.Module):
+    """Its name says nothing, and so does ``Mixer`` below."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight)
+
+
+class Mixer(ReadsWeights):
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_the_layer_and_no_name_says_whether_it_is_called(tmp_path):
+    for part, saved in ((ReadsWeights, False), (Mixer, True)):
+        llama = small()
+        mlp = llama.model.layers[0].mlp
+        mlp.down_proj = part(mlp.down_proj)
+        add_lora(llama, 2)
+        merge_adapters(copy.deepcopy(llama))  # reads weights, and is no use by the model
+        llama(**BATCH)
+        if saved:
+            save_adapters(llama, tmp_path / "saved")
+            continue
+        with pytest.raises(ValueError, match=r"mlp\.down_proj\.layer is multiplied without a"):
+            save_adapters(llama, tmp_path)
 
 
 def test_a_new_heads_addition_alone_is_no_adapter(tmp_path):
@@ -181,6 +220,103 @@ def test_our_adapters_need_what_pefts_need():
             assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
             peaks.append(tracked(model, BATCH, recipe).peak)
     assert peaks[0] == peaks[1]
+
+
+OPTIONS = [
+    {"lora_alpha": 3, "lora_dropout": 0.0, "target_modules": ["q_proj", "mlp.up_proj"]},
+    {"lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"},
+]
+
+
+def ours_and_theirs(dtype, options):
+    """Two models with the same numbers."""
+    theirs = wrapped(dtype=dtype, **options)
+    torch.manual_seed(0)
+    ours = small().to(dtype)
+    recipe = Recipe(
+        precision=None,
+        attention=None,
+        lora_rank=4,
+        lora_targets=options["target_modules"],
+        lora_alpha=options["lora_alpha"],
+        lora_dropout=options["lora_dropout"],
+    )
+    prepare(ours, recipe)
+    random_additions(ours)
+    with torch.no_grad():
+        for name, module in adapters_of(ours).items():
+            their = theirs.base_model.model.get_submodule(name)
+            their.lora_A["default"].weight.copy_(module.A)
+            their.lora_B["default"].weight.copy_(module.B)
+    return ours, theirs, recipe
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS, ids=["names", "all-linear"])
+def test_alpha_dropout_and_targets_are_pefts(options, dtype):
+    ours, theirs, recipe = ours_and_theirs(dtype, options)
+    found = []
+    for model in (ours, theirs):
+        model.train()
+        torch.manual_seed(3)  # dropout
+        out = model(**BATCH)
+        out.loss.backward()
+        grads = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                name = name.removeprefix("base_model.model.")
+                name = name.replace("lora_A.default.weight", "A")
+                grads[name.replace("lora_B.default.weight", "B")] = p.grad
+        found.append((out.logits, grads))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, grad in found[0][1].items():
+        assert torch.equal(grad, found[1][1][name]) and grad.any()
+    ids = rows(2).ids
+    assert torch.equal(logits(ours, ids), logits(theirs, ids))  # dropout is off
+    # The bytes, measured in both and predicted.
+    plain = Recipe(precision=None, attention=None)
+    peaks = [tracked(model.train(), BATCH, plain).peak for model in (ours, theirs)]
+    assert peaks[0] == peaks[1]
+    fresh = small().to(dtype)
+    predicted = predict(copy.deepcopy(fresh), batch=BATCH, recipe=recipe, target="cpu")
+    assert_same(predicted, tracked(fresh, BATCH, recipe))
+
+
+def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
+    ours, _, _ = ours_and_theirs(torch.float32, OPTIONS[1])
+    ours(**BATCH)
+    save_adapters(ours, tmp_path)
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(small(), tmp_path)
+    config = loaded.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 16, 0.3)
+    ids = rows(2).ids
+    assert torch.allclose(logits(loaded, ids), logits(ours, ids), atol=1e-5)
+    next(iter(adapters_of(ours).values())).dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropouts of 0\.1 and 0\.3"):
+        save_adapters(ours, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"lora_rank": 4, "lora_dropout": 1.0}, "lora_dropout=1.0: give a number from 0"),
+        ({"lora_rank": 4, "lora_dropout": True}, "lora_dropout=True: give a number from 0"),
+        ({"lora_rank": 4, "lora_alpha": 0}, "lora_alpha=0: give a positive number"),
+        ({"lora_rank": 4, "lora_alpha": float("nan")}, "lora_alpha=nan: give a positive"),
+        ({"lora_alpha": 8}, "lora_alpha=8 without a rank"),
+        ({"lora_dropout": 0.1}, r"lora_dropout=0.1 without a rank"),
+        ({"lora_targets": "all-linear"}, "without a rank"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe(**given)
+
+
+def test_all_linear_is_the_default():
+    assert Recipe(lora_rank=4, lora_targets="all-linear") == Recipe(lora_rank=4)
 
 
 def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):

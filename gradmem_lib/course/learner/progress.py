@@ -12,9 +12,9 @@ import errno
 import json
 import os
 import re
+import secrets
 import stat
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ def _read_or_move_aside(path: Path) -> dict[str, Any]:
             f"was moved to {aside}, and a new one was made{' with all the rest' if kept else ''}."
         )
         if kept:
-            _write(path, progress)
+            _write(path, progress, like=aside)
     return progress
 
 
@@ -257,9 +257,9 @@ def _update(change: Callable[[dict], None]) -> None:
     _locked(path, work)
 
 
-def _write(path: Path, progress: dict[str, Any]) -> None:
+def _write(path: Path, progress: dict[str, Any], like: Path | None = None) -> None:
     """Write beside the file and rename over it: readers, also after a crash, find the old file or
-    the new one. Needs the lock.
+    the new one. Needs the lock. ``like`` is the file whose permissions it has, if not ``path``.
     """
     if os.path.lexists(path):
         _check_regular(path)
@@ -268,12 +268,20 @@ def _write(path: Path, progress: dict[str, Any]) -> None:
         if name.startswith(prefix):  # from a killed run: nobody else writes while the lock is held
             with contextlib.suppress(OSError):
                 os.unlink(path.parent / name)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
+    # The permissions are those of the old file. A new one is made as any program makes one, by the
+    # umask, so that a teacher's board can read it where other files can be read.
+    mode = None
+    with contextlib.suppress(FileNotFoundError):
+        mode = stat.S_IMODE(os.lstat(like or path).st_mode)
+    temporary = path.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(handle, "w", encoding="utf-8") as file:
             json.dump(progress, file, indent=1, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
+        if mode is not None:
+            os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import sys
 import tempfile
 import time
@@ -47,18 +48,30 @@ def run_board(folder: Path, out: Path, *, once: bool = False, **look: bool) -> N
     print(
         f"{out.absolute()} is written" + ("" if once else f", again every {SECONDS} s until Ctrl-C")
     )
+    told: dict[Path, str] = {}
+    _tell_unreadable(board, told)
     said = ""
     try:
         while not once:
             time.sleep(SECONDS)
             try:
                 board.write(refresh)
+                _tell_unreadable(board, told)
                 said = ""
             except OSError as error:  # a share that is gone for a moment, a locked page
                 if str(error) != said:
                     print(said := str(error), file=sys.stderr)
     except KeyboardInterrupt:
         board.write(0)
+
+
+def _tell_unreadable(board: Board, told: dict[Path, str]) -> None:
+    """Print which files this account may not read, and why, each once: the page has no names."""
+    for path, why in board.unreadable.items():
+        if told.get(path) != why:
+            print(f"{path}: {why}", file=sys.stderr)
+    told.clear()
+    told.update(board.unreadable)
 
 
 class Board:
@@ -73,6 +86,7 @@ class Board:
         self.measured = self.beside if hide else None
         self.learners: dict[Path, dict[str, Any]] = {}
         self.remarks: list[tuple[Path, str]] = []
+        self.unreadable: dict[Path, str] = {}  # what this account may not read, and why
         self._read: dict[Path, tuple[tuple, dict | None, str]] = {}
         self._numbers: dict[Path, int] = {}
         self._salt = secrets.token_bytes(16)  # sorted names would show who is who
@@ -111,7 +125,7 @@ class Board:
         return str(home or inside).removesuffix(".json")
 
     def _look(self) -> None:
-        self.learners, self.remarks = {}, []
+        self.learners, self.remarks, self.unreadable = {}, [], {}
         files, folders = _inside(self.folder)
         for path in files:
             self._take(path, tell=True)
@@ -125,7 +139,7 @@ class Board:
                 if before == len(self.learners) + len(self.remarks):
                     self.remarks.append((home, "no progress file in it yet"))
             except OSError as error:
-                self.remarks.append((home, progress.reason(error)))
+                self.remarks.append((home, self._why(home, error)))
         new = [path for path in self.learners if path not in self._numbers]
         for path in sorted(new, key=lambda p: hashlib.sha256(self._salt + os.fsencode(p)).digest()):
             self._numbers[path] = len(self._numbers) + 1
@@ -159,7 +173,7 @@ class Board:
                 return known[1:]
             found, whole = progress.read_file(real)
         except (OSError, RuntimeError) as error:
-            return last, progress.reason(error)
+            return last, self._why(path, error)
         if whole or found["checks"] or found["guesses"]:
             made = _clean(found, whole)
         else:
@@ -168,6 +182,49 @@ class Board:
         settled = abs(time.time() - state.st_mtime) > 2
         self._read[path] = (signature if settled else (), *made)
         return made
+
+    def _why(self, path: Path, error: BaseException) -> str:
+        """Why ``path`` cannot be used. Where permissions are the reason, whose and what helps."""
+        if not isinstance(error, PermissionError) or os.name == "nt":  # there, modes say little
+            return progress.reason(error)
+        said = _missing_permission(path, self.folder)
+        self.unreadable[path] = said
+        return said
+
+
+def _missing_permission(path: Path, folder: Path) -> str:
+    """What this account may not do on the way from ``folder`` to ``path``, in a sentence without
+    a name of a learner.
+    """
+    inside = path.relative_to(folder)
+    for place in [*reversed(inside.parents)][1:]:
+        # Only the first part of the path is a learner's name.
+        below = Path(*place.parts[1:])
+        name = "their folder" if len(place.parts) == 1 else f"the folder {below} in it"
+        if not _may_enter(folder / place):
+            return _not_allowed("enter", name, folder / place, stat.S_IXOTH)
+    if path.is_dir():
+        return _not_allowed("list and enter", "their folder", path, stat.S_IROTH | stat.S_IXOTH)
+    return _not_allowed("read", "the file", path, stat.S_IROTH)
+
+
+def _may_enter(folder: Path) -> bool:
+    try:
+        os.lstat(folder / "anything")
+    except PermissionError:
+        return False
+    except OSError:  # there is no such file, which only somebody sees who may enter
+        return True
+    return True
+
+
+def _not_allowed(verb: str, name: str, path: Path, needed: int) -> str:
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    said = f"this account may not {verb} {name}, whose mode is {mode:04o}"
+    if mode & needed == needed:  # a list of access rights, a mandatory policy
+        return f"{said}: something else than the mode forbids it, so ask who runs the machine"
+    letters = "r" * bool(needed & stat.S_IROTH) + "x" * bool(needed & stat.S_IXOTH)
+    return f"{said}: its owner runs chmod o+{letters} on it"
 
 
 def _replace(path: Path, content: str) -> None:
@@ -195,7 +252,21 @@ def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _usual(home: Path) -> list[Path]:
-    return [home / place for place in PLACES if os.path.lexists(home / place)]
+    """The places in a home folder where there is a progress file.
+
+    Also those that this account may not look at, since a file may be there.
+    """
+    found = []
+    for place in PLACES:
+        try:
+            os.lstat(home / place)
+        except PermissionError:
+            if not _may_enter(home):
+                raise
+        except OSError:  # nothing there
+            continue
+        found.append(home / place)
+    return found
 
 
 def _clean(found: dict, whole: bool) -> tuple[dict, str]:

@@ -328,6 +328,36 @@ def test_processes_that_write_at_once_lose_nothing(file):
     assert len(progress.load()["guesses"]) == 45
 
 
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there, permissions are another matter")
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_a_new_file_has_the_permissions_of_the_umask(file, umask, mask, mode):
+    umask(mask)
+    progress.record_check("0.1", "passed")
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+    progress.record_check("0.2", "passed")
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there, permissions are another matter")
+@pytest.mark.parametrize("mode", [0o600, 0o604, 0o664])
+def test_a_file_keeps_the_permissions_that_it_has(file, umask, mode):
+    progress.record_check("0.1", "passed")
+    file.chmod(mode)
+    progress.record_check("0.2", "passed")
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+    text = file.read_text()
+    file.write_text(text.replace('"tries": 1', '"tries": "one"', 1))  # a part is damaged
+    assert len(progress.load()["checks"]) == 1
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
 def test_reset_keeps_the_old_file(file):
     assert "no progress" in progress.reset()
     progress.record_check("0.1", "passed")

@@ -1,10 +1,17 @@
 """What lesson 03 says in figures that none of its cells prints."""
 
+import contextlib
+import io
+import re
+
 import pytest
+import torch
 import torch.nn.functional as F
 import transformers
 from support.paths import ROOT
 
+from gradmem_lib import MemoryTracker, accumulate_gradients, check_pieces_add_up, split
+from gradmem_lib.course import models
 from gradmem_lib.course.lessons.shared import hf_trainer
 
 SOURCE = ROOT / "solutions" / "03_gradient_accumulation.py"
@@ -45,3 +52,71 @@ def test_divided_by_all_tokens_over_the_number_of_processes():
     exact = sum(sums) / tokens
     assert sum(one / (tokens / 2) for one in sums) / 2 == pytest.approx(exact)
     assert sum(one / tokens for one in sums) / 2 == pytest.approx(exact / 2)
+
+
+def optional_section():
+    """The section on losses that compare rows, run: its names, and what it prints."""
+    text = SOURCE.read_text(encoding="utf-8")
+    section = text.partition("# ## Optional: losses that compare rows")[2]
+    section = section.partition("# ## More practice")[0]
+    code = "\n".join(
+        cell
+        for cell in re.split(r"^# %%", section, flags=re.MULTILINE)[1:]
+        if "[markdown]" not in cell
+    )
+
+    def take_gradient(model):
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+        return found
+
+    names = {
+        "torch": torch,
+        "MemoryTracker": MemoryTracker,
+        "accumulate_gradients": accumulate_gradients,
+        "split": split,
+        "take_gradient": take_gradient,
+        "relative_error": lambda found, right: ((found - right).norm() / right.norm()).item(),
+        "exact": models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, dtype=torch.float64),
+    }
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return names, printed.getvalue()
+
+
+def test_a_loss_that_compares_rows_in_pieces_and_in_two_passes():
+    names, printed = optional_section()
+    lines = re.findall(r"(\w+) +peak +([\d,]+), error ([\d.]+)", printed)
+    found = {way: (int(peak.replace(",", "")), float(error)) for way, peak, error in lines}
+    assert list(found) == ["at_once", "in_pieces", "in_two_passes"]
+    # The gradient of the whole loss, by this test's own loop over rows.
+    encoder, pairs = names["encoder"], names["pairs"]
+    vectors = []
+    for name in ("question", "answer"):
+        last = encoder(pairs[name]).last_hidden_state[:, -1]
+        vectors.append(last / last.norm(dim=-1, keepdim=True))
+    loss = 0
+    for row in range(16):
+        similar = vectors[1] @ vectors[0][row] / 0.1
+        loss = loss + (similar.logsumexp(0) - similar[row]) / 16
+    loss.backward()
+    right = torch.cat([p.grad.flatten() for p in encoder.parameters()])
+    encoder.zero_grad()
+    for way, gradient in names["gradients"].items():
+        error = ((gradient - right).norm() / right.norm()).item()
+        assert round(error, 2) == found[way.__name__][1]
+        assert (error < 1e-12) == (way.__name__ != "in_pieces")
+    assert "miss the gradient by half of its length" in TEXT
+    assert 0.45 <= found["in_pieces"][1] < 0.55
+    assert "need hardly more memory than the pieces" in TEXT
+    whole, pieces, passes = (peak for peak, _ in found.values())
+    assert pieces < passes < 1.02 * pieces < 0.35 * whole
+    assert "each question is compared with 3 others instead of 15" in TEXT
+    assert "must be more similar than the 15 others" in TEXT
+
+    def loss_and_count(micro):
+        return names["contrast"](*names["embed"](micro)), len(micro["answer"])
+
+    with pytest.raises(ValueError, match="accumulate_through_embeddings"):
+        check_pieces_add_up(encoder, pairs, loss_and_count, reduction="mean")

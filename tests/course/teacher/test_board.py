@@ -6,7 +6,10 @@ import json
 import os
 import random
 import re
+import shutil
+import tempfile
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -187,6 +190,68 @@ def test_broken_partial_and_foreign_files_are_listed(folder, seen):
     )
     assert "lock" not in listed.text and "whole.json-x" not in listed.text
     assert "file 9: " in seen().text and "whole" not in seen().text
+
+
+@pytest.fixture
+def public(monkeypatch):
+    """A folder that other accounts may enter, and a switch to one of them where tests run as
+    root.
+    """
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    if root:
+        os.seteuid(65534)
+    yield path
+    if root:
+        os.seteuid(0)
+    for place in path.rglob("*"):
+        place.chmod(0o777)
+    shutil.rmtree(path)
+
+
+def put(home, mode=0o644):
+    file = home / PLACES[0]
+    file.parent.mkdir(parents=True)
+    file.write_text(learner(passed=("1.1",)))
+    file.chmod(mode)
+    return file
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there, modes say little")
+def test_files_of_other_accounts_that_may_not_be_read_are_said(public, capsys):
+    folder, out = public / "class", public / "board.html"
+    folder.mkdir()
+    put(folder / "open")
+    put(folder / "closed-file", 0o000)
+    put(folder / "closed-inside")
+    (folder / "closed-inside" / ".local").chmod(0o000)
+    put(folder / "closed-home")
+    (folder / "closed-home").chmod(0o000)
+    board = Board(folder, out)
+    board.write(0)
+    assert len(board.learners) == 1
+    assert {path.relative_to(folder).parts[0]: why for path, why in board.unreadable.items()} == {
+        "closed-file": "this account may not read the file, whose mode is 0000: its owner runs "
+        "chmod o+r on it",
+        "closed-inside": "this account may not enter the folder .local in it, whose mode is 0000: "
+        "its owner runs chmod o+x on it",
+        "closed-home": "this account may not list and enter their folder, whose mode is 0000: its "
+        "owner runs chmod o+rx on it",
+    }
+    text = out.read_text()
+    assert text.count("this account may not") == 3 and "closed-" not in text
+    assert "no progress file in it yet" not in text
+    assert main(["class", str(folder), "--once", "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("this account may not") == 3
+    assert f"{folder / 'closed-file' / PLACES[0]}: this account may not read" in said
+    # What the sentences advise.
+    (folder / "closed-file" / PLACES[0]).chmod(0o404)  # tests own these files
+    (folder / "closed-inside" / ".local").chmod(0o711)
+    (folder / "closed-home").chmod(0o755)
+    board.write(0)
+    assert len(board.learners) == 4 and not board.unreadable
 
 
 def test_values_that_cannot_be_drawn_are_counted(folder, seen):

@@ -1,0 +1,183 @@
+"""Whether a loss may be computed piece by piece: the loss is asked, with three forwards.
+
+Accumulation adds up the sums of pieces. That is right if a batch has the same sums in pieces as
+together: the loss of each row does not depend on the other rows. A loss that compares rows, and a
+count that is not what the loss is divided by, have other sums in pieces.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .. import compat
+from .accumulation import check_reduction, checked_pair, count_rows, split
+from .data_parallel import device_of, processes_of
+
+ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
+
+Pairs = list[tuple[float, float]]  # a sum and its count, for each mean
+
+
+def check_pieces_add_up(
+    model: nn.Module,
+    batch: Any,
+    loss_and_count: Callable[[Any], Any],
+    *,
+    reduction: str = "sum",
+) -> None:
+    """Raise ``ValueError`` if ``batch`` has another loss together than as the sum of its pieces: as
+    its first row and the others.
+
+    ``accumulate_gradients`` cannot ask this by itself, since it is given pieces, and does not know
+    how they would be put together. Call this once, before the first window::
+
+        check_pieces_add_up(model, next(split(batch, 4)), loss_and_count, reduction="mean")
+
+    It costs three forwards of at most these rows: in eval mode, without gradients, and unseen by a
+    tracker. Afterwards the random numbers and the model's mode are as before. ``loss_and_count`` is
+    called three times, with what it does besides.
+
+    Args:
+        model: what ``loss_and_count`` calls. With ``DistributedDataParallel`` or sharding, all
+            processes call this together.
+        batch: at least two rows that ``split`` can cut. Take rows that are unlike each other: of
+            equally long rows of one class, most wrong losses have the right sum.
+        loss_and_count: the one of ``accumulate_gradients``, as is ``reduction``. It returns one
+            pair, or a list of several. Each count must be that of the rows that it is given.
+
+    A loss that draws random numbers in eval mode differs from call to call, and is refused too.
+    """
+    check_reduction(reduction)
+    processes = processes_of(model)
+    pieces = _all_but_the_last_row_and_it(batch)
+    limit = rounding(model)
+    with as_in_evaluation(model):
+        together, error = _ask(loss_and_count, batch, reduction)
+        alone = []
+        for piece in pieces:  # after an error too: sharded processes run each forward together
+            found, message = _ask(loss_and_count, piece, reduction)
+            alone.append(found)
+            error = error or message
+        difference = error or _difference(together, alone, limit)
+        refused = processes.sums(bool(difference))[0] > 0
+        if refused:
+            again, _ = _ask(loss_and_count, batch, reduction)
+            if not error and _difference(together, [again], limit):
+                difference = DRAWS_RANDOM_NUMBERS
+    if refused:
+        raise ValueError(
+            "accumulation would train another loss: "
+            f"{difference or 'another process found a difference'}"
+        )
+
+
+DRAWS_RANDOM_NUMBERS = (
+    "the same rows have another loss each time, also in eval mode. It draws random numbers, or "
+    "changes what it reads. Whether it also compares rows cannot be seen then. Draw the numbers in "
+    "the data's collator, so that each row brings its own; or draw them only in training "
+    "(F.dropout(x, p, training=self.training)); and leave what the loss reads as it is"
+)
+
+
+def _all_but_the_last_row_and_it(batch: Any) -> list[Any]:
+    rows = count_rows(batch)
+    if rows < 2:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be compared with its pieces: give at least two rows"
+        )
+    return list(split(batch, rows - 1))
+
+
+def _ask(loss_and_count: Callable, batch: Any, reduction: str) -> tuple[Pairs, str]:
+    """Each sum and its count, and an error if there was one."""
+    pairs = []
+    try:
+        returned = loss_and_count(batch)
+        for pair in returned if isinstance(returned, list) else [returned]:
+            loss, count = checked_pair(pair)
+            value = loss.item()
+            if reduction == "mean":
+                value = value * count if count else 0.0  # the mean of nothing is not a number
+            pairs.append((value, float(count)))
+    except Exception as error:  # the loss's own code may raise anything
+        return [], first_line(error)
+    return pairs, ""
+
+
+def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
+    """What differs between a batch and its pieces; an empty string if nothing does."""
+    numbers = sorted({len(together), *(len(piece) for piece in alone)})
+    if len(numbers) > 1:
+        return f"{numbers[0]} pairs of loss and count for some rows, and {numbers[-1]} for others"
+    for place, (loss, count) in enumerate(together):
+        losses = [piece[place][0] for piece in alone]
+        counts = [piece[place][1] for piece in alone]
+        if not all(counts):
+            return (
+                "a piece of this batch has no items, which shows nothing: give rows that all have "
+                "labels"
+            )
+        if not math.isclose(sum(counts), count, rel_tol=limit):
+            return (
+                f"the count of all rows is {count:g}, and those of its pieces are "
+                f"{' and '.join(f'{each:g}' for each in counts)}: count the rows that are given, "
+                "as len(labels) does, or their labels that are not -100, after the shift"
+            )
+        # Sums of unlike signs cancel, and their rounding does not.
+        scale = max(abs(loss), sum(abs(each) for each in losses))
+        if not abs(sum(losses) - loss) <= limit * scale:
+            return (
+                f"its sum is {loss:.6g} for all rows together, and {sum(losses):.6g} as the sum "
+                "of pieces. A loss that compares rows with each other goes through "
+                "accumulate_through_embeddings; class weights are counts "
+                "(weight[labels].sum()); several means are a list of pairs, each with its own "
+                "count"
+            )
+    return ""
+
+
+# What training/items.py asks with too.
+
+
+@contextmanager
+def as_in_evaluation(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, nobody who watches; afterwards all is as before."""
+    training = [module for module in model.modules() if module.training]
+    cuda = [device_of(model)] if device_of(model).type == "cuda" else []
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        model.eval()
+        with torch.no_grad(), compat.without_modes(), torch.random.fork_rng(cuda):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        for module in training:
+            module.training = True
+        for module in model.modules():
+            if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
+                module.reshard()
+
+
+def rounding(model: nn.Module) -> float:
+    """How far two right losses may be apart: relative, and by what a number is rounded to.
+
+    A matrix product of more rows adds in another order. In 16 bits, each side is rounded to half a
+    gap between two numbers, relative: both together to one gap, ``eps``.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    kind = device_of(model).type
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    narrow = dtypes & {torch.bfloat16, torch.float16}
+    return max([ROUNDING, *(torch.finfo(dtype).eps for dtype in narrow)])
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
