@@ -33,7 +33,7 @@ MOVED = (
     (r"(?:lessons|solutions)/(\d\d_\w+)\.ipynb", r"lessons/\1.ipynb"),
     (r"docs/sheets/?", "sheets.md"),
     (r"sheets/(\d\d\.svg)", r"docs/sheets/\1"),
-    (r"(?:docs/)?ledger\.md", "ledger.md"),
+    (r"(?:docs/)?(ledger|measured|own_code)\.md", r"\1.md"),
     (r"docs/teaching\.md", "teaching.md"),
     (r"CONTRIBUTING\.md", "contributing.md"),
     (r"README\.md", "index.md"),
@@ -183,7 +183,8 @@ def gather() -> None:
     _insert(source / "index.md", first, "FIRST")
     _insert(source / "contributing.md", relinked(_read("CONTRIBUTING.md")))
     _insert(source / "ledger.md", relinked(ledger(_read("docs/ledger.md"))))
-    _insert(source / "teaching.md", relinked(_read("docs/teaching.md")))
+    for name in ("teaching", "measured", "own_code"):
+        _insert(source / f"{name}.md", relinked(_read(f"docs/{name}.md")))
     _insert(source / "sheets.md", sheets())
     (source / "lessons").mkdir()
     for path in sorted((ROOT / "solutions").glob("*.ipynb")):

@@ -79,7 +79,15 @@ def test_a_picture_becomes_a_file_with_its_size_and_its_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/ledger.md", "CONTRIBUTING.md", "docs/teaching.md"]
+    "name",
+    [
+        "README.md",
+        "docs/ledger.md",
+        "docs/measured.md",
+        "docs/own_code.md",
+        "CONTRIBUTING.md",
+        "docs/teaching.md",
+    ],
 )
 def test_every_link_of_a_page_from_elsewhere_leads_to_a_page_or_a_file(name):
     text = build.relinked((ROOT / name).read_text(encoding="utf-8"))
