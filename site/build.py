@@ -34,7 +34,8 @@ MOVED = (
     (r"docs/sheets/?", "sheets.md"),
     (r"sheets/(\d\d\.svg)", r"docs/sheets/\1"),
     (r"(?:docs/)?(ledger|measured|own_code)\.md", r"\1.md"),
-    (r"docs/teaching\.md", "teaching.md"),
+    (r"(?:docs/)?teaching\.md", "teaching.md"),
+    (r"(?:docs/)?(teaching/\d\d)\.md", r"\1.md"),
     (r"CONTRIBUTING\.md", "contributing.md"),
     (r"README\.md", "index.md"),
     (r"gradmem_lib/(\w+)/(\w+)\.py", r"#gradmem_lib.\1.\2"),
@@ -185,6 +186,10 @@ def gather() -> None:
     _insert(source / "ledger.md", relinked(ledger(_read("docs/ledger.md"))))
     for name in ("teaching", "measured", "own_code"):
         _insert(source / f"{name}.md", relinked(_read(f"docs/{name}.md")))
+    (source / "teaching").mkdir()
+    for path in sorted((ROOT / "docs" / "teaching").glob("*.md")):
+        page = relinked(path.read_text(encoding="utf-8"), "../")
+        (source / "teaching" / path.name).write_text(page, encoding="utf-8")
     _insert(source / "sheets.md", sheets())
     (source / "lessons").mkdir()
     for path in sorted((ROOT / "solutions").glob("*.ipynb")):

@@ -87,6 +87,7 @@ def test_a_picture_becomes_a_file_with_its_size_and_its_words(tmp_path):
         "docs/own_code.md",
         "CONTRIBUTING.md",
         "docs/teaching.md",
+        "docs/teaching/06.md",
     ],
 )
 def test_every_link_of_a_page_from_elsewhere_leads_to_a_page_or_a_file(name):
@@ -94,6 +95,7 @@ def test_every_link_of_a_page_from_elsewhere_leads_to_a_page_or_a_file(name):
     pages = {path.name for path in (SITE / "pages").glob("*.md")}
     lessons = {f"lessons/{path.stem}.ipynb" for path in (ROOT / "solutions").glob("*.py")}
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*")} | {"LICENSE"}
+    pages |= {f"teaching/{path.name}" for path in (ROOT / "docs" / "teaching").iterdir()}
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         assert (
             target.startswith(("#", "http")) or target.split("#")[0] in pages | lessons | files
