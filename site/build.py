@@ -109,18 +109,22 @@ def _picture(output: dict, images: Path) -> None:
 
 def floor_page(floor: str) -> str:
     """The reference of one folder of the library: every module's docstring, and those of its public
-    names.
+    names. Of the rooms inside the folder, it has the modules that give a public name.
     """
+    import gradmem_lib
+
+    files = (ROOT / "gradmem_lib" / floor).glob("[!_]*.py")
+    modules = {f"{floor}.{file.stem}" for file in files}
+    modules |= {home for home in gradmem_lib.HOMES.values() if home.startswith(f"{floor}.")}
+    modules.discard("view.pictures")  # has nothing of its own
     lines = [floor, "=" * len(floor), ""]
-    for module in sorted((ROOT / "gradmem_lib" / floor).glob("[!_]*.py")):
-        if module.stem == "pictures":  # has nothing of its own
-            continue
-        name = f"gradmem_lib.{floor}.{module.stem}"
+    for module in sorted(modules):
+        title = module.removeprefix(f"{floor}.")
         lines += [
-            module.stem,
-            "-" * len(module.stem),
+            title,
+            "-" * len(title),
             "",
-            f".. automodule:: {name}",
+            f".. automodule:: gradmem_lib.{module}",
             "   :members:",
             "",
         ]
