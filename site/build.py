@@ -33,6 +33,7 @@ MOVED = (
     (r"(?:lessons|solutions)/(\d\d_\w+)\.ipynb", r"lessons/\1.ipynb"),
     (r"docs/sheets/?", "sheets.md"),
     (r"sheets/(\d\d\.svg)", r"docs/sheets/\1"),
+    (r"waterfall\.png", "docs/waterfall.png"),
     (r"(?:docs/)?(ledger|measured|own_code)\.md", r"\1.md"),
     (r"(?:docs/)?teaching\.md", "teaching.md"),
     (r"(?:docs/)?(teaching/\d\d)\.md", r"\1.md"),

@@ -261,9 +261,8 @@ def test_predicted_needs_of_an_8b_are_the_recorded_ones():
     needs = [f"{nbytes / 2**30:.1f} GiB" for nbytes in (adafactor, lora, qlora)]
     said = re.search(
         (
-            r"needs (.* GiB) to train every .*, (.* GiB) with LoRA of rank 8, and (.* GiB) with "
-            r"its "
-            r"base"
+            r"needs ([\d.]+ GiB) to train every .*, ([\d.]+ GiB) with LoRA of rank 8, and "
+            r"([\d.]+ GiB) with its base"
         ),
         plain(OWN_CODE),
     )
