@@ -33,8 +33,10 @@ MOVED = (
     (r"(?:lessons|solutions)/(\d\d_\w+)\.ipynb", r"lessons/\1.ipynb"),
     (r"docs/sheets/?", "sheets.md"),
     (r"sheets/(\d\d\.svg)", r"docs/sheets/\1"),
-    (r"(?:docs/)?ledger\.md", "ledger.md"),
-    (r"docs/teaching\.md", "teaching.md"),
+    (r"waterfall\.png", "docs/waterfall.png"),
+    (r"(?:docs/)?(ledger|measured|own_code)\.md", r"\1.md"),
+    (r"(?:docs/)?teaching\.md", "teaching.md"),
+    (r"(?:docs/)?(teaching/\d\d)\.md", r"\1.md"),
     (r"CONTRIBUTING\.md", "contributing.md"),
     (r"README\.md", "index.md"),
     (r"gradmem_lib/(\w+)/(\w+)\.py", r"#gradmem_lib.\1.\2"),
@@ -108,18 +110,22 @@ def _picture(output: dict, images: Path) -> None:
 
 def floor_page(floor: str) -> str:
     """The reference of one folder of the library: every module's docstring, and those of its public
-    names.
+    names. Of the rooms inside the folder, it has the modules that give a public name.
     """
+    import gradmem_lib
+
+    files = (ROOT / "gradmem_lib" / floor).glob("[!_]*.py")
+    modules = {f"{floor}.{file.stem}" for file in files}
+    modules |= {home for home in gradmem_lib.HOMES.values() if home.startswith(f"{floor}.")}
+    modules.discard("view.pictures")  # has nothing of its own
     lines = [floor, "=" * len(floor), ""]
-    for module in sorted((ROOT / "gradmem_lib" / floor).glob("[!_]*.py")):
-        if module.stem == "pictures":  # has nothing of its own
-            continue
-        name = f"gradmem_lib.{floor}.{module.stem}"
+    for module in sorted(modules):
+        title = module.removeprefix(f"{floor}.")
         lines += [
-            module.stem,
-            "-" * len(module.stem),
+            title,
+            "-" * len(title),
             "",
-            f".. automodule:: {name}",
+            f".. automodule:: gradmem_lib.{module}",
             "   :members:",
             "",
         ]
@@ -183,7 +189,12 @@ def gather() -> None:
     _insert(source / "index.md", first, "FIRST")
     _insert(source / "contributing.md", relinked(_read("CONTRIBUTING.md")))
     _insert(source / "ledger.md", relinked(ledger(_read("docs/ledger.md"))))
-    _insert(source / "teaching.md", relinked(_read("docs/teaching.md")))
+    for name in ("teaching", "measured", "own_code"):
+        _insert(source / f"{name}.md", relinked(_read(f"docs/{name}.md")))
+    (source / "teaching").mkdir()
+    for path in sorted((ROOT / "docs" / "teaching").glob("*.md")):
+        page = relinked(path.read_text(encoding="utf-8"), "../")
+        (source / "teaching" / path.name).write_text(page, encoding="utf-8")
     _insert(source / "sheets.md", sheets())
     (source / "lessons").mkdir()
     for path in sorted((ROOT / "solutions").glob("*.ipynb")):

@@ -1,6 +1,7 @@
 """Sphinx's settings for the course's site."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -12,6 +13,8 @@ sys.path.insert(0, str(ROOT))
 sys.path += map(str, (ROOT / ".venv").glob("[Ll]ib/**/site-packages"))
 
 project, author, copyright = "gradmem", "The gradmem authors", "The gradmem authors, Apache-2.0"
+described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+version = release = described["version"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}
@@ -28,14 +31,17 @@ html_math_renderer = "mathml"
 html_static_path = [str(ROOT / "build/site/static")]
 html_extra_path = [str(ROOT / "build/site/extra")]
 html_css_files = ["site.css"]
-html_js_files = ["copy.js"]
+html_js_files = ["copy.js", "cards.js"]
+templates_path = ["templates"]
 html_copy_source = html_show_sourcelink = False
-html_context = {"default_mode": "auto"}
+# Once pyproject.toml names where issues are kept, the footer's link leads there.
+html_context = {"default_mode": "auto", "issues": described.get("urls", {}).get("Issues", "")}
 html_theme_options = {
     "use_download_button": False,
     "navbar_persistent": [],
     "home_page_in_toc": True,
     "show_navbar_depth": 1,
+    "footer_content_items": ["report.html", "author.html", "copyright.html"],
     "show_toc_level": 2,
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import chromium  # noqa: E402
+from notebooks.browser import chromium  # noqa: E402
 
 SITE = ROOT / "build" / "site" / "html"
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
@@ -40,6 +40,8 @@ def look(browser, folder: Path | None = None) -> list[str]:
             if {"_static", "_modules", "sheets"} & set(path.parts):  # sheets are for paper
                 continue
             page.goto(path.as_uri())
+            if not page.locator(".report a").count():
+                wrong.append(f"{path.relative_to(SITE)}: has no link to report what is wrong")
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             if wide > 0:
                 wrong.append(f"{path.relative_to(SITE)}: {wide} pixels wider than a {name}")
@@ -49,9 +51,8 @@ def look(browser, folder: Path | None = None) -> list[str]:
                     full_page="--full" in sys.argv,
                 )
         context.close()
-    return wrong + [
-        f"{check.__name__}: {words}" for check in (fits, ledger) for words in check(browser)
-    ]
+    checks = (fits, ledger, ledger_on_a_phone, turning_pages)
+    return wrong + [f"{check.__name__}: {words}" for check in checks for words in check(browser)]
 
 
 def fits(browser) -> list[str]:
@@ -101,6 +102,44 @@ def ledger(browser) -> list[str]:
         if every > refuted > both > 0
         else [f"{every}, then {refuted}, then {both} claims are shown"]
     )
+
+
+MOST_SCREENS = 15  # of the ledger on a phone
+
+
+def ledger_on_a_phone(browser) -> list[str]:
+    """Claims are cards, each with its verdict in sight; a tap on a number opens its entry."""
+    page = browser.new_page(viewport=PHONE, offline=True)
+    page.goto((SITE / "ledger.html").as_uri())
+    wrong = []
+    verdicts = page.locator("table.cards.verdicts tbody td:last-child")
+    boxes = [verdict.bounding_box() for verdict in verdicts.all()]
+    if len(boxes) < 50:
+        wrong.append(f"only {len(boxes)} claims are cards")
+    if any(box["x"] < 0 or box["x"] + box["width"] > PHONE["width"] for box in boxes):
+        wrong.append("a verdict is cut off")
+    screens = page.evaluate("document.documentElement.scrollHeight") / PHONE["height"]
+    if screens > MOST_SCREENS:
+        wrong.append(f"the page is {screens:.0f} screens long, of {MOST_SCREENS}")
+    page.locator("td a[href='#c10']").click()
+    if not page.locator("section#c10").is_visible() or page.locator("section#c11").is_visible():
+        wrong.append("a tap on C10 does not open its entry alone")
+    page.close()
+    return wrong
+
+
+def turning_pages(browser) -> list[str]:
+    """Each lesson ends with links to those before and after it."""
+    page = browser.new_page(viewport=PHONE, offline=True)
+    files = sorted((SITE / "lessons").glob("*.html"))
+    wrong = []
+    for before, file, after in zip(files, files[1:], files[2:], strict=False):
+        page.goto(file.as_uri())
+        for kind, other in (("left-prev", before), ("right-next", after)):
+            if page.locator(f"a.{kind}").get_attribute("href") != other.name:
+                wrong.append(f"{file.name}: {kind} does not lead to {other.name}")
+    page.close()
+    return wrong
 
 
 if __name__ == "__main__":

@@ -19,6 +19,16 @@
 # the card (the GPU) you own. You will build each technique by hand, and watch what it does to real memory. A laptop
 # without a GPU is enough: the bytes are real there too.
 #
+# The course begins with an error that somebody met on a card:
+#
+# ```
+# CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a total capacity of 39.56 GiB of which 2.81 MiB is
+# free. Process 16368 has 39.55 GiB memory in use. Of the allocated memory 38.05 GiB is allocated by PyTorch, and
+# 1021.72 MiB is reserved by PyTorch but unallocated.
+# ```
+#
+# Which of these numbers can you change?
+#
 # Every lesson goes through the same five moves:
 #
 # 1. **claim**: a sentence about memory, often one you have read somewhere;
@@ -41,7 +51,8 @@ doctor()
 # ## 1 · Watch a training loop
 #
 # You will train a tiny Llama: the architecture of the large ones, with 4 blocks and random weights. The training loop
-# is the usual one. The second cell counts the parameters.
+# is the usual one. (`foreach=False` makes AdamW update one parameter after the other: lesson 02 measures what that
+# saves.) The second cell counts the parameters.
 
 # %%
 import torch
@@ -167,8 +178,7 @@ _ = check("0.1", wrong)
 # ●○○ · 2 minutes · trains: turning a shape and a dtype into bytes
 #
 # Write `tensor_bytes(shape, bytes_per_element)`: the bytes of a tensor of that shape. `tensor_bytes((2, 3), 4)` is 24.
-# Replace the line `raise NotImplementedError`, run the cell, and read what it says. The hints open one by one. (An
-# exercise keeps its number for good, so the numbers of a lesson may be out of order.)
+# Replace the line `raise NotImplementedError`, run the cell, and read what it says. The hints open one by one.
 #
 # <details><summary>Hint 1: from shape to elements</summary>
 #
@@ -254,6 +264,9 @@ except BudgetExceeded as error:
 # Four sequences fit, and five do not. Kernel, model and optimizer are still the same. You will work like this all the
 # time: go past the limit, read who holds what, change one thing, try again. A smaller batch is only the first thing to
 # change, and this course is about the others.
+#
+# Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
+# live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.
 #
 # ## 5 · Where things are kept
 #

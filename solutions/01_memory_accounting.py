@@ -46,7 +46,7 @@ from gradmem_lib.course import claims, models, texts
 #
 # Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
 #
-# We start with lesson 00's tiny Llama. `foreach=False` makes AdamW update one parameter after the other.
+# We start with lesson 00's tiny Llama.
 
 # %%
 model = models.tiny_llama()
@@ -148,7 +148,7 @@ resident_bytes = check("1.1", resident_bytes)
 print(resident_bytes(model) == residents)
 
 # %% [markdown]
-# The two agree to the byte. The course tests what five documents about fine-tuning memory claim. Two claims are about
+# The two agree to the byte. The course tests what popular guides claim about training memory. Two claims are about
 # these bytes: click to open them. (`docs/ledger.md` has all claims.)
 
 # %%
@@ -199,8 +199,8 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 #    largest parameter.
 #
 # A band of temporaries, 108 MiB high, runs through all of backward: the gradient of the output layer's weight. In
-# SmolLM2 this weight *is* the embedding table (tied), whose second gradient comes at the end of backward. Then three
-# tensors of 108 MiB are alive: both gradients and their sum.
+# SmolLM2 this weight *is* the embedding table (tied), so it is used twice. It gets a second gradient at the end of
+# backward. Then three tensors of 108 MiB are alive: both gradients and their sum.
 #
 # Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints the peak's phase and
 # bytes, and the most bytes of gradients and activations:
@@ -218,7 +218,7 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
 claims.show("C07")
 
 # %% [markdown]
-# With few tokens the peak is in the optimizer's step, with many at the loss, when backward begins: activations grow
+# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow
 # with every token, and gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's
 # step.
 #

@@ -147,13 +147,13 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 
 # %% [markdown]
 # The activations shrink with the micro-batch, and the other two columns do not. The peak follows the activations for
-# a while. Then it moves into backward, and at last into the optimizer's step, where no activation is left.
+# a while. Then it moves into backward, and then into the optimizer's step, where no activation is left.
 #
 # In the upper rows the peak is in *forward*, a few operations before the loss, the first of lesson 01's three
 # moments. Why? In lesson 01 the model computed its own loss and shifted the labels. `next_token_loss` cuts the
 # last position off the logits instead, and that makes a copy. So when forward ends, three tensors as wide as the
 # vocabulary are alive: the logits, their copy, and the log-softmax. Backward has three such tensors as well, each one
-# position shorter. (A single row needs no copy: its activations are less than half of two rows'.)
+# position shorter. (One row is cut without a copy, and takes less than half of what two rows take.)
 #
 # This settles four claims. (C18's mini-batch is a micro-batch.)
 
@@ -555,7 +555,8 @@ guess_f.reveal(measured=error)
 #
 # The loop has a second flaw. DDP exchanges gradients in *every* backward, and once a window is enough.
 # `ddp.no_sync()` switches the exchange off: put forward and backward of all micro-batches but the last in it.
-# `accumulate_gradients(..., model=ddp)` does that, and divides by the count of all processes over their number:
+# `accumulate_gradients(..., model=ddp)` does that, divides by the count of all processes, and multiplies by their
+# number:
 
 # %%
 loop = "accumulate_gradients(mine, lambda micro: next_token_loss(ddp, micro), model=ddp)"
@@ -564,9 +565,9 @@ print("accumulate_gradients: error below 1e-12:", error_of(loop) < 1e-12)
 # %% [markdown]
 # ## 10 · What it costs in time
 #
-# The same tokens go through the same matrix products, in more and smaller operations. In our record, on one thread of
+# The same tokens go through the same matrix products, in more, smaller operations. In our record, on one thread of
 # a CPU, 4 micro-batches cost nothing, and 16 cost time. A large GPU is the other extreme: a micro-batch that cannot
-# fill it leaves it waiting. So take the largest micro-batch that fits.
+# fill it leaves it waiting. Take the largest micro-batch that fits.
 
 # %%
 claims.show("C16", "C29")
@@ -579,8 +580,8 @@ claims.show("C16", "C29")
 # - **`loss / K` is right only for equal counts.** With lengths that differ, it is another objective.
 # - **Step, zero, clip and log once a window**, the last incomplete one included.
 # - **A trainer may not do what you think.** Compare one update at 1 and at K steps.
-# - **Several processes**: exchange gradients once a window (`no_sync`), and divide by the count of all processes over
-#   their number.
+# - **Several processes**: exchange gradients once a window (`no_sync`), divide by the count of all processes, and
+#   multiply by their number.
 #
 # Accumulation cannot help where one sequence does not fit. Lesson 04 makes the activations of a sequence smaller.
 #

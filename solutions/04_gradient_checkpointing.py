@@ -417,10 +417,17 @@ guess_c.reveal(
 # The *first* segment runs again last, when all other boundaries are gone. The last segment runs again first, when all
 # boundaries are still there. So why should the two be equally long? `"best"` made the first ones longer.
 #
-# Fix a limit P for the peak, and fill it. The first segment may have P/a layers. Each segment after it finds one
-# boundary more, and must be x/a layers shorter. So the lengths fall in a straight line from P/a to 0, over P/x segments.
-# They add up to the area under this line, P²/(2·a·x), and that is n. So **P = √(2·a·x·n)**. Equal segments need
-# 2·√(a·x·n), which is √2 times as much: you save 29 % where the chain is long.
+# Choose a limit P for the peak. Boundaries that wait (▪) and one segment's layers (█) may fill it:
+#
+# ```
+# ██████████
+# ▪█████████
+# ▪▪████████
+# ```
+#
+# Each segment is x/a layers shorter than the one before. So the lengths fall in a straight line from P/a to 0, over P/x
+# segments. The area under this line, P²/(2·a·x), is n. So **P = √(2·a·x·n)**. Equal segments need 2·√(a·x·n), √2 times
+# as much: you save 29 % where the chain is long.
 #
 # `best_segments` finds the exact optimum in whole layers. In the next picture the waiting boundaries climb like a
 # staircase, and the triangles beside them get smaller:
@@ -430,7 +437,8 @@ explore_schedule(depth=16, ratio=5, schedule="best segments")
 
 # %% [markdown]
 # In this picture the last segment is *not* run again: its backward begins at once. `checkpoint_layers` does the same
-# if you give it a list of lengths (but not for `every=3`), so `[64]` is no checkpoint at all. The next cell measures
+# for a list of lengths, so `[64]` is no checkpoint at all. (`every=3` runs it again, so that it is not kept beside
+# the loss.) The next cell measures
 # four ways on 64 layers with a = 5 x, and counts calls of layers beyond the 64 of a forward:
 
 # %%

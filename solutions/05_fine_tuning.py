@@ -423,7 +423,7 @@ bar("2 × 4, no checkpoints", recipe, run=final)
 print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 
 # %% [markdown]
-# In our record of the full runs, this one makes 1.86 times the naive run's tokens a second.
+# In our record of the full runs (`benchmarks/results`), this one makes 1.86 times the naive run's tokens a second.
 #
 # ## 11 · Did it learn the same?
 #
@@ -717,8 +717,8 @@ train_mixed = check("5.5", train_mixed)
 #
 # <details><summary>Hint 3: the rate</summary>
 #
-# `Trainer`'s own schedule is the dummy's, and none of your optimizers sees it. `get_scheduler("linear", optimizer,
-# 0, steps)` makes one for each, and the hook calls its `step()`.
+# `Trainer`'s linear learning-rate schedule changes the rate of the dummy alone. Your optimizers keep theirs, until
+# `get_scheduler("linear", optimizer, 0, steps)` makes a schedule for each, and the hook calls its `step()`.
 #
 # </details></details></details>
 

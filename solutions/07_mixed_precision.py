@@ -141,8 +141,8 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
     print(f"{name[:28]:<30}{given:>9} -> {made:<10}{times:>3} times")
 
 # %% [markdown]
-# - **bf16**: the matrix products (`mm`) and attention, which are on autocast's list, and what keeps its input's dtype,
-#   such as `silu`.
+# - **bf16**: the matrix products (`mm`) and attention, which are on autocast's list. Operations on no list, such as
+#   `silu`, follow their input.
 # - **float32**: the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
 # - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of float32 inputs.
 #

@@ -394,8 +394,8 @@ claims.show("C48")
 # A run that is 5 % too large does not need a checkpoint on every layer. `torch.compile` has an option for this:
 # `torch._functorch.config.activation_memory_budget` is a number from 0 (repeat all that can be repeated) to 1 (keep
 # what is kept by default). The compiler knows the bytes and the operations of every tensor, and solves a **knapsack
-# problem**: keep what costs most to repeat, within the budget. The next cells compile a chain of lesson 04 as
-# `torch.compile` does, in a form that the tracker can watch, and count its bytes in boundaries.
+# problem**: keep what costs most to repeat, within the budget. `aot_module` chooses as `torch.compile` does, and
+# the tracker can watch its steps. We use it on a chain of lesson 04, and count bytes in boundaries.
 
 # %%
 import torch._functorch.config as functorch_config

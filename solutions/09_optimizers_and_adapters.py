@@ -150,7 +150,8 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 # %% [markdown]
 # (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
 # and that weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances
-# within each power of ten. After 20 steps in a test, both optimizers were 1.1 % of the way off float32 AdamW.
+# within each power of ten. In a test of 20 steps, `AdamW8bit` and bitsandbytes' were off by
+# 1.1 % of float32 AdamW's way.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -200,9 +201,9 @@ class Lion(torch.optim.Optimizer):
 Lion = check("9.3", Lion)
 
 # %% [markdown]
-# **Muon** keeps m, and treats it as a *matrix*. A matrix stretches some directions more than others, by its *singular
-# values*, and in a gradient a few of them are far above the rest. Muon makes all of them about equal, by five rounds
-# of matrix products (Newton-Schulz). Embeddings and norms are left to AdamW. Here is one update:
+# **Muon** keeps m as a *matrix*, $m = USV^\top$. It stretches some directions more than others, by the *singular
+# values* in S. In a gradient a few are far above the rest. Muon steps by about $UV^\top$, where all are 1, after
+# five rounds of matrix products (Newton-Schulz). Embeddings and norms are left to AdamW. Here is one update:
 
 # %%
 lone = nn.Parameter(torch.zeros(64, 64))
@@ -266,7 +267,7 @@ for name, (make, rate) in rates.items():
 # | optimizer | its update | wrong choice where |
 # |---|---|---|
 # | momentum | a mean of gradients | gradients differ much in size, as in a Transformer |
-# | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
+# | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers it saves nothing |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
 # | Muon | all directions alike | batches are small: its products cost what 1,800 tokens of SmolLM2 cost |

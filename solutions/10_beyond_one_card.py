@@ -635,8 +635,12 @@ print(read.num_processes, "processes,", read.distributed_type.value)
 #
 # <details><summary>Hint: passes</summary>
 #
-# DDP has one all-reduce an update. FSDP has, for each micro-batch, two all-gathers (forward, backward) and one
-# reduce-scatter. ZeRO-2 has one all-gather less. (ZeRO-1 has DDP's all-reduce and one all-gather, once an update.)
+# | way | once an update | for each micro-batch |
+# |---|---|---|
+# | DDP | an all-reduce | |
+# | ZeRO-1 | an all-reduce, an all-gather | |
+# | ZeRO-2 | | an all-gather, a reduce-scatter |
+# | FSDP | | two all-gathers (forward, backward), a reduce-scatter |
 #
 # </details>
 

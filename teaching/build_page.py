@@ -1,13 +1,13 @@
-"""Writes docs/teaching.md: teaching/notes.md, with minutes, questions and known mistakes from
-lessons and exercises.
+"""Writes the teacher's pages from teaching/notes.md: docs/teaching.md with run sheets and habits,
+and docs/teaching/NN.md for each lesson, with its questions and the wrong answers to expect.
 
 ``make notebooks`` runs this file. It also writes gradmem_lib/course/teacher/questions.json, which
 the class board reads.
 
 In the text, a block "```run 90" is a run sheet of at most 90 minutes. Its lines are "10 | what" for
-ten minutes, or "L01 1-3 | what" for sections of a lesson ("L01" for all of it). A heading "### 01"
-gets everything about that lesson. "{{06: Explore}}" is what lesson 06 says under that heading, from
-the second paragraph on.
+ten minutes, or "L01 1-3 | what" for sections of a lesson ("L01" for all of it). What stands under
+"### 01" goes to that lesson's own page; the first of these headings becomes the list of all pages.
+"{{06: Explore}}" is what lesson 06 says under that heading, from the second paragraph on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import re
 from html import escape
 from math import ceil
+from pathlib import Path
 
 from build_notebooks import ROOT, Problem, write
 from lesson_facts import Lesson, lessons
@@ -25,34 +26,50 @@ from gradmem_lib.course.catalogue import all_exercises
 from gradmem_lib.course.judge.exercise import Exercise
 
 TEXT, PAGE = ROOT / "teaching" / "notes.md", ROOT / "docs" / "teaching.md"
+FOLDER = ROOT / "docs" / "teaching"  # a page for each lesson
 QUESTIONS = ROOT / "gradmem_lib" / "course" / "teacher" / "questions.json"
 ASKING = 2  # minutes that a room takes for a prediction: the guesses, the picture, a word about it
 STEP = 5  # rows of a run sheet are whole multiples
 RUN = re.compile(r"^```run (\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_LESSON = re.compile(r"^### (\d\d)\n(.*?)(?=^###? |\Z)", re.MULTILINE | re.DOTALL)
+MADE = "<!-- make notebooks builds this page from teaching/notes.md -->"
 
 
 def page(found: list[Lesson], text: str) -> str:
     """docs/teaching.md from its handwritten part."""
     by_number = {lesson.number: lesson for lesson in found}
     text = RUN.sub(lambda match: run_sheet(int(match[1]), match[2], by_number), text)
-    lacking = [number for number in by_number if number not in dict(OF_LESSON.findall(text))]
+    text = re.sub(
+        r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text
+    )
+    first = OF_LESSON.search(text).start()
+    text = text[:first] + table_of(found) + OF_LESSON.sub("", text[first:])
+    return f"{MADE}\n\n{text.rstrip()}\n"
+
+
+def lesson_pages(found: list[Lesson], text: str) -> dict[Path, str]:
+    """docs/teaching/NN.md for each lesson."""
+    notes = dict(OF_LESSON.findall(text))
+    lacking = [lesson.number for lesson in found if lesson.number not in notes]
     if lacking:
         raise Problem(
             f"{TEXT.name} has no notes for {', '.join(lacking)}: add a heading '### "
             f"{lacking[0]}' to it"
         )
-    text = re.sub(
-        r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text
-    )
-    text = OF_LESSON.sub(
-        lambda match: (
-            of_lesson(by_number[match[1]], match[2].strip()) if match[1] in by_number else ""
-        ),
-        text,
-    )
-    made = "<!-- make notebooks builds this page from teaching/notes.md -->"
-    return f"{made}\n\n{text.rstrip()}\n"
+    return {
+        FOLDER / f"{lesson.number}.md": of_lesson(lesson, notes[lesson.number].strip())
+        for lesson in found
+    }
+
+
+def table_of(found: list[Lesson]) -> str:
+    """The lessons with their minutes, each linked to its own page."""
+    lines = ["| lesson | alone | optional | with a room |", "|---|---|---|---|"]
+    for lesson in found:
+        minutes, optional = lesson.minutes.stated
+        name = f"[{lesson.number} · {lesson.title}](teaching/{lesson.number}.md)"
+        lines.append(f"| {name} | {minutes} | {optional or ''} | {part_of(lesson, '')[0]} |")
+    return "\n".join(lines) + "\n\n"
 
 
 def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
@@ -105,29 +122,38 @@ def part_of(lesson: Lesson, sections: str) -> tuple[int, str]:
 
 
 def of_lesson(lesson: Lesson, notes: str) -> str:
-    """All about one lesson, folded."""
+    """The page about one lesson."""
     minutes, optional = lesson.minutes.stated
     more = f", {optional} more for optional exercises" if optional else ""
     room = part_of(lesson, "")[0]
     exercises = all_exercises(lesson.number)
+    # Written for one page: a bold line is a heading here, and the other headings are elsewhere.
+    notes = notes.replace("**Where rooms get stuck**", "## Where rooms get stuck")
+    notes = notes.replace("](#", "](../teaching.md#")
     return "\n".join(
         [
-            f"<details><summary><b>{lesson.number} · {escape(lesson.title)}</b>: {minutes} "
-            f"minutes{more}; about {room} with a room</summary>",
+            MADE,
+            "",
+            f"# Teaching {lesson.number} · {escape(lesson.title)}",
+            "",
+            (
+                f"{minutes} minutes{more}; about {room} with a room. [All lessons, and the run "
+                "sheets](../teaching.md#lesson-by-lesson)."
+            ),
             "",
             (
                 f"**Learners need** {lesson.needs}{_seconds(lesson)} [With answers and "
-                f"outputs](../solutions/{lesson.source.stem}.ipynb)."
+                f"outputs](../../solutions/{lesson.source.stem}.ipynb)."
             ),
             "",
             (
                 f"**What should stick:** {sheet(lesson).rule} ([sheet for the "
-                f"wall](sheets/{lesson.number}.svg))"
+                f"wall](../sheets/{lesson.number}.svg))"
             ),
             "",
             notes,
             "",
-            "**Ask, and wait for the guesses, before the cell runs:**",
+            "## Ask, and wait for the guesses, before the cell runs",
             "",
             "| | where | question | before the cell | the lesson finds |",
             "|---|---|---|---|---|",
@@ -138,15 +164,9 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
                 for asked in lesson.asked
             ),
             "",
-            (
-                "**Exercises, with the wrong answers to expect and what `check` says of them** "
-                f"({len(exercises)}):"
-            ),
+            f"## Exercises ({len(exercises)}): wrong answers to expect, and what `check` says",
             "",
             *(line for exercise in exercises for line in _exercise(exercise, lesson)),
-            "</details>",
-            "",
-            "",
         ]
     )
 
@@ -169,13 +189,13 @@ def _exercise(exercise: Exercise, lesson: Lesson) -> list[str]:
     )
     said = dict.fromkeys(says for _, says in exercise.raises)
     return [
-        f"<details><summary>{exercise.id} {escape(exercise.title)}, {exercise.dots}, "
-        f"{exercise.minutes} minutes{', optional' if optional else ''}</summary>",
+        f"### {exercise.id} {escape(exercise.title)}",
+        "",
+        f"{exercise.dots} · {exercise.minutes} minutes{' · optional' if optional else ''}",
         "",
         *(f"- {_plain(mistake.name)}: “{_plain(mistake.says)}”" for mistake in exercise.mistakes),
         *(f"- stopped by an error: “{_plain(says)}”" for says in said),
         "",
-        "</details>",
     ]
 
 
@@ -195,10 +215,11 @@ def questions(found: list[Lesson]) -> str:
 
 def pages() -> dict:
     """What belongs into which file."""
-    found = lessons()
-    return {PAGE: page(found, TEXT.read_text(encoding="utf-8")), QUESTIONS: questions(found)}
+    found, text = lessons(), TEXT.read_text(encoding="utf-8")
+    return {PAGE: page(found, text), **lesson_pages(found, text), QUESTIONS: questions(found)}
 
 
 if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
     for path, content in pages().items():
         write(path, content)

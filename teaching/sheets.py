@@ -13,7 +13,7 @@ from build_notebooks import ROOT, write
 from lesson_facts import Lesson, lessons
 from sheet_facts import Bars, Bits, Curves, Sheet, sheet
 
-from gradmem_lib.view.style import COLORS, INK, MUTED, nice_step
+from gradmem_lib.view.style import COLORS, nice_step
 from gradmem_lib.view.svg import svg_pattern
 
 FOLDER = ROOT / "docs" / "sheets"
@@ -21,6 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 15.0, 195.0, 66.0, 164.0  # of the picture, in mm
 SMALL, LABEL, BIG = 5.6, 6.4, 15.0  # sizes of letters, in mm
 WIDE, BOLD = 0.54, 0.64  # of a letter, as a share of its size
 PLAIN, STRONG = "#c9d0da", "#234a8a"
+INK, MUTED = "#1d2330", "#5b6473"  # paper is white: darker than what reads on every theme
 DASHES = ("", "4 2.5", "1.2 1.8")
 
 

@@ -1,4 +1,4 @@
-"""Films ``docs/live-plot.gif``, with which the README begins: a cell that trains SmolLM2 in
+"""Films ``docs/live-plot.gif``, the picture of the README: a cell that trains SmolLM2 in
 JupyterLab, until its budget is full.
 
     PYTHONPATH=. python tools/moving_picture.py

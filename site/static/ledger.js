@@ -1,9 +1,11 @@
 // The ledger's search and filters. Without a script the page is the plain table with its entries.
 const bar = document.getElementById("ledger-filter");
 const table = bar.parentElement.querySelector("table");
+table.classList.add("verdicts");
 const claims = [...table.querySelectorAll("tbody tr")].map((row) => {
   const link = row.querySelector("a");
   const entry = document.getElementById(link.hash.slice(1));
+  entry.classList.add("entry");
   const last = [...entry.querySelectorAll("details > p")].at(-1).textContent;
   const [documents, shown] = last.split(/\. (?=Shown in|No lesson)/);
   return {
@@ -19,7 +21,8 @@ function select(name, all, values) {
 bar.innerHTML = `<form class="pick"><label>Search<input type="search" name="Search" placeholder="Adam, 24 GB"></label>
   ${select("Verdict", "any", claims.map((claim) => claim.verdict))}
   ${select("Lesson", "any", claims.flatMap((claim) => claim.lessons))}
-  ${select("Document", "any", claims.flatMap((claim) => claim.documents))}</form><p role="status"></p>`;
+  ${select("Document", "any", claims.flatMap((claim) => claim.documents))}</form>
+  <p class="on-phone">Tap a claim's number to read its entry below.</p><p role="status"></p>`;
 bar.hidden = false;
 
 function filter() {

@@ -79,13 +79,23 @@ def test_a_picture_becomes_a_file_with_its_size_and_its_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/ledger.md", "CONTRIBUTING.md", "docs/teaching.md"]
+    "name",
+    [
+        "README.md",
+        "docs/ledger.md",
+        "docs/measured.md",
+        "docs/own_code.md",
+        "CONTRIBUTING.md",
+        "docs/teaching.md",
+        "docs/teaching/06.md",
+    ],
 )
 def test_every_link_of_a_page_from_elsewhere_leads_to_a_page_or_a_file(name):
     text = build.relinked((ROOT / name).read_text(encoding="utf-8"))
     pages = {path.name for path in (SITE / "pages").glob("*.md")}
     lessons = {f"lessons/{path.stem}.ipynb" for path in (ROOT / "solutions").glob("*.py")}
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*")} | {"LICENSE"}
+    pages |= {f"teaching/{path.name}" for path in (ROOT / "docs" / "teaching").iterdir()}
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         assert (
             target.startswith(("#", "http")) or target.split("#")[0] in pages | lessons | files

@@ -1,8 +1,9 @@
 """A finding: the figures that a claim's verdict is computed from, and the sentence that says it.
 
 No verdict is written down anywhere. A claim is first judged in the setting of its own document
-(``own``), then under the condition that it needs (``where``). Other figures that a reader should
-see, but that decide nothing, are ``beyond``.
+(``own``). If it fails there, it is judged under the condition that it needs (``where``); if it
+holds there, in other settings that its words include (``elsewhere``). So "holds" alone is for what
+needs no condition. Other figures that a reader should see, but that decide nothing, are ``beyond``.
 """
 
 from __future__ import annotations
@@ -126,15 +127,16 @@ def yes(what: str, found: bool) -> Figure:
 class Finding:
     """The answer to a claim.
 
-    ``own``, ``where``, ``beyond``: figures, three in all; the first two decide. ``holds``,
-    ``only_if``, ``fails``: the sentence for each verdict that can be met; ``only_if`` goes on after
-    "Holds only if". ``why``: what explains it; ``figures``: all else that was computed, bytes
-    unless the name says otherwise; ``needs``: what the answer needs beyond a CPU, empty for
-    nothing.
+    ``own``, ``where``, ``elsewhere``, ``beyond``: figures, three in all; all but the last decide.
+    ``holds``, ``only_if``, ``fails``: the sentence for each verdict that can be met; ``only_if``
+    goes on after "Holds only if". ``why``: what explains it; ``figures``: all else that was
+    computed, bytes unless the name says otherwise; ``needs``: what the answer needs beyond a CPU,
+    empty for nothing.
     """
 
     own: tuple[Figure, ...]
     where: tuple[Figure, ...] = ()
+    elsewhere: tuple[Figure, ...] = ()
     beyond: tuple[Figure, ...] = ()
     holds: str = ""
     only_if: str = ""
@@ -157,15 +159,16 @@ class Finding:
 
     @property
     def shown(self) -> tuple[Figure, ...]:
-        return (*self.own, *self.where, *self.beyond)
+        return (*self.own, *self.where, *self.elsewhere, *self.beyond)
 
     @property
     def verdict(self) -> str:
-        """One of ``VERDICTS``: true in its own setting; true under a condition that is not met
-        there; or neither.
+        """One of ``VERDICTS``: true in its own setting and elsewhere; true under a condition; or
+        neither.
         """
         if all(figure.agrees for figure in self.own):
-            return "holds"
+            everywhere = all(figure.agrees for figure in self.elsewhere)
+            return "holds" if everywhere else "holds only if"
         if self.where and all(figure.agrees for figure in self.where):
             return "holds only if"
         return "does not hold"

@@ -44,10 +44,10 @@ def markdown(findings: dict[str, Finding | None]) -> str:
             "our words), and what the course finds."
         ),
         (
-            f"{len(done)} are answered: {totals}. Each is judged in its document's own setting; "
-            "*holds only if* names a"
+            f"{len(done)} are answered: {totals}. *Holds* needs no condition; *holds only if* "
+            "names the"
         ),
-        "condition not met there. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.",
+        "condition. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.",
         (
             "`python -m gradmem_lib.course.ledger --write` writes this page, and a test computes "
             "every entry again."
@@ -70,12 +70,13 @@ def markdown(findings: dict[str, Finding | None]) -> str:
 
 
 def _row(claim: Claim, finding: Finding | None) -> str:
-    """The claimed and the found number of the deciding figure in the claim's own setting: the first
-    that disagrees, if any.
+    """The claimed and the found number of the deciding figure: the first that disagrees in the
+    claim's own setting or, if none does, elsewhere.
     """
     if finding is None:
         return f"| {claim.id} | {claim.says} | | {OPEN} |"
-    figure = next((f for f in finding.own if not f.agrees), finding.own[0])
+    deciding = (*finding.own, *finding.elsewhere)
+    figure = next((f for f in deciding if not f.agrees), finding.own[0])
     name = f"[{claim.id}](#{claim.id.lower()})"
     return f"| {name} | {figure.what}: {figure.claimed} | {figure.text} | {finding.verdict} |"
 

@@ -51,11 +51,22 @@ def rows() -> list[Row]:
     return found
 
 
-def table() -> str:
-    """The figures as a table in markdown, in GB (10^9 bytes)."""
+def furthest() -> list[Row]:
+    """Of each source, the row whose prediction is furthest off."""
+    found: dict[str, Row] = {}
+    for row in rows():
+        off = abs(row.predicted / row.published - 1)
+        other = found.get(row.source)
+        if other is None or off > abs(other.predicted / other.published - 1):
+            found[row.source] = row
+    return list(found.values())
+
+
+def table(chosen: list[Row] | None = None) -> str:
+    """All figures, or the chosen ones, as a table in markdown, in GB (10^9 bytes)."""
     lines = ["| run | figure | measured, GB | predicted, GB | off |", "|---|---|---|---|---|"]
     source = None
-    for row in rows():
+    for row in rows() if chosen is None else chosen:
         if row.source != source:
             source = row.source
             lines.append(f"| **{source}** | | | | |")

@@ -44,13 +44,13 @@ def test_a_compute_loss_of_ones_own_decides_whether_the_number_is_used(
     assert round(factors["grad_norm"], 1) == times_too_large
 
 
-def test_divided_by_all_tokens_over_the_number_of_processes():
-    """Two processes' means of gradients of sums, each divided by 212 / 2, are the mean of all."""
-    assert TEXT.count("divide by the count of all processes over their number") == 1
-    assert "divides by the count of all processes over their number" in TEXT
+def test_divided_by_all_tokens_and_multiplied_by_the_number_of_processes():
+    """Two processes' gradients of sums, each divided by 212 and times 2, have the mean of all."""
+    assert TEXT.count("divide by the count of all processes, and multiply by their number") == 1
+    assert "divides by the count of all processes, and multiplies by their number" in TEXT
     sums, tokens = (3.0, 5.0), 22 + 190
     exact = sum(sums) / tokens
-    assert sum(one / (tokens / 2) for one in sums) / 2 == pytest.approx(exact)
+    assert sum(one / tokens * 2 for one in sums) / 2 == pytest.approx(exact)
     assert sum(one / tokens for one in sums) / 2 == pytest.approx(exact / 2)
 
 

@@ -83,29 +83,91 @@ def test_the_teachers_page_is_that_of_the_lessons():
     assert not stale, "run make notebooks"
 
 
-def test_every_known_mistake_is_on_the_page_where_its_exercise_is():
-    page = build_page.PAGE.read_text(encoding="utf-8")
-    parts = re.split(r"<summary>(\d+\.\d+) ", page)
+def test_the_page_of_run_sheets_is_read_in_twenty_minutes():
+    assert build_page.PAGE.stat().st_size <= 25_000
+
+
+def test_every_known_mistake_is_on_its_lessons_page_under_its_exercise(lesson):
+    page = (build_page.FOLDER / f"{lesson.number}.md").read_text(encoding="utf-8")
+    parts = re.split(r"^### (\d+\.\d+) ", page, flags=re.MULTILINE)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
-    shown = {lesson.number for lesson in lessons()}
-    exercises = [e for e in all_exercises() if e.id.partition(".")[0].zfill(2) in shown]
+    exercises = all_exercises(lesson.number)
     assert list(found) == [exercise.id for exercise in exercises]
     for exercise in exercises:
         for mistake in exercise.mistakes:
             assert build_page._plain(mistake.says) in found[exercise.id], mistake.name
 
 
-def test_what_the_page_points_to_is_there():
-    page = build_page.PAGE.read_text(encoding="utf-8")
-    headings = {
+def test_no_page_is_left_of_a_lesson_that_is_gone():
+    written = [path for path in build_page.pages() if path.parent == build_page.FOLDER]
+    assert sorted(written) == sorted(build_page.FOLDER.iterdir())
+
+
+def headings(page: str) -> set[str]:
+    """Of a page in markdown, as links name them."""
+    return {
         re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
         for line in page.splitlines()
         if line[:1] == "#"
     }
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page):
-        file, _, anchor = target.partition("#")
-        assert (build_page.PAGE.parent / file).exists() and (file or anchor in headings), target
-    assert page.count("<details>") == page.count("</details>")
+
+
+def test_what_the_pages_point_to_is_there():
+    for path in [build_page.PAGE, *build_page.FOLDER.iterdir()]:
+        page = path.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page):
+            file, _, anchor = target.partition("#")
+            other = (path.parent / file).resolve() if file else path
+            assert other.exists(), (path.name, target)
+            if anchor:
+                assert anchor in headings(other.read_text(encoding="utf-8")), (path.name, target)
+
+
+ADAPTERS = re.compile(r"\bQ?LoRA\b|lora|4 bits|NF4|quantized_base")
+TEACH_ADAPTERS = {("05", "9"), ("09", "6")}  # LoRA: lesson and section
+
+
+def sections_of(row: str, found: dict) -> list[tuple[str, str, str]]:
+    """The sections of lessons that a run sheet's row goes through: lesson, number, text."""
+    what = re.match(r"L(\d\d) ?(?:(\d+)(?:-(\d+))?)?", row)
+    if not what:
+        return [("", "", row)]
+    lesson = found[what[1]]
+    texts: dict[str, str] = {}
+    section = "0"
+    for cell in lesson.cells:
+        parts = re.split(r"^(?=## )", cell.source, flags=re.MULTILINE)
+        for part in parts if cell.cell_type == "markdown" else [cell.source]:
+            if cell.cell_type == "markdown" and part.startswith("## "):
+                section = part.split()[1]
+            texts[section] = texts.get(section, "") + part
+    wanted = range(int(what[2]), int(what[3] or what[2]) + 1) if what[2] else range(1, 99)
+    return [(what[1], name, text) for name, text in texts.items() if name in map(str, wanted)]
+
+
+def meets_adapters_too_early(rows: list[str], found: dict) -> list[tuple[str, str]]:
+    """The sections with adapters that come before the one that teaches them."""
+    early = []
+    for row in rows:
+        for lesson, section, text in sections_of(row, found):
+            if (lesson, section) in TEACH_ADAPTERS:
+                return early
+            if ADAPTERS.search(text):
+                early.append((lesson, section))
+    return early
+
+
+def test_no_run_sheet_needs_adapters_before_it_teaches_them():
+    found = {lesson.number: lesson for lesson in lessons()}
+    text = build_page.TEXT.read_text(encoding="utf-8")
+    before, _, week = text.partition("### A week")
+    sheets = [match[2].splitlines() for match in build_page.RUN.finditer(before)]
+    # the mornings of a week are one course
+    sheets.append([row for m in build_page.RUN.finditer(week) for row in m[2].splitlines()])
+    assert len(sheets) == 5
+    for rows in sheets:
+        assert meets_adapters_too_early(rows, found) == [], rows
+    assert meets_adapters_too_early(["L06 4 | the cards", "L09 6-7 | LoRA"], found) == [("06", "4")]
 
 
 def test_the_commands_on_the_page_are_commands():

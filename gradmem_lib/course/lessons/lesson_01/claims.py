@@ -140,7 +140,7 @@ def adam_state_dtype() -> Finding:
     layer, optimizer = adam_states(torch.float16, foreach=False)
     second = optimizer.state[layer.weight]["exp_avg_sq"]
     figures["float16, gradients of 1e-4: largest entry of v after a step"] = float(second.max())
-    figures["bf16, the same: share of weights that are not finite"] = _destroyed(torch.bfloat16)
+    figures["bytes a state in PyTorch, FP16 model"] = max(widths)
     return Finding(
         own=(
             Figure(
@@ -152,10 +152,14 @@ def adam_state_dtype() -> Finding:
             ),
             Figure("the same, FP32 states", "none", _destroyed(torch.float32), high=0, unit="%"),
         ),
-        beyond=(Figure("bytes a state in PyTorch, FP16 model", "4", max(widths), low=4),),
-        holds=(
-            "for a model in FP16, but PyTorch does not ensure it: its AdamW keeps the states in "
-            "the dtype of the weights."
+        elsewhere=(
+            Figure(
+                "weights lost, BF16 states", "some", _destroyed(torch.bfloat16), low=0.01, unit="%"
+            ),
+        ),
+        only_if=(
+            "the states would be in FP16, where one step destroys the weights; in BF16 it stays "
+            "finite."
         ),
         fails="A step with states in FP16 gives the right weights.",
         why=f"In float16, the v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step "
@@ -190,12 +194,12 @@ def adam_over_gradients() -> Finding:
     alike = max(states[dtype] / gradients[dtype] for dtype in states)
     return Finding(
         own=(about("FP32 states / 16-bit gradients", 4, own, "times"),),
-        beyond=(
-            about("one dtype for both", 4, alike, "times"),
+        elsewhere=(
+            about("states / gradients, one dtype", 4, alike, "times"),
             about("with an FP32 master copy", 4, times["float32-master"], "times"),
         ),
-        holds=(
-            "for its own example, FP32 states and 2-byte gradients; in the same dtype, states "
+        only_if=(
+            "states are in FP32 and gradients in 2 bytes, as in its example; in one dtype, states "
             "take twice as much."
         ),
         fails="FP32 states are not 4 times as large as 2-byte gradients.",
@@ -223,7 +227,7 @@ def moving_averages() -> Finding:
             about("v keeps", 0.999, keeps["exp_avg_sq"], **exact),
             yes("each takes the rest of the new one", rest < 1e-9),
         ),
-        holds="for PyTorch's Adam with its default betas.",
+        holds="PyTorch's Adam does this by default.",
         fails="A step of PyTorch's Adam with its default betas does something else.",
         why=f"In other words, m forgets half of a gradient in {half['exp_avg']:.1f} steps, and v "
         "forgets half of its square in "
@@ -365,8 +369,16 @@ def states_over_parameters() -> Finding:
             between("Adam's states / parameters, one dtype", 2, 8, min(adam), "times"),
             between("the same, FP32 master copy", 2, 8, max(adam), "times"),
         ),
-        beyond=(between("SGD with momentum", 2, 8, times["sgd, momentum 0.9", "bf16"], "times"),),
-        holds="for Adam, its own example; SGD, Adafactor and 8-bit AdamW keep less.",
+        elsewhere=(
+            between(
+                "states / parameters, SGD with momentum",
+                2,
+                8,
+                times["sgd, momentum 0.9", "bf16"],
+                "times",
+            ),
+        ),
+        only_if="the optimizer is Adam, its own example; SGD, Adafactor and 8-bit AdamW keep less.",
         fails="Adam's states are outside that range.",
         why=(
             "No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the "
@@ -445,11 +457,8 @@ def activations_rule() -> Finding:
             more("activations / parameters and states, fused", fused),
             more("the same, eager", eager),
         ),
-        beyond=(more("the same, every layer checkpointed", less_),),
-        holds=(
-            "for its own 1.3B model at 4 x 2048 tokens under autocast, as long as nothing is "
-            "checkpointed."
-        ),
+        elsewhere=(more("activations / both, checkpointed", less_),),
+        only_if=("nothing is checkpointed, as in its own 1.3B model."),
         fails="At 4 x 2048 tokens activations stay below parameters and optimizer states.",
         why="In pure bf16, parameters and states take half, and the ratio is "
         f"{times['bf16', 'fused', None]:.1f} with fused attention and "

@@ -112,9 +112,9 @@ def attention_over_mlp() -> Finding:
             about("scores / feed-forward, 4096 tokens", 8, scores / ffn, "times"),
             about("halves of a real layer, eager", 8, ratio["eager"], "times", within=0.15),
         ),
-        beyond=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
-        holds=(
-            "for eager attention, which its example counts; with fused attention the "
+        elsewhere=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
+        only_if=(
+            "attention is eager, which its example counts; with fused attention the "
             "feed-forward half is larger."
         ),
         fails="The scores are not 8 times the feed-forward part.",

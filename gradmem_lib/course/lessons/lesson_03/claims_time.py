@@ -105,10 +105,10 @@ def the_same_samples_take_longer() -> Finding:
     one, cut, stepped = _work(1), _work(8), _work(8, step_each=True)
     return Finding(
         own=(more("time in its table, 1 x 4 / 4", _published()),),
-        beyond=_recorded(4, more) + _recorded(16, more),
-        holds=(
-            "for its own table, with micro-batches of one row; micro-batches that keep the "
-            "device busy cost little or no time."
+        elsewhere=_recorded(4, more) + _recorded(16, more),
+        only_if=(
+            "micro-batches are too small for the device, as the rows of its table; larger ones "
+            "cost little or no time."
         ),
         fails="Its own table says otherwise.",
         why=f"The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times as "
@@ -136,8 +136,8 @@ def no_overhead() -> Finding:
             *_recorded(4, _as_long),
         ),
         holds=(
-            "for the computation, which is the same for 32 and for 4 x 8; micro-batches that are "
-            "too small lose time."
+            "The computation is the same for 32 and for 4 x 8; micro-batches that are too small "
+            "lose time."
         ),
         fails="The matrix products of the micro-batches need another number of operations.",
         why="Besides the products, there are K - 1 additions to each gradient, "

@@ -144,9 +144,9 @@ def root_of_depth() -> Finding:
             ),
             about("the same, no checkpoint", 1, power["no checkpoint"]),
         ),
-        beyond=(about("the same, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
-        holds=(
-            "for its own schedule, a checkpoint every sqrt(n) layers; with the libraries' "
+        elsewhere=(about("power of n, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
+        only_if=(
+            "there is a checkpoint every sqrt(n) layers, its own schedule; with the libraries' "
             "default, one per layer, memory still grows with n."
         ),
         fails="Activations grow differently.",

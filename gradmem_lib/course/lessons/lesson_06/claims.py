@@ -110,10 +110,10 @@ def larger_models() -> Finding:
             ),
             between("the same, 80 GiB", 4, 10, times[80 * GiB, 32], "times"),
         ),
-        beyond=(between("one row of 1024, 80 GiB", 4, 10, times[80 * GiB, 1], "times"),),
-        holds=(
-            "for its own batch of 32 in 4 micro-batches of 8, on large cards; a small batch "
-            "gains nothing."
+        elsewhere=(between("larger model, one row, 80 GiB", 4, 10, times[80 * GiB, 1], "times"),),
+        only_if=(
+            "batch and card are large, as its own 32 in 4 micro-batches of 8; a small batch gains "
+            "nothing."
         ),
         fails="Its own batch of 32 in 4 micro-batches of 8 gives another factor.",
         why="Both techniques shrink only activations. With or without them, weights, gradients and "
@@ -216,9 +216,9 @@ def seven_billion_on_80() -> Finding:
     card = CARDS["A100 80GB"].nbytes
     return Finding(
         own=(fits("7B loaded in bf16", "to fit 80 GB", card, bf16.peak.total),),
-        beyond=(fits("loaded in float32, before activations", "to fit 80 GB", card, mixed),),
-        holds=(
-            "for its own code, which loads the weights in bf16, so Adam's states are in bf16, too."
+        elsewhere=(fits("7B loaded in float32", "to fit 80 GB", card, mixed),),
+        only_if=(
+            "the weights are loaded in bf16, as in its own code: then Adam's states are, too."
         ),
         fails="Even if the model is loaded in bf16, it exceeds the card.",
         why=(
@@ -373,10 +373,10 @@ def bert_large_accumulated() -> Finding:
             _explained("BERT-large, batch 4, replayed", whole),
             _explained("1 x 4, replayed", cut),
         ),
-        beyond=(_today("tensors of today's step, batch 4", whole),),
-        holds=(
-            "for the software of January 2022, with all that the process held on its V100; "
-            "today's step needs less."
+        elsewhere=(_today("BERT-large, batch 4, today's step", whole),),
+        only_if=(
+            "the software is that of January 2022, with all that its V100 held; today's step "
+            "needs less."
         ),
         fails="A replay with the software of January 2022 gives other figures.",
         why=f"The published MB are MiB. A replay without a card gives {whole.total:,.0f} and "
@@ -400,8 +400,8 @@ def bert_large_checkpointed() -> Finding:
     remain = row.total - floor / MiB - row.parts["context"]
     return Finding(
         own=(_explained("BERT-large, 1 x 4 checkpointed, replayed", row),),
-        beyond=(_today("tensors of today's step", row),),
-        holds="for the software of January 2022, with the driver's context counted, as in C13.",
+        elsewhere=(_today("BERT-large, checkpointed, today's step", row),),
+        only_if=("the software is that of January 2022, with the driver's context, as in C13."),
         fails="A replay with the software of January 2022 gives another figure.",
         why=f"In the replay, {floor / MiB:,.0f} MiB are weights, gradients and states, and "
         f"{row.parts['context']:,.0f} MiB are the context. Checkpointing "

@@ -115,11 +115,11 @@ def attention_alone() -> Finding:
             ),
             between("extra operations", 0.1, 0.15, work["attention", "eager"], "%"),
         ),
-        beyond=(
+        elsewhere=(
             between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),
         ),
-        holds=(
-            "for eager attention, which stores scores; with fused attention, recompute the MLP "
+        only_if=(
+            "attention is eager, and stores scores; with fused attention, recompute the MLP "
             "instead."
         ),
         fails=(
@@ -220,7 +220,7 @@ def moved_activations() -> Finding:
                 within=0.1,
             ),
         ),
-        beyond=(
+        elsewhere=(
             between(
                 "off the peak of a step, all weights trained",
                 0.8,
@@ -228,9 +228,11 @@ def moved_activations() -> Finding:
                 taken_off("peak", 2048, **moving),
                 "%",
             ),
-            Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         ),
-        holds="for the activations; the peak of a step falls only where activations cause it.",
+        beyond=(Figure("over the bus, away and back", "traffic", crossing, unit="GB"),),
+        only_if=(
+            "activations are meant; the peak of a step falls only where activations cause it."
+        ),
         fails="Moving saves a different share of the activations.",
         why="One checkpoint per layer saves "
         f"{taken_off('activations', 2048, checkpointing='per-layer'):.0%} without a bus. To be "
