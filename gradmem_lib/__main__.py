@@ -38,7 +38,8 @@ RUN_ENDS = """\
 Several processes write a report each, with the rank in its name:
   torchrun --nproc-per-node 2 -m gradmem_lib run train.py
   accelerate launch -m gradmem_lib run train.py
-Processes that the script starts itself are not measured."""
+Processes that the script starts itself are not measured. There is no report if
+os._exit or a signal that the script does not handle ends the process."""
 SILENT_SECONDS = 2  # after these, a line says what takes so long
 
 

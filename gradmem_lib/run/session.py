@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .tracking import ScriptTracker
 
 NOTHING = "gradmem run: nothing of torch was run in this process, so there is nothing to report"
+GOES_ON = "The measurement ended here, and the script goes on."
 
 
 class AfterTorch(MetaPathFinder, Loader):
@@ -64,21 +65,26 @@ class Session:
         self.is_finished = False
 
     def start(self) -> None:
+        if self._in_a_fork():
+            return
         from .tracking import ScriptTracker
 
         self.tracker = ScriptTracker(self.budget, snapshot=self.snapshot is not None)
-        self.tracker.meter.limit, self.tracker.meter.at_limit = self.limit, self._finish_at_limit
+        self.tracker.meter.limit, self.tracker.meter.at_limit = self.limit, self._go_on
         self.tracker.__enter__()
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=self._leave_fork)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Stop measuring, print what was found, and write the page. ``error`` ended the program."""
-        if self.is_finished:
+    def finish(self, error: BaseException | None = None, *, goes_on: bool = False) -> None:
+        """Stop measuring, print what was found, and write the page.
+
+        ``error`` ended the program. ``goes_on``: the program runs on without being measured.
+        """
+        if self.is_finished or self._in_a_fork():
             return
         self.is_finished = True
         try:
-            self._report(_how_it_ended(error), _explained(error))
+            self._report(GOES_ON if goes_on else _how_it_ended(error), _explained(error))
         except Exception as problem:  # the program's exit status stays its own
             self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
 
@@ -101,14 +107,11 @@ class Session:
         except OSError as error:
             self._say(f"{error.filename} cannot be written: {error.strerror}")
 
-    def _finish_at_limit(self) -> None:
-        if self.is_finished:
-            return
-        self.is_finished = True
-        try:
-            self._report("The measurement ended here, and the script goes on.", "")
-        except Exception as problem:
-            self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
+    def _in_a_fork(self) -> bool:
+        return os.getpid() != self.process
+
+    def _go_on(self) -> None:
+        self.finish(goes_on=True)
 
     def _leave_fork(self) -> None:
         if self.tracker is not None and not self.is_finished:

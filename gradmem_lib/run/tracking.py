@@ -158,6 +158,10 @@ class ScriptMeter(Meter):
         return super().before_step(optimizer, args, kwargs)
 
     @shielded
+    def _tag_parameter(self, parameter: torch.Tensor) -> None:
+        super()._tag_parameter(parameter)
+
+    @shielded
     def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         super().after_step(optimizer, args, kwargs)
 
