@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from ..hf_names import LAYER_SWITCH
 from ..techniques.checkpointing import checkpoints_of
 from .question import Question
 
@@ -29,6 +30,6 @@ def notes_of(question: Question) -> tuple[str, ...]:
 def has_checkpoints(model: nn.Module) -> bool:
     """Whether layers of ``model`` are checkpointed, by transformers or by this library."""
     by_transformers = any(
-        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+        getattr(module, LAYER_SWITCH, False) is True for module in model.modules()
     )
     return by_transformers or bool(checkpoints_of(model))
