@@ -104,7 +104,9 @@ def part_of(lesson: Lesson, sections: str) -> tuple[int, str]:
     """Minutes that a room takes for some sections ("1-3"; "" for all), in steps, and their name."""
     name = f"{lesson.number} {lesson.title}"
     parts = {
-        title: part.total for title, part in lesson.sections.items() if title != "More practice"
+        title: part.total
+        for title, part in lesson.sections.items()
+        if title[0].isdigit()  # not "More practice", nor what is optional
     }
     if sections:
         first, _, last = sections.partition("-")
