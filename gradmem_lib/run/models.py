@@ -24,14 +24,17 @@ class FoundModel:
 
     ``name``: its class, with a number if there are several of it. ``with_grad``: it was called
     while gradients were recorded, and it has a parameter that needs one. ``trained``: an optimizer
-    has one of its parameters. ``compared``: the optimizers that were asked for that.
+    has one of its parameters. ``compared``: the number of parameters of each optimizer that was
+    asked for that.
     """
 
     module: weakref.ref[nn.Module]
     name: str
     with_grad: bool = False
     trained: bool = False
-    compared: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    compared: weakref.WeakKeyDictionary[Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Knowledge:
 
 
 class FoundModels:
-    """The models of a script so far, under one roof: a tracker reads it as if it were one module.
+    """The models of a script so far. A tracker reads them as if they were one module.
 
     It holds weak references, since the script may drop its models. What a diagnosis needs of a
     model is kept when the model is gone (a script's ``main`` has returned). Its ``named_...``
@@ -78,13 +81,19 @@ class FoundModels:
 
     def note_step(self, optimizer: Optimizer) -> bool:
         """An optimizer steps. Returns whether that changes what is known."""
-        waiting = [m for m in self.found if not m.trained and optimizer not in m.compared]
+        # a group of parameters may have been added since an optimizer was compared
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        waiting = [
+            model
+            for model in self.found
+            if not model.trained and model.compared.get(optimizer) != count
+        ]
         if not waiting:
             return False
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = False
         for model in waiting:
-            model.compared.add(optimizer)
+            model.compared[optimizer] = count
             module = model.module()
             if module is not None and any(id(p) in stepped for p in module.parameters()):
                 model.trained = changed = True
@@ -136,12 +145,18 @@ class FoundModels:
             yield from model.named_buffers(prefix=name)
 
     def other_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of the models that are not in training."""
-        tracked = {id(model) for _, model in self._tracked()}
+        """Name and parameter of the models that are not in training.
+
+        A parameter that they share with a model in training is that model's.
+        """
+        in_training = {id(parameter) for _, parameter in self.named_parameters()}
         for found in self.found:
             model = found.module()
-            if model is not None and id(model) not in tracked:
-                yield from model.named_parameters(prefix=found.name)
+            if model is None:
+                continue
+            for name, parameter in model.named_parameters(prefix=found.name):
+                if id(parameter) not in in_training:
+                    yield name, parameter
 
     def _tracked(self) -> Iterator[tuple[str, nn.Module]]:
         """Name and module of those in training.

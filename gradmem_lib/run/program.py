@@ -95,7 +95,7 @@ def _find(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         package = name.rpartition(".")[0]
-        if error.name is not None and (error.name == package or package.startswith(error.name)):
+        if error.name is not None and f"{package}.".startswith(f"{error.name}."):
             return None
         raise
     except ValueError:  # a module without a spec

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .program import CannotRun, Program, without_frames
 
@@ -27,20 +28,25 @@ class AfterTorch(MetaPathFinder, Loader):
 
     def __init__(self, start):
         self.start, self.loader = start, None
+        self.is_asking = False  # the other finders
 
     def find_spec(self, name, path, target=None):
-        if name != "torch":
+        if name != "torch" or self.is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self.is_asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.is_asking = False
         if spec is not None:
             self.loader, spec.loader = spec.loader, self
-        return spec
+        return spec  # the program may only ask whether there is a torch, and import it later
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
 
     def exec_module(self, module):
+        sys.meta_path.remove(self)
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         self.start()
@@ -59,7 +65,8 @@ class Session:
     ):
         self.title, self.budget, self.limit = title, budget, limit
         # the program may change the folder
-        self.out, self.snapshot = out.absolute(), snapshot and snapshot.absolute()
+        self.out = out.absolute()
+        self.snapshot = None if snapshot is None else snapshot.absolute()
         self.tracker: ScriptTracker | None = None
         self.process, self.stderr = os.getpid(), sys.stderr
         self.is_finished = False
@@ -98,14 +105,22 @@ class Session:
 
         report = Report.of(self.tracker, self.title, ended, explained)
         self._say(report.text())
-        try:
-            self.out.write_text(report.html(), encoding="utf-8")
+        page = report.html()
+        if self._written(self.out, lambda: self.out.write_text(page, encoding="utf-8")):
             self._say(f"Report: {self.out}")
-            if self.snapshot is not None:
-                self.tracker.write_snapshot(self.snapshot)
-                self._say(f"Snapshot, for https://pytorch.org/memory_viz: {self.snapshot}")
+        if self.snapshot is None:
+            return
+        if self._written(self.snapshot, lambda: self.tracker.write_snapshot(self.snapshot)):
+            self._say(f"Snapshot, for https://pytorch.org/memory_viz: {self.snapshot}")
+
+    def _written(self, file: Path, write: Callable[[], Any]) -> bool:
+        """Whether ``write`` could write ``file``. If it could not, the reason is printed."""
+        try:
+            write()
         except OSError as error:
-            self._say(f"{error.filename} cannot be written: {error.strerror}")
+            self._say(f"{file} cannot be written: {error.strerror}")
+            return False
+        return True
 
     def _in_a_fork(self) -> bool:
         return os.getpid() != self.process
@@ -135,7 +150,8 @@ def run(
 ) -> int:
     """Run a script (or a module) with its arguments. Its exit status is the program's own."""
     name = words[0]
-    out = _of_this_rank(out or Path(f"gradmem-{Path(name).stem}.html"), "--out")
+    short_name = name if as_module else Path(name).stem
+    out = _of_this_rank(out or Path(f"gradmem-{short_name}.html"), "--out")
     if snapshot is not None:
         snapshot = _of_this_rank(snapshot, "--snapshot")
     session = Session(Path(name).name, out, snapshot, budget, steps)

@@ -1,8 +1,8 @@
 """Whether a loss may be computed piece by piece: the loss is asked, with three forwards.
 
 Accumulation adds up the sums of pieces. That is right if a batch has the same sums in pieces as
-together: the loss of each row does not depend on the other rows. A loss that compares rows, and a
-count that is not what the loss is divided by, have other sums in pieces.
+together. Two mistakes change the sum: a loss that compares rows, so that a row's part depends on
+the other rows; and a count that is not the loss's divisor.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import compat
 from .accumulation import check_reduction, checked_pair, count_rows, split
@@ -31,8 +32,8 @@ def check_pieces_add_up(
     *,
     reduction: str = "sum",
 ) -> None:
-    """Raise ``ValueError`` if ``batch`` has another loss together than as the sum of its pieces: as
-    its first row and the others.
+    """Raise ``ValueError`` if the loss of all rows of ``batch`` is not the sum of two losses: that
+    of all rows but the last, and that of the last row.
 
     ``accumulate_gradients`` cannot ask this by itself, since it is given pieces, and does not know
     how they would be put together. Call this once, before the first window::
@@ -41,7 +42,7 @@ def check_pieces_add_up(
 
     It costs three forwards of at most these rows: in eval mode, without gradients, and unseen by a
     tracker. Afterwards the random numbers and the model's mode are as before. ``loss_and_count`` is
-    called three times, with what it does besides.
+    called three times (before a refusal once more), with what it does besides.
 
     Args:
         model: what ``loss_and_count`` calls. With ``DistributedDataParallel`` or sharding, all
@@ -56,14 +57,14 @@ def check_pieces_add_up(
     check_reduction(reduction)
     processes = processes_of(model)
     pieces = _all_but_the_last_row_and_it(batch)
-    limit = rounding(model)
-    with as_in_evaluation(model):
+    with as_in_evaluation(model) as autocasts:
         together, error = _ask(loss_and_count, batch, reduction)
         alone = []
         for piece in pieces:  # after an error too: sharded processes run each forward together
             found, message = _ask(loss_and_count, piece, reduction)
             alone.append(found)
             error = error or message
+        limit = rounding(model, autocasts)
         difference = error or _difference(together, alone, limit)
         refused = processes.sums(bool(difference))[0] > 0
         if refused:
@@ -123,7 +124,8 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
                 "a piece of this batch has no items, which shows nothing: give rows that all have "
                 "labels"
             )
-        if not math.isclose(sum(counts), count, rel_tol=limit):
+        whole_numbers = all(each.is_integer() for each in (count, *counts))
+        if not math.isclose(sum(counts), count, rel_tol=0.0 if whole_numbers else limit):
             return (
                 f"the count of all rows is {count:g}, and those of its pieces are "
                 f"{' and '.join(f'{each:g}' for each in counts)}: count the rows that are given, "
@@ -142,20 +144,34 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
     return ""
 
 
-# What training/items.py asks with too.
+# training/items.py uses these, too.
 
 
 @contextmanager
-def as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, nobody who watches; afterwards all is as before."""
+def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """No gradients, no dropout, nobody who watches; afterwards all is as before.
+
+    Gives a set, to which the dtype of each autocast is added that a module is called in.
+    """
+    kind = device_of(model).type
+    autocasts = set[torch.dtype]()
+
+    def note_autocast(module: nn.Module, args: tuple) -> None:
+        if torch.is_autocast_enabled(kind):
+            autocasts.add(torch.get_autocast_dtype(kind))
+
     training = [module for module in model.modules() if module.training]
-    cuda = [device_of(model)] if device_of(model).type == "cuda" else []
+    cuda = [device_of(model)] if kind == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
+    hook = register_module_forward_pre_hook(
+        note_autocast
+    )  # of every module: what is given may wrap
     try:
         model.eval()
         with torch.no_grad(), compat.without_modes(), torch.random.fork_rng(cuda):
-            yield
+            yield autocasts
     finally:
+        hook.remove()
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         for module in training:
@@ -165,17 +181,15 @@ def as_in_evaluation(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def rounding(model: nn.Module) -> float:
-    """How far two right losses may be apart: relative, and by what a number is rounded to.
+def rounding(model: nn.Module, autocasts: set[torch.dtype]) -> float:
+    """How far two right losses may be apart: relative, and by what a number is rounded to. The
+    loss was computed under ``autocasts``.
 
     A matrix product of more rows adds in another order. In 16 bits, each side is rounded to half a
     gap between two numbers, relative: both together to one gap, ``eps``.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    kind = device_of(model).type
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    narrow = dtypes & {torch.bfloat16, torch.float16}
+    narrow = (dtypes | autocasts) & {torch.bfloat16, torch.float16}
     return max([ROUNDING, *(torch.finfo(dtype).eps for dtype in narrow)])
 
 

@@ -215,11 +215,11 @@ def _differs_from_itself(model: nn.Module, whole: Any, loss_of: Callable) -> boo
 
     Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
     """
-    with as_in_evaluation(model):
+    with as_in_evaluation(model) as autocasts:
         first, _ = _loss(model, whole, loss_of)
         second, _ = _loss(model, whole, loss_of)
     numbers = math.isfinite(first) and math.isfinite(second)
-    return numbers and not math.isclose(first, second, rel_tol=rounding(model))
+    return numbers and not math.isclose(first, second, rel_tol=rounding(model, autocasts))
 
 
 def has_labels(batch: Any) -> bool:
@@ -293,12 +293,12 @@ def _which_fit(
     """
     inside = compat.inside_peft(model)
     fits, difference = [1] * len(rules), ""
-    with as_in_evaluation(model):
+    with as_in_evaluation(model) as autocasts:
         for place, batch in enumerate((whole, *fewer_labels(inside, whole))):
             together, alone, error = _losses(model, batch, loss_of)
             if error and place:  # it does not take such labels: the data themselves were right
                 continue
-            limit = rounding(model)
+            limit = rounding(model, autocasts)
             # Losses of unlike signs cancel, as with advantages, and their rounding does not.
             largest = max([0.0, *(abs(loss) for loss in alone if math.isfinite(loss))])
             parts = list(split(batch, 1))

@@ -114,6 +114,36 @@ def test_of_several_trainings_the_one_at_the_peak_is_told(tracker, widths):
     assert len(tracker.meter.models.found) == 2
 
 
+def test_weights_that_a_trained_and_an_untrained_model_share_are_there_once(tracker):
+    base = nn.Linear(100, 100).requires_grad_(False)
+    policy = nn.Sequential(base, nn.Linear(100, 16))
+    reference = nn.Sequential(base, nn.Softmax(-1))
+    optimizer = torch.optim.SGD(policy[1].parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(4, 100)
+        with torch.no_grad():
+            reference(x)
+        train(policy, optimizer, x)
+    tracker.end()
+    assert tracker.peak.by_category["parameters"] == nbytes(policy)
+    names = {cause.name for cause in diagnose(tracker).causes}
+    assert not names & {"The weights are there more than once", "A second model is in memory"}
+
+
+def test_a_model_is_in_training_once_its_parameters_are_added_to_the_optimizer(tracker):
+    head, encoder = Net(8), Net(64)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    with torch.no_grad():
+        x = encoder(torch.randn(4, 16))
+    train(head, optimizer, x)
+    optimizer.add_param_group({"params": encoder.parameters()})
+    for _ in range(2):
+        train(head, optimizer, encoder(torch.randn(4, 16)))
+    tracker.end()
+    assert tracker.peak.by_category["parameters"] == nbytes(head) + nbytes(encoder)
+    assert not tracker.facts.untrained
+
+
 def test_a_reference_with_the_same_shapes_is_a_second_copy(tracker):
     model = Net(256)
     reference = copy.deepcopy(model).requires_grad_(False)

@@ -182,6 +182,35 @@ def test_a_snapshot_is_what_pytorchs_own_tools_read(ran):
     assert "active_allocated" in json.dumps(snapshot)
 
 
+ASKS_FIRST = """
+import importlib.util
+assert importlib.util.find_spec("torch") is not None
+import torch
+torch.nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
+"""
+
+
+def test_a_script_that_asks_for_torch_before_it_imports_it_is_measured(tmp_path):
+    """As transformers does, where it is the first import of a script."""
+    (tmp_path / "asks.py").write_text(ASKS_FIRST)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "asks.py").write_text(ASKS_FIRST)
+    for words, page in ((["asks.py"], "asks"), (["-m", "package.asks"], "package.asks")):
+        measured = python(*RUN, *words, folder=tmp_path)
+        assert measured.returncode == 0, measured.stderr
+        assert "The peak by category" in measured.stderr
+        assert (tmp_path / f"gradmem-{page}.html").exists()
+
+
+def test_the_error_of_a_packages_own_import_is_shown(tmp_path):
+    (tmp_path / "foobar").mkdir()
+    (tmp_path / "foobar" / "__init__.py").write_text("import foob")
+    measured = python(*RUN, "-m", "foobar.train", folder=tmp_path)
+    assert measured.returncode == 1
+    assert "No module named 'foob'" in measured.stderr
+
+
 RANKS = """
 import os
 import torch

@@ -13,6 +13,7 @@ from torch import nn
 
 from gradmem_lib import accumulate_gradients, check_pieces_add_up, split
 from gradmem_lib.course import models, run_ranks
+from gradmem_lib.techniques.pieces import as_in_evaluation, rounding
 
 WEIGHT = torch.tensor([0.3, 1.0, 4.7], dtype=torch.float64)
 
@@ -318,3 +319,28 @@ def test_all_processes_refuse_together():
     for rank, said in enumerate(run_ranks(in_two_processes, ranks=2)):
         assert said[0] == ""
         assert ["another process found", "its sum is"][rank] in said[1]
+
+
+def test_autocast_inside_of_the_loss_rounds_more():
+    model = nn.Linear(64, 512)
+    x = torch.randn(8, 64)
+    with as_in_evaluation(model) as autocasts:
+        model(x)
+        assert rounding(model, autocasts) == 1e-5
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+    assert rounding(model, autocasts) == torch.finfo(torch.bfloat16).eps
+    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
+    with pytest.raises(KeyboardInterrupt), as_in_evaluation(model):
+        raise KeyboardInterrupt
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+
+
+def test_a_whole_number_of_items_is_compared_exactly():
+    model = nn.Linear(4, 4).bfloat16()  # whose losses may differ by 0.8 %
+
+    def shifted_once(x):
+        return model(x).float().square().sum(), x.shape[0] * 512 - 1
+
+    with pytest.raises(ValueError, match=r"2047.*1535 and 511"):
+        check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), shifted_once)
