@@ -588,7 +588,8 @@ claims.show("C16", "C29")
 # ## Optional: losses that compare rows
 #
 # Nothing later needs this section. A search model learns to find the answer to a question. Its loss compares each
-# question with *all* answers of the batch: the right answer must be more similar than the 15 others.
+# question with *all* answers of the batch: the right answer must be more similar to the question than the 15 others. Random
+# tokens stand for text here.
 
 # %%
 import torch.nn.functional as F
@@ -612,8 +613,8 @@ def contrast(questions, answers):
 
 # %% [markdown]
 # In pieces of 4, each question is compared with 3 others instead of 15. That is an easier task, and no divisor makes it
-# the same one. But the loss sees a row only through its *embedding*, which is small. So there is another way, in two
-# passes (GradCache, Gao et al. 2021):
+# the same one. But the loss sees a row only through its *embedding*, which is small. So there is another way, with two
+# passes through the model, in steps 1 and 3 (GradCache, Gao et al. 2021):
 #
 # 1. Embed all rows, piece by piece, without keeping activations.
 # 2. The loss of all embeddings gives the gradient of each embedding.
@@ -646,7 +647,7 @@ for way in (at_once, in_pieces, in_two_passes):
     print(f"{way.__name__:<13} peak {tracker.peak.total:>10,}, error {error:.2f}")
 
 # %% [markdown]
-# The pieces miss the gradient by half of its length. The two passes have all of it, and need hardly more memory than
+# The pieces miss the gradient by half of its length. The two passes give the exact gradient, and need hardly more memory than
 # the pieces: the embeddings, and what the loss keeps of them. The price is a second forward. For a loss of your own,
 # `check_pieces_add_up` says whether pieces are allowed.
 #
