@@ -486,6 +486,11 @@ def _larger_than_its_tensor(holder: Holder) -> bool:
     return holder.nbytes > 8 * holder.dtype.itemsize
 
 
+def _of_models(facts: Facts) -> list[ForwardPass]:
+    """The forwards without those of losses and other modules that have no weights."""
+    return [done for done in facts.forwards if done.has_weights]
+
+
 def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     """The latest forwards without gradients before the peak, if after each of them more was live.
 
@@ -493,7 +498,7 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     """
     if not facts.outside_of_training:
         return []
-    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
+    passes = [p for p in _of_models(facts) if not p.with_grad and p.step == facts.peak.step]
     passes = [p for p in passes if p.live_before <= facts.peak.total]
     in_a_row: list[ForwardPass] = []
     for done in passes:
@@ -559,7 +564,7 @@ def _no_backward_will_come(done: ForwardPass, facts: Facts) -> bool:
 def _alive_together(facts: Facts) -> list[ForwardPass]:
     """Forwards of one line in the peak's step, whose graphs were all alive after the last one."""
     together: list[ForwardPass] = []
-    for done in facts.forwards:
+    for done in _of_models(facts):
         runs_now = done is facts.forwards[-1]  # its graph is not finished
         if done.step != facts.peak.step or not (done.has_graph or runs_now):
             continue

@@ -32,7 +32,7 @@ class Pass:
 
     ``owner``: the module, as ``Meter.owner`` gives it. ``first``, ``last``: autograd's numbers for
     the nodes of its graph, from the first one to the one after the last. The rest is as in
-    ``ForwardPass``.
+    ``ForwardPass``; ``has_weights`` may become true while the call runs.
     """
 
     owner: Any
@@ -46,6 +46,7 @@ class Pass:
     peak: int = 0
     used: bool = False
     chained: bool = False
+    has_weights: bool = True
 
 
 class Position:

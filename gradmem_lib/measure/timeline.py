@@ -65,7 +65,8 @@ class ForwardPass(NamedTuple):
     optimizer steps were finished. ``live_before``, ``live_after``, ``peak``: live bytes when it
     began and when it ended, and the most in between. ``line``: the user's line that called it.
     ``has_graph``: something in it needs a gradient. ``chained``: it was given what an earlier
-    operation with a gradient has computed.
+    operation with a gradient has computed. ``has_weights``: the module has parameters, or calls a
+    module that has some; a loss such as ``nn.CrossEntropyLoss`` has none.
     """
 
     module: str
@@ -78,6 +79,7 @@ class ForwardPass(NamedTuple):
     line: SourceLine | None = None
     has_graph: bool = False
     chained: bool = False
+    has_weights: bool = True
 
 
 class Timeline:

@@ -171,6 +171,7 @@ class MemoryTracker:
                         line=source_line(done.line),
                         has_graph=done.last > done.first,
                         chained=done.chained,
+                        has_weights=done.has_weights,
                     )
                 )
             return found

@@ -152,6 +152,10 @@ class ScriptMeter(Meter):
         super().begin_forward(module, args, kwargs)
 
     @shielded
+    def note_weights(self, module: nn.Module) -> None:
+        super().note_weights(module)
+
+    @shielded
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
         if self.models.note_step(optimizer):
             self.sync()
