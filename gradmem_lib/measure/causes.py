@@ -492,24 +492,25 @@ def _of_models(facts: Facts) -> list[ForwardPass]:
 
 
 def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
-    """The latest forwards without gradients before the peak, if after each of them more was live.
+    """Forwards without gradients, one after another, where after each of them more was live: those
+    of the peak's step that came nearest to the peak.
 
     Empty if the peak is not theirs.
     """
     if not facts.outside_of_training:
         return []
     passes = [p for p in _of_models(facts) if not p.with_grad and p.step == facts.peak.step]
-    passes = [p for p in passes if p.live_before <= facts.peak.total]
-    in_a_row: list[ForwardPass] = []
+    passes = [p for p in passes if p.peak <= facts.peak.total]  # not from before a reset_peak()
+    rows: list[list[ForwardPass]] = []
     for done in passes:
-        same = in_a_row and done.module == in_a_row[-1].module
-        if same and done.live_before > in_a_row[-1].live_before:
-            in_a_row.append(done)
-        elif len(in_a_row) >= FORWARDS_IN_A_ROW and same:
-            break
+        previous = rows[-1][-1] if rows else None
+        grows = previous is not None and done.live_before > previous.live_before
+        if previous is not None and grows and done.module == previous.module:
+            rows[-1].append(done)
         else:
-            in_a_row = [done]
-    return in_a_row if len(in_a_row) >= FORWARDS_IN_A_ROW else []
+            rows.append([done])
+    long_rows = [row for row in rows if len(row) >= FORWARDS_IN_A_ROW]
+    return max(long_rows, key=lambda row: row[-1].peak, default=[])
 
 
 def _growth(passes: list[ForwardPass]) -> int:

@@ -38,6 +38,7 @@ HAVE = {
     programs.hidden_states_in_a_list: COLLECTED,
     programs.outputs_beside_a_loss_module: COLLECTED,
     programs.outputs_of_a_hidden_model: COLLECTED,
+    programs.second_list_of_outputs: COLLECTED,
     programs.one_large_evaluation: EVALUATION,
     programs.loss_module_of_one_large_evaluation: EVALUATION,
     programs.generation: GENERATION,
@@ -139,6 +140,12 @@ def test_the_line_is_the_one_that_keeps_the_tensor_alive():
         text = file.read().splitlines()[line.line - 1]
     assert line.file.endswith("oom_programs.py") and "kept.append" in text and "y.clone()" in text
     assert "128.00 KiB a step: float32 512 × 64 (clone)" in str(found)
+
+
+def test_the_growth_is_that_of_the_list_at_the_peak():
+    found = diagnose(programs.second_list_of_outputs()).causes[0]
+    # 256 rows of 64 numbers in float32; a batch of the first list has twice as many.
+    assert "about 64.00 KiB more after each forward" in found.evidence
 
 
 def test_bytes_outside_of_a_training_step_get_no_remedy_of_the_batch():

@@ -192,6 +192,19 @@ def outputs_beside_a_loss_module(remedied=False):
     return tracker
 
 
+def second_list_of_outputs(remedied=False):
+    """A test after a validation, whose outputs are gone by then."""
+    net, data = Net(), torch.randn(512, 64)
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        for x, batches in ((data, 5), (data[:256], 200)):
+            kept = []
+            for _ in range(batches):
+                out = net(x)
+                kept.append(out.argmax(-1) if remedied else out)
+            del kept, out
+    return tracker
+
+
 class Hides(nn.Module):
     """Has no parameters of its own: the model is in a list."""
 
