@@ -154,25 +154,31 @@ def unused_forward(facts: Facts) -> Cause | None:
     """A forward that records gradients, though no backward goes through it."""
     if facts.peak.moment not in (TRAINING_FORWARD, LOSS, BETWEEN_STEPS):
         return None
-    seen = [p for p in facts.forwards if p.has_graph]
-    unused = []
-    for done in seen:
-        at_the_peak = done.step == facts.peak.step and done.peak >= ALMOST_ALL * facts.peak.total
-        if at_the_peak and not done.used and _no_backward_will_come(done, facts):
+    unused, others = [], []
+    for done in facts.forwards:
+        has_unused_graph = done.has_graph and not done.used
+        if has_unused_graph and _no_backward_will_come(done, facts):
             unused.append(done)
-    nbytes = facts.peak.by_category["activations"]
-    if not unused or nbytes < WORTH * facts.peak.total:
+        else:
+            others.append(done)
+    # What was made before the first call in the list belongs to earlier ones of a long evaluation.
+    nbytes = facts.peak.by_category["activations"] - sum(p.kept_at_peak for p in others)
+    of_this_step = [p for p in unused if p.step == facts.peak.step]
+    at_the_peak = [p for p in of_this_step if p.peak >= ALMOST_ALL * facts.peak.total]
+    if not at_the_peak or nbytes < WORTH * facts.peak.total:
         return None
+    # A loss is no forward of its own, unless it is all that there is.
+    blamed = [p for p in at_the_peak if p.has_weights] or at_the_peak
     evidence = (
         f"{format_bytes(nbytes)} of activations at the peak are kept for a backward that never "
-        f"comes: {len(unused)} forward{'s' * (len(unused) > 1)} recorded gradients, and nothing "
+        f"comes: {len(blamed)} forward{'s' * (len(blamed) > 1)} recorded gradients, and nothing "
         "used them."
     )
     remedy = (
         "put the evaluation, sampling or metric under torch.no_grad() (with torch.no_grad(): "
         "around the loop, or @torch.no_grad() above the function). model.eval() does not do this."
     )
-    return Cause("A forward's graph is never used", nbytes, evidence, remedy, _lines_of(unused))
+    return Cause("A forward's graph is never used", nbytes, evidence, remedy, _lines_of(blamed))
 
 
 def several_graphs(facts: Facts) -> Cause | None:

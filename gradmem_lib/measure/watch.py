@@ -604,6 +604,7 @@ class Meter:
                     compat.next_sequence_nr(),
                     chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
                     has_weights=has_parameters(module),
+                    first_sample=recording.count,
                 )
             )
             recording.moment = TRAINING_FORWARD if with_grad else EVALUATION

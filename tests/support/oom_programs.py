@@ -273,6 +273,36 @@ def validation_with_gradients(remedied=False):
     return tracker
 
 
+def validation_before_the_backward(remedied=False):
+    """The training's own graph is alive at the peak as well, and it is used."""
+    net, x, y = Net(), torch.randn(512, 64), torch.randn(512, 64)
+    optimizer, more = sgd(net), torch.randn(512, 64)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            loss = F.mse_loss(net(x), y)
+            with torch.set_grad_enabled(not remedied):
+                net(more)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+def validation_with_a_loss_module(remedied=False):
+    net, x, y = Net(), torch.randn(64, 64), torch.randint(64, (64,))
+    criterion, large = nn.CrossEntropyLoss(), torch.randn(2048, 64)
+    target = torch.randint(64, (2048,))
+    optimizer = adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(3):
+            criterion(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(not remedied):
+                criterion(net(large), target).item()
+    return tracker
+
+
 def sampling_with_gradients(remedied=False):
     """A denoiser that is called again and again with its own output."""
     net, x = Net(), torch.randn(512, 64)
