@@ -221,6 +221,12 @@ class ScriptTracker(MemoryTracker):
         return self.meter.steps.peaks
 
     @property
+    def moment_peaks(self) -> dict[str, int]:
+        """The highest number of live bytes in each moment that occurred, however long the run."""
+        peaks = self._recording.moment_peaks
+        return {names.MOMENTS[moment]: total for moment, total in sorted(peaks.items())}
+
+    @property
     def notes(self) -> list[str]:
         return [*self.meter.notes]
 
