@@ -154,25 +154,31 @@ def unused_forward(facts: Facts) -> Cause | None:
     """A forward that records gradients, though no backward goes through it."""
     if facts.peak.moment not in (TRAINING_FORWARD, LOSS, BETWEEN_STEPS):
         return None
-    seen = [p for p in facts.forwards if p.has_graph]
-    unused = []
-    for done in seen:
-        at_the_peak = done.step == facts.peak.step and done.peak >= ALMOST_ALL * facts.peak.total
-        if at_the_peak and not done.used and _no_backward_will_come(done, facts):
+    unused, others = [], []
+    for done in facts.forwards:
+        has_unused_graph = done.has_graph and not done.used
+        if has_unused_graph and _no_backward_will_come(done, facts):
             unused.append(done)
-    nbytes = facts.peak.by_category["activations"]
-    if not unused or nbytes < WORTH * facts.peak.total:
+        else:
+            others.append(done)
+    # What was made before the first call in the list belongs to earlier ones of a long evaluation.
+    nbytes = facts.peak.by_category["activations"] - sum(p.kept_at_peak for p in others)
+    of_this_step = [p for p in unused if p.step == facts.peak.step]
+    at_the_peak = [p for p in of_this_step if p.peak >= ALMOST_ALL * facts.peak.total]
+    if not at_the_peak or nbytes < WORTH * facts.peak.total:
         return None
+    # A loss is no forward of its own, unless it is all that there is.
+    blamed = [p for p in at_the_peak if p.has_weights] or at_the_peak
     evidence = (
         f"{format_bytes(nbytes)} of activations at the peak are kept for a backward that never "
-        f"comes: {len(unused)} forward{'s' * (len(unused) > 1)} recorded gradients, and nothing "
+        f"comes: {len(blamed)} forward{'s' * (len(blamed) > 1)} recorded gradients, and nothing "
         "used them."
     )
     remedy = (
         "put the evaluation, sampling or metric under torch.no_grad() (with torch.no_grad(): "
         "around the loop, or @torch.no_grad() above the function). model.eval() does not do this."
     )
-    return Cause("A forward's graph is never used", nbytes, evidence, remedy, _lines_of(unused))
+    return Cause("A forward's graph is never used", nbytes, evidence, remedy, _lines_of(blamed))
 
 
 def several_graphs(facts: Facts) -> Cause | None:
@@ -486,25 +492,31 @@ def _larger_than_its_tensor(holder: Holder) -> bool:
     return holder.nbytes > 8 * holder.dtype.itemsize
 
 
+def _of_models(facts: Facts) -> list[ForwardPass]:
+    """The forwards without those of losses and other modules that have no weights."""
+    return [done for done in facts.forwards if done.has_weights]
+
+
 def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
-    """The latest forwards without gradients before the peak, if after each of them more was live.
+    """Forwards without gradients, one after another, where after each of them more was live: those
+    of the peak's step that came nearest to the peak.
 
     Empty if the peak is not theirs.
     """
     if not facts.outside_of_training:
         return []
-    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
-    passes = [p for p in passes if p.live_before <= facts.peak.total]
-    in_a_row: list[ForwardPass] = []
+    passes = [p for p in _of_models(facts) if not p.with_grad and p.step == facts.peak.step]
+    passes = [p for p in passes if p.peak <= facts.peak.total]  # not from before a reset_peak()
+    rows: list[list[ForwardPass]] = []
     for done in passes:
-        same = in_a_row and done.module == in_a_row[-1].module
-        if same and done.live_before > in_a_row[-1].live_before:
-            in_a_row.append(done)
-        elif len(in_a_row) >= FORWARDS_IN_A_ROW and same:
-            break
+        previous = rows[-1][-1] if rows else None
+        grows = previous is not None and done.live_before > previous.live_before
+        if previous is not None and grows and done.module == previous.module:
+            rows[-1].append(done)
         else:
-            in_a_row = [done]
-    return in_a_row if len(in_a_row) >= FORWARDS_IN_A_ROW else []
+            rows.append([done])
+    long_rows = [row for row in rows if len(row) >= FORWARDS_IN_A_ROW]
+    return max(long_rows, key=lambda row: row[-1].peak, default=[])
 
 
 def _growth(passes: list[ForwardPass]) -> int:
@@ -559,7 +571,7 @@ def _no_backward_will_come(done: ForwardPass, facts: Facts) -> bool:
 def _alive_together(facts: Facts) -> list[ForwardPass]:
     """Forwards of one line in the peak's step, whose graphs were all alive after the last one."""
     together: list[ForwardPass] = []
-    for done in facts.forwards:
+    for done in _of_models(facts):
         runs_now = done is facts.forwards[-1]  # its graph is not finished
         if done.step != facts.peak.step or not (done.has_graph or runs_now):
             continue

@@ -31,8 +31,9 @@ class Pass:
     """A call of an outermost module.
 
     ``owner``: the module, as ``Meter.owner`` gives it. ``first``, ``last``: autograd's numbers for
-    the nodes of its graph, from the first one to the one after the last. The rest is as in
-    ``ForwardPass``.
+    the nodes of its graph, from the first one to the one after the last. ``first_sample``: the
+    first sample of the recording that can have its bytes. The rest is as in ``ForwardPass``;
+    ``has_weights`` may become true while the call runs.
     """
 
     owner: Any
@@ -46,6 +47,8 @@ class Pass:
     peak: int = 0
     used: bool = False
     chained: bool = False
+    has_weights: bool = True
+    first_sample: int = 0
 
 
 class Position:

@@ -90,12 +90,21 @@ class Recording:
         self.step = 0  # optimizer steps that are finished
         self.count = 0  # samples so far
         self.run_peak, self.window_peak = Peak(), Peak()
-        self.phase_peaks = [0] * len(PHASES)
+        self.moment_peaks: dict[int, int] = {}  # of the moments that have occurred
         self._flushed = np.zeros((0, COLUMNS), dtype=np.int64)
         # New samples; and of freed storages: first sample, first one without it, bytes, category.
         # Flat lists of ints, so that the garbage collector has nothing to traverse.
         self._rows, self._lifetimes = list[int](), list[int]()
         self._stride, self._capacity = 1, NEW * max_samples
+
+    @property
+    def phase_peaks(self) -> list[int]:
+        """The highest total in each phase; 0 for a phase that did not occur."""
+        peaks = [0] * len(PHASES)
+        for moment, total in self.moment_peaks.items():
+            phase = PHASE_OF_MOMENT[moment]
+            peaks[phase] = max(peaks[phase], total)
+        return peaks
 
     @property
     def phase(self) -> int:
@@ -201,7 +210,7 @@ class Recording:
         for entry in entries:
             entry.sample = 0
         self._flush()[:, TOTAL] += nbytes
-        self.phase_peaks = [n and n + nbytes for n in self.phase_peaks]
+        self.moment_peaks = {m: total + nbytes for m, total in self.moment_peaks.items()}
         self.run_peak.total += nbytes
         self.window_peak.total += nbytes
 
@@ -222,9 +231,8 @@ class Recording:
                 if total > peak.total:
                     peak.total, peak.moment, peak.step = total, moment, self.step
                     peak.sample, peak.freed_since = self.count, []
-        phase = PHASE_OF_MOMENT[moment]
-        if total > self.phase_peaks[phase]:
-            self.phase_peaks[phase] = total
+        if total > self.moment_peaks.get(moment, -1):
+            self.moment_peaks[moment] = total
         new = (self.count, self.op, moment, self.step, total)
         if self.count % self._stride == 0:
             if len(self._rows) >= self._capacity:
@@ -285,7 +293,7 @@ class Recording:
         """Forget all peaks, and start from the bytes that are live now."""
         self.run_peak = Peak()
         self.next_window()
-        self.phase_peaks = [0] * len(PHASES)
+        self.moment_peaks = {}
 
 
 def _add_lifetimes(rows: np.ndarray, lifetimes: Any) -> np.ndarray:

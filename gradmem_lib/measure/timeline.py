@@ -65,7 +65,9 @@ class ForwardPass(NamedTuple):
     optimizer steps were finished. ``live_before``, ``live_after``, ``peak``: live bytes when it
     began and when it ended, and the most in between. ``line``: the user's line that called it.
     ``has_graph``: something in it needs a gradient. ``chained``: it was given what an earlier
-    operation with a gradient has computed.
+    operation with a gradient has computed. ``has_weights``: the module has parameters, or calls a
+    module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``kept_at_peak``: of the
+    activations at the run's peak, those that were made from its beginning until the next call's.
     """
 
     module: str
@@ -78,6 +80,8 @@ class ForwardPass(NamedTuple):
     line: SourceLine | None = None
     has_graph: bool = False
     chained: bool = False
+    has_weights: bool = True
+    kept_at_peak: int = 0
 
 
 class Timeline:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..display import has_viewer, pictures
-from ..names import CATEGORIES, PHASES, check_choice
+from ..names import ACTIVATIONS, CATEGORIES, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .facts import Facts
@@ -158,7 +159,8 @@ class MemoryTracker:
         with self._meter.lock:
             named = self._meter.module_names()
             found = []
-            for done in self._meter.position.passes:
+            kept = self._kept_at_peak()
+            for done, kept_at_peak in zip(self._meter.position.passes, kept, strict=True):
                 found.append(
                     ForwardPass(
                         module=name_of(done.owner, named),
@@ -171,9 +173,21 @@ class MemoryTracker:
                         line=source_line(done.line),
                         has_graph=done.last > done.first,
                         chained=done.chained,
+                        has_weights=done.has_weights,
+                        kept_at_peak=kept_at_peak,
                     )
                 )
             return found
+
+    def _kept_at_peak(self) -> list[int]:
+        """For each of the forwards, what it has made of the activations at the peak."""
+        first_samples = [done.first_sample for done in self._meter.position.passes]
+        kept = [0] * len(first_samples)
+        for entry in self._recording.entries(self._recording.run_peak):
+            begun = bisect_right(first_samples, entry.sample)  # how many forwards before it
+            if begun and entry.category == ACTIVATIONS:
+                kept[begun - 1] += entry.nbytes
+        return kept
 
     @property
     def facts(self) -> Facts:

@@ -573,6 +573,8 @@ class Meter:
                     self.begin_forward(module, args, kwargs)
                 else:
                     self.recomputed = True
+            else:
+                self.note_weights(module)
             self.stack.append(module)
             try:
                 return call(module, *args, **kwargs)
@@ -601,6 +603,8 @@ class Meter:
                     calling_line(2),
                     compat.next_sequence_nr(),
                     chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
+                    has_weights=has_parameters(module),
+                    first_sample=recording.count,
                 )
             )
             recording.moment = TRAINING_FORWARD if with_grad else EVALUATION
@@ -610,6 +614,12 @@ class Meter:
             for tensor in tensors_in((args, kwargs)):
                 if self._count_read(tensor, "", INPUTS):
                     self.sample()
+
+    def note_weights(self, module: nn.Module) -> None:
+        """A module is called inside another one, which may hide it from its own parameters."""
+        forward = self.position.open
+        if forward is not None and not forward.has_weights:
+            forward.has_weights = has_parameters(module)
 
     def _wrap_storage_resize(self, resize: Callable) -> Callable:
         # A resize is not dispatched, and FSDP frees memory with it.
@@ -642,6 +652,11 @@ class Meter:
             if self.model is not None
             else {}
         )
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether ``module`` has parameters. A loss has none: its weights of classes are a buffer."""
+    return next(iter(module.parameters()), None) is not None
 
 
 def name_of(owner: Owner, names: dict[int, str]) -> str:

@@ -7,11 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-import numpy as np
-
 from ..measure.diagnosis import Diagnosis
-from ..measure.timeline import MOMENT, TOTAL, Holder, MemorySnapshot, Timeline
-from ..names import MOMENTS
+from ..measure.timeline import Holder, MemorySnapshot, Timeline
 from ..units import format_bytes
 from ..view.diagnosis import diagnose
 from ..view.live import encode_frame, explorable_html
@@ -66,6 +63,7 @@ class Report:
     allocator: dict[str, int] | None
     diagnosis: Diagnosis
     timeline: Timeline
+    moment_peaks: dict[str, int]
     step_peaks: Sequence[StepPeak]
     groups: Sequence[Group]
     notes: Sequence[str]
@@ -82,6 +80,7 @@ class Report:
             tracker.allocator,
             diagnose(tracker),
             tracker.timeline,
+            tracker.moment_peaks,
             tracker.step_peaks,
             grouped(tracker.holders()),
             tracker.notes,
@@ -105,13 +104,7 @@ class Report:
 
     def by_moment(self) -> list[tuple[str, int]]:
         """The highest number of live bytes in each moment that occurred."""
-        rows = self.timeline.rows
-        found = []
-        for number, name in enumerate(MOMENTS):
-            totals = rows[rows[:, MOMENT] == number, TOTAL]
-            if len(totals):
-                found.append((name, int(np.max(totals))))
-        return sorted(found, key=lambda pair: -pair[1])
+        return sorted(self.moment_peaks.items(), key=lambda pair: -pair[1])
 
     def next_technique(self) -> str:
         """The first thing to do."""

@@ -152,6 +152,10 @@ class ScriptMeter(Meter):
         super().begin_forward(module, args, kwargs)
 
     @shielded
+    def note_weights(self, module: nn.Module) -> None:
+        super().note_weights(module)
+
+    @shielded
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
         if self.models.note_step(optimizer):
             self.sync()
@@ -215,6 +219,12 @@ class ScriptTracker(MemoryTracker):
     @property
     def step_peaks(self) -> list[StepPeak]:
         return self.meter.steps.peaks
+
+    @property
+    def moment_peaks(self) -> dict[str, int]:
+        """The highest number of live bytes in each moment that occurred, however long the run."""
+        peaks = self._recording.moment_peaks
+        return {names.MOMENTS[moment]: total for moment, total in sorted(peaks.items())}
 
     @property
     def notes(self) -> list[str]:

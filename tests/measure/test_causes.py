@@ -36,12 +36,19 @@ HAVE = {
     programs.logits_in_a_list: COLLECTED,
     programs.logits_in_one_tensor: COLLECTED,
     programs.hidden_states_in_a_list: COLLECTED,
+    programs.outputs_beside_a_loss_module: COLLECTED,
+    programs.outputs_of_a_hidden_model: COLLECTED,
+    programs.second_list_of_outputs: COLLECTED,
     programs.one_large_evaluation: EVALUATION,
+    programs.loss_module_of_one_large_evaluation: EVALUATION,
     programs.generation: GENERATION,
     programs.validation_with_gradients: UNUSED,
+    programs.validation_before_the_backward: UNUSED,
+    programs.validation_with_a_loss_module: UNUSED,
     programs.sampling_with_gradients: UNUSED,
     programs.scores_with_gradients: UNUSED,
     programs.losses_added_up: ADDED_UP,
+    programs.loss_module_added_up: ADDED_UP,
     programs.losses_in_a_stack: ADDED_UP,
     programs.deepcopy_at_save: COPIED,
     programs.cloned_state_dict: COPIED,
@@ -135,6 +142,36 @@ def test_the_line_is_the_one_that_keeps_the_tensor_alive():
         text = file.read().splitlines()[line.line - 1]
     assert line.file.endswith("oom_programs.py") and "kept.append" in text and "y.clone()" in text
     assert "128.00 KiB a step: float32 512 × 64 (clone)" in str(found)
+
+
+def test_the_growth_is_that_of_the_list_at_the_peak():
+    found = diagnose(programs.second_list_of_outputs()).causes[0]
+    # 256 rows of 64 numbers in float32; a batch of the first list has twice as many.
+    assert "about 64.00 KiB more after each forward" in found.evidence
+
+
+def test_a_graph_that_is_used_is_not_blamed_on_the_forward_that_is_not():
+    tracker = programs.validation_before_the_backward()
+    found = diagnose(tracker).causes[0]
+    rows, widths = 512, (256, 256, 64)  # before GELU, after it, and the output
+    assert found.nbytes == 4 * rows * sum(widths)
+    assert tracker.peak.by_category["activations"] > 2 * found.nbytes
+    assert "1 forward recorded" in found.evidence
+
+
+def test_a_long_scoring_is_blamed_for_the_forwards_that_are_no_longer_in_the_list():
+    net, x, scores = programs.Net(), torch.randn(8, 64), []
+    with MemoryTracker(net, live=False) as tracker:
+        for _ in range(400):
+            scores.append(net(x).mean())
+    found = diagnose(tracker).causes[0]
+    assert found.name == UNUSED
+    assert found.nbytes == tracker.peak.by_category["activations"]
+
+
+def test_a_loss_module_is_no_forward_of_its_own():
+    found = diagnose(programs.validation_with_a_loss_module()).causes[0]
+    assert "1 forward recorded" in found.evidence
 
 
 def test_bytes_outside_of_a_training_step_get_no_remedy_of_the_batch():

@@ -10,8 +10,9 @@ from torch import nn
 
 from gradmem_lib.measure.recording import Recording
 from gradmem_lib.measure.timeline import MemorySnapshot
-from gradmem_lib.names import CATEGORIES
+from gradmem_lib.names import CATEGORIES, MOMENTS
 from gradmem_lib.run.models import FoundModels
+from gradmem_lib.run.report import Report
 from gradmem_lib.run.steps import KEPT, StepPeaks, in_rows
 from gradmem_lib.run.tracking import ScriptRecording, ScriptTracker
 from gradmem_lib.view.diagnosis import diagnose
@@ -234,6 +235,39 @@ def test_from_an_accelerators_first_storage_on_only_its_bytes_count():
     assert recording.total == 256 and recording.device == torch.device("cuda")
     assert recording.at(recording.run_peak).total == 256
     assert recording.rows()[:, 2].tolist() == [0, 256]
+
+
+def highest_of_each_moment(timeline):
+    highest = {}
+    for moment, total in zip(timeline.moments, timeline.totals, strict=True):
+        highest[moment] = max(total, highest.get(moment, 0))
+    return highest
+
+
+def test_the_highest_of_each_moment_is_exact_in_a_long_run(
+    monkeypatch,
+):
+    measured = []
+    for samples in (4, 10**6):
+        monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", samples)
+        model = Net()
+        with ScriptTracker(None) as tracker:
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            for _ in range(4):
+                train(model, optimizer, torch.randn(256, 16))
+                with torch.no_grad():
+                    model(torch.randn(8, 16))
+            tracker.end()
+        measured.append(tracker)
+    short, long = measured
+    expected = highest_of_each_moment(long.timeline)
+    assert len(expected) == len(MOMENTS)
+    assert highest_of_each_moment(short.timeline) != expected
+    report = Report.of(short, "train.py", "", "")
+    assert dict(report.by_moment()) == expected
+    assert short.peak_by_phase == long.peak_by_phase
+    totals = [total for _, total in report.by_moment()]
+    assert totals == sorted(totals, reverse=True) and totals[0] == short.peak.total
 
 
 def snapshot(total):

@@ -179,6 +179,65 @@ def counted_evaluation():
     return evaluated(lambda out: int(out.logits.argmax(-1).sum()))
 
 
+def outputs_beside_a_loss_module(remedied=False):
+    """The loss of a validation is a module too, with a weight for each class."""
+    net, criterion = Net(), nn.CrossEntropyLoss(weight=torch.ones(64))
+    batches = [(torch.randn(512, 64), torch.randint(64, (512,))) for _ in range(12)]
+    losses, kept = [], []
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        for x, y in batches:
+            out = net(x)
+            losses.append(criterion(out, y))
+            kept.append(out.argmax(-1) if remedied else out)
+    return tracker
+
+
+def second_list_of_outputs(remedied=False):
+    """A test after a validation, whose outputs are gone by then."""
+    net, data = Net(), torch.randn(512, 64)
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        for x, batches in ((data, 5), (data[:256], 200)):
+            kept = []
+            for _ in range(batches):
+                out = net(x)
+                kept.append(out.argmax(-1) if remedied else out)
+            del kept, out
+    return tracker
+
+
+class Hides(nn.Module):
+    """Has no parameters of its own: the model is in a list."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.hidden = [net]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden[0](x)
+
+
+def outputs_of_a_hidden_model(remedied=False):
+    net, kept = Net(), []
+    model = Hides(net)
+    batches = [torch.randn(512, 64) for _ in range(12)]
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        for x in batches:
+            out = model(x)
+            kept.append(out.argmax(-1) if remedied else out)
+    return tracker
+
+
+def loss_module_of_one_large_evaluation(remedied=False):
+    """The loss is the peak: it computes as many numbers as there are logits."""
+    net, criterion = nn.Linear(16, 1024), nn.CrossEntropyLoss()
+    n = 128 if remedied else 512
+    x, y = torch.randn(n, 16), torch.randint(1024, (n,))
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        for _ in range(3):
+            criterion(net(x), y)
+    return tracker
+
+
 def one_large_evaluation(remedied=False):
     model = llama()
     ids = rows(2 if remedied else 16)
@@ -211,6 +270,36 @@ def validation_with_gradients(remedied=False):
             optimizer.zero_grad()
             with torch.set_grad_enabled(not remedied):
                 net(large).square().mean().item()
+    return tracker
+
+
+def validation_before_the_backward(remedied=False):
+    """The training's own graph is alive at the peak as well, and it is used."""
+    net, x, y = Net(), torch.randn(512, 64), torch.randn(512, 64)
+    optimizer, more = sgd(net), torch.randn(512, 64)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            loss = F.mse_loss(net(x), y)
+            with torch.set_grad_enabled(not remedied):
+                net(more)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+def validation_with_a_loss_module(remedied=False):
+    net, x, y = Net(), torch.randn(64, 64), torch.randint(64, (64,))
+    criterion, large = nn.CrossEntropyLoss(), torch.randn(2048, 64)
+    target = torch.randint(64, (2048,))
+    optimizer = adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(3):
+            criterion(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(not remedied):
+                criterion(net(large), target).item()
     return tracker
 
 
@@ -257,6 +346,27 @@ def losses_added_up(remedied=False, forwards=6):
             summed = 0
             for x, y in batches:
                 loss = F.mse_loss(net(x), y) / forwards
+                if remedied:
+                    loss.backward()
+                else:
+                    summed = summed + loss
+                del loss
+            if not remedied:
+                summed.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+def loss_module_added_up(remedied=False, forwards=6):
+    net, criterion = Net(), nn.CrossEntropyLoss()
+    optimizer = adamw(net)
+    batches = [(torch.randn(256, 64), torch.randint(64, (256,))) for _ in range(forwards)]
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            summed = 0
+            for x, y in batches:
+                loss = criterion(net(x), y) / forwards
                 if remedied:
                     loss.backward()
                 else:
