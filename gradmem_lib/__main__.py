@@ -299,6 +299,7 @@ def _plan(options: argparse.Namespace) -> int:
         method=options.method,
         target=options.target,
         cards=options.cards,
+        margin=options.margin,
     )
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
@@ -644,6 +645,12 @@ def _add_plan(commands) -> None:
         default="cuda",
         metavar="T",
         help="cuda (the default) or cpu",
+    )
+    add(
+        "--margin",
+        type=float,
+        metavar="M",
+        help="share of what is needed that stays free (0.03; several cards 0.045; 0: none)",
     )
     add("--json", action="store_true", help="print JSON")
     plan.set_defaults(

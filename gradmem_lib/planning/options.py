@@ -1,5 +1,6 @@
 """One way to train, with the bytes and the time that it needs; and the order of several ways."""
 
+import math
 from dataclasses import dataclass
 
 from .. import optimizers
@@ -25,6 +26,7 @@ class Option:
     ``needs``: the sum of all. ``spare``: the bytes that the card has left (negative: missing).
     ``seconds``: the estimated time of one token. With several ``cards``, micro-batch and bytes are
     those of each card, and the time is that of all. ``has_adapters``: the model came with adapters.
+    ``margin``: the share of ``needs`` that has to stay free besides.
     """
 
     recipe: Recipe
@@ -35,6 +37,7 @@ class Option:
     parts: dict[str, int]
     cards: int = 1
     has_adapters: bool = False
+    margin: float = 0.0
 
     @property
     def needs(self) -> int:
@@ -45,8 +48,13 @@ class Option:
         return self.card_bytes - self.needs
 
     @property
+    def kept_free(self) -> int:
+        """The bytes of the margin."""
+        return math.ceil(self.margin * self.needs)
+
+    @property
     def fits(self) -> bool:
-        return self.spare >= 0
+        return self.spare >= self.kept_free
 
     def __str__(self) -> str:
         cards = f" x {self.cards} cards" if self.cards > 1 else ""
@@ -57,6 +65,11 @@ class Option:
 
     def why_not(self) -> str:
         """Why it does not fit, in bytes."""
+        if 0 <= self.spare < self.kept_free:
+            return (
+                f"leaves {format_bytes(self.spare)}, and the margin of {self.margin:.1%} is "
+                f"{format_bytes(self.kept_free)} (margin=0, --margin 0: none)"
+            )
         peak = self.prediction.peak
         parts = {n: b for n, b in peak.by_category.items() if b >= 0.02 * peak.total} | self.parts
         held = ", ".join(

@@ -16,7 +16,8 @@ class Plan:
 
     Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by needed bytes)
     were predicted. ``ruled_out`` was not predicted: weights, gradients and states alone are too
-    much. ``advice``: if nothing fits, changes that would fit.
+    much. ``advice``: if nothing fits, changes that would fit. ``margin``: the share of the needed
+    bytes that stays free besides.
     """
 
     title: str
@@ -32,6 +33,7 @@ class Plan:
     given: Any
     config: Any
     cards: int = 1
+    margin: float = 0.0
 
     @property
     def best(self) -> Option | None:

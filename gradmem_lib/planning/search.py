@@ -52,9 +52,18 @@ class Search:
     """
 
     def __init__(
-        self, work: cost.Work, card: Card, seq_len, global_batch: int, target: str, cards: int = 1
+        self,
+        work: cost.Work,
+        card: Card,
+        seq_len: int,
+        global_batch: int,
+        target: str,
+        cards: int = 1,
+        *,
+        margin: float = 0.0,
     ):
         self.work, self.card, self.target, self.cards = work, card, target, cards
+        self.margin = margin
         self.has_adapters = work.adapter_parameters is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
         self.chunked = work.chunked and cards == 1  # chunks bypass the code that averages gradients
@@ -62,7 +71,7 @@ class Search:
         self._known: dict[Recipe, Option] = {}
         # The bytes for live tensors and the allocator.
         overhead = cost.overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
-        self.available = card.nbytes - sum(overhead.values())
+        self.available = card.nbytes / (1 + margin) - sum(overhead.values())
 
     def option(self, recipe: Recipe) -> Option:
         """``recipe``, predicted.
@@ -78,7 +87,8 @@ class Search:
             parts = cost.overhead_of_prediction(prediction, capability, replay, self.cards)
             tokens = self.rows * self.seq_len
             seconds = self.seconds(recipe, prediction.offload_traffic_bytes / tokens)
-            rows, more = self.rows // recipe.accumulation, (self.cards, self.has_adapters)
+            rows = self.rows // recipe.accumulation
+            more = self.cards, self.has_adapters, self.margin
             self._known[recipe] = Option(
                 recipe, rows, seconds, self.card.nbytes, prediction, parts, *more
             )

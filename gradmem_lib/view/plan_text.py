@@ -19,6 +19,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global "
         f"batch {plan.global_batch} x {plan.seq_len:,} tokens, method {plan.method}, target "
         f"{plan.target}",
+        *_about_the_margin(plan.margin),
         "",
     ]
     if plan.fits:
@@ -54,6 +55,15 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _about_the_margin(margin: float) -> list[str]:
+    if not margin:
+        return []
+    return [
+        f"Margin: {margin:.1%} of what a recipe needs stays free, since a prediction for a card "
+        "may be off by as much."
+    ]
+
+
 def plan_dict(plan: Plan) -> dict:
     """Plain values for JSON."""
     return {
@@ -64,6 +74,7 @@ def plan_dict(plan: Plan) -> dict:
         "global_batch": plan.global_batch,
         "method": plan.method,
         "target": plan.target,
+        "margin": plan.margin,
         "fits": [_option_dict(o) for o in plan.fits],
         "refused": [_option_dict(o) | {"why": o.why_not()} for o in plan.refused],
         "ruled_out": [
@@ -83,6 +94,7 @@ def _option_dict(option: Option) -> dict:
         "micro_batch": option.micro_batch,
         "needs": option.needs,
         "spare": option.spare,
+        "kept_free": option.kept_free,
         "estimated_seconds_per_token": option.seconds,
         "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
         "beyond_the_peak": dict(option.parts),

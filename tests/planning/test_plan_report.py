@@ -189,6 +189,7 @@ def test_a_plan_as_plain_values():
         "global_batch": 8,
         "method": "full",
         "target": "cuda",
+        "margin": 0.0,
         "fits": [],
         "ruled_out": [
             {"recipe": str(out), "needs_at_least": out.needs, "why": out.why} for out in RULED_OUT
@@ -204,6 +205,7 @@ def test_a_plan_as_plain_values():
         "micro_batch": 2,
         "needs": 2400 * MiB,
         "spare": -352 * MiB,
+        "kept_free": 0,
         "estimated_seconds_per_token": 12e-6,
         "peak": {
             "total": 1900 * MiB,
@@ -289,7 +291,9 @@ class Sizes:
 
     has_adapters = False
 
-    def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1):
+    margin = 0.0
+
+    def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1, margin=0.0):
         self.work, self.card, self.seq_len, self.global_batch = work, card, seq_len, global_batch
         self.target, self.cards = target, cards
 
@@ -309,7 +313,7 @@ class Sizes:
 
 class Told(SimpleNamespace):
     def __init__(self, recipe, needs, room):
-        super().__init__(recipe=recipe, needs=needs, fits=needs <= room)
+        super().__init__(recipe=recipe, needs=needs, fits=needs <= room, kept_free=0)
 
     def __str__(self):
         return self.recipe.method
