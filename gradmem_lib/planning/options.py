@@ -117,7 +117,9 @@ def describe(recipe: Recipe, has_adapters: bool = False) -> str:
 
 def changes(recipe: Recipe) -> tuple[int, ...]:
     """How much training differs from plain AdamW on float32 weights, as a tuple that can be
-    compared. The last two entries do not change the result.
+    compared: the method, whether the optimizer steps in backward (then there is no ``Trainer``, no
+    clipping and no accumulation), whether weights are rounded, and the optimizer. Chunks of the
+    loss change nothing.
 
     Raises ``ValueError`` for an optimizer that ``plan`` does not try.
     """
@@ -126,12 +128,13 @@ def changes(recipe: Recipe) -> tuple[int, ...]:
             f"a plan does not compare optimizer={recipe.optimizer!r}: choose one of "
             f"{', '.join(map(repr, OPTIMIZERS))}"
         )
-    chosen = (
+    exact = recipe.precision is None or PRECISIONS[recipe.precision].exact_weights
+    return (
         METHODS.index(method_of(recipe)),
-        recipe.precision is not None and not PRECISIONS[recipe.precision].exact_weights,
+        int(recipe.in_backward),
+        int(not exact),
         OPTIMIZERS.index(recipe.optimizer),
     )
-    return *chosen, recipe.in_backward, recipe.chunked_loss
 
 
 def ordered(options: list[Option]) -> list[Option]:
@@ -144,13 +147,20 @@ def ordered(options: list[Option]) -> list[Option]:
     found: list[Option] = []
     while rest:
         equal = [o for o in rest if o.seconds <= rest[0].seconds * EQUAL_TIME]
-        found += sorted(equal, key=lambda o: (changes(o.recipe), o.seconds))
+        found += sorted(equal, key=_changes_then_time)
         rest = rest[len(equal) :]
     return found
 
 
+def _changes_then_time(option: Option) -> tuple:
+    """Of two that are as fast, the one whose loss is whole comes first."""
+    return changes(option.recipe), option.seconds, option.recipe.chunked_loss
+
+
 def _dominated(option: Option, by: Option) -> bool:
     """Whether ``by`` is better in time or bytes, no worse in the other, and changes no more."""
-    better = (*changes(by.recipe)[:3], by.seconds, by.needs)
-    worse = (*changes(option.recipe)[:3], option.seconds, option.needs)
+    better, worse = (
+        (*changes(one.recipe), one.recipe.chunked_loss, one.seconds, one.needs)
+        for one in (by, option)
+    )
     return better != worse and all(a <= b for a, b in zip(better, worse, strict=True))

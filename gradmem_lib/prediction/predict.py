@@ -26,7 +26,7 @@ from .configs import find_config, most_positions, skeleton, title_of
 from .loop import Loop, check_loop
 from .notes import notes_of
 from .question import CannotTrace, Question, Source
-from .short_traces import Traced, trace_step
+from .short_traces import ShortTraces, Traced, trace_step
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
@@ -60,11 +60,14 @@ class Prediction:
     _question: Any = field(default=None, repr=False, compare=False)
     # the requests of a full trace; empty if it was not made
     _recorded_requests: tuple = field(default=(), repr=False, compare=False)
+    # the traces that this was computed from; None after a full trace
+    _short: ShortTraces | None = field(default=None, repr=False, compare=False)
 
     def replay_allocator(self) -> int | None:
         """For a card: the bytes that the caching allocator will have reserved from the driver;
-        ``None`` for the CPU. It replays the allocator's rules over the full trace, which takes
-        seconds for a deep model. It is an estimate, since frees happen in the trace's order. It
+        ``None`` for the CPU. It replays the allocator's rules over the requests of the whole step.
+        If short traces do not prove these, a full trace is made, which takes seconds for a deep
+        model. It is an estimate, since frees happen in the trace's order. It
         does not count what libraries and the driver keep (``allocator.workspace``, ``CONTEXT``).
         """
         return allocator.replayed(self.requests()) if self.target == "cuda" else None
@@ -79,6 +82,10 @@ class Prediction:
     def _requests(self) -> tuple[int, ...]:
         if self._recorded_requests:
             return self._recorded_requests
+        if self._short is not None and self.target == "cuda":
+            from_short = self._short.requests()
+            if from_short is not None:
+                return from_short
         question, micro_batches = self._question, None
         if (
             question.recipe.accumulation > REPLAYED_MICRO_BATCHES
@@ -249,6 +256,7 @@ def _prediction(question: Question, step: Traced) -> Prediction:
         notes=notes_of(question),
         _question=question,
         _recorded_requests=step.requests,
+        _short=step.short,
     )
 
 
