@@ -8,6 +8,7 @@ from ..names import PRECISIONS
 from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
+from .cost import Cost
 
 # What is trained: every weight, low-rank additions to a frozen model, or such additions to a frozen
 # model in 4 bits.
@@ -26,7 +27,8 @@ class Option:
     ``needs``: the sum of all. ``spare``: the bytes that the card has left (negative: missing).
     ``seconds``: the estimated time of one token. With several ``cards``, micro-batch and bytes are
     those of each card, and the time is that of all. ``has_adapters``: the model came with adapters.
-    ``margin``: the share of ``needs`` that has to stay free besides.
+    ``margin``: the share of ``needs`` that has to stay free besides. ``cost``: the terms of
+    ``seconds``, if they are known.
     """
 
     recipe: Recipe
@@ -38,6 +40,7 @@ class Option:
     cards: int = 1
     has_adapters: bool = False
     margin: float = 0.0
+    cost: Cost | None = None
 
     @property
     def needs(self) -> int:

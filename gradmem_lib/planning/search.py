@@ -126,10 +126,20 @@ class Search:
             capability = self.card.capability
             parts = cost.overhead_of_prediction(prediction, capability, replay, self.cards)
             tokens = self.rows * self.seq_len
-            seconds = self.seconds(recipe, prediction.offload_traffic_bytes / tokens)
+            estimate = self.cost(recipe, prediction.offload_traffic_bytes / tokens)
             rows = self.rows // recipe.accumulation
-            more = self.cards, self.has_adapters, self.margin
-            option = Option(recipe, rows, seconds, self.card.nbytes, prediction, parts, *more)
+            option = Option(
+                recipe,
+                rows,
+                estimate.seconds,
+                self.card.nbytes,
+                prediction,
+                parts,
+                self.cards,
+                self.has_adapters,
+                self.margin,
+                estimate,
+            )
             self._known[recipe] = option
             verdict = "fits" if option.fits else "does not fit"
             self.notify(f"{len(self._known)} recipes predicted; the last one {verdict}: {option}")
@@ -147,8 +157,12 @@ class Search:
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def seconds(self, recipe: Recipe, offload_bytes: float | None = None) -> float:
+        return self.cost(recipe, offload_bytes).seconds
+
+    def cost(self, recipe: Recipe, offload_bytes: float | None = None) -> cost.Cost:
+        """The estimated time of a token, with the lower bound of what is offloaded for ``None``."""
         sizes = self.rows // recipe.accumulation, self.seq_len, offload_bytes, self.cards
-        return cost.seconds_per_token(self.work, recipe, self.card, *sizes)
+        return cost.cost_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, starting with those that change training least.

@@ -30,6 +30,7 @@ def plan_text(plan: Plan) -> str:
             ),
             "of each other, the recipe that changes training least comes first.",
             *_table(plan.fits),
+            *_terms_of(plan.fits[0]),
             *(
                 [f"Start the code of the first one with: {launch(plan.cards)}"]
                 if plan.cards > 1
@@ -53,6 +54,18 @@ def plan_text(plan: Plan) -> str:
         kinds = "; ".join(str(out) for out in plan.ruled_out if out.why == why)
         lines.append(_wrapped(f"{kinds}: {why}.", "  * "))
     return "\n".join(lines)
+
+
+def _terms_of(option: Option) -> list[str]:
+    """What the estimated time of ``option`` consists of."""
+    if option.cost is None:
+        return []
+    terms = [
+        f"{name.replace('_', ' ')} {1e6 * seconds:,.2f}"
+        for name, seconds in asdict(option.cost).items()
+        if seconds
+    ]
+    return [f"The time of the first one, in us/token: {', '.join(terms)}."]
 
 
 def _about_the_margin(margin: float) -> list[str]:
@@ -96,6 +109,7 @@ def _option_dict(option: Option) -> dict:
         "spare": option.spare,
         "kept_free": option.kept_free,
         "estimated_seconds_per_token": option.seconds,
+        "estimated_terms": None if option.cost is None else asdict(option.cost),
         "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
         "beyond_the_peak": dict(option.parts),
         "moved": option.prediction.offload_traffic_bytes,

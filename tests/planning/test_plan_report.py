@@ -207,6 +207,7 @@ def test_a_plan_as_plain_values():
         "spare": -352 * MiB,
         "kept_free": 0,
         "estimated_seconds_per_token": 12e-6,
+        "estimated_terms": None,
         "peak": {
             "total": 1900 * MiB,
             "phase": "optimizer_step",
