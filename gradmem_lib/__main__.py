@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import re
+import shutil
 import sys
 import textwrap
 import threading
@@ -51,6 +52,25 @@ def saying(what: str):
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def progress_line():
+    """A function that shows a sentence in the last line of a terminal, in place of the one before;
+    elsewhere it shows nothing.
+    """
+
+    def show(sentence: str) -> None:
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{sentence[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")
+        if sys.stderr.isatty():
+            print("\r", end="", file=sys.stderr, flush=True)
 
 
 def _lab(options: argparse.Namespace) -> int:
@@ -291,16 +311,18 @@ def _as_text(title: str, prediction, ranks: int) -> str:
 def _plan(options: argparse.Namespace) -> int:
     from .planning.plan import plan
 
-    made = plan(
-        options.model,
-        card=options.card,
-        seq_len=options.seq_len,
-        global_batch=options.global_batch,
-        method=options.method,
-        target=options.target,
-        cards=options.cards,
-        margin=options.margin,
-    )
+    with progress_line() as show:
+        made = plan(
+            options.model,
+            card=options.card,
+            seq_len=options.seq_len,
+            global_batch=options.global_batch,
+            method=options.method,
+            target=options.target,
+            cards=options.cards,
+            margin=options.margin,
+            notify=show,
+        )
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
     else:

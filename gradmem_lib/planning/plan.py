@@ -1,5 +1,7 @@
 """``plan``: the ways to train a model that fit a card."""
 
+from collections.abc import Callable
+
 from ..names import check_choice
 from ..units import check_positive_int, format_bytes
 from .cards import CARDS, Card, find_card
@@ -21,6 +23,7 @@ def plan(
     target: str = "cuda",
     cards: int = 1,
     margin: float | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why
     faster ways do not fit.
@@ -41,6 +44,7 @@ def plan(
         margin: the share of the needed bytes that has to stay free besides, since a prediction for
             a card may be off. ``None``: as much as published runs were off (3 %; 4.5 % for several
             cards), and 0 for target "cpu", whose bytes are exact. ``0``: none.
+        notify: called with a sentence after each prediction.
 
     It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's
     Adafactor; steps in backward if nothing else fits), checkpoints (none, one layer in two, all),
@@ -69,6 +73,8 @@ def plan(
     seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
     margin = check_margin(margin, target, cards)
     search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
+    if notify is not None:
+        search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = list(METHODS) if method == "any" else [method]
     search.find(methods)

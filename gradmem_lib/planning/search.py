@@ -141,9 +141,17 @@ class Search:
                 estimate,
             )
             self._known[recipe] = option
-            verdict = "fits" if option.fits else "does not fit"
-            self.notify(f"{len(self._known)} recipes predicted; the last one {verdict}: {option}")
+            self.notify(self._progress())
         return self._known[recipe]
+
+    def _progress(self) -> str:
+        """What has been found so far, in a sentence."""
+        number = len(self._known)
+        predicted = f"{number} recipe{'s' if number > 1 else ''} predicted"
+        found = self.fits()
+        if not found:
+            return f"{predicted}, and none fits yet"
+        return f"{predicted}; the best so far: {1e6 * found[0].seconds:.1f} us/token, {found[0]}"
 
     def fits(self) -> list[Option]:
         """The predicted options that fit, in order, each recipe with its largest micro-batch."""

@@ -66,7 +66,7 @@ def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
     assert json.loads(out)["peak"]["total"] < wanted.peak.total
 
 
-def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, config):
+def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, config, monkeypatch):
     config.save_pretrained(tmp_path)
     words = [
         "plan",
@@ -82,8 +82,14 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
         "--target",
         "cpu",
     ]
-    code, out, _ = command(capsys, *words)
+    code, out, error = command(capsys, *words)
     assert code == 0 and "Fits, fastest first" in out and "make_trainer(" in out
+    assert "predicted" not in error  # no terminal
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        code, out, error = command(capsys, *words, "--margin", "0.5")
+    assert code == 0 and "Margin: 50.0% of what a recipe needs" in out
+    assert "1 recipe predicted; the best so far: " in error
     code, out, _ = command(capsys, *words, "--json")
     found = json.loads(out)
     assert (
