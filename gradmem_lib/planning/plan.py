@@ -76,8 +76,7 @@ def plan(
     seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
     margin = check_margin(margin, target, cards)
     search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
-    if notify is not None:
-        search.notify = notify
+    search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = list(METHODS) if method == "any" else [method]
     search.find(methods)

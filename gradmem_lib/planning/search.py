@@ -74,7 +74,7 @@ class Search:
         self.schedules = self._schedules()
         self.alternatives = self._alternatives()
         self.ruled_out: list[RuledOut] = []
-        self.notify: Callable[[str], None] = lambda sentence: None
+        self.notify: Callable[[str], None] | None = None
         self._known: dict[Recipe, Option] = {}
         # The bytes for live tensors and the allocator.
         overhead = cost.overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
@@ -141,7 +141,8 @@ class Search:
                 estimate,
             )
             self._known[recipe] = option
-            self.notify(self._progress())
+            if self.notify is not None:
+                self.notify(self._progress())
         return self._known[recipe]
 
     def _progress(self) -> str:
