@@ -55,14 +55,17 @@ class Adapter(nn.Module):
 
 
 class Setting:
-    """A model, its layers, and a step that leaves gradients behind."""
+    """A model, its layers, and a step that leaves gradients behind.
+
+    ``batch``: every tensor that the step is given from outside of the model.
+    """
 
     def __init__(
         self,
         what: str,
         model: nn.Module,
         layers: nn.Module,
-        batch: torch.Tensor,
+        batch: torch.Tensor | tuple[torch.Tensor, ...],
         forward: Callable[[], torch.Tensor],
     ):
         self.what, self.model, self.layers, self.batch, self.forward = (
@@ -93,7 +96,7 @@ def chain() -> Setting:
         f"chain of {LAYERS} equal frozen layers that keep five boundaries each",
         net,
         net,
-        x,
+        (x, weights),
         forward,
     )
 
