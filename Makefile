@@ -148,7 +148,7 @@ STEPS = trap 'exit 130' INT; export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; fail
 SUM_UP = echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UNPACK = $(PY) -c 'from gradmem_lib.course import models; models.smollm2_status() == "ready" or models.smollm2()'
-EVERYTHING = $(PYTEST) --nbval --nbval-current-env tests solutions
+EVERYTHING = $(PYTEST) --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/nbval.cfg tests solutions
 
 check: $(TEST)
 	@$(STEPS); \
