@@ -95,6 +95,12 @@ class Session:
         except Exception as problem:  # the program's exit status stays its own
             self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
 
+    def abandon(self) -> None:
+        """Stop measuring without a report: there was no program to run."""
+        self.is_finished = True
+        if self.tracker is not None:
+            self.tracker.end()
+
     def _report(self, ended: str, explained: str) -> None:
         if self.tracker is not None:
             self.tracker.end()
@@ -164,6 +170,7 @@ def run(
     try:
         program.run()
     except CannotRun:
+        session.abandon()
         raise
     except SystemExit as error:
         session.finish(error)

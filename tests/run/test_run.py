@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradmem_lib.__main__ import main
+from gradmem_lib.measure.tracker import MemoryTracker
 
 FORKED = Path(__file__).parent / "forked.py"
 TRAINS = """
@@ -261,7 +262,8 @@ def test_each_rank_has_a_report_of_its_own(tmp_path, monkeypatch):
         (["run", "--budget", "much", "a.py"], "cannot read 'much'"),
     ],
 )
-def test_what_cannot_be_run_is_a_sentence(words, says, capsys, monkeypatch):
+def test_what_cannot_be_run_is_a_sentence(words, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
@@ -270,3 +272,5 @@ def test_what_cannot_be_run_is_a_sentence(words, says, capsys, monkeypatch):
         status = leave.code
     assert status == 2
     assert says in capsys.readouterr().err.replace("\n", " ")
+    assert not MemoryTracker.any_runs()
+    assert not list(tmp_path.iterdir())
