@@ -15,7 +15,7 @@ LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 SITE := .venv-site/.ready
 
-.PHONY: help lab start check test nightly lowest mutants notebooks dist bundle site benchmarks classroom gpu browser gallery
+.PHONY: help lab start check test nightly lowest mutants notebooks dist bundle site benchmarks classroom gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
@@ -29,7 +29,6 @@ help:
 	@echo "make dist        the wheel, which carries the lessons, and the sdist, in dist/"
 	@echo "make bundle      wheels, model and notebooks in one archive for a room without a network, tried without one"
 	@echo "make site        the course as web pages in build/site/html, looked at in a browser without a network"
-	@echo "make gallery     every kind of widget in every surrounding, as screenshots on one page to look at"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make classroom   lesson 00 in KERNELS=30 kernels at once on this machine: memory and time"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
@@ -115,10 +114,6 @@ site: $(TEST) $(SITE) browser
 	.venv-site/bin/python site/build.py
 	CI=1 $(PY) site/look.py
 
-GALLERY = env CI=1 PYTHONPATH=tests $(PY) -m notebooks.gallery build/gallery
-gallery: $(TEST) browser
-	$(GALLERY)
-
 PLAYWRIGHT_HAS_ONE = $(PY) -c 'import os, sys; from playwright.sync_api import sync_playwright; \
   p = sync_playwright().start(); found = os.path.exists(p.chromium.executable_path); p.stop(); sys.exit(not found)'
 
@@ -175,7 +170,6 @@ nightly: $(TEST) browser
 	step "SmolLM2 unpacked" wait $$!; \
 	step "library, solutions, widgets: every case" env GRADMEM_ALL=1 $(EVERYTHING); \
 	step "lessons at full size" env GRADMEM_SIZE=full GRADMEM_LIVE=0 $(PYTEST) --nbval-lax --nbval-current-env lessons; \
-	step "gallery of widgets" $(GALLERY); \
 	step "site" $(SITE_BY_MAKE); \
 	$(SUM_UP)
 

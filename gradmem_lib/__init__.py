@@ -23,7 +23,6 @@ _HOMES = {
     "training.adapters": "merge_adapters",
     "training.trainer": "MemoryCallback arguments make_trainer",
     "prediction.predict": "Prediction predict",
-    "prediction.loop": "Loop",
     "prediction.fit": "checkpoint_layers fit",
     "planning.cards": "BUSES CARDS find_card seconds_between seconds_over_bus",
     "planning.models": "known_model",

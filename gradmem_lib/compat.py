@@ -7,7 +7,6 @@ tests/test_compat.py fails for a private name in any other file. transformers is
 inside the functions that need it.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -80,13 +79,6 @@ def returns(func) -> list:
 _aten = torch.ops.aten
 # Autograd calls this operation on a fake tensor about ten times for each real operation.
 read_device = torch.ops.prim.device.default
-lift_fresh = torch.ops.aten.lift_fresh.default
-# Operations that make a tensor from nothing: states begin with them.
-factories = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "full", "full_like", "new_zeros", "ones_like", "zeros")
-) | {torch.ops.aten.zeros_like}
-add_tensors = torch.ops.aten.add.Tensor
 # the operation behind .item(), int() and bool() of a tensor
 read_value = _aten._local_scalar_dense.default
 # These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has
@@ -207,37 +199,6 @@ def sequence_nr(node) -> int:
     return 2**64 - 1 if node is None else node._sequence_nr()
 
 
-def gives_one_tensor_twice(node) -> bool:
-    """Whether two of a node's gradients belong to the same tensor, as in ``x * x``."""
-    targets = [target for target in node.next_functions if target[0] is not None]
-    return len(set(targets)) < len(targets)
-
-
-# What a dispatch mode sees of a gradient that nothing but autograd's buffer holds: the buffer, the
-# call and Python's tensor refer to it, and it and Python's storage refer to its storage.
-_HELD_BY_BUFFER, _STORAGE_HELD_ONCE = 4, 2
-
-
-def would_be_added_in_place(gradient: Tensor) -> bool:
-    """Whether autograd, without a dispatch mode, would write a sum of gradients into ``gradient``.
-
-    It does so if nobody else refers to the gradient. To be asked about the first argument of the
-    addition, by a dispatch mode, while the addition runs. Seen in torch 2.13:
-    ``torch/csrc/autograd/input_buffer.cpp``, ``can_accumulate_inplace``.
-    """
-    plain = type(gradient) in (Tensor, FakeTensor)
-    if not plain or gradient._use_count() != _HELD_BY_BUFFER:
-        return False
-    references = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default(gradient)
-    return references == _STORAGE_HELD_ONCE and dense
-
-
-# Tensors that speak for others, such as those of per-sample gradients, answer even a question for
-# their storage through their own function. In this context they answer as plain tensors.
-plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-
-
 class WithoutDynamoGuard:
     """A mixin for dispatch modes without Dynamo's guard against compilation.
 
@@ -296,20 +257,8 @@ def is_persistent(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def runs_eagerly() -> bool:
-    """Whether the program has switched compilation off, so that compiled functions run as written:
-    ``torch.compiler.set_stance("force_eager")``, or ``TORCH_COMPILE_DISABLE=1``.
-    """
-    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None:
-        return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-    return eval_frame.config.disable or eval_frame._stance.stance == "force_eager"
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` or ``module.compile()`` has compiled it."""
-    if runs_eagerly():
-        return False
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or type(module).__name__ == "OptimizedModule"
 
@@ -329,7 +278,7 @@ def refuse_compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
         before = eval_frame._callback_from_stance
 
         def callback_from_stance(callback):
-            if callback is None or callback is False or runs_eagerly():
+            if callback is None or callback is False:
                 return before(callback)
             name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
             if name == "cond.<locals>._cond_op_wrapper" and not torch.is_grad_enabled():

@@ -13,21 +13,6 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporarie
 PHASES = ("idle", "forward", "backward", "optimizer_step")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER = range(len(CATEGORIES))
 IDLE, FORWARD, BACKWARD, OPTIMIZER_STEP = range(len(PHASES))
-# Where in a training script an operation stands. Each moment belongs to one of the phases.
-MOMENTS = (
-    "between steps",
-    "training forward",
-    "loss",
-    "backward",
-    "optimizer step",
-    "evaluation or generation",
-)
-BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = range(
-    len(MOMENTS)
-)
-PHASE_OF_MOMENT = (IDLE, FORWARD, FORWARD, BACKWARD, OPTIMIZER_STEP, FORWARD)
-# The moment of a phase where no more is known, as in predictions.
-MOMENT_OF_PHASE = (BETWEEN_STEPS, TRAINING_FORWARD, IN_BACKWARD, IN_OPTIMIZER_STEP)
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,8 @@ claims.show("C07")
 # %%
 with MemoryTracker(model, optimizer, title="8 × 256 tokens: the logits rule") as tracker:
     step(model, optimizer, torch.randint(0, 8192, (8, 256)))
-for holder in tracker.largest_at_peak(4):
-    print(f"{holder.nbytes:>12,}", holder.category, holder.module, holder.op)
+for nbytes, *holder in tracker.largest_at_peak(4):
+    print(f"{nbytes:>12,}", *holder)
 
 # %% [markdown]
 # ## 3 · The logits spike

@@ -437,7 +437,7 @@ found_12 = check("11.12", answer)
 stars()
 
 # %% [markdown]
-# `python -m gradmem_lib progress --all` shows the same table. A puzzle with one star or two is worth a second visit.
+# `python -m gradmem_lib progress` shows the same table. A puzzle with one star or two is worth a second visit.
 #
 # ## 9 · Carry it out
 #

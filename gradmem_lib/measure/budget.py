@@ -5,8 +5,7 @@ import traceback
 import torch
 
 from ..units import format_bytes
-from .diagnosis import Diagnosis
-from .facts import Facts
+from .diagnosis import lowest_peaks
 from .timeline import Holder, MemorySnapshot
 
 
@@ -14,40 +13,36 @@ class BudgetExceeded(torch.OutOfMemoryError):
     """Raised when live bytes exceed the budget: an out-of-memory error that names the holders.
 
     Attributes: ``budget``; ``asked``, the bytes of the refused allocation; ``snapshot``, the live
-    bytes with this allocation; ``everything``, the holders of all live storages, largest first;
-    ``holders``, the first five of these; and ``facts``, which ``diagnose`` reads. ``what`` names
-    the operation that allocates.
+    bytes with this allocation; ``everything``, the holders of all live storages, largest first; and
+    ``holders``, the first five of these. ``what`` names the operation that allocates.
     """
 
     def __init__(
-        self,
-        budget: int,
-        asked: int,
-        what: str,
-        snapshot: MemorySnapshot,
-        live: list[Holder],
-        facts: Facts | None = None,
+        self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, live: list[Holder]
     ):
         self.budget, self.asked, self.snapshot = budget, asked, snapshot
         self.everything, self.holders = live, live[:5]
-        self.facts = facts or Facts(snapshot, holders=live)
-        found = Diagnosis(self.facts)
-        enough = [name for name in found.helps if found.lowest[name] <= budget]
-        not_enough = [name for name in found.lowest if name not in enough]
+        lowest = lowest_peaks(snapshot, None, live)
+        enough = [
+            name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget
+        ]
+        not_enough = [name for name in lowest if name not in enough]
+        sums: dict[tuple[str, str], int] = {}
+        for h in live:
+            key = (h.category, ".".join(h.module.split(".")[:3]))
+            sums[key] = sums.get(key, 0) + h.nbytes
+        largest = sorted(sums.items(), key=lambda item: -item[1])[:5]
         lines = [
             f"out of budget by {snapshot.total - budget:,} bytes: {snapshot.total:,} live "
             f"({format_bytes(snapshot.total)}), {budget:,} allowed ({format_bytes(budget)})",
-            f"  asked for {asked:,} bytes: {what}, in {snapshot.moment or snapshot.phase}",
+            f"  asked for {asked:,} bytes: {what}, in {snapshot.phase}",
             "  live by category:",
             *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
             "  largest holders:",
             *(
                 f"    {n:>16,} bytes  {category:<12} {module}".rstrip()
-                for (category, module), n in _largest(live)
+                for (category, module), n in largest
             ),
-        ]
-        lines += [f"  {line}" for line in found.cause_lines()]
-        lines += [
             (
                 "  What could bring this moment within the budget: "
                 f"{'; '.join(enough) or 'none of these by itself'}."
@@ -57,15 +52,6 @@ class BudgetExceeded(torch.OutOfMemoryError):
             "  A card of that size would be out of memory.",
         ]
         super().__init__("\n".join(lines))
-
-
-def _largest(live: list[Holder]) -> list[tuple[tuple[str, str], int]]:
-    """The five largest sums of bytes by category and module, where modules end at three parts."""
-    sums: dict[tuple[str, str], int] = {}
-    for holder in live:
-        key = (holder.category, ".".join(holder.module.split(".")[:3]))
-        sums[key] = sums.get(key, 0) + holder.nbytes
-    return sorted(sums.items(), key=lambda item: -item[1])[:5]
 
 
 def release_traceback(error: BaseException | None) -> None:

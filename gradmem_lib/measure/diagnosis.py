@@ -1,23 +1,16 @@
-"""Why a run needs so much memory: its causes first, then which techniques could lower the peak, how
-far at best, and which cannot.
+"""Which techniques could lower a peak, how far at best, and which cannot.
 
 A technique acts on some categories in some phases. Remove all bytes of these from every moment of
 the run: the highest total that remains is a lower bound for the peak with this technique, however
 well it works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ..names import CATEGORIES, PHASES
-from ..units import format_bytes
-from .causes import WORTH, Cause, find_causes, is_state
-from .facts import Facts, total
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -28,58 +21,40 @@ class Technique:
     """A way to lower a peak.
 
     ``shrinks``: for each category that it can shrink, the phases in which it can. ``part``:
-    "layers", if it acts only inside the layers, or "outside", if only on logits and what else comes
-    outside of them. ``of_the_step``: it acts on the batch of a training step, and on nothing
-    between steps or in an evaluation.
+    "layers" or "outside", if it acts only inside or only outside the layers.
     """
 
     name: str
     price: str
     shrinks: Mapping[str, tuple[str, ...]]
     part: str = ""
-    of_the_step: bool = False
 
 
 OF_THE_BATCH = dict.fromkeys(("activations", "temporaries", "other"), PASSES)
 OF_THE_TRAINED = {"gradients": PHASES, "optimizer": PHASES, "temporaries": STEP}
-FUSED = "an optimizer that works in place (fused)"
-CHUNKS = "the loss in chunks"
-TECHNIQUES = (  # the cheapest first
-    Technique(FUSED, "nothing", {"temporaries": STEP}),
-    Technique(
-        CHUNKS,
-        "almost nothing",
-        {"activations": PASSES, "temporaries": PASSES},
-        "outside",
-        of_the_step=True,
-    ),
+TECHNIQUES = (
     Technique(
         "smaller micro-batches, or shorter rows",
         "little time, while they keep the card busy",
         OF_THE_BATCH,
-        of_the_step=True,
     ),
     Technique(
         "checkpointing",
         "up to a third more work (half if frozen)",
         {"activations": PASSES},
         "layers",
-        of_the_step=True,
     ),
+    Technique("moving activations off the card", "two trips over the bus", {"activations": PASSES}),
     Technique(
-        "moving activations off the card",
-        "two trips over the bus",
-        {"activations": PASSES},
-        of_the_step=True,
+        "the loss in chunks",
+        "almost nothing",
+        {"activations": PASSES, "temporaries": PASSES},
+        "outside",
     ),
+    Technique("an optimizer that works in place (fused)", "nothing", {"temporaries": STEP}),
     Technique(
         "8-bit or factored states",
         "approximate moments, another learning rate",
-        {"optimizer": PHASES, "temporaries": STEP},
-    ),
-    Technique(
-        "SGD, with momentum or without",
-        "another learning rate, often more steps",
         {"optimizer": PHASES, "temporaries": STEP},
     ),
     Technique(
@@ -96,128 +71,33 @@ TECHNIQUES = (  # the cheapest first
 )
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Why a run needs its memory, from the ``facts`` of it."""
-
-    facts: Facts
-
-    @property
-    def peak(self) -> MemorySnapshot:
-        return self.facts.peak
-
-    @cached_property
-    def causes(self) -> list[Cause]:
-        """What makes this run need more than an ordinary step, the first thing to change first."""
-        return find_causes(self.facts)
-
-    @cached_property
-    def lowest(self) -> dict[str, int]:
-        """For each technique, by name, the lowest peak in bytes that it can reach."""
-        return lowest_peaks(self.facts)
-
-    @property
-    def helps(self) -> list[str]:
-        """The techniques that can lower the peak by 2% or more, the cheapest first."""
-        return [
-            name for name, nbytes in self.lowest.items() if nbytes <= (1 - WORTH) * self.peak.total
-        ]
-
-    @property
-    def cannot_help(self) -> list[str]:
-        return [name for name in self.lowest if name not in self.helps]
-
-    def cause_lines(self) -> list[str]:
-        """The causes in words, a line each for what was found, where, and what to do."""
-        lines = []
-        for cause in self.causes:
-            lines += str(cause).splitlines()
-        return lines
-
-    def __str__(self) -> str:
-        peak = self.peak
-        where = peak.moment or peak.phase
-        lines = [f"The peak is {format_bytes(peak.total)}, in {where}: {shares(peak)}."]
-        lines += self.cause_lines()
-        if self.helps:
-            width = max(len(name) for name in self.helps)
-            if self.causes:
-                lines.append("What else can lower it, the cheapest first, and to what at best:")
-            else:
-                lines.append(
-                    "This is an ordinary step. What can lower it, the cheapest first, and to what "
-                    "at best:"
-                )
-            lines += [
-                f"  {name:<{width}}  {format_bytes(self.lowest[name])}" for name in self.helps
-            ]
-        if self.cannot_help:
-            lines.append(f"What cannot: {'; '.join(self.cannot_help)}.")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def shares(moment: MemorySnapshot) -> str:
-    """The large categories of ``moment`` in per cent, the largest first."""
-    parts = sorted(moment.by_category.items(), key=lambda part: -part[1])
-    return ", ".join(
-        f"{n / moment.total:.0%} {name}" for name, n in parts if n >= WORTH * moment.total
-    )
-
-
-def lowest_peaks(facts: Facts) -> dict[str, int]:
+def lowest_peaks(
+    peak: MemorySnapshot, rows: np.ndarray | None, holders: Sequence[Holder] | None
+) -> dict[str, int]:
     """For each technique, by name, the lowest peak in bytes that it can reach.
 
-    It is the peak itself for a technique that the facts say cannot be applied to this peak.
+    ``rows`` are all moments (int64 (samples, 3 + 6), as in ``Timeline``), ``holders`` the storages
+    alive at the peak, if known.
     """
-    peak = facts.peak
-    phase = PHASES.index(peak.phase)
-    moments = np.array([[0, phase, peak.total, *peak.by_category.values()]])
-    if facts.rows is not None and len(facts.rows):
-        moments = np.concatenate([moments, facts.rows[:, : moments.shape[1]]])
-    lowest = {}
-    for technique in TECHNIQUES:
-        if applies(technique, facts):
-            lowest[technique.name] = _lowest(technique, facts, moments)
-        else:
-            lowest[technique.name] = peak.total
+    peak_row = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
+    moments = peak_row if rows is None or not len(rows) else np.concatenate([peak_row, rows])
+    return {t.name: _lowest(t, peak, moments, holders) for t in TECHNIQUES}
+
+
+def _lowest(technique: Technique, peak: MemorySnapshot, rows: np.ndarray, holders) -> int:
+    remaining = rows[:, TOTAL].copy()
+    for name, phases in technique.shrinks.items():
+        acts = np.isin(rows[:, PHASE], [PHASES.index(phase) for phase in phases])
+        remaining -= np.where(acts, rows[:, BY][:, CATEGORIES.index(name)], 0)
+    lowest = int(remaining.max())
+    if technique.part and holders is not None:
+        shrinkable = (h for h in holders if peak.phase in technique.shrinks.get(h.category, ()))
+        lowest = max(
+            lowest, peak.total - sum(h.nbytes for h in shrinkable if _part(h) == technique.part)
+        )
     return lowest
 
 
-def applies(technique: Technique, facts: Facts) -> bool:
-    """Whether the technique can be applied to this peak, as far as the facts say."""
-    if technique.of_the_step and facts.outside_of_training:
-        return False
-    if facts.holders is None or facts.structure is None:
-        return True
-    if technique.part == "outside":
-        return any(facts.is_logits(holder) for holder in facts.holders)
-    return True
-
-
-def _lowest(technique: Technique, facts: Facts, moments: np.ndarray) -> int:
-    remaining = moments[:, TOTAL].copy()
-    for name, phases in technique.shrinks.items():
-        acts = np.isin(moments[:, PHASE], [PHASES.index(phase) for phase in phases])
-        remaining -= np.where(acts, moments[:, BY][:, CATEGORIES.index(name)], 0)
-    lowest = int(remaining.max())
-    kept = total(_out_of_reach(technique, facts))
-    remaining_at_peak = int(remaining[0]) + kept
-    return max(lowest, remaining_at_peak)
-
-
-def _out_of_reach(technique: Technique, facts: Facts) -> Sequence[Holder]:
-    """Of the categories that the technique shrinks at the peak, what it does not reach."""
-    kept = []
-    known = facts.structure is not None
-    for holder in facts.at_peak:
-        if facts.peak.phase not in technique.shrinks.get(holder.category, ()):
-            continue
-        inside = facts.in_layers(holder)
-        wrong_part = known and {"layers": not inside, "outside": inside, "": False}[technique.part]
-        # a state that is being made is a temporary for now, which a fused optimizer makes as well
-        state = technique.name == FUSED and is_state(holder, facts)
-        if wrong_part or state:
-            kept.append(holder)
-    return kept
+def _part(holder: Holder) -> str:
+    """Return "layers" or "outside". Layers are in lists, so their names contain a number."""
+    return "layers" if any(part.isdigit() for part in holder.module.split(".")) else "outside"

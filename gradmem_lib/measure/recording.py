@@ -2,7 +2,6 @@
 
 import weakref
 from collections import deque
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -10,53 +9,32 @@ import torch
 from torch import UntypedStorage
 
 from ..compat import storage_key
-from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
+from ..names import CATEGORIES, IDLE, PHASES, TEMPORARIES
 from .storages import has_memory, storages_of
 from .timeline import MemorySnapshot, largest_of_windows
 
-# A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
-# total; then bytes by category.
-MOMENT, STEP, TOTAL = 2, 3, 4
-NEW, COLUMNS = 5, 5 + len(CATEGORIES)
-BY = slice(NEW, COLUMNS)
+N = len(CATEGORIES)
+# number of the sample, number of the operation, phase, total; then bytes by category
+NEW, COLUMNS = 4, 4 + N
+TOTAL, BY = 3, slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
-EXISTED = -1  # the step of a storage that was there before its first use
-_PHASES = np.array(PHASE_OF_MOMENT)
 
 
 class Entry(weakref.ref):
     """A live storage. The weak reference's callback runs when its bytes are freed.
 
     ``nbytes``: the bytes that are counted; ``size``: the storage's own size; ``sample``: the first
-    sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it;
-    ``dtype`` and ``shape``: those of its first tensor; ``step``: the optimizer steps that were
-    finished when it was made; ``line``: the calling line, as code and number.
+    sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it.
     """
 
-    __slots__ = (
-        "category",
-        "dtype",
-        "key",
-        "line",
-        "module",
-        "nbytes",
-        "op",
-        "sample",
-        "shape",
-        "size",
-        "step",
-    )
+    __slots__ = ("category", "key", "module", "nbytes", "op", "sample", "size")
     category: int
-    dtype: torch.dtype | None
     key: int
-    line: tuple[CodeType, int] | None
     module: Any
     nbytes: int
     op: Any
     sample: int
-    shape: tuple[int, ...]
     size: int
-    step: int
 
 
 class Peak:
@@ -66,7 +44,7 @@ class Peak:
     """
 
     def __init__(self) -> None:
-        self.total, self.moment, self.step, self.sample = 0, BETWEEN_STEPS, 0, -1
+        self.total, self.phase, self.sample = 0, IDLE, -1
         self.freed_since: list[Entry] = []
 
 
@@ -86,8 +64,7 @@ class Recording:
         self.freed: deque[Entry] = deque()
         self._queue_freed = self.freed.append
         self.total = 0
-        self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
-        self.step = 0  # optimizer steps that are finished
+        self.op, self.phase = 0, IDLE  # of the last operation
         self.count = 0  # samples so far
         self.run_peak, self.window_peak = Peak(), Peak()
         self.phase_peaks = [0] * len(PHASES)
@@ -96,10 +73,6 @@ class Recording:
         # Flat lists of ints, so that the garbage collector has nothing to traverse.
         self._rows, self._lifetimes = list[int](), list[int]()
         self._stride, self._capacity = 1, NEW * max_samples
-
-    @property
-    def phase(self) -> int:
-        return PHASE_OF_MOMENT[self.moment]
 
     # Subclasses may override these four (predictions do).
 
@@ -122,18 +95,9 @@ class Recording:
     # What is alive
 
     def on_alloc(
-        self,
-        storage: UntypedStorage,
-        category: int,
-        module: object = "",
-        op: object = "",
-        tensor: torch.Tensor | None = None,
-        line: tuple[CodeType, int] | None = None,
+        self, storage: UntypedStorage, category: int, module: object = "", op: object = ""
     ) -> int:
-        """Count a new storage, and return its bytes (0 if it is left out).
-
-        ``tensor`` is the first one in it, ``line`` the calling line.
-        """
+        """Count a new storage, and return its bytes (0 if it is left out)."""
         nbytes = self.size(storage)
         if nbytes == 0:
             return 0
@@ -141,10 +105,6 @@ class Recording:
         key = entry.key = storage_key(storage)
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
-        entry.step, entry.line = self.step, line
-        entry.dtype, entry.shape = (
-            (tensor.dtype, tensor.shape) if tensor is not None else (None, ())
-        )
         self.live[key] = entry
         self.total += nbytes
         self.after_alloc(entry)
@@ -172,8 +132,7 @@ class Recording:
     def resize(self, entry: Entry, storage: UntypedStorage) -> int:
         """Count a storage's new size. Returns the bytes that it adds."""
         self.on_free(entry)
-        nbytes = self.on_alloc(storage, entry.category, entry.module, entry.op, None, entry.line)
-        return max(nbytes - entry.nbytes, 0)
+        return max(self.on_alloc(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
 
     def tag(self, value: Any, category: int, module: object) -> None:
         """Put the storages of ``value`` (a tensor or several) into ``category``.
@@ -181,16 +140,13 @@ class Recording:
         New storages are counted.
         """
         for storage in storages_of(value):
-            self.tag_storage(storage, category, module)
-
-    def tag_storage(self, storage: UntypedStorage, category: int, module: object) -> None:
-        if self.freed:
-            self.drain()  # a storage that was just freed may have had the same address
-        entry = self.live.get(storage_key(storage))
-        if entry is None:
-            self.on_alloc(storage, category, module)
-        else:
-            entry.module, entry.category = module, category
+            if self.freed:
+                self.drain()  # a storage that was just freed may have had the same address
+            entry = self.live.get(storage_key(storage))
+            if entry is None:
+                self.on_alloc(storage, category, module)
+            else:
+                entry.module, entry.category = module, category
 
     def backdate(self, entries: list[Entry]) -> None:
         """Count ``entries`` from the first sample on.
@@ -216,16 +172,13 @@ class Recording:
 
     def sample(self, func: object = "") -> None:
         """Record the live bytes after operation ``func``."""
-        total, moment = self.total, self.moment
-        if total > self.window_peak.total:  # which is never above the run's
-            for peak in (self.window_peak, self.run_peak):
-                if total > peak.total:
-                    peak.total, peak.moment, peak.step = total, moment, self.step
-                    peak.sample, peak.freed_since = self.count, []
-        phase = PHASE_OF_MOMENT[moment]
+        total, phase = self.total, self.phase
+        # the window's peak is never above the run's
+        for peak in (self.window_peak, self.run_peak) if total > self.window_peak.total else ():
+            if total > peak.total:
+                peak.total, peak.phase, peak.sample, peak.freed_since = total, phase, self.count, []
         if total > self.phase_peaks[phase]:
             self.phase_peaks[phase] = total
-        new = (self.count, self.op, moment, self.step, total)
         if self.count % self._stride == 0:
             if len(self._rows) >= self._capacity:
                 rows = self._flush()  # every other sample stays, the larger of two
@@ -234,26 +187,21 @@ class Recording:
                     2 * self._stride,
                 )
                 self._capacity = NEW * (self.max_samples - len(self._flushed))
-            self._rows += new
+            self._rows += (self.count, self.op, phase, total)
         elif total >= (self._rows[-1] if self._rows else self._flushed[-1, TOTAL]):
-            self._rows[-NEW:] = new
+            self._rows[-NEW:] = (self.count, self.op, phase, total)
         self.count += 1
 
     def rows(self) -> np.ndarray:
-        """int64 (samples, 11), as in ``Timeline``: operation, phase, total, bytes by category (the
-        last one that each storage had), moment, finished optimizer steps.
+        """int64 (samples, 9): operation, phase, total, and bytes by category (the last one that
+        each storage had).
         """
         alive = [(e.sample, self.count, e.nbytes, e.category) for e in self.live.values()]
-        kept = _add_lifetimes(self._flush().copy(), alive)
-        phases = _PHASES[kept[:, MOMENT]]
-        columns = (kept[:, 1], phases, kept[:, TOTAL], kept[:, BY], kept[:, MOMENT], kept[:, STEP])
-        return np.column_stack(columns)
+        return _add_lifetimes(self._flush().copy(), alive)[:, 1:]
 
     def _flush(self) -> np.ndarray:
         """Add the pending samples and the bytes of freed storages to the stored samples."""
-        new = np.pad(
-            np.array(self._rows, dtype=np.int64).reshape(-1, NEW), ((0, 0), (0, len(CATEGORIES)))
-        )
+        new = np.pad(np.array(self._rows, dtype=np.int64).reshape(-1, NEW), ((0, 0), (0, N)))
         self._flushed = _add_lifetimes(np.concatenate((self._flushed, new)), self._lifetimes)
         self._rows, self._lifetimes = [], []
         self._capacity = NEW * (self.max_samples - len(self._flushed))
@@ -262,10 +210,10 @@ class Recording:
     # Moments
 
     def now(self) -> MemorySnapshot:
-        return _snapshot(self.entries(), self.total, self.moment, self.step)
+        return _snapshot(self.entries(), self.total, self.phase)
 
     def at(self, peak: Peak) -> MemorySnapshot:
-        return _snapshot(self.entries(peak), peak.total, peak.moment, peak.step)
+        return _snapshot(self.entries(peak), peak.total, peak.phase)
 
     def entries(self, peak: Peak | None = None) -> list[Entry]:
         """The entries that are alive now, or were alive at ``peak``."""
@@ -291,7 +239,7 @@ class Recording:
 def _add_lifetimes(rows: np.ndarray, lifetimes: Any) -> np.ndarray:
     """Add the bytes of each lifetime to its category, in all samples of ``rows`` that it spans."""
     lifetimes = np.array(lifetimes, dtype=np.int64).reshape(-1, 4)
-    change = np.zeros((len(rows) + 1, len(CATEGORIES)), dtype=np.int64)
+    change = np.zeros((len(rows) + 1, N), dtype=np.int64)
     first, stop, nbytes, category = lifetimes.T
     for samples, sign in ((first, 1), (stop, -1)):
         index = np.searchsorted(rows[:, 0], samples)
@@ -300,9 +248,8 @@ def _add_lifetimes(rows: np.ndarray, lifetimes: Any) -> np.ndarray:
     return rows
 
 
-def _snapshot(entries: list[Entry], total: int, moment: int, step: int) -> MemorySnapshot:
+def _snapshot(entries: list[Entry], total: int, phase: int) -> MemorySnapshot:
     by = dict.fromkeys(CATEGORIES, 0)
     for entry in entries:
         by[CATEGORIES[entry.category]] += entry.nbytes
-    phase = PHASES[PHASE_OF_MOMENT[moment]]
-    return MemorySnapshot(total, by, phase, MOMENTS[moment], step)
+    return MemorySnapshot(total, by, PHASES[phase])

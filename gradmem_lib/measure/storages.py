@@ -4,9 +4,7 @@ A storage is the block of bytes behind one or more tensors. Views and tied weigh
 so each storage counts once.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,25 +13,8 @@ from ..compat import inner_tensors, inside_transform, sparse_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # ValueError: a lazy module has no size
-NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
 _META = torch.device("meta")
-_HOLD_NOTHING = (
-    torch.nn.Parameter,
-    torch.nn.Module,
-    torch.device,
-    torch.dtype,
-    type,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    ModuleType,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    type(None),
-)
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 
@@ -46,31 +27,6 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
             yield from tensors_in(value.values() if isinstance(value, dict) else value)
 
 
-def tensors_held(owner: Any) -> Iterator[torch.Tensor]:
-    """The tensors that ``owner`` holds: in lists, tuples and dicts, and in the attributes of
-    objects, however deep.
-
-    Parameters, modules and what belongs to them are left out, and so is what a function closes
-    over.
-    """
-    seen: set[int] = set()
-    waiting = [owner]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, _HOLD_NOTHING) or id(value) in seen:
-            continue
-        if isinstance(value, torch.Tensor):
-            yield value
-            continue
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            waiting += value
-        else:
-            waiting += getattr(value, "__dict__", {}).values()
-
-
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
     """The storages of a tensor, or of all tensors in a list, tuple or dict.
 
@@ -81,7 +37,7 @@ def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
             storage = value.untyped_storage()
             if type(value) in _PLAIN or has_memory(storage):
                 return (storage,)
-        except NO_STORAGE:
+        except _NO_STORAGE:
             pass
         value = _parts(value)
     elif isinstance(value, dict):
@@ -98,7 +54,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """
     try:
         storage = tensor.untyped_storage()
-    except NO_STORAGE:
+    except _NO_STORAGE:
         return None
     return storage if type(tensor) in _PLAIN or has_memory(storage) else None
 

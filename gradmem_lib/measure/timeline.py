@@ -4,35 +4,25 @@ a whole run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from ..names import CATEGORIES, MOMENT_OF_PHASE, MOMENTS, PHASES
-from .source_lines import SourceLine
+from ..names import CATEGORIES, PHASES
 
-# Columns of a timeline's rows. The last two may be missing, as in predictions.
-OP, PHASE, TOTAL, BY = 0, 1, 2, slice(3, 3 + len(CATEGORIES))
-MOMENT, STEP = 3 + len(CATEGORIES), 4 + len(CATEGORIES)
+OP, PHASE, TOTAL, BY = 0, 1, 2, slice(3, None)  # columns of a timeline's rows
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
     """Live bytes at one moment: their sum, their sum in each category, and the phase of
     the step.
-
-    ``moment`` says more exactly where in the script that is (one of ``MOMENTS``; empty if it is not
-    known, as in predictions), and ``step`` how many optimizer steps were finished. Two snapshots
-    are equal if their bytes and phases are.
     """
 
     total: int
     by_category: dict[str, int]
     phase: str
-    moment: str = field(default="", compare=False)
-    step: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {n:,}" for name, n in self.by_category.items() if n)
@@ -42,51 +32,20 @@ class MemorySnapshot:
 class Holder(NamedTuple):
     """One storage: its bytes, category, the module or parameter it belongs to, and the operation
     that made it.
-
-    ``dtype`` and ``shape`` are those of the first tensor that was seen in it. ``step``: how many
-    optimizer steps were finished when it was made; -1 if it was there before it was first read or
-    written. ``line``: the line of the user's script that made it, or read it first.
     """
 
     nbytes: int
     category: str
     module: str
     op: str
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    step: int = 0
-    line: SourceLine | None = None
-
-
-class ForwardPass(NamedTuple):
-    """One call of an outermost module.
-
-    ``with_grad``: gradients were recorded. ``used``: a backward went through it. ``step``: how many
-    optimizer steps were finished. ``live_before``, ``live_after``, ``peak``: live bytes when it
-    began and when it ended, and the most in between. ``line``: the user's line that called it.
-    ``has_graph``: something in it needs a gradient. ``chained``: it was given what an earlier
-    operation with a gradient has computed.
-    """
-
-    module: str
-    step: int
-    with_grad: bool
-    used: bool
-    live_before: int
-    live_after: int
-    peak: int
-    line: SourceLine | None = None
-    has_graph: bool = False
-    chained: bool = False
 
 
 class Timeline:
     """Live bytes over the operations of a run. Every list has one entry for each sample.
 
-    ``rows`` is an int64 array (samples, 3 + 6 + 2): operation index, phase, total bytes, bytes by
-    category, then moment and finished optimizer steps (these two may be missing). If a run has more
-    samples than are kept, it is thinned evenly. Each sample that stays is the largest of its
-    window, so no peak is lost.
+    ``rows`` is an int64 array (samples, 3 + 6): operation index, phase, total bytes, then bytes by
+    category. If a run has more samples than are kept, it is thinned evenly. Each sample that stays
+    is the largest of its window, so no peak is lost.
     """
 
     def __init__(self, rows: np.ndarray):
@@ -102,19 +61,6 @@ class Timeline:
     @property
     def phases(self) -> list[str]:
         return [PHASES[code] for code in self.rows[:, PHASE]]
-
-    @property
-    def moments(self) -> list[str]:
-        if self.rows.shape[1] <= MOMENT:
-            return [MOMENTS[MOMENT_OF_PHASE[code]] for code in self.rows[:, PHASE]]
-        return [MOMENTS[code] for code in self.rows[:, MOMENT]]
-
-    @property
-    def steps(self) -> list[int]:
-        """How many optimizer steps were finished at each sample."""
-        if self.rows.shape[1] <= STEP:
-            return [0] * len(self.rows)
-        return self.rows[:, STEP].tolist()
 
     @property
     def totals(self) -> list[int]:

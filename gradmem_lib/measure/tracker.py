@@ -7,15 +7,9 @@ It cannot see scratch memory that a kernel allocates and frees inside one operat
 random-number states that checkpointing keeps, the sizes inside a strided nested tensor, operations
 of other threads than the block's (a module's forward there is refused), and what an allocator
 rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make
-them) both count. Tensors from before the block that no operation reads do not count:
-``tracker.watch`` takes them.
-
-While any dispatch mode is active, autograd adds up the gradients of a tensor that is used twice out
-of place. The tracker reports the bytes of the program without it, where the sum is written into the
-first gradient. Two differences stay: autograd copies a sparse gradient (its indices, 8 bytes an id,
-are then not the batch's), and the backward of a matrix exponential joins its blocks in a new
-tensor. A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that
-no operation shows. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
+them) both count. While any dispatch mode is active, autograd adds up gradients out of place, and
+copies a sparse gradient: its indices (8 bytes an id) are then not the batch's. The tracker counts
+both. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
 """
 
 from __future__ import annotations
@@ -35,11 +29,8 @@ from ..display import has_viewer, pictures
 from ..names import CATEGORIES, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
-from .facts import Facts
 from .recording import Recording
-from .source_lines import source_line
-from .structure import Structure
-from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
+from .timeline import Holder, MemorySnapshot, Timeline
 from .watch import Meter, name_of
 
 if TYPE_CHECKING:
@@ -103,7 +94,6 @@ class MemoryTracker:
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
-        self._structure: Structure | None = None  # set when the block ends
 
     @property
     def current(self) -> MemorySnapshot:
@@ -132,52 +122,8 @@ class MemoryTracker:
 
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
-        return self.holders()[:n]
-
-    def holders(self, at: str = "peak") -> list[Holder]:
-        """All storages that were alive at the peak, or with ``at="now"`` those that are alive now
-        (after the block: at its end), largest first.
-        """
-        check_choice("at", at, ("peak", "now"))
         with self._meter.lock:
-            return self._holders(self._recording.run_peak if at == "peak" else None)
-
-    @property
-    def steps(self) -> int:
-        """How many optimizer steps are finished.
-
-        Several optimizers that step after one backward make one step.
-        """
-        return self._recording.step + self._meter.position.has_stepped
-
-    @property
-    def forwards(self) -> list[ForwardPass]:
-        """The calls of outermost modules, in order; of a long run the latest ones."""
-        with self._meter.lock:
-            named = self._meter.module_names()
-            found = []
-            for done in self._meter.position.passes:
-                found.append(
-                    ForwardPass(
-                        module=name_of(done.owner, named),
-                        step=done.step,
-                        with_grad=done.with_grad,
-                        used=done.used,
-                        live_before=done.live_before,
-                        live_after=done.live_after,
-                        peak=done.peak,
-                        line=source_line(done.line),
-                        has_graph=done.last > done.first,
-                        chained=done.chained,
-                    )
-                )
-            return found
-
-    @property
-    def facts(self) -> Facts:
-        """What ``diagnose`` has to know of the peak."""
-        with self._meter.lock:
-            return self._facts(self.peak, self.holders())
+            return self._holders(self._recording.run_peak)[:n]
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -269,51 +215,31 @@ class MemoryTracker:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
-                self._structure = Structure.of(self._meter.model)
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
                 self._draw("finish", self.timeline)
 
     def _holders(self, peak=None) -> list[Holder]:
-        named = self._meter.module_names()
-        holders = []
-        for entry in self._recording.entries(peak):
-            holders.append(
-                Holder(
-                    nbytes=entry.nbytes,
-                    category=CATEGORIES[entry.category],
-                    module=name_of(entry.module, named),
-                    op=str(entry.op).removesuffix(".default"),
-                    dtype=entry.dtype,
-                    shape=tuple(entry.shape),
-                    step=entry.step,
-                    line=source_line(entry.line),
-                )
+        m = self._meter.module_names()
+        holders = [
+            Holder(
+                e.nbytes,
+                CATEGORIES[e.category],
+                name_of(e.module, m),
+                str(e.op).removesuffix(".default"),
             )
+            for e in self._recording.entries(peak)
+        ]
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
-
-    def _facts(self, peak: MemorySnapshot, holders: list[Holder]) -> Facts:
-        return Facts(
-            peak,
-            rows=self._recording.rows(),
-            holders=holders,
-            forwards=self.forwards,
-            steps=self.steps,
-            structure=self._structure or Structure.of(self._meter.model),
-            recomputed=self._meter.recomputed,
-        )
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
             meter.sync()
-            meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            snapshot, holders = recording.now(), self._holders()
-            facts = self._facts(snapshot, holders)
-            raise BudgetExceeded(self.budget, allocated, what, snapshot, holders, facts)
+            raise BudgetExceeded(self.budget, allocated, what, recording.now(), self._holders())
         # Autograd's own threads must not talk to the front end.
         if (
             self._plot is not None

@@ -19,22 +19,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from .. import compat, names
-from ..names import (
-    EVALUATION,
-    IN_BACKWARD,
-    IN_OPTIMIZER_STEP,
-    LOSS,
-    TRAINING_FORWARD,
-)
-from .moments import Pass, Position
-from .recording import EXISTED, Entry, Recording
-from .source_lines import calling_line
-from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
+from ..names import BACKWARD, FORWARD, IDLE, OPTIMIZER_STEP
+from .recording import Entry, Recording
+from .storages import own_storage, storages_of, tensors_in
 
 # FSDP's full parameters, which exist only while a layer needs them
 GATHERED = "gathered parameters"
-# The "operation" of a storage that was there before its first use.
-READ, READ_PARAMETER, INPUTS = "first read", "first read as a parameter", "inputs"
 graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 
 
@@ -121,17 +111,12 @@ class Meter:
         # Reentrant, since a garbage collection inside the locked part may free tensors and run
         # Python code.
         self.lock = threading.RLock()
-        self.position = Position()
-        self.stack = self.position.calls
+        self.stack: list[nn.Module] = []
         self._thread = threading.get_ident()
+        self._in_forward = self._with_grad = False
+        self._stepping: list[Optimizer] = []
         self._names: dict[int, str] = {}
-        # of the optimizer step that runs: its first sample, and shapes of parameters without state
-        self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
         self._hooked: dict[int, weakref.ref] = {}
-        self.recomputed = False  # a forward ran again in a backward
-        # The node of autograd's graph that allocated last, by its number, and what it allocated.
-        self._node, self._made_by_node = -1, set[int]()
-        self._reused: Entry | None = None  # a gradient that is free without a dispatch mode
         self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -175,35 +160,31 @@ class Meter:
             entries += peak.freed_since
         for entry in entries:
             entry.module = name_of(entry.module, modules)
-        for done in self.position.passes:
-            done.owner = name_of(done.owner, modules)
-        self.model = None
-        self.stack.clear()
+        self.model, self.stack = None, []
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: count its allocations and frees, and sample a change."""
         recording, allocated = self.recording, 0
-        live = recording.live
         self.lock.acquire()  # `with` takes twice as long
         try:
             recording.op += 1
             before = recording.total
             if recording.freed:
                 recording.drain()
-            if self._reused is not None:
-                self._check_reused()
-            moment = recording.moment = self.position.moment()
-            if self._has_ddp and moment == IN_BACKWARD and _operator(func)[2]:
-                before += self._find_bucket(out, func)
-            if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
-                allocated += self._count_reads(args, kwargs, func)
-            if moment == IN_BACKWARD and func is compat.add_tensors:
-                self._free_reused(args)
-            for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
-                for storage in storages_of(tensor):
-                    entry = live.get(storage_key(storage))
-                    if entry is None or entry.size != storage.nbytes():
-                        allocated += self._add(tensor, storage, entry, func, args)
+            if self._stepping:
+                recording.phase = OPTIMIZER_STEP
+            elif graph_task() != -1:
+                recording.phase = BACKWARD
+                # later operations are forward only inside a module
+                self._in_forward &= bool(self.stack)
+                if self._has_ddp and _operator(func)[2]:
+                    before += self._find_bucket(out, func)
+            else:
+                recording.phase = FORWARD if self._in_forward else IDLE
+            for storage in storages_of(out):
+                entry = recording.live.get(storage_key(storage))
+                if entry is None or entry.size != storage.nbytes():
+                    allocated += self._add(storage, entry, func, args)
             # FSDP's buffer, which backward does not need
             if self._has_fsdp and func is compat.all_gather:
                 recording.tag(args[0], names.TEMPORARIES, GATHERED)
@@ -216,137 +197,45 @@ class Meter:
 
     def sample(self, allocated: int = 0, func: object = "") -> None:
         self.recording.sample(func)
-        forward = self.position.open
-        if forward is not None and self.recording.total > forward.peak:
-            forward.peak = self.recording.total
         if self.after_sample is not None:
             self.after_sample(allocated, func)
 
-    def _count_reads(self, args: tuple, kwargs: dict | None, func: Any) -> int:
-        """Count the storages among an operation's arguments that were there before their first use.
-
-        Returns their bytes. A module, an optimizer or a view may have brought most of them before:
-        what is left are tensors from before the block, and from code that does not dispatch.
-        """
-        live, nbytes = self.recording.live, 0
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind is torch.Tensor or kind is nn.Parameter:
-                try:
-                    if storage_key(value.untyped_storage()) in live:
-                        continue
-                except NO_STORAGE:
-                    pass
-            elif kind is not list and not isinstance(value, torch.Tensor):
-                continue  # a number, a dtype, a size
-            for tensor in tensors_in((value,)):
-                nbytes += self._count_read(tensor, func)
-        return nbytes
-
-    def _count_read(self, tensor: torch.Tensor, func: Any, module: Any = None) -> int:
-        """Count the storages of ``tensor`` that are not known. They existed before this operation.
-
-        Returns their bytes.
-        """
-        recording, nbytes = self.recording, 0
-        for storage in storages_of(tensor):
-            if storage_key(storage) in recording.live:
-                continue
-            op = READ_PARAMETER if isinstance(tensor, nn.Parameter) else READ
-            owner, line = module or self.owner(), calling_line(2)
-            counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
-            if counted:
-                recording.live[storage_key(storage)].step = EXISTED
-                nbytes += counted
-        return nbytes
-
-    def _add(
-        self, tensor: torch.Tensor, storage: UntypedStorage, entry: Entry | None, func: Any, args
-    ) -> int:
-        """Count ``storage``, of the result ``tensor``, if it is new (no ``entry``) or has a new
-        size.
+    def _add(self, storage: UntypedStorage, entry: Entry | None, func: Any, args: tuple) -> int:
+        """Count ``storage`` if it is new (no ``entry``) or has a new size.
 
         Returns the bytes that it adds.
         """
         recording = self.recording
         if entry is not None:
-            return recording.resize(entry, storage)
-        category = self._category_of_new(storage, func, args)
-        owner = self.owner()
-        if recording.moment == IN_BACKWARD:
-            self._note_node(storage)
-            if category == names.TEMPORARIES:
-                owner = "(backward)"
-        return recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
-
-    def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
-        """The category of a storage that an operation has just made.
-
-        Gradients and states are temporaries until their parameter or optimizer has them.
-        """
-        moment = self.recording.moment
-        in_ddp = self.stack and isinstance(self.stack[-1], DistributedDataParallel)
-        if _operator(func)[2] or in_ddp:
-            return names.OTHER  # made by code that does not dispatch, or DDP's own
-        if moment in (TRAINING_FORWARD, LOSS):
-            return names.ACTIVATIONS
-        if moment == IN_BACKWARD:
+            return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
+        if self._has_fsdp and func == "resize_":
+            return recording.on_alloc(storage, names.PARAMETERS, GATHERED, func)
+        if _operator(func)[2] or (
+            self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__
+        ):
+            # DDP's own, or made before the block or by code that does not dispatch
+            category = names.OTHER
+        elif recording.phase == FORWARD:
+            category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
+        elif recording.phase == BACKWARD:
             # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being
             # recomputed.
-            if not torch.is_grad_enabled():
-                return names.TEMPORARIES
-            self.recomputed = True
-            return names.ACTIVATIONS
-        if moment in (EVALUATION, IN_OPTIMIZER_STEP):
-            return names.TEMPORARIES
-        if (
+            category = names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
+        elif recording.phase == OPTIMIZER_STEP:
+            category = names.TEMPORARIES
+        elif (
             storage.nbytes()
             and torch.is_grad_enabled()
             and any(t.requires_grad for t in tensors_in(args))
         ):
-            # a forward pass written without modules
-            self.recording.step += self.position.begin_step()
-            self.recording.moment = TRAINING_FORWARD
-            return names.ACTIVATIONS
-        return names.OTHER
-
-    # Sums of gradients. Where a tensor is used twice, autograd adds up its gradients: in place, or
-    # into a new tensor while any dispatch mode is active. The recording shows the program as it is
-    # without the tracker, so the first gradient's bytes become the sum's.
-
-    def _note_node(self, storage: UntypedStorage) -> None:
-        """Remember that the node that runs has allocated ``storage``."""
-        number = compat.sequence_nr(compat.current_node())
-        if number != self._node:
-            self._node, self._made_by_node = number, set()
-        self._made_by_node.add(storage_key(storage))
-
-    def _free_reused(self, args: tuple) -> None:
-        """Stop counting the first tensor of an addition, if it is one of autograd's own additions
-        that would be in place.
-        """
-        if len(args) != 2 or torch.is_grad_enabled() or not all(map(torch.is_tensor, args)):
-            return
-        gradient = args[0]
-        if not compat.would_be_added_in_place(gradient):
-            return
-        key, node = storage_key(gradient.untyped_storage()), compat.current_node()
-        made_here = self._node == compat.sequence_nr(node) and key in self._made_by_node
-        # A node's own formula may add up what it has just computed, and that is never in place.
-        if node is None or (made_here and not compat.gives_one_tensor_twice(node)):
-            return
-        entry = self.recording.live.get(key)
-        if entry is not None and entry.category == names.TEMPORARIES:
-            self.recording.on_free(entry)
-            self._reused = entry
-
-    def _check_reused(self) -> None:
-        """Count a gradient again that should have been freed by now, and is still there."""
-        entry, self._reused = self._reused, None
-        storage = entry() if entry is not None else None
-        if entry is not None and storage is not None:
-            owner, line = entry.module, entry.line
-            self.recording.on_alloc(storage, entry.category, owner, entry.op, None, line)
+            recording.phase = FORWARD  # a forward pass written without modules
+            category = names.ACTIVATIONS
+        else:
+            category = names.OTHER
+        in_backward = category == names.TEMPORARIES and recording.phase == BACKWARD
+        return recording.on_alloc(
+            storage, category, "(backward)" if in_backward else self.owner(), func
+        )
 
     def owner(self) -> tuple[weakref.ref, type] | str:
         """A weak reference to the module that runs.
@@ -376,10 +265,6 @@ class Meter:
         """Update the categories of parameters, gradients, buffers and new states, any of which may
         have been replaced.
         """
-        with compat.plain_tensors():
-            self._sync(states)
-
-    def _sync(self, states: bool) -> None:
         recording, before = self.recording, self.recording.total
         recording.drain()
         named = dict(self.model.named_parameters()) if self.model is not None else {}
@@ -420,34 +305,15 @@ class Meter:
             self.sample()
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
-        # also called when the parameter's gradient has been accumulated
-        with self.lock, compat.plain_tensors():
+        with self.lock:  # also called when the parameter's gradient has been accumulated
             name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
             self.recording.tag(parameter, names.PARAMETERS, name)
             if grad is not None:
                 self.recording.tag(grad, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
-        """Count all that the optimizer keeps under "optimizer": its states, also those inside
-        objects, and the tensors in attributes of its own.
-        """
         for parameter, state in optimizer.state.items():
-            name = self._names.get(id(parameter), "parameter")
-            for tensor in tensors_held(state):
-                self._tag_state(tensor, name)
-        for attribute, value in vars(optimizer).items():
-            if attribute not in ("state", "param_groups", "defaults"):
-                for tensor in tensors_held(value):
-                    self._tag_state(tensor, f"{type(optimizer).__name__}.{attribute}")
-
-    def _tag_state(self, tensor: torch.Tensor, name: str) -> None:
-        """Count a tensor of an optimizer. Weights and gradients in it stay what they are."""
-        recording = self.recording
-        for storage in storages_of(tensor):
-            entry = recording.live.get(storage_key(storage))
-            taken = entry is not None and entry.category in (names.PARAMETERS, names.GRADIENTS)
-            if not taken:
-                recording.tag_storage(storage, names.OPTIMIZER, name)
+            self.recording.tag(state, names.OPTIMIZER, self._names.get(id(parameter), "parameter"))
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
@@ -461,34 +327,14 @@ class Meter:
                     [entry for key, entry in recording.live.items() if key not in known]
                 )
                 self.sample(recording.total, "the states of an optimizer that was not given")
-            self.position.stepping.append(optimizer)
-            self._step_began_at = recording.count
-            self._without_state = set()
+            self._stepping.append(optimizer)
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                 self._tag_parameter(parameter)
-                if parameter not in optimizer.state:
-                    self._without_state.add(tuple(parameter.shape))
             self._tag_states(optimizer)
             self.sample()
         return tuple(map(self._wrap_closure, args)), {
             name: self._wrap_closure(value) for name, value in kwargs.items()
         }
-
-    def tag_states_being_made(self) -> None:
-        """In an optimizer's first step: count as states what it has made for a parameter that had
-        none, though ``.state`` has it only when all of it is there.
-
-        A step that is refused halfway would show these as temporaries.
-        """
-        if not self.position.stepping:
-            return
-        for entry in self.recording.live.values():
-            made = getattr(entry.op, "overloadpacket", None) in compat.factories
-            for_a_parameter = tuple(entry.shape) in self._without_state
-            in_this_step = entry.sample >= self._step_began_at
-            is_temporary = entry.category == names.TEMPORARIES
-            if made and for_a_parameter and in_this_step and is_temporary:
-                entry.category = names.OPTIMIZER
 
     def _wrap_closure(self, value: Any) -> Any:
         """Wrap a closure that a step calls (LBFGS), so that its operations get their own phases.
@@ -498,22 +344,18 @@ class Meter:
         if not callable(value):
             return value
 
-        position = self.position
-
         @wraps(value)
         def closure(*args, **kwargs):
-            stepping, position.stepping = position.stepping, []
-            try:
+            with patch.object(self, "_stepping", []):
                 return value(*args, **kwargs)
-            finally:
-                position.stepping = stepping
 
         return closure
 
     def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         with self.lock:
             self._tag_states(optimizer)
-            self.position.end_step()
+            del self._stepping[-1:]
+            self._in_forward = False
 
     # Modules
 
@@ -528,18 +370,15 @@ class Meter:
             ):
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
-            if not self.stack:
-                if graph_task() == -1:
-                    self._begin_forward(module, args, kwargs)
-                else:
-                    self.recomputed = True
+            if not self.stack and graph_task() == -1:
+                self._begin_forward(module, args, kwargs)
             self.stack.append(module)
             try:
                 return call(module, *args, **kwargs)
             finally:
                 del self.stack[-1:]
-                if not self.stack and graph_task() == -1:
-                    self.position.end_forward(self.recording.total)
+                if not self.stack and not self._with_grad and graph_task() == -1:
+                    self._in_forward = False
 
         return __call__
 
@@ -555,28 +394,14 @@ class Meter:
         if compat.is_compiled(module):
             raise compiled_error(type(module).__name__)
         with self.lock:
-            recording, with_grad = self.recording, torch.is_grad_enabled()
-            recording.drain()  # what was freed since the last operation is not live before this
-            if with_grad:
-                recording.step += self.position.begin_step()
-            owner = weakref.ref(module), type(module)
-            self.position.begin_forward(
-                Pass(
-                    owner,
-                    recording.step,
-                    with_grad,
-                    recording.total,
-                    calling_line(2),
-                    compat.next_sequence_nr(),
-                    chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
-                )
-            )
-            recording.moment = TRAINING_FORWARD if with_grad else EVALUATION
+            self._stepping.clear()  # a step that raised an error has not ended
+            self._in_forward, self._with_grad = True, torch.is_grad_enabled()
             self.sync(states=False)  # states would take as long as all the rest
             # Count a batch that was made before the block. Storages that are known keep their
             # categories.
-            for tensor in tensors_in((args, kwargs)):
-                if self._count_read(tensor, "", INPUTS):
+            for storage in storages_of((args, kwargs)):
+                if storage_key(storage) not in self.recording.live:
+                    self.recording.on_alloc(storage, names.OTHER, "inputs")
                     self.sample()
 
     def _wrap_storage_resize(self, resize: Callable) -> Callable:
@@ -586,23 +411,14 @@ class Meter:
             with self.lock:
                 before = self.recording.total
                 self.recording.drain()
-                allocated = self._add_resized(storage)
+                allocated = self._add(
+                    storage, self.recording.live.get(storage_key(storage)), "resize_", ()
+                )
                 if self.recording.total != before:
                     self.sample(allocated, "resize_")
             return out
 
         return resize_
-
-    def _add_resized(self, storage: UntypedStorage) -> int:
-        """Count a storage that was resized. Returns the bytes that it adds."""
-        recording = self.recording
-        entry = recording.live.get(storage_key(storage))
-        if entry is None:
-            if self._has_fsdp:
-                return recording.on_alloc(storage, names.PARAMETERS, GATHERED, "resize_")
-            category = self._category_of_new(storage, "resize_", ())
-            return recording.on_alloc(storage, category, self.owner(), "resize_")
-        return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
 
     def module_names(self) -> dict[int, str]:
         return (
@@ -619,9 +435,6 @@ def name_of(owner: tuple[weakref.ref, type] | str, names: dict[int, str]) -> str
 def compiled_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now "
-        "and afterwards: compiled code has its own memory plan. Track the original (before "
-        "torch.compile, or ._orig_mod; torch.cond under torch.no_grad()). If the code that "
-        "compiles is not yours, as in an optimizer, put the block inside `with "
-        "torch.compiler.set_stance('force_eager'):`, or run the program with "
-        "TORCH_COMPILE_DISABLE=1: then it runs uncompiled, and the tracker counts that"
+        "and afterwards. Track the original (before torch.compile, or ._orig_mod; torch.cond "
+        "under torch.no_grad()): compiled code has its own memory plan"
     )

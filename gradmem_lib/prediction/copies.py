@@ -1,8 +1,6 @@
 """Copies of modules and batches, without memory behind them."""
 
 import copy
-from collections.abc import Mapping
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,79 +21,39 @@ def fake_batch(batch):
         return copy.deepcopy(batch)
 
 
-def fake_copy(model: nn.Module, keep: Mapping[nn.Module, int] | None = None) -> nn.Module:
+def fake_copy(
+    model: nn.Module, layers: nn.Module | None = None, keep: int | None = None
+) -> nn.Module:
     """A copy of ``model`` with fake tensors on "cpu", for use in a fake mode.
 
-    ``keep``: for a ``ModuleList`` or ``Sequential`` of layers, the number of its first layers to
-    copy. The copy gets the same checkpoints that ``checkpoint_layers`` has put on the model.
+    ``keep``: copy only the first ``keep`` of its ``layers``. The copy gets the same checkpoints
+    that ``checkpoint_layers`` has put on the model.
     """
-    keep = keep or {}
     memo: dict[int, Any] = {}
     bases: dict[int, torch.UntypedStorage] = {}
-    left_out = {layer for layers, count in keep.items() for layer in list(layers)[count:]}
-    for _, module in model.named_modules(left_out):
+    for _, module in model.named_modules(None if keep is None else set(list(layers)[keep:])):
+        # _Copying cannot replace how these are copied
         for parameter in module.parameters(recurse=False):
-            _copy_parameter(parameter, memo, bases)
+            if any(hook_counts(parameter)):
+                raise CannotTrace(
+                    "a parameter has a hook, which may do anything: remove it (an optimizer in "
+                    "backward is Recipe(in_backward=True))"
+                )
+            if id(parameter) not in memo:
+                memo[id(parameter)] = p = nn.Parameter(
+                    _fake_like(parameter, bases), parameter.requires_grad
+                )
+                if parameter.grad is not None:  # which stays where the parameter is frozen
+                    p.grad = _fake_like(parameter.grad, bases)
     with _Copying(bases):
-        for layers, count in keep.items():
-            first_layers = [copy.deepcopy(layer, memo) for layer in list(layers)[:count]]
+        if keep is not None:
+            first_layers = [copy.deepcopy(layer, memo) for layer in list(layers)[:keep]]
             entries = [first_layers] if isinstance(layers, nn.ModuleList) else first_layers
             memo[id(layers)] = type(layers)(*entries)
         copied = copy.deepcopy(model, memo)
-        for module in model.modules():
-            if id(module) in memo:
-                _copy_functions(module, memo)
     for checkpoints in checkpoints_of(model):
         checkpoints.apply_to_copy(dict(zip(model.modules(), copied.modules(), strict=True)))
     return copied
-
-
-def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
-    """Put a copy into ``memo``: ``_Copying`` cannot replace how parameters are copied."""
-    if any(hook_counts(parameter)):
-        raise CannotTrace(
-            "a parameter has a hook, which may do anything: remove it (an optimizer in "
-            "backward is Recipe(in_backward=True))"
-        )
-    if id(parameter) in memo:
-        return
-    memo[id(parameter)] = made = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
-    if parameter.grad is not None:  # which stays where the parameter is frozen
-        made.grad = _fake_like(parameter.grad, bases)
-
-
-def _copy_functions(module: nn.Module, memo: dict) -> None:
-    """Make the functions among the attributes of the copy of ``module`` use the copy.
-
-    ``copy.deepcopy`` does not look into functions, and a lambda may hold the original's modules.
-    """
-    for name, value in vars(module).items():
-        if isinstance(value, FunctionType) and value.__closure__:
-            vars(memo[id(module)])[name] = _copy_function(value, memo)
-
-
-def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # the cell is empty
-            cells.append(cell)
-            continue
-        if isinstance(held, FunctionType):
-            held = _copy_function(held, memo)
-        elif isinstance(held, (nn.Module, Tensor, MethodType)):
-            held = copy.deepcopy(held, memo)
-        cells.append(CellType(held))
-    made = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells),
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

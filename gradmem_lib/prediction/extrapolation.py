@@ -1,11 +1,7 @@
-"""Computes a deep model's trace from traces of a few layers.
-
-Each event has a mark, the layer that it belongs to. A *round* is what lies between two marks. A
-trace with one unit of layers more has one round more in each part of the step. If it is the shorter
-trace otherwise, the additional round can be repeated as often as the model has layers.
+"""Computes a long trace from two short ones: every layer of a deep model does the same operations,
+event by event.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,278 +9,63 @@ import torch
 from torch import nn
 
 from ..compat import hook_counts, own_tensors
-from ..measure.timeline import BY, OP, TOTAL
-from ..names import CATEGORIES
-from .marks import NOWHERE
+from ..measure.timeline import PHASE
 
 _COMPARED = (int, float, str, bool, type(None), torch.dtype)
-# columns of a timeline that change from sample to sample by adding something; the others are states
-SUMS = [OP, TOTAL, *range(BY.start, BY.start + len(CATEGORIES))]
-# columns of Trace.places
-OPERATION, PART, LIST, UNIT = range(4)
-# columns of Trace.storages
-COUNT, UNROUNDED = range(2)
+# differences from sample to sample, and the operation and phase of each
+Part = tuple[np.ndarray, list]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The samples of one step.
-
-    ``rows`` (samples, columns of a ``Timeline``).
-    ``places`` (samples, 4): the number of the operation (equal for equal operations), the part of
-    the step (what exists before it is part 0), the list of layers and the unit of layers in it.
-    ``storages`` (samples, 2): how many are alive, and their bytes before they were rounded.
-    ``requests``: those to a card's allocator (``allocator.replayed``).
-    ``offload_traffic_bytes``: what crosses the bus.
+    """The samples of one step: ``rows`` (samples, 9) as in a ``Timeline``, the operation of each
+    sample, the start of each part of the step, the requests to a card's allocator
+    (``allocator.replayed``), and the bytes that cross the bus.
     """
 
     rows: np.ndarray
-    places: np.ndarray
-    storages: np.ndarray
+    operations: tuple[str, ...]
+    starts: tuple[int, ...]
     requests: tuple[int, ...] = ()
     offload_traffic_bytes: int = 0
 
-    def changes(self) -> "Changes":
-        rows, storages = self.rows.copy(), np.diff(self.storages, axis=0, prepend=0)
-        rows[:, SUMS] = np.diff(self.rows[:, SUMS], axis=0, prepend=0)
-        return Changes(rows, _filled(self.places), storages)
+    def parts(self) -> list[Part]:
+        """For each part of the step: its differences from sample to sample, and its operations.
+
+        Each operation has its phase. The phase's column holds the phase itself, not a difference.
+        """
+        steps = np.diff(self.rows, axis=0, prepend=0)
+        steps[:, PHASE] = self.rows[:, PHASE]
+        kinds = list(zip(self.operations, self.rows[:, PHASE].tolist(), strict=True))
+        ends = [*self.starts[1:], len(kinds)]
+        return [(steps[i:j], kinds[i:j]) for i, j in zip(self.starts, ends, strict=True)]
 
 
-@dataclass(frozen=True)
-class Changes:
-    """A trace as what each sample adds to the one before it. States, as the phase, stay states."""
+def repeated_layers(model: nn.Module) -> nn.Module | None:
+    """The longest ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all equal.
 
-    rows: np.ndarray
-    places: np.ndarray
-    storages: np.ndarray
-
-    def __getitem__(self, samples) -> "Changes":
-        return Changes(self.rows[samples], self.places[samples], self.storages[samples])
-
-    def equal(self, other: "Changes") -> bool:
-        """Whether both have the same operations, bytes and storages, one after the other."""
-        return (
-            np.array_equal(self.rows, other.rows)
-            and np.array_equal(self.places[:, OPERATION], other.places[:, OPERATION])
-            and np.array_equal(self.storages, other.storages)
-        )
-
-
-def timeline_rows(changes: Changes, repeats: int) -> np.ndarray:
-    """The rows of a timeline.
-
-    The second micro-batch, which is parts 3 and 4 of a step, comes ``repeats`` more times.
+    Equal: the same modules, parameters, settings and hooks, except for numbers that count the
+    layers. The result is ``None`` if the config lists different values for the layers (Gemma's
+    alternating attention), or if the layers were edited.
     """
-    part, rows = changes.places[:, PART], changes.rows
-    again = np.tile(rows[(part == 3) | (part == 4)], (repeats, 1))
-    rows = np.concatenate([rows[part <= 4], again, rows[part > 4]])
-    rows[:, SUMS] = rows[:, SUMS].cumsum(axis=0)
-    return rows
-
-
-def extrapolate(
-    short: Changes,
-    longer: Sequence[Changes],
-    repeats: Sequence[int],
-    longest: Sequence[Changes] = (),
-) -> Changes | None:
-    """The trace of a deep model.
-
-    Args:
-        short: the trace of a model with few units of layers in each list.
-        longer: for each list, the trace of the model with one unit more in this list.
-        repeats: for each list, the number of units that the deep model has more than ``short``.
-        longest: for each list, the trace with two units more, or nothing. With it, a single
-            storage may grow, by as many bytes with the second unit as with the first.
-
-    ``None`` if the traces do not prove that the additional rounds may be repeated.
-    """
-    rows, storages = short.rows.copy(), short.storages.copy()
-    inserted: list[tuple[int, Changes, int]] = []  # before this sample of ``short``: rounds, times
-    for number, (long, times) in enumerate(zip(longer, repeats, strict=True)):
-        rounds = _additional_rounds(long, number)
-        if rounds is None:
-            return None
-        aligned = _without(long, rounds, number)
-        if longest:
-            proven = _grows_evenly(short, aligned, longest[number], number)
-        else:
-            proven = _grows_by_storages(short, aligned)
-        if not proven:
-            return None
-        rows[:, SUMS] += times * (aligned.rows - short.rows)[:, SUMS]
-        storages += times * (aligned.storages - short.storages)
-        removed = 0
-        for start, stop in rounds:
-            inserted.append((start - removed, long[start:stop], times))
-            removed += stop - start
-    return _with_rounds(Changes(rows, short.places, storages), inserted)
-
-
-def _additional_rounds(long: Changes, number: int) -> list[tuple[int, int]] | None:
-    """The samples (start, stop) of the last unit but one of list ``number``, in each part of the
-    step. ``None`` if one of them does not lie between its neighbours.
-
-    The last unit may be special, and so may the first one, and what it leaves to the next one. Of
-    the last but one, the last unit shows that it leaves what the unit before it leaves: in the
-    shorter trace, it comes after that unit, and does the same.
-    """
-    in_list = long.places[:, LIST] == number
-    unit = np.where(in_list, long.places[:, UNIT], NOWHERE[1])
-    middle = unit.max(initial=0) - 1
-    edges = np.flatnonzero(np.diff(unit == middle, prepend=False, append=False))
-    rounds = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    for start, stop in rounds:
-        if start == 0 or stop == len(unit):
-            return None
-        if {unit[start - 1], unit[stop]} != {middle - 1, middle + 1}:
-            return None
-    return rounds
-
-
-def _without(long: Changes, rounds: list[tuple[int, int]], number: int) -> Changes:
-    """``long`` without ``rounds``. The last unit of list ``number`` moves up."""
-    kept = np.ones(len(long.rows), dtype=bool)
-    for start, stop in rounds:
-        kept[start:stop] = False
-    aligned = long[kept]
-    units = aligned.places[aligned.places[:, LIST] == number, UNIT]
-    last = (aligned.places[:, LIST] == number) & (
-        aligned.places[:, UNIT] == units.max(initial=NOWHERE[1])
-    )
-    aligned.places[last, UNIT] -= 1
-    return aligned
-
-
-def _grows_by_storages(short: Changes, aligned: Changes) -> bool:
-    """Whether both are the same step, and what has more bytes has them in more storages, as where
-    all gradients are freed at once.
-
-    One storage that is larger could grow in any way, and a card rounds it.
-    """
-    more_storages = aligned.storages[:, COUNT] != short.storages[:, COUNT]
-    return _same_layers(short, aligned) and not (_differs(short, aligned) & ~more_storages).any()
-
-
-def _grows_evenly(short: Changes, aligned: Changes, longest: Changes, number: int) -> bool:
-    """Whether both are the same step, and what grows from ``short`` to ``aligned`` grows by as much
-    again to ``longest``, as the bucket in which DDP sends the gradients of many layers does.
-    """
-    first, second = _additional_rounds(longest, number), None
-    if first is not None:
-        once = _without(longest, first, number)
-        second = _additional_rounds(once, number)
-    if second is None:
-        return False
-    twice = _without(once, second, number)
-    return (
-        _same_layers(short, aligned)
-        and _same_layers(short, twice)
-        and np.array_equal(twice.rows - aligned.rows, aligned.rows - short.rows)
-        and np.array_equal(twice.storages - aligned.storages, aligned.storages - short.storages)
-    )
-
-
-def _same_layers(short: Changes, aligned: Changes) -> bool:
-    """Whether both have the same operations and states in the same places, and the events of layers
-    are equal. Other events may have more bytes.
-    """
-    if not np.array_equal(short.places, aligned.places):
-        return False
-    in_layers = short.places[:, LIST] != NOWHERE[0]
-    states = [i for i in range(short.rows.shape[1]) if i not in SUMS]
-    return not (
-        (_differs(short, aligned) & in_layers).any()
-        or (aligned.rows != short.rows)[:, states].any()
-    )
-
-
-def _differs(short: Changes, aligned: Changes) -> np.ndarray:
-    """Which samples have other bytes or storages (as many booleans)."""
-    other_bytes = (aligned.rows != short.rows).any(axis=1)
-    return other_bytes | (aligned.storages != short.storages).any(axis=1)
-
-
-def _with_rounds(changes: Changes, inserted: list[tuple[int, Changes, int]]) -> Changes:
-    pieces, done = [], 0
-    for start, round_, times in sorted(inserted, key=lambda item: item[0]):
-        pieces += [changes[done:start], *[round_] * times]
-        done = start
-    pieces.append(changes[done:])
-    return Changes(
-        np.concatenate([piece.rows for piece in pieces]),
-        np.concatenate([piece.places for piece in pieces]),
-        np.concatenate([piece.storages for piece in pieces]),
-    )
-
-
-def _filled(places: np.ndarray) -> np.ndarray:
-    """``places`` where events of no layer, between those of neighbours in a list, belong to the
-    first of the two.
-    """
-    filled = places.copy()
-    marked = np.flatnonzero(places[:, LIST] != NOWHERE[0])
-    before, after = marked[:-1], marked[1:]
-    part_list = places[:, [PART, LIST]]
-    same_list = (part_list[before] == part_list[after]).all(axis=1)
-    neighbours = same_list & (abs(places[before, UNIT] - places[after, UNIT]) <= 1)
-    between = neighbours & (after - before > 1)
-    for start, stop in zip(before[between], after[between], strict=True):
-        filled[start + 1 : stop, [LIST, UNIT]] = places[start, [LIST, UNIT]]
-    return filled
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedLayers:
-    """A list of layers that are alike. ``period``: after so many layers, the next one is like the
-    first of them (1: all are alike; 2: two kinds take turns). The very first layer may differ.
-    """
-
-    layers: nn.ModuleList | nn.Sequential
-    period: int
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-
-def repeated_layers(model: nn.Module) -> list[RepeatedLayers]:
-    """The lists of ``model`` (``ModuleList`` or ``Sequential``) whose layers are alike, the longest
-    first.
-
-    Alike: the same modules, parameters, settings and hooks, except for numbers that count the
-    layers, and the same values where the config lists one for each layer.
-    """
-    config, found = getattr(model, "config", None), []
-    inside: set[nn.Module] = set()  # what is part of a list that was found
+    found = None
     for module in model.modules():
-        if type(module) not in (nn.ModuleList, nn.Sequential) or module in inside:
+        if type(module) not in (nn.ModuleList, nn.Sequential) or len(module) <= len(found or ()):
             continue
-        period = _period(module, config)
-        if period is not None:
-            found.append(RepeatedLayers(module, period))
-            inside.update(module.modules())
-    return sorted(found, key=len, reverse=True)
-
-
-def _period(layers: nn.ModuleList | nn.Sequential, config) -> int | None:
-    """After how many layers the layers repeat; ``None`` if they do not, at least twice."""
-    n = len(layers)
-    if n < 3 or len([*layers.parameters()]) < sum(len([*layer.parameters()]) for layer in layers):
-        return None  # too few, or layers that share weights
-    listed = [
-        value
-        for value in getattr(config, "__dict__", {}).values()
-        if isinstance(value, list | tuple) and len(value) == n
-    ]
-    kinds = [
-        (_fingerprint(layer, i), *[repr(value[i]) for value in listed])
-        for i, layer in enumerate(layers)
-    ]
-    for period in range(1, n // 2 + 1):
-        # the very first layer may differ, as T5's, which has the table of all layers' positions
-        if all(kinds[i] == kinds[i + period] for i in range(1, n - period)):
-            return period
-    return None
+        first = _fingerprint(module[0], 0)
+        if all(_fingerprint(layer, i) == first for i, layer in enumerate(module)):
+            found = module
+    if found is None:
+        return None
+    config, n = getattr(model, "config", None), len(found)
+    values = getattr(config, "__dict__", {}).values()
+    settings_differ = any(
+        isinstance(v, list | tuple) and len(v) == n and len({*map(repr, v)}) > 1 for v in values
+    )
+    # Edited layers: some are not called, or they share weights.
+    called = getattr(getattr(config, "get_text_config", lambda: config)(), "num_hidden_layers", n)
+    shared = len([*found.parameters()]) < sum(len([*layer.parameters()]) for layer in found)
+    return None if settings_differ or shared or called < n else found
 
 
 def _fingerprint(layer: nn.Module, index: int) -> tuple:
@@ -301,3 +82,59 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
         )
         parts.append((name, type(module), settings, tensors, hook_counts(module)))
     return tuple(parts)
+
+
+def extrapolate(
+    short: list[Part], long: list[Part], units: int, num_units: int
+) -> list[np.ndarray] | None:
+    """Extrapolate from traces with ``units`` and ``units + 1`` repeated units to ``num_units``.
+
+    Returns the differences from sample to sample, for each part of the step.
+
+    In each part of the step, the longer trace has one more round of the same events. This round is
+    found and repeated as often as needed. An event that happens once (such as freeing all
+    gradients) grows in proportion. ``None`` if the rounds differ.
+    """
+    if len(short) != len(long):
+        return None
+    parts = [_extrapolated_part(a, b, num_units - units) for a, b in zip(short, long, strict=True)]
+    return None if any(part is None for part in parts) else parts
+
+
+def _extrapolated_part(short_part: Part, long_part: Part, extra_repeats: int) -> np.ndarray | None:
+    (short, short_kinds), (long, long_kinds) = short_part, long_part
+    n, extra = len(short_kinds), len(long_kinds) - len(short_kinds)
+    if extra < 0:
+        return None
+    before = _common_prefix(short_kinds, long_kinds)
+    after = _common_prefix(short_kinds[::-1], long_kinds[::-1])
+    if before + after < n:
+        return None
+    at = _locate_repeat(short, long, extra, n - after, before) if extra else before
+    if at is None:
+        return None
+    block = long[at : at + extra]
+    aligned = np.concatenate([long[:at], long[at + extra :]])
+    grown = short + (aligned - short) * extra_repeats
+    return np.concatenate([grown[:at], np.tile(block, (extra_repeats, 1)), grown[at:]])
+
+
+def _locate_repeat(
+    short: np.ndarray, long: np.ndarray, extra: int, first: int, last: int
+) -> int | None:
+    """The start of the longer trace's additional round, from ``first`` to ``last``.
+
+    This round must equal the one before or after it. Of several starts, it takes the nearest to the
+    middle, far from what is special about the first and the last round. ``None`` if no start fits.
+    """
+    for at in sorted(range(first, last + 1), key=lambda at: abs(2 * at - first - last)):
+        block = long[at : at + extra]
+        if any(np.array_equal(short[max(i, 0) : i + extra], block) for i in (at - extra, at)):
+            return at
+    return None
+
+
+def _common_prefix(a: list, b: list) -> int:
+    """The length of the longest common prefix."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

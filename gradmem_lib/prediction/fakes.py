@@ -6,13 +6,10 @@ millisecond. A model's layers need the same results over and over. Here a result
 from PyTorch, or from ``corrections.py``.
 """
 
-import operator
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import compat
 from ..compat import FakeTensor, storage_key
@@ -56,49 +53,6 @@ def _settings() -> tuple:
     )
 
 
-UNIFORM = "random numbers from 0 to below 1"
-
-
-def _uniform(mode: "QuickFakeMode", args: tuple) -> str:
-    return UNIFORM
-
-
-def _comparison(compare: Callable[[float, float], bool]) -> Callable:
-    """Whether all random numbers are above a bound, as where a module drops itself with
-    probability 0. A draw of exactly 0 is left out of account.
-    """
-
-    def known(mode: "QuickFakeMode", args: tuple) -> bool | None:
-        number, bound = args
-        if mode.known.get(number) != UNIFORM or 0 < bound < 1:
-            return None
-        return compare(0.5, bound)
-
-    return known
-
-
-def _is_not_finite(mode: "QuickFakeMode", args: tuple) -> bool | None:
-    return False if storage_key(args[0].untyped_storage()) in mode.parameters else None
-
-
-def _any(mode: "QuickFakeMode", args: tuple) -> bool | None:
-    known = mode.known.get(args[0])
-    return known if isinstance(known, bool) else None
-
-
-_aten = torch.ops.aten
-_KNOWN_VALUES: dict[Any, Callable] = {
-    _aten.rand.default: _uniform,
-    _aten.gt.Scalar: _comparison(operator.gt),
-    _aten.ge.Scalar: _comparison(operator.ge),
-    _aten.lt.Scalar: _comparison(operator.lt),
-    _aten.le.Scalar: _comparison(operator.le),
-    _aten.isinf.default: _is_not_finite,
-    _aten.isnan.default: _is_not_finite,
-    _aten.any.default: _any,
-}
-
-
 class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
     """A ``FakeTensorMode`` with a cache. Every result is an ordinary ``FakeTensor``.
 
@@ -111,9 +65,6 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._corrections = corrections.BY_TARGET.get(target, {})
         self.value: float | None = None
-        # What is known of tensors without their values: UNIFORM, or the one value in them.
-        self.known: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
-        self.parameters: set[int] = set()
         self._fake_attributes: dict[torch.device, dict] = {}
         self._answers = answers_by_settings.setdefault((target, _settings()), {})
         if len(self._answers) > MAX_ANSWERS:
@@ -122,57 +73,29 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is compat.read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if func is compat.read_value:
-            value = self._known_value(args[0])
-            if value is not None:
-                return value
-        if func in _KNOWN_VALUES:
-            return self._compute_known(func, types, args, kwargs or {})
+        if func is compat.read_value and self.value is not None:
+            return self.value
         key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
         if func in compat.profiler_marks:
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._compute(func, types, args, kwargs or {})
-        self._refuse(func, args, out)
-        if func in self._corrections:
-            out = self._corrections[func](args, out)
-        if (replay := None if key is None else _make_replay(func, args, out)) is not None:
-            self._answers[key] = replay
-        return out
-
-    def _known_value(self, tensor: Tensor) -> Any:
-        """The value of a one-element tensor; ``None`` if it is not known."""
-        known = self.known.get(tensor)
-        return known if isinstance(known, bool) else self.value
-
-    def _refuse(self, func: Any, args: tuple, out: Any) -> None:
-        """Refuse operations on tensors that are no part of the module, and sparse results."""
-        if any(type(value) is torch.nn.Parameter for value in args):
+        other_parameter = any(type(value) is torch.nn.Parameter for value in args)
+        if other_parameter or (isinstance(out, Tensor) and out.layout != torch.strided):
+            what = "another module's parameter"
+            if not other_parameter:
+                what = f"a result of layout {out.layout}"
             raise CannotTrace(
-                f"{func} has a parameter that is not in the module: give one module with all "
-                "parameters, and none that only a function, a list or a global variable holds"
-            )
-        if isinstance(out, Tensor) and out.layout != torch.strided:
-            raise CannotTrace(
-                f"{func} has a result of layout {out.layout}, and only dense ones can be "
-                "predicted: give sparse=False"
+                f"{func} has {what}: give one module with all parameters, and sparse=False"
             )
         real_tensor = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
         if real_tensor and any(r.alias_info is not None for r in compat.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
-
-    def know_parameters(self, model: torch.nn.Module) -> None:
-        """Weights of a training that works are finite, so a check of them for ``inf`` is known."""
-        for parameter in model.parameters():
-            self.parameters.add(storage_key(parameter.untyped_storage()))
-
-    def _compute_known(self, func, types, args, kwargs):
-        """The result of an operation that may tell something about the values in it."""
-        out = self._compute(func, types, args, kwargs)
-        known = _KNOWN_VALUES[func](self, args)
-        if known is not None:
-            self.known[out] = known
+        if func in self._corrections:
+            out = self._corrections[func](args, out)
+        if (replay := None if key is None else _make_replay(func, args, out)) is not None:
+            self._answers[key] = replay
         return out
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:

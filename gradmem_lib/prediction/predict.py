@@ -3,7 +3,7 @@
 The step really runs, but on *fake* tensors: they have a shape, a dtype and a storage with a size,
 but no memory. The code of ``MemoryTracker`` counts them like real ones. Every layer of a deep model
 does the same operations. So two short traces, of three and of four layers, are enough to compute
-the trace of all layers, event by event, where they prove it (see ``extrapolation.py``).
+the trace of all layers, event by event.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,21 +18,25 @@ from torch import Tensor, nn
 from .. import compat
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
-from ..names import CATEGORIES, PHASES, check_choice
+from ..names import CATEGORIES, PHASES, SELECTIVE, check_choice
+from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
 from ..units import check_positive_int
 from . import allocator
 from .configs import find_config, most_positions, skeleton, title_of
-from .loop import Loop, check_loop
-from .notes import notes_of
+from .extrapolation import Trace, extrapolate
 from .question import CannotTrace, Question, Source
-from .short_traces import Traced, trace_step
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
+# numbers of repeated units, which are layers or segments of layers
+SHORT_TRACES = ((2, 3), (3, 4), (4, 5))
+SHORTEST = 3  # layers: with fewer, no layer lies between the first and the last
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
 # micro-batches for the allocator: a third one reuses what the second has freed
 REPLAYED_MICRO_BATCHES = 2
+# micro-batches that are traced: the first, the last, and one that stands for all between them
+TRACED_MICRO_BATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,7 @@ class Prediction:
     ``timeline`` (if it has very many samples, only the largest of each window); ``peak``;
     ``peak_by_phase``; ``current`` (the bytes that stay between steps); ``offload_traffic_bytes``
     (the bytes that cross the bus for ``recipe.offload``, in both directions together); ``title``;
-    ``traced_layers`` (the numbers of layers in the short traces; empty for a full trace);
-    ``notes`` (sentences about settings of the module that change the figures).
+    ``traced_layers`` (the numbers of layers in the short traces; empty for a full trace).
     """
 
     target: str
@@ -56,7 +59,6 @@ class Prediction:
     offload_traffic_bytes: int = 0
     title: str = ""
     traced_layers: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
     # the requests of a full trace; empty if it was not made
     _recorded_requests: tuple = field(default=(), repr=False, compare=False)
@@ -85,7 +87,7 @@ class Prediction:
             and not question.source.is_user_module
         ):
             micro_batches = REPLAYED_MICRO_BATCHES
-        return traced(question, micro_batches).requests
+        return traced(question, None, micro_batches).requests
 
     def plot(self, ax: Any = None) -> Any:
         """The timeline as a matplotlib ``Figure``."""
@@ -111,7 +113,6 @@ def predict(
     full: bool = False,
     ranks: int | None = None,
     rank: int = 0,
-    loop: Loop | None = None,
 ) -> Prediction:
     """The memory of one training step with ``recipe``, to the byte, without allocating the model.
 
@@ -136,8 +137,6 @@ def predict(
         full: trace every layer, even if short traces would be enough.
         ranks: the number of processes that train together by ``recipe.sharding``. The prediction is
             for one of them, ``rank``, and ``batch_size`` is the rows of that rank's step.
-        loop: the order of the training loop (``zero_grad``, what a variable keeps, clipping).
-            ``None``: that of ``Recipe``'s own step.
 
     Raises ``ValueError`` for settings that cannot be combined or a model that is not found, and
     ``CannotTrace``, which names the operation, if the model's operations depend on values.
@@ -165,12 +164,8 @@ def predict(
     source = source_of(model_or_config)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch, ranks, rank)
-    loop = Loop() if loop is None else loop
-    check_loop(loop, source.skeleton, batch, loss, recipe)
-    question = Question(
-        source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank, loop
-    )
-    return _prediction(question, trace_step(question, full))
+    question = Question(source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank)
+    return _prediction(question, *_rows(question, full))
 
 
 def _checked_sizes(
@@ -231,24 +226,117 @@ def source_of(model_or_config: Any) -> Source:
     return Source(skeleton(config), title_of(model_or_config, config), is_user_module=False)
 
 
-def _prediction(question: Question, step: Traced) -> Prediction:
-    rows = step.rows
-    peaks = {}
-    for i, name in enumerate(PHASES):
-        peaks[name] = int(rows[rows[:, PHASE] == i, TOTAL].max(initial=0))
+def _repeated_unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
+    """(layers in the repeated unit, the recipe for fewer layers).
+
+    ``None`` if segments differ in length.
+    """
+    schedule = recipe.checkpointing
+    if recipe.shards_only_states:
+        # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+        return None
+    if schedule in (None, "per-layer", *SELECTIVE):
+        return recipe.every_n_layers or 1, recipe
+    if schedule == "sqrt":
+        schedule = segments_for("sqrt", n)[0]  # all segments but the last have this length
+    return (
+        (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
+    )
+
+
+def _rows(
+    question: Question, full: bool
+) -> tuple[np.ndarray, int, tuple[int, ...], tuple[int, ...]]:
+    """Trace the step. Returns four things:
+
+    the samples, the bytes of offload traffic, the lengths of the short traces (empty after a full
+    trace), and the full trace's requests (empty after short traces).
+    """
+    if full:
+        trace = traced(question, None)
+        return trace.rows, trace.offload_traffic_bytes, (), trace.requests
+    n = len(question.source.layers or ())
+    unit = _repeated_unit(question.recipe, n) if n else None
+    for pair in SHORT_TRACES if unit is not None else ():
+        size, recipe = unit
+        short, long = (k * size + n % size for k in pair)
+        if pair[0] * size < SHORTEST:
+            continue
+        if short + long >= n:
+            break
+        reduced = replace(question, recipe=recipe)
+        try:
+            shorter, repeats = _step_trace(reduced, short)
+            longer, _ = _step_trace(reduced, long)
+        except CannotTrace:
+            raise
+        except Exception:
+            # this model does not run with fewer layers: the full trace works, or shows the error
+            break
+        if (steps := extrapolate(shorter.parts(), longer.parts(), pair[0], n // size)) is not None:
+            each = longer.offload_traffic_bytes - shorter.offload_traffic_bytes
+            traffic = shorter.offload_traffic_bytes + each * (n // size - pair[0])
+            return _join_parts(steps, repeats), traffic, (short, long), ()
+    trace, repeats = _step_trace(question, None)
+    rows = _join_parts([steps for steps, _ in trace.parts()], repeats)
+    return rows, trace.offload_traffic_bytes, (), trace.requests
+
+
+def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
+    """A trace, and the number of micro-batches that were left out of it.
+
+    These are all like the second one. Their offload traffic is counted. The trace's parts: what
+    exists first, a forward and a backward for each micro-batch, and the optimizer's step. The first
+    micro-batch creates the gradients, and all others add to them. Each backward but the last ends
+    with the next micro-batch's first state.
+    """
+    k = question.recipe.accumulation
+    # there the last one sends the gradients
+    num_traced = TRACED_MICRO_BATCHES + (
+        question.recipe.sharding is not None and not question.recipe.fully_sharded
+    )
+    if k > num_traced and not question.source.is_user_module:
+        trace = traced(question, layers, num_traced)
+        parts = trace.parts()
+        (_, second, third), (_, fourth, last) = [
+            [steps for steps, _ in parts[i:7:2]] for i in (1, 2)
+        ]
+        same = min(len(fourth), len(last))  # after the last backward, the sum of losses is read
+        if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
+            traffic = trace.offload_traffic_bytes * k // num_traced
+            return replace(trace, offload_traffic_bytes=traffic), k - num_traced
+    return traced(question, layers), 0
+
+
+def _join_parts(steps: list[np.ndarray], repeats: int) -> np.ndarray:
+    """The rows of a step, from the differences in its parts.
+
+    The second micro-batch is repeated ``repeats`` more times.
+    """
+    steps = np.concatenate(steps[:5] + steps[3:5] * repeats + steps[5:])
+    rows = steps.cumsum(axis=0)
+    rows[:, PHASE] = steps[:, PHASE]
+    return rows
+
+
+def _prediction(
+    question: Question, rows: np.ndarray, offload_traffic_bytes: int, layers: tuple, requests: tuple
+) -> Prediction:
+    phases = {
+        name: int(rows[rows[:, PHASE] == i, TOTAL].max(initial=0)) for i, name in enumerate(PHASES)
+    }
     rank_text = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
     return Prediction(
         target=question.target,
         timeline=Timeline(rows).decimate(MOST_SAMPLES),
         peak=_snapshot(rows[rows[:, TOTAL].argmax()]),
-        peak_by_phase=peaks,
+        peak_by_phase=phases,
         current=replace(_snapshot(rows[-1]), phase="idle"),
-        offload_traffic_bytes=step.offload_traffic_bytes,
+        offload_traffic_bytes=offload_traffic_bytes,
         title=f"{question.source.title}, predicted for {question.target}{rank_text}",
-        traced_layers=step.layers,
-        notes=notes_of(question),
+        traced_layers=layers,
         _question=question,
-        _recorded_requests=step.requests,
+        _recorded_requests=requests,
     )
 
 

@@ -1,17 +1,16 @@
 """The question to a prediction: a model without memory, a recipe, sizes and a target."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from ..compat import inside_peft
 from ..techniques.checkpointing import checkpoints_of
 from ..training.recipe import Recipe
-from .extrapolation import RepeatedLayers, repeated_layers
-from .loop import Loop
+from .extrapolation import repeated_layers
 
 
 class CannotTrace(RuntimeError):
@@ -27,40 +26,16 @@ class Source:
     is_user_module: bool
 
     @cached_property
-    def lists(self) -> list[RepeatedLayers]:
-        """The lists of its repeated layers, if a few of them can stand for all. They cannot if the
-        model has segments already, or if its user wrote, patched or edited the module: layers with
-        the same tensors may then do different things, or not be called.
+    def layers(self) -> nn.Module | None:
+        """The list of its repeated layers, if a few of them can stand for all. They cannot if the
+        model has segments already, or if its user wrote or patched the module: layers with the same
+        tensors may then do different things, or not be called.
         """
-        if checkpoints_of(self.skeleton):
-            return []
-        if not self.is_user_module:
-            return repeated_layers(self.skeleton)
-        inside = inside_peft(self.skeleton)
-        patched = any("forward" in vars(module) for module in self.skeleton.modules())
-        if patched or not type(inside).__module__.startswith("transformers."):
-            return []
-        lengths = set(_lengths(inside.config))
-        return [several for several in repeated_layers(self.skeleton) if len(several) in lengths]
-
-
-def _lengths(config: Any) -> Iterator[int]:
-    """The numbers of layers that a config names."""
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict"):  # the config of a part of the model
-            yield from _lengths(value)
-        elif type(value) is int and "layer" in name:
-            yield value
-
-
-class Kept(NamedTuple):
-    """The first ``count`` layers of a list, which a short trace keeps. ``unit``: how many of them
-    are repeated together.
-    """
-
-    several: RepeatedLayers
-    unit: int
-    count: int
+        theirs = type(inside_peft(self.skeleton)).__module__.startswith("transformers.")
+        own = self.is_user_module and (
+            not theirs or any("forward" in vars(m) for m in self.skeleton.modules())
+        )
+        return None if own or checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
 
 
 @dataclass(frozen=True)
@@ -74,5 +49,3 @@ class Question:
     loss: Callable | None
     ranks: int
     rank: int
-    loop: Loop = field(default_factory=Loop)
-    kept: tuple[Kept, ...] = ()  # empty: all layers

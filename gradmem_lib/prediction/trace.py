@@ -4,57 +4,172 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Self
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .. import compat
+from ..compat import storage_key
+from ..measure.recording import Recording
+from ..measure.storages import storages_of
+from ..measure.tracker import checked_optimizers
+from ..measure.watch import Meter
+from ..names import OPTIMIZER_STEP
 from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
+from ..training.recipe import Recipe
 from ..training.step import autocast, cut_batch, loss_of, offload_context, step
-from . import cuda_kernels, fakes
+from . import allocator, cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
 from .extrapolation import Trace
-from .loop import Loop, RunningLoop
 from .question import CannotTrace, Question
-from .recorders import recorder_class
 
 
-def traced(question: Question, micro_batches: int | None = None) -> Trace:
-    """The trace of one step, after a warm-up.
+class CpuRecorder(Recording):
+    """Counts the fake storages of a step as ``MemoryTracker`` counts real ones.
+
+    It keeps every sample.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
+        super().__init__(torch.device("cpu"))
+        self.optimizers = checked_optimizers(optimizer)
+        self.meter = Meter(model, self.optimizers, self)
+        self.operations: list[str] = []
+        # the bytes of an allocation; or -1 - n: the storage of request n was freed
+        self.requests: list[int] = []
+        self.starts = [0]
+        self.offload_traffic_bytes = 0
+
+    def __enter__(self) -> Self:
+        self.meter.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.meter.__exit__(*error)
+        self.drain()
+        self.sample()
+
+    def mark(self, part: str) -> None:
+        self.drain()
+        self.starts.append(self.count)
+
+    def size(self, storage) -> int:
+        # A fake tensor's device says "cpu", but its storage's device says "meta".
+        if storage.device.type != "meta" and storage.nbytes():
+            raise CannotTrace(f"a module was given {fakes.REAL_TENSOR}")
+        return storage.nbytes()
+
+    def sample(self, func="") -> None:
+        super().sample(func)
+        self.operations.append(str(func))
+
+    def trace(self, offload_traffic_bytes: int = 0) -> Trace:
+        return Trace(
+            self.rows(),
+            tuple(self.operations),
+            tuple(self.starts),
+            tuple(self.requests),
+            offload_traffic_bytes,
+        )
+
+
+class CudaRecorder(CpuRecorder):
+    """Counts like a card's allocator: storages in blocks of 512 bytes, and scratch memory too."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
+        super().__init__(model, optimizer)
+        self._host_keys: set[int] = set()
+        self._numbers: dict[int, int] = {}  # the number of each entry's request
+        self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        # AdamW keeps its step counters in the host's memory, unless it is fused.
+        for optimizer in self.optimizers:
+            if not any(
+                getattr(optimizer, "fused", False) or g.get("fused") for g in optimizer.param_groups
+            ):
+                counters = [state.get("step") for state in optimizer.state.values()]
+                self._host_keys |= {
+                    storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)
+                }
+        return super().__enter__()
+
+    def size(self, storage) -> int:
+        if storage_key(storage) in self._host_keys:
+            return 0
+        return allocator.rounded(super().size(storage))
+
+    def scratch(self, func, args) -> int:
+        if nbytes := cuda_kernels.scratch(func, args):
+            self.requests += [nbytes, -1 - self._num_requests]
+            self._num_requests += 1
+        return nbytes
+
+    def after_alloc(self, entry) -> None:
+        self._numbers[id(entry)] = self._num_requests
+        self.requests.append(entry.nbytes)
+        self._num_requests += 1
+
+    def after_free(self, entry) -> None:
+        self.requests.append(-1 - self._numbers.pop(id(entry)))
+
+
+class OffloadedRecorder(CudaRecorder):
+    """Counts like a card's allocator, with FSDP's offload of shards, gradients and states.
+
+    What is in the host's memory has no bytes on the card. ``offload_traffic_bytes`` counts the
+    copies in both directions.
+    """
+
+    def __enter__(self) -> Self:
+        self._host, self._copying_to_host, to = WeakValueDictionary(), False, Tensor.to
+        hosts = storages_of([*self.meter.model.parameters(), *(o.state for o in self.optimizers)])
+        self._host.update((storage_key(storage), storage) for storage in hosts)
+
+        def to_and_count(tensor, *args, **kwargs):
+            if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
+                return to(tensor, *args, **kwargs)
+            self._copying_to_host = self.size(tensor.untyped_storage()) > 0
+            self.offload_traffic_bytes += tensor.nbytes
+            out, self._copying_to_host = tensor.clone(), False
+            return out
+
+        super().__enter__()
+        # FSDP's copies between host and card, which are one memory here.
+        self.meter.exit_stack.enter_context(patch.object(Tensor, "to", to_and_count))
+        return self
+
+    def size(self, storage) -> int:
+        if self._copying_to_host or self.phase == OPTIMIZER_STEP:  # the host steps its shards
+            self._host[storage_key(storage)] = storage
+        return 0 if self._host.get(storage_key(storage)) is storage else super().size(storage)
+
+
+RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder, "offloaded": OffloadedRecorder}
+
+
+def traced(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
+    """The trace of one step.
 
     Raises ``CannotTrace``, which names the operation, if its operations depend on values.
     """
-    with _explained_errors(question):
-        # Most models need no step as warm-up: it is enough to create the optimizer's states. In a
-        # first step, a user's module may make tensors that it keeps, and PyTorch's sharding does.
-        quick = not question.source.is_user_module and question.recipe.sharding is None
-        if quick and question.loop == Loop():
-            with _FakeStep(question) as fake_step:
-                fake_step.make_states()
-                trace = fake_step.record(micro_batches)
-            if fake_step.is_steady:
-                return trace
-        with _FakeStep(question) as fake_step:
-            fake_step.run(None if question.source.is_user_module else 1)
-            return fake_step.record(micro_batches)
-
-
-@contextmanager
-def _explained_errors(question: Question) -> Iterator[None]:
-    """Turn errors of a step into sentences that say what to do."""
     try:
-        yield
+        trace = _traced(
+            question, layers, micro_batches, real_warm_up=question.source.is_user_module
+        )
+        return trace or _traced(question, layers, micro_batches, real_warm_up=True)
     except compat.NO_VALUES as error:
         func = getattr(error, "func", error)
-        reason = "has a result whose size depends on values"
-        if func is compat.read_value:
-            reason = "reads a tensor's value, as .item(), int(), bool() and if do"
+        reads = "reads a tensor's value, as .item(), int(), bool() and if do"
+        reason = reads if func is compat.read_value else "has a result whose size depends on values"
         raise CannotTrace(
             f"the operation {func} {reason}{_where(error)}, and a prediction has shapes but no "
             "values. Predict a variant of the model without it, or measure one real step with "
@@ -72,165 +187,94 @@ def _explained_errors(question: Question) -> Iterator[None]:
         ) from error
 
 
-def _where(error: BaseException) -> str:
+def _where(error) -> str:
     """The line of the model, or of the loss, that raised ``error``."""
     ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(ours)
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
     ]
-    if not frames:
-        return ""
-    return f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})"
+    return (
+        f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
+    )
 
 
-class _FakeStep:
-    """The step that a question asks for, on fake tensors. It exists while its block runs.
+def _traced(
+    question: Question, layers: int | None, micro_batches, real_warm_up: bool
+) -> Trace | None:
+    """The trace of one step, after a warm-up.
 
-    ``is_steady``: in the recorded step, every trained parameter got a gradient, and modules held
-    the same tensors before and after it. Then the next step is like it.
+    ``None`` if it needs a real step as warm-up: if parameters get no gradients, or modules keep
+    tensors of a step.
     """
-
-    def __init__(self, question: Question):
-        self.question, self.recipe = question, question.recipe
-        self.is_steady = False
-        self._exit_stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with self._exit_stack as stack:
-            self._enter(stack)
-            self._exit_stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._exit_stack.close()
-
-    def _enter(self, stack: ExitStack) -> None:
-        question, source = self.question, self.question.source
+    recipe = question.recipe
+    with ExitStack() as stack:
         # transformers logs remarks about training, and here nothing trains. Failures are reported
         # by exceptions.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        attention = None
-        if compat.attention_of(source.skeleton) is not None:  # else transformers is not needed
-            attention = stack.enter_context(compat.attention_by_values(*_mask_flags(question)))
+        name = stack.enter_context(compat.attention_by_values(*_mask_flags(question)))
         mesh = _fake_ranks(question, stack)
-        self.mode = stack.enter_context(fakes.QuickFakeMode(question.target))
-        keep = {several.layers: count for several, _, count in question.kept}
-        model = fake_copy(source.skeleton, keep)
-        self.mode.know_parameters(model)
-        self.lists = self._kept_layers(model)
-        modes = {module: module.training for module in model.modules()}
+        # in a first step, PyTorch's engines allocate what they keep
+        real_warm_up |= mesh is not None
+        mode = stack.enter_context(fakes.QuickFakeMode(question.target))
+        model = fake_copy(question.source.skeleton, question.source.layers, layers)
         cache = getattr(getattr(model, "config", None), "use_cache", None)
-        prepared = prepare(model, self.recipe, mesh=mesh)
+        prepared = prepare(model, recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
-        if source.is_user_module:
-            _restore_settings(prepared.model, model, modes, cache)
+        if cache and question.source.is_user_module:
+            # a given module keeps its settings, as in its own training loop
+            model.config.use_cache = True
         if compat.attention_of(model) == "sdpa":
-            set_attention(model, attention)
-        if question.batch is None:
-            self.batch = example_batch(model, question.batch_size, question.seq_len)
+            set_attention(model, name)
+        given, sizes = question.batch, (question.batch_size, question.seq_len)
+        batch = example_batch(model, *sizes) if given is None else fake_batch(given)
+        if question.target == "cuda":
+            stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
+        model = prepared.model
+        _check_buckets(question, layers, model)
+        offloaded = question.target == "cuda" and recipe.offloads_shards
+        recorder = RECORDERS["offloaded" if offloaded else question.target](
+            model, prepared.optimizer
+        )
+        offload_hooks = offload_context(model, recipe)
+
+        def one_step(notify: Callable[[str], None], micro_batches: int | None = None) -> None:
+            def mark(part: str) -> None:
+                # In the model, values may decide what is computed. Elsewhere, any number needs the
+                # same bytes: the number of labels, the loss, Adafactor's scales.
+                mode.value = None if part == "forward" else 1.0
+                notify(part)
+
+            options = {
+                "loss": question.loss,
+                "mark": mark,
+                "micro_batches": micro_batches,
+                "offload": offload_hooks,
+            }
+            step(model, prepared.optimizer, batch, recipe, **options)
+
+        mode.value = 1.0
+        if real_warm_up:
+            one_step(lambda part: None, None if question.source.is_user_module else 1)
         else:
-            self.batch = fake_batch(question.batch)
-        on_card = question.target == "cuda"
-        if on_card:
-            stack.enter_context(cuda_kernels.kernels(self.recipe.autocast_dtype))
-        self.model, self.optimizer = prepared.model, prepared.optimizer
-        self.loop = RunningLoop(
-            question.loop, self.model, self.optimizer, self.recipe, question.loss, foreach=on_card
-        )
-        self.offload_hooks = offload_context(self.model, self.recipe)
-
-    def _kept_layers(self, model: nn.Module) -> list[tuple[list[nn.Module], int]]:
-        """The copies of the kept layers, by list, with the number of layers in a unit."""
-        names = {module: name for name, module in self.question.source.skeleton.named_modules()}
-        return [
-            (list(model.get_submodule(names[several.layers])), unit)
-            for several, unit, _ in self.question.kept
+            _warm_up(recorder, model, batch, recipe, mode)
+        trained = [
+            p for o in recorder.optimizers for group in o.param_groups for p in group["params"]
         ]
-
-    def make_states(self) -> None:
-        """Create the optimizer's states without a forward and a backward.
-
-        It is enough if every parameter gets a gradient.
-        """
-        if self.recipe.checkpointing == "best":
-            self.mode.value = None
-            # in a first forward, "best" measures the layers and chooses a schedule
-            with autocast("cpu", self.recipe):
-                loss_of(self.model, next(cut_batch(self.batch, self.recipe)), self.recipe)
-        self.mode.value = 1.0
-        for optimizer in self.loop.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    def run(self, micro_batches: int | None, recorder=None) -> None:
-        """Run one step, or its first ``micro_batches``."""
-
-        def mark(part: str) -> None:
-            # In the model, values may decide what is computed. Elsewhere, any number needs the
-            # same bytes: the number of labels, the loss, Adafactor's scales.
-            self.mode.value = None if part == "forward" else 1.0
-            if recorder is not None:
-                recorder.begin_part()
-            self.loop.begin_part(part)
-
-        self.mode.value = 1.0
-        step(
-            self.model,
-            self.optimizer,
-            self.batch,
-            self.recipe,
-            loss=self.loop.loss,
-            mark=mark,
-            micro_batches=micro_batches,
-            offload=self.offload_hooks,
-            keep_gradients=self.loop.keeps_gradients,
-        )
-
-    def record(self, micro_batches: int | None) -> Trace:
-        on_host = self.recipe.offloads_shards
-        kind = recorder_class(self.question.target, on_host)
-        recorder = kind(self.model, self.optimizer, self.lists)
-        trained, with_gradient = 0, set[int]()
-        for optimizer in recorder.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    trained += 1
-                    parameter.register_post_accumulate_grad_hook(lambda p: with_gradient.add(id(p)))
-        held = _module_tensors(self.model)
-        offloaded_before = getattr(self.offload_hooks, "bytes", 0)
+        with_gradient: set[int] = set()
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: with_gradient.add(id(p)))
+        held, before = _module_tensors(model), getattr(offload_hooks, "bytes", 0)
         with recorder:
-            self.run(micro_batches, recorder)
-        offloaded = getattr(self.offload_hooks, "bytes", 0) - offloaded_before
-        self.is_steady = len(with_gradient) == trained and held == _module_tensors(self.model)
+            one_step(recorder.mark, micro_batches)
+        steady = len(with_gradient) == len(trained) and held == _module_tensors(model)
+        if not (real_warm_up or steady):
+            return None
+        offloaded = getattr(offload_hooks, "bytes", 0) - before
         # 2: what is offloaded is also reloaded
         return recorder.trace(2 * offloaded + recorder.offload_traffic_bytes)
-
-
-def _module_tensors(model: nn.Module) -> list[int]:
-    """The identities of the tensors that modules hold besides their parameters."""
-    held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
-    return [id(value) for values in held for value in values if isinstance(value, Tensor)]
-
-
-def _restore_settings(
-    prepared: nn.Module, model: nn.Module, modes: dict[nn.Module, bool], cache: bool | None
-) -> None:
-    """Give a user's module its own settings back: a loop of its own does not change them.
-
-    Modules that ``prepare`` has added are in the mode of the whole model.
-    """
-    for module in prepared.modules():
-        module.training = modes.get(module, modes[model])
-    if cache:
-        model.config.use_cache = True
 
 
 def _mask_flags(question: Question) -> tuple[bool, bool]:
@@ -277,6 +321,17 @@ def _mask_flags(question: Question) -> tuple[bool, bool]:
     return False in all_tokens, False in one_sequence
 
 
+def _check_buckets(question: Question, layers: int | None, model: nn.Module) -> None:
+    """Raise ``ValueError`` if the bytes of many layers cannot be computed from those of few."""
+    extrapolated = layers is not None
+    if not extrapolated or question.target != "cuda" or question.recipe.sharding != "ddp":
+        return
+    if any(p.requires_grad and p.nbytes % allocator.BLOCK for p in model.parameters()):
+        raise ValueError(
+            "DDP's buckets hold many layers and are rounded as a whole: trace all layers"
+        )
+
+
 def _fake_ranks(question: Question, stack: ExitStack):
     """A fake process group with a mesh of ranks, while ``stack`` is open.
 
@@ -295,3 +350,28 @@ def _fake_ranks(question: Question, stack: ExitStack):
     # This warning, about layers that return views, is for a real run.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     return stack.enter_context(compat.fake_process_group(question.ranks, question.rank))
+
+
+def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:
+    """Create the optimizer's states without a forward and a backward.
+
+    It is enough if every parameter gets a gradient.
+    """
+    if recipe.checkpointing == "best":
+        mode.value = None
+        # in a first forward, "best" measures the layers and chooses a schedule
+        with autocast("cpu", recipe):
+            loss_of(model, next(cut_batch(batch, recipe)), recipe)
+        mode.value = 1.0
+    for optimizer in recorder.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _module_tensors(model: nn.Module) -> list[int]:
+    """The identities of the tensors that modules hold besides their parameters."""
+    held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
+    return [id(value) for values in held for value in values if isinstance(value, Tensor)]

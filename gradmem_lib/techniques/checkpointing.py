@@ -22,7 +22,6 @@ from ..compat import (
     override_call,
     storage_key,
     tree_flatten,
-    version,
 )
 from ..hf_names import LAYER_INPUT, LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER, hf_class
 from .layer_bytes import LayerBytes, layer_bytes
@@ -143,7 +142,6 @@ class _Segments:
     pending: tuple[int, int, Any, tuple] | None = None
     per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
     warned: bool = False
-    called: bool = False  # whether any layer of the list was called
     # While "best" measures: for each call the layer, its bytes, and whether it may share a segment
     # with the layer before.
     measured: list[tuple[int, LayerBytes, bool]] | None = None
@@ -157,10 +155,6 @@ class _Segments:
             )
         for i, layer in enumerate(self.layers):
             undo.callback(override_call(layer, _SegmentCall(self, call, i)))
-            for part in layer.children():
-                undo.callback(
-                    part.register_forward_pre_hook(_ModelPreHook(self.before_part)).remove
-                )
 
     def apply_to_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
         """Apply the same schedule to a copy of the model; ``copies`` maps modules to copies."""
@@ -171,9 +165,14 @@ class _Segments:
     def call(self, i: int, args: tuple, kwargs: dict) -> Any:
         """Called in place of layer ``i``: run its segment, or return the output if it has run."""
         pending, self.pending = self.pending, None
-        self.called = True
         if not self._training():
-            return self._call_as_it_is(i, args, kwargs, pending)
+            continues = pending is not None and pending[0] == i
+            if continues and _split_input(args, kwargs)[0] is self._hidden(pending[2]):
+                raise RuntimeError(
+                    "gradients or training mode were switched off in a segment that has run: "
+                    f"begin a new one at layer {i}"
+                )
+            return original_call(self.layers[i])(*args, **kwargs)
         if getattr(self.layers[i], LAYER_SWITCH, False):
             raise RuntimeError(_ALREADY_CHECKPOINTED)
         args, kwargs, had_cache = without_cache(args, kwargs)
@@ -195,10 +194,7 @@ class _Segments:
         start = stop - total_layers(item)
         if i == start:
             run = partial(self._run, item, start, rest=rest)
-            before = _version(x)
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
-            if not kept and _version(x) != before:
-                raise RuntimeError(_IN_PLACE.format(i))
         elif problem := self._problem(i, x, rest, pending):
             raise RuntimeError(
                 f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
@@ -210,16 +206,6 @@ class _Segments:
         if i + 1 < stop:
             self.pending = i + 1, stop, out, rest
         return out
-
-    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, pending: Any) -> Any:
-        """Call layer ``i`` where nothing is checkpointed: without gradients, or in eval mode."""
-        continues = pending is not None and pending[0] == i
-        if continues and _split_input(args, kwargs)[0] is self._hidden(pending[2]):
-            raise RuntimeError(
-                "gradients or training mode were switched off in a segment that has run: "
-                f"begin a new one at layer {i}"
-            )
-        return original_call(self.layers[i])(*args, **kwargs)
 
     def _training(self) -> bool:
         return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
@@ -262,28 +248,6 @@ class _Segments:
         if not _same_arguments(rest, before):
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None
-
-    def _changes_its_input(self, i: int, x: Any, rest: tuple) -> bool:
-        if not isinstance(x, Tensor):
-            return False
-        copy = x.detach().clone()
-        before = _version(copy)
-        with torch.no_grad():
-            args, kwargs = _join_input(copy, rest)
-            original_call(self.layers[i])(*args, **kwargs)
-        return _version(copy) != before
-
-    def before_part(self, *args) -> None:
-        """Called before a part of a layer runs. It runs inside its layer, if that is called."""
-        if self.called or self.warned or not self._training():
-            return
-        self.warned = True
-        warnings.warn(
-            "the model calls parts of the layers in this list, and not the layers themselves, so "
-            "no checkpoint runs and nothing is saved: give checkpoint_layers a list whose items "
-            "the model's forward calls",
-            stacklevel=2,
-        )
 
     def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Called before the forward of the model that owns these layers."""
@@ -342,12 +306,7 @@ class _Segments:
                 '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of '
                 "an unspread layer)"
             )
-        try:
-            size, out = layer_bytes(self.layers[i], *_join_input(x, rest), x, self._hidden)
-        except RuntimeError as error:
-            if self._changes_its_input(i, x, rest):
-                raise RuntimeError(_IN_PLACE.format(i)) from error
-            raise
+        size, out = layer_bytes(self.layers[i], *_join_input(x, rest), x, self._hidden)
         self.measured.append((i, size, self._problem(i, x, rest, pending) is None))
         self.pending = i + 1, len(self.layers), out, rest
         return out
@@ -457,16 +416,6 @@ def _tensor_identity(t: Tensor) -> tuple:
     return storage_key(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
-def _version(x: Any) -> int:
-    """How often the tensor was changed in place; 0 for something else."""
-    return version(x) if isinstance(x, Tensor) else 0
-
-
-_IN_PLACE = (
-    "layer {} changes its input in place, and a checkpoint that begins there would compute it "
-    "again from the changed input: set inplace=False in it, or begin the segment at an earlier "
-    "layer"
-)
 _ALREADY_CHECKPOINTED = (
     "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
     "on top they would run three times: call .remove() on the first one, or where it is "

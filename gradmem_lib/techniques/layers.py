@@ -35,36 +35,13 @@ def find_layers(layers_or_model: nn.Module) -> Lists:
                 enclosing = [owner for outer, owner in owners.items() if name.startswith(outer)]
                 found[name] = list(module), enclosing[-1] if enclosing else None
     if not (layers := [layer for several, _ in found.values() for layer in several]):
-        to_give = _lists_to_give(layers_or_model)
         raise ValueError(
             f"there are no layers in this {type(layers_or_model).__name__}: in a model, a "
             "ModuleList of transformers' GradientCheckpointingLayers is looked for, and none was "
-            f"found. Give the nn.Sequential or nn.ModuleList itself{to_give}"
-        )
-    if any(type(layer).forward is nn.Module.forward for layer in layers):
-        raise ValueError(
-            "the layers of this list have no forward of their own (they are lists or dicts of "
-            "parts), so nobody calls them, and a checkpoint would never run: give a list whose "
-            "items are called, for example modules that call these parts in their forward"
+            "found. Give the nn.Sequential or nn.ModuleList itself, such as model.layers"
         )
     if len(set(layers)) < len(layers):
         raise ValueError(
             "the same layer is in the list more than once: shared layers cannot be in segments"
         )
     return found
-
-
-def _lists_to_give(model: nn.Module) -> str:
-    """The lists in ``model`` with two callable layers or more, in words; the longest first."""
-    lists = []
-    for name, module in model.named_modules():
-        if not name or not isinstance(module, (nn.Sequential, nn.ModuleList)):
-            continue
-        callable_items = all(type(layer).forward is not nn.Module.forward for layer in module)
-        if len(module) > 1 and callable_items:
-            lists.append((len(module), name))
-    if not lists:
-        return ", if the model has one that its forward calls in order"
-    lists.sort(key=lambda found: -found[0])
-    words = [f"model.{name} ({n} layers)" for n, name in lists[:3]]
-    return f", such as {' or '.join(words)}"

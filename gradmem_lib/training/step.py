@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
-from ..techniques.data_parallel import check_trained_together, device_of, processes_of
+from ..techniques.data_parallel import check_trained_together, device_of
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
-from .items import find_rule
-from .losses import check_pieces, chunked_loss, count_items, usual_rule
+from .losses import check_pieces, chunked_loss, count_items
 from .recipe import Recipe
 
 
@@ -42,7 +41,6 @@ def step(
     micro_batches: int | None = None,
     scaler: GradScaler | torch.amp.GradScaler | None = None,
     offload: offload_activations | None = None,
-    keep_gradients: bool = False,
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches.
     Returns the mean loss, detached.
@@ -62,38 +60,27 @@ def step(
             gradients are not finite. Without a scaler the factor is fixed, and no step is skipped.
         offload: an ``offload_activations``, which counts the bytes that it moves. Without it, one
             is made.
-        keep_gradients: leave ``.grad`` as it is after the step, for a loop that frees it later.
 
-    Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
-    step (``find_rule``), is not a mean over labels or rows, as with CLIP.
+    Raises ``ValueError`` if the batch is to be cut and the model's loss is not a mean over labels
+    or rows, as with CLIP.
     """
-    how = f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
-    in_pieces = recipe.accumulation > 1 or recipe.sharding is not None
-    _check_parts(model, optimizer, batch, recipe, how if loss is None and in_pieces else None)
+    if loss is None and (recipe.accumulation > 1 or recipe.sharding is not None):
+        check_pieces(
+            model, batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
+        )
+    if recipe.sharding is not None:
+        check_trained_together(model, optimizer)
     device = device_of(model).type
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
-
-    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
-        with autocast(device, recipe):
-            value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
-        check_loss(value, asked)
-        return value
-
-    rule = None
-    if in_pieces:
-        # A function that is written in a loop is another one each time, with the same code.
-        key = (getattr(loss, "__code__", loss), recipe.chunked_loss)
-        usual = usual_rule(model)
-        processes = processes_of(model)
-        rule = find_rule(model, parts, mean_loss, usual, how=how, key=key, processes=processes)
-    counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
+    counts = [count_items(model, micro) for micro in parts][:micro_batches]  # all are counted
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
         mark("forward")
-        with offload_hooks:
-            value = mean_loss(model, micro)
+        with autocast(device, recipe), offload_hooks:
+            value = loss(model, micro) if loss is not None else loss_of(model, micro, recipe)
+        check_loss(value, model)
         mark("backward")
         return value, count
 
@@ -110,29 +97,13 @@ def step(
         )
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
-        _update(optimizer, scaler)
-        if not keep_gradients:
-            optimizer.zero_grad(set_to_none=True)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
-
-
-def _check_parts(model: nn.Module, optimizer: Any, batch: Any, recipe: Recipe, how: Any) -> None:
-    """Refuse a batch that cannot be cut, and an optimizer of another process group.
-
-    ``how`` the batch is cut; ``None``: it is not, or the loss is not the model's own.
-    """
-    if how is not None:
-        check_pieces(model, batch, how)
-    if recipe.sharding is not None:
-        check_trained_together(model, optimizer)
-
-
-def _update(optimizer: Optimizer, scaler: Any) -> None:
-    if scaler is None:
-        optimizer.step()
-        return
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
@@ -174,9 +145,11 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"{type(value).__name__}"
-        if isinstance(value, Tensor):
-            what = f"a tensor of shape {(*value.shape,)}"
+        what = (
+            f"a tensor of shape {(*value.shape,)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise ValueError(
             f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels "
             "into the batch, or give loss=lambda model, batch: ... that returns the scalar"

@@ -3,7 +3,6 @@
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 const PAD = { left: 52, right: 14, top: 26, bottom: 38 };
 const ALARM = "#e0483f";
-const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kernel's states in which it cannot answer
 const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
 
 // Ties go to the even digit, as in Python, so that the moving and the still picture say the same.
@@ -28,19 +27,6 @@ function isDark(color) {
   const text = probe.fillStyle;
   const [r, g, b] = text[0] === "#" ? [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16)) : text.match(/[\d.]+/g).map(Number);
   return 0.299 * r + 0.587 * g + 0.114 * b < 110;
-}
-
-// Where phases are too many to tell apart: the steps, each up to the end of an optimizer step, numbered from 1.
-function stepsOf(runs) {
-  if (runs.length <= 24) return null;
-  const steps = [];
-  let from = runs[0].from;
-  for (const run of runs) {
-    if (run.phase !== 3) continue;
-    steps.push({ number: steps.length + 1, from, to: run.to });
-    from = run.to;
-  }
-  return steps.length > 1 ? steps : null;
 }
 
 function decode(view, categories) {
@@ -95,8 +81,7 @@ function render({ model, el }) {
   const dot = make("span", "gm-dot", heading);
   dot.title = "recording";
   heading.append(title || "Memory by category");
-  heading.title = title; // a long one is cut
-  const peakBox = make("div", "gm-figure", head), nowBox = make("div", "gm-figure", head);
+  const nowBox = make("div", "gm-figure", head), peakBox = make("div", "gm-figure", head);
   make("span", "", nowBox, "now ");
   const nowText = make("b", "", nowBox, "–"), nowPhase = make("span", "", nowBox);
   make("span", "", peakBox, "peak ");
@@ -138,9 +123,8 @@ function render({ model, el }) {
 
   const read = make("div", "gm-read", root);
   read.setAttribute("aria-live", "polite");
-  let lost = false; // whether the kernel went away during the recording
   const hint = () => {
-    read.textContent = lost ? "The recording stopped: the kernel has ended. " : "";
+    read.textContent = "";
     for (const [keys, what] of [["← →", "move"], ["Home", ""], ["End", "ends"], ["P", "peak"], ["Esc", "let go"]]) {
       make("kbd", "", read, keys);
       read.append(what ? ` ${what}   ` : " ");
@@ -176,9 +160,9 @@ function render({ model, el }) {
     peakText.textContent = formatBytes(peak.total);
     peakText.classList.toggle("gm-over", budget > 0 && peak.total > budget);
     peakPhase.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
-    dot.style.display = frame.finished || lost ? "none" : "";
-    canvas.dataset.recording = !frame.finished && !lost;
-    nowBox.style.visibility = frame.finished ? "hidden" : ""; // its place stays
+    dot.style.display = frame.finished ? "none" : "";
+    canvas.dataset.recording = !frame.finished;
+    nowBox.style.display = frame.finished ? "none" : "";
     const source = at >= 0 ? frame.parts.map((part) => part[at]) : frame.finished ? peak.parts : current.parts;
     const total = at >= 0 ? frame.totals[at] : frame.finished ? peak.total : current.total;
     when.textContent = at >= 0 ? `operation ${grouped(frame.op[at])}` : frame.finished ? "at the peak" : "now";
@@ -264,7 +248,6 @@ function render({ model, el }) {
       g.moveTo(px(op[0]), py(values[0]));
       for (let i = 0; i < n; i++) { g.lineTo(px(op[i]), py(values[i])); g.lineTo(px(until(i)), py(values[i])); }
     };
-    const dense = n > (x1 - x0) / 4; // spikes this close would be covered by their own outline
     let low = new Float64Array(n);
     parts.forEach((part, c) => {
       if (!part.some((v) => v > 0)) return;
@@ -272,12 +255,10 @@ function render({ model, el }) {
       g.beginPath(); edge(high);
       for (let i = n - 1; i >= 0; i--) { g.lineTo(px(until(i)), py(low[i])); g.lineTo(px(op[i]), py(low[i])); }
       g.fillStyle = fills[c]; g.fill();
-      g.beginPath(); edge(high); g.strokeStyle = paper; g.globalAlpha = dense ? 0.25 : 0.8; g.lineWidth = 0.8; g.stroke(); g.globalAlpha = 1;
+      g.beginPath(); edge(high); g.strokeStyle = paper; g.globalAlpha = 0.8; g.lineWidth = 0.8; g.stroke(); g.globalAlpha = 1;
       low = high;
     });
-    g.globalAlpha = dense ? 0.3 : 1;
-    g.beginPath(); edge(low); g.strokeStyle = ink; g.lineWidth = dense ? 0.6 : 1.2; g.stroke();
-    g.globalAlpha = 1;
+    g.beginPath(); edge(low); g.strokeStyle = ink; g.lineWidth = 1.2; g.stroke();
     g.beginPath(); g.moveTo(x0, y0 + 0.5); g.lineTo(x1, y0 + 0.5); g.lineWidth = 1; g.stroke();
 
     // The strip of phases.
@@ -286,21 +267,18 @@ function render({ model, el }) {
       if (!runs.length || runs[runs.length - 1].phase !== phase[i]) runs.push({ phase: phase[i], from: op[i] });
       runs[runs.length - 1].to = until(i);
     }
-    const steps = stepsOf(runs);
-    key.classList.toggle("gm-steps", steps !== null);
-    for (const run of steps ?? runs) {
-      if (!steps && !tones[run.phase]) continue;
-      const a = px(run.from), b = px(run.to), tone = steps ? tones[1 + run.number % 2] : tones[run.phase];
-      g.fillStyle = tone;
+    for (const run of runs) {
+      if (!tones[run.phase]) continue;
+      const a = px(run.from), b = px(run.to);
+      g.fillStyle = tones[run.phase];
       g.fillRect(a, y1 - 21, Math.max(b - a - (b - a > 6 ? 1 : 0), 0.5), 15);
       g.font = `10.5px ${font}`;
-      const names = steps ? [`step ${run.number}`, `${run.number}`] : [phases[run.phase], SHORT[run.phase]];
-      const label = names.find((name) => g.measureText(name).width + 4 < b - a);
+      const label = [phases[run.phase], SHORT[run.phase]].find((name) => g.measureText(name).width + 6 < b - a);
       if (label) {
-        g.fillStyle = isDark(tone) || tone === "#7b8495" ? "#fff" : "#14181f";
+        g.fillStyle = isDark(tones[run.phase]) || tones[run.phase] === "#7b8495" ? "#fff" : "#14181f";
         g.fillText(label, (a + b) / 2, y1 - 13);
       }
-      if ((steps ?? runs).length <= 40) {
+      if (runs.length <= 24) {
         g.strokeStyle = ink; g.globalAlpha = 0.16; g.lineWidth = 1;
         g.beginPath(); g.moveTo(a, y1 - 6); g.lineTo(a, y0); g.stroke(); g.globalAlpha = 1;
       }
@@ -310,8 +288,8 @@ function render({ model, el }) {
     const pX = px(peak.op), pY = py(peak.total), right = pX < x0 + 0.7 * (x1 - x0);
     if (budget) {
       const y = budget <= top ? py(budget) : y1, text = `budget ${formatBytes(budget)}`;
-      const bX = x0 + 6; // always here, so that it does not hop when the peak moves
-      g.strokeStyle = g.fillStyle = ALARM; g.textAlign = "left";
+      const far = pX < (x0 + x1) / 2, bX = far ? x1 - 6 : x0 + 6; // on the side where the peak is not
+      g.strokeStyle = g.fillStyle = ALARM; g.textAlign = far ? "right" : "left";
       if (budget <= top) {
         g.setLineDash([6, 4]); g.lineWidth = 1.6;
         g.beginPath(); g.moveTo(x0, y); g.lineTo(x1, y); g.stroke(); g.setLineDash([]);
@@ -321,9 +299,7 @@ function render({ model, el }) {
     g.fillStyle = ink; g.strokeStyle = paper; g.lineWidth = 2;
     g.beginPath(); g.arc(pX, pY, 4.5, 0, 7); g.stroke(); g.fill();
     g.textAlign = right ? "left" : "right";
-    // Below the budget's label, where the two would meet.
-    const meets = budget && Math.abs(pY - (budget <= top ? py(budget) : y1)) < 24 && pX < x0 + 190;
-    halo(`peak ${formatBytes(peak.total)}`, pX + (right ? 9 : -9), meets ? pY + 20 : Math.max(pY - 6, y1 + 4));
+    halo(`peak ${formatBytes(peak.total)}`, pX + (right ? 9 : -9), Math.max(pY - 6, y1 + 4));
 
     const at = cursorIndex();
     if (at >= 0) {
@@ -346,15 +322,6 @@ function render({ model, el }) {
   const arrived = () => {
     frame = decode(model.get("frame"), names.length);
     canvas.dataset.frames = +(canvas.dataset.frames || 0) + 1;
-    schedule();
-  };
-  const stopped = () => {
-    if (lost || frame?.finished) return;
-    lost = true;
-    dot.style.display = "none";
-    canvas.dataset.recording = false;
-    root.classList.add("gm-lost");
-    hint();
     schedule();
   };
   const moveTo = (op) => { cursorOp = op; announce(); schedule(); };
@@ -391,16 +358,10 @@ function render({ model, el }) {
   document.head.addEventListener("load", schedule, true);
   model.on("change:frame", arrived);
   model.on("change:top", schedule);
-  const kernel = model.widget_manager?.kernel;
-  const kernelState = (_, status) => { if (GONE.includes(status)) stopped(); };
-  kernel?.statusChanged?.connect(kernelState);
-  kernel?.disposed?.connect(stopped);
   arrived();
   return () => {
     model.off("change:frame", arrived);
     model.off("change:top", schedule);
-    kernel?.statusChanged?.disconnect(kernelState);
-    kernel?.disposed?.disconnect(stopped);
     resized.disconnect();
     restyled.disconnect();
     document.head.removeEventListener("load", schedule, true);

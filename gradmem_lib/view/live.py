@@ -2,20 +2,17 @@
 
 The whole picture is sent as one ``Bytes`` trait of at most 400 points. Traits, unlike custom
 messages, reach a front end that is still opening. Each frame replaces the last one, so a slow
-browser skips frames and never falls behind. The widget takes a place in an HTML output (see
-``place.py``), so a saved notebook does not refer to it.
-
-When the block ends, the output becomes HTML that carries its last frame, its script and a still
-picture. It is explored with mouse and keys, needs no kernel and no network, and stays in the saved
-notebook. Where scripts do not run, the still picture shows. A kernel without widgets draws nothing
-before the end, and says so once.
+browser skips frames and never falls behind. When the block ends, a still picture replaces the
+widget, so that a saved notebook shows it. A front end without widgets shows the HTML part of a
+widget's output: a sentence, and the still picture if there is one. A kernel without widgets shows
+only still pictures, and says so once.
 """
 
 from __future__ import annotations
 
 import base64
 import html
-import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +22,6 @@ import numpy as np
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import BY, OP, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
-from .interrupt import keep_own_lines
-from .place import place, still_html
 from .style import COLORS, HATCHES, MAX_POINTS, display_size, png
 from .timeline import PHASE_LABELS, describe, peak_of, plot_timeline
 
@@ -36,8 +31,9 @@ if TYPE_CHECKING:
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
 _VERSION = 1
-WAIT = "No picture yet: one appears here when this cell has run to its end."
-STILL = "This picture stands still. To explore it, run the cell again."
+NO_WIDGETS = "This notebook program does not show widgets"
+WAIT = f"{NO_WIDGETS}: a still picture appears here at the end."
+STILL = f"{NO_WIDGETS}, so the picture stands still."
 
 
 def encode_frame(
@@ -95,15 +91,6 @@ def _widgets_load() -> bool:
     return True
 
 
-# What a picture needs to know besides its frames, by the names of the script's settings.
-APPEARANCE = {
-    "names": list(CATEGORIES),
-    "colors": [COLORS[name] for name in CATEGORIES],
-    "hatches": [HATCHES[name][:1] for name in CATEGORIES],
-    "phases": [PHASE_LABELS.get(name, "") for name in PHASES],
-}
-
-
 @cache
 def widget_class():
     # In a function, so that a plain script never imports the widget machinery.
@@ -117,10 +104,10 @@ def widget_class():
         budget = traitlets.Float(0.0).tag(sync=True)
         top = traitlets.Float(0.0).tag(sync=True)  # the axis reaches at least these bytes
         small = traitlets.Bool(False).tag(sync=True)  # one of several, side by side
-        names = traitlets.List(APPEARANCE["names"]).tag(sync=True)
-        colors = traitlets.List(APPEARANCE["colors"]).tag(sync=True)
-        hatches = traitlets.List(APPEARANCE["hatches"]).tag(sync=True)
-        phases = traitlets.List(APPEARANCE["phases"]).tag(sync=True)
+        names = traitlets.List(list(CATEGORIES)).tag(sync=True)
+        colors = traitlets.List([COLORS[name] for name in CATEGORIES]).tag(sync=True)
+        hatches = traitlets.List([HATCHES[name][:1] for name in CATEGORIES]).tag(sync=True)
+        phases = traitlets.List([PHASE_LABELS.get(name, "") for name in PHASES]).tag(sync=True)
         frame = traitlets.Bytes(b"").tag(sync=True)
 
     return MemoryView
@@ -131,31 +118,24 @@ def plain_text(title: str) -> str:
     return "MemoryTracker plot" + (f": {title}" if title else "")
 
 
-def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
-    """HTML that draws ``pictures`` side by side, to be explored without a kernel.
+def view_bundle(
+    widget, words: str, sentence: str, still: tuple[dict, dict] = ({}, {})
+) -> tuple[dict, dict]:
+    """A widget's mimebundle with the ``still`` one.
 
-    Each is a frame (see ``encode_frame``) and its settings: title, budget, top, small.
-    ``still``: HTML for a page on which no script runs.
+    Its plain text is ``words``; its HTML is ``sentence`` and the picture.
     """
-    hosts = []
-    for frame, own in pictures:
-        settings = {"title": "", "budget": 0, "top": 0, "small": False, **APPEARANCE, **own}
-        hosts.append(
-            f"<div data-gradmem-settings='{html.escape(json.dumps(settings))}' "
-            f'data-gradmem-frame="{base64.b64encode(frame).decode()}"></div>'
+    bundle = widget._repr_mimebundle_()
+    data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+    fallback = f"<em>{html.escape(sentence)}</em>"
+    if picture := still[0].get("image/png"):
+        shape = {"alt": "", **still[1].get("image/png", {})}
+        attributes = " ".join(
+            f'{name}="{html.escape(str(value))}"' for name, value in shape.items()
         )
-    folder = Path(__file__).parent
-    style = (folder / "live.css").read_text(encoding="utf-8")
-    drawing = (folder / "live.js").read_text(encoding="utf-8").replace(_EXPORT, "")
-    finding = (folder / "explorable.js").read_text(encoding="utf-8")
-    return (
-        f'<div class="gm-explorable"><style>{style}</style><div class="gm-row">{"".join(hosts)}'
-        f'</div><div class="gm-still">{still}</div>'
-        f"<script>(() => {{\n{drawing}\n{finding}\n}})();</script></div>"
-    )
-
-
-_EXPORT = "export default { render };\n"  # a widget's script is a module, one in a page is not
+        fallback += f'<br><img src="data:image/png;base64,{picture}" {attributes}>'
+    data = {**still[0], **data, "text/html": fallback, "text/plain": words}
+    return data, {**still[1], **metadata}
 
 
 def picture_bundle(figure, alt: str, words: str) -> tuple[dict, dict]:
@@ -190,7 +170,7 @@ class LivePlot:
 
     def __init__(self, *, title: str = "", budget: int | None = None):
         self.title, self.budget = title, budget
-        self._widget = self._place = self._output = None
+        self._widget = self._output = None
 
     def start(self) -> None:
         """Put the empty plot on the page."""
@@ -201,10 +181,8 @@ class LivePlot:
         self._widget = widget_class()(
             title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None)
         )
-        self._place = place(self._widget, keep=True)
-        shown = self._place.html(f"<em>{WAIT}</em>")
-        data = {"text/html": shown, "text/plain": plain_text(self.title)}
-        self._output = display(data, raw=True, display_id=True)
+        data, metadata = view_bundle(self._widget, plain_text(self.title), WAIT)
+        self._output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(
         self,
@@ -218,16 +196,12 @@ class LivePlot:
             self._widget.frame = encode_frame(timeline, peak, current)
 
     def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
-        """Replace the moving picture by a finished one, and drop the widget."""
-        widgets, output = (self._place, self._widget), self._output
-        self._widget = self._place = self._output = None
+        """Replace the moving picture by a still one, and drop the widget."""
+        widget, output, self._widget, self._output = self._widget, self._output, None, None
         if not in_kernel():
             return
-        keep_own_lines()
         try:
-            data, metadata = finished_bundle(
-                timeline, title=self.title, budget=self.budget, peak=peak
-            )
+            data, metadata = still_bundle(timeline, title=self.title, budget=self.budget, peak=peak)
             if output is not None:
                 output.update(data, metadata=metadata, raw=True)
             else:
@@ -235,29 +209,8 @@ class LivePlot:
 
                 display(data, metadata=metadata, raw=True)
         finally:
-            for widget in widgets:
-                if widget is not None:
-                    widget.close()
-
-
-def finished_bundle(
-    timeline: Timeline | None,
-    *,
-    title: str = "",
-    budget: int | None = None,
-    peak: MemorySnapshot | None = None,
-) -> tuple[dict, dict]:
-    """A finished picture as a mimebundle: to be explored, and still where no script runs.
-
-    With ``GRADMEM_LIVE=0``, it is still everywhere.
-    """
-    data, metadata = still_bundle(timeline, title=title, budget=budget, peak=peak)
-    if live_enabled() and "image/png" in data:
-        frame = encode_frame(timeline, peak, None, finished=True)
-        still = still_html((data, metadata), "")
-        settings = {"title": title, "budget": float(budget or 0)}
-        data = {**data, "text/html": explorable_html([(frame, settings)], still)}
-    return data, metadata
+            if widget is not None:
+                widget.close()
 
 
 def show_timeline(
@@ -270,14 +223,18 @@ def show_timeline(
     """Display a finished ``timeline`` as an interactive view (mouse, arrow keys), with the still
     picture in the bundle.
 
-    With ``GRADMEM_LIVE=0``, it is a still picture. Outside a notebook, nothing is displayed.
+    Front ends without widgets, saved notebooks and ``GRADMEM_LIVE=0`` show the still picture.
+    Outside a notebook, nothing is displayed.
     """
     if not in_kernel():
         return
-    from IPython.display import display
 
-    data, metadata = finished_bundle(timeline, title=title, budget=budget, peak=peak)
-    display(data, metadata=metadata, raw=True)
+    def widget():
+        frame = encode_frame(timeline, peak, None, finished=True)
+        return widget_class()(title=title, budget=float(budget or 0), frame=frame)
+
+    still = still_bundle(timeline, title=title, budget=budget, peak=peak)
+    _display(still, widget if len(timeline) else None, plain_text(title), STILL)
 
 
 def show_explorer(explorer, text: str) -> None:
@@ -287,12 +244,13 @@ def show_explorer(explorer, text: str) -> None:
     The output also contains the still picture, for readers without a kernel. ``GRADMEM_LIVE=0``:
     only the picture.
     """
-    if not in_kernel():
-        return
+    if in_kernel():
+        sentence = f"{STILL} To explore, change the arguments and run the cell again."
+        _display(explorer.still_bundle(), explorer.widget, text, sentence)
+
+
+def _display(still: tuple[dict, dict], widget: Callable | None, words: str, sentence: str) -> None:
     from IPython.display import display
 
-    data, metadata = explorer.still_bundle()
-    if live():
-        shown = place(explorer.widget()).html(still_html((data, metadata), STILL))
-        data = {**data, "text/html": shown, "text/plain": text}
+    data, metadata = view_bundle(widget(), words, sentence, still) if widget and live() else still
     display(data, metadata=metadata, raw=True)

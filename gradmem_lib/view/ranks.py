@@ -6,21 +6,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..display import live_enabled
 from ..names import CATEGORIES
 from ..units import format_bytes
 from .live import (
     WAIT,
     encode_frame,
-    explorable_html,
     frame_peak,
     live,
     picture_bundle,
     plain_text,
+    view_bundle,
     widget_class,
 )
-from .place import place, still_html
-from .style import new_figure, shortened, style, swatch
+from .style import new_figure, style, swatch
 from .timeline import describe, draw_areas
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ class RankPictures:
     """The pictures of one ``run_ranks``: the first tracker of every rank is in one picture, the
     second in the next.
 
-    Use it as a context: at its end, each picture becomes a finished one. With ``GRADMEM_LIVE=0``
+    Use it as a context: at its end, each picture becomes a still one. With ``GRADMEM_LIVE=0``
     pictures appear only then.
     """
 
@@ -70,7 +68,7 @@ class _Picture:
     def __init__(self, ranks: int, title: str, budget: int | None):
         self.title, self.budget = title, budget
         self.timelines: list[Timeline | None] = [None] * ranks
-        self.widgets, self.place, self.output = [], None, None
+        self.widgets, self.output = [], None
         self.words = plain_text(f"{title}, {ranks} ranks" if title else f"{ranks} ranks")
         if not live():
             return
@@ -84,17 +82,15 @@ class _Picture:
         }
         views = [
             widget_class()(
-                title=_rank_title(rank, title),
+                title=f"rank {rank}" + (f", {title}" if title else ""),
                 layout=Layout(flex="1 1 0%", min_width="195px"),
                 **start,
             )
             for rank in range(ranks)
         ]
         self.widgets = [*views, HBox(views, layout=Layout(flex_flow="row wrap"))]
-        self.place = place(self.widgets[-1], keep=True)
-        shown = self.place.html(f"<em>{WAIT}</em>")
-        data = {"text/html": shown, "text/plain": self.words}
-        self.output = display(data, raw=True, display_id=True)
+        data, metadata = view_bundle(self.widgets[-1], self.words, WAIT)
+        self.output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(self, rank: int, frame: bytes) -> None:
         """Draw the next frame of ``rank``, with all ranks on the scale of the largest."""
@@ -105,7 +101,7 @@ class _Picture:
             self.widgets[rank].frame = frame
 
     def finish(self) -> None:
-        """Replace the moving picture by the finished one."""
+        """Replace the moving picture by the still one."""
         from IPython.display import display
 
         if any(timeline is not None and len(timeline) for timeline in self.timelines):
@@ -115,35 +111,13 @@ class _Picture:
             )
             figure = plot_ranks(self.timelines, title=self.title, budget=self.budget)
             data, metadata = picture_bundle(figure, alt, self.words)
-            if live_enabled():
-                still = still_html((data, metadata), "")
-                data["text/html"] = explorable_html(self._finished(), still)
         else:
             words = "No rank has come to the end of its measurement."
             data, metadata = {"text/html": f"<em>{words}</em>", "text/plain": self.words}, {}
         show = self.output.update if self.output is not None else display
         show(data, metadata=metadata, raw=True)
-        for widget in [self.place, *self.widgets]:
-            if widget is not None:
-                widget.close()
-
-    def _finished(self) -> list[tuple[bytes, dict]]:
-        """The frame and the settings of each rank's picture, all on one scale."""
-        measured = [t for t in self.timelines if t is not None and len(t)]
-        settings = {
-            "budget": float(self.budget or 0),
-            "top": float(max(max(timeline.totals) for timeline in measured)),
-            "small": True,
-        }
-        pictures = []
-        for rank, timeline in enumerate(self.timelines):
-            own = {**settings, "title": _rank_title(rank, self.title)}
-            pictures.append((encode_frame(timeline, None, None, finished=True), own))
-        return pictures
-
-
-def _rank_title(rank: int, title: str) -> str:
-    return f"rank {rank}, {title}" if title else f"rank {rank}"
+        for widget in self.widgets:
+            widget.close()
 
 
 def plot_ranks(
@@ -158,12 +132,7 @@ def plot_ranks(
     with style():
         figure = new_figure(8.6, 3.2)
         figure.text(
-            left,
-            0.93,
-            shortened(title or "Memory by category", 100),
-            fontsize=11,
-            fontweight="bold",
-            va="baseline",
+            left, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline"
         )
         for rank, timeline in enumerate(timelines):
             axes = figure.add_axes((left + rank * (width + gap), 0.25, width, 0.51))

@@ -95,11 +95,6 @@ def png(figure: Figure) -> bytes:
     return packed.getvalue()
 
 
-def shortened(title: str, characters: int) -> str:
-    """``title``, cut where it would run into what stands beside it."""
-    return title if len(title) <= characters else title[: characters - 1].rstrip() + "…"
-
-
 def display_size(figure: Figure) -> dict[str, int]:
     """Width and height, in CSS pixels, at which ``png(figure)`` is meant to be shown."""
     width, height = figure.get_size_inches()

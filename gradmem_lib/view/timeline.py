@@ -24,10 +24,10 @@ from .style import (
     axis_top,
     halo,
     hatch_ink,
+    is_dark,
     new_figure,
     nice_step,
     scale_of,
-    shortened,
     style,
 )
 
@@ -117,7 +117,7 @@ def plot_timeline(
         figure.text(
             0.078,
             0.93,
-            shortened(title or "Memory by category", 62),
+            title or "Memory by category",
             fontsize=11,
             fontweight="bold",
             va="baseline",
@@ -154,13 +154,9 @@ def draw_areas(
     x = np.asarray(shown.events)
     if len(x) == 1:  # a single sample has no width, so it is drawn as one operation wide
         x = np.append(x, x + 1)
-    elif x[-1] == x[0]:  # several moments before the first operation
-        x = np.append(x[:-1], x[0] + 1)
     one_of_several, highest = highest > 0, max(total, highest, *shown.totals)
     factor, unit = scale_of(highest)
     top = axis_top(highest, budget)
-    # Spikes this close would be covered by their own outline.
-    dense = len(x) > 150
     low = np.zeros(len(x))
     for name in CATEGORIES:
         values = np.resize(np.asarray(shown.by_category[name], dtype=float) / factor, len(x))
@@ -176,37 +172,12 @@ def draw_areas(
                 linewidth=0.0,
                 zorder=2,
             )
-            ax.step(
-                x,
-                low + values,
-                where="post",
-                color=PAPER,
-                linewidth=0.2 if dense else 0.7,
-                zorder=2.5,
-            )
+            ax.step(x, low + values, where="post", color=PAPER, linewidth=0.7, zorder=2.5)
             low = low + values
-    outline = {"linewidth": 0.3, "alpha": 0.5} if dense else {"linewidth": 0.8}
-    ax.step(x, low, where="post", color=INK, zorder=3, **outline)
+    ax.step(x, low, where="post", color=INK, linewidth=0.8, zorder=3)
 
     ax.set_xlim(x[0], x[-1])
     ax.set_ylim(0, top / factor)
-    _draw_axes(ax, top / factor, unit)
-    _mark_peak(
-        ax,
-        timeline.events[at],
-        total / factor,
-        "" if one_of_several else f"peak {format_bytes(total)}",
-    )
-    if budget is not None:
-        # On the side without the peak, so that the two labels do not overlap.
-        _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
-    return _draw_phases(ax, x, shown.phases)
-
-
-def _draw_axes(ax: Axes, top: float, unit: str) -> None:
-    """Ticks, grid and labels for an axis that reaches ``top``, in ``unit``."""
-    import numpy as np
-
     ax.set_facecolor(PAPER)
     ax.grid(axis="y", color="#e3e5e8", linewidth=0.7, zorder=0)
     ax.set_axisbelow(True)
@@ -217,9 +188,21 @@ def _draw_axes(ax: Axes, top: float, unit: str) -> None:
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("operations", color=MUTED, fontsize=8.5)
     ax.set_ylabel(unit, color=MUTED, fontsize=8.5)
-    ax.set_yticks(np.arange(0, top, nice_step(top)))
+    step = nice_step(top / factor)
+    ax.set_yticks(np.arange(0, top / factor, step))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.xaxis.get_major_locator().set_params(integer=True)
+
+    _mark_peak(
+        ax,
+        timeline.events[at],
+        total / factor,
+        "" if one_of_several else f"peak {format_bytes(total)}",
+    )
+    if budget is not None:
+        # On the side without the peak, so that the two labels do not overlap.
+        _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
+    return _draw_phases(ax, x, shown.phases)
 
 
 def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
@@ -288,38 +271,15 @@ def phase_runs(events, phases) -> list[tuple[str, float, float]]:
     return [tuple(run) for run in runs]
 
 
-def step_runs(runs: list[tuple[str, float, float]]) -> list[tuple[float, float]]:
-    """The steps as (first operation, first operation of the next step), where phases are too many
-    to tell apart; otherwise none. A step goes up to the end of its optimizer step.
-    """
-    if len(runs) <= 24:
-        return []
-    steps = []
-    start = runs[0][1]
-    for phase, _, stop in runs:
-        if phase == "optimizer_step":
-            steps.append((start, stop))
-            start = stop
-    return steps if len(steps) > 1 else []
-
-
 def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
     """The strip above the areas: one box a phase, named where the name fits."""
     from matplotlib.patches import Rectangle
 
     phase_transform = ax.get_xaxis_transform()
     points = ax.get_position().width * ax.figure.get_size_inches()[0] * 72 / max(x[-1] - x[0], 1)
-    all_runs = phase_runs(x, phases)
-    runs = [run for run in all_runs if run[0] in PHASE_LABELS]
-    steps = step_runs(all_runs)
-    boxes = []  # (start, stop, colour, its names from long to short)
-    for phase, start, stop in [] if steps else runs:
-        names = (PHASE_LABELS[phase], _SHORT_PHASE_LABELS[phase])
-        boxes.append((start, stop, PHASE_COLORS[phase], names))
-    for number, (start, stop) in enumerate(steps, 1):
-        color = PHASE_COLORS["backward" if number % 2 else "forward"]
-        boxes.append((start, stop, color, (f"step {number}", f"{number}")))
-    for start, stop, color, names in boxes:
+    runs = [run for run in phase_runs(x, phases) if run[0] in PHASE_LABELS]
+    for phase, start, stop in runs:
+        color = PHASE_COLORS[phase]
         ax.add_patch(
             Rectangle(
                 (start, 1.015),
@@ -332,7 +292,11 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
                 clip_on=False,
             )
         )
-        fitting = (name for name in names if 4.5 * len(name) + 4 < (stop - start) * points)
+        fitting = (
+            name
+            for name in (PHASE_LABELS[phase], _SHORT_PHASE_LABELS[phase])
+            if 4.5 * len(name) + 4 < (stop - start) * points
+        )
         if label := next(fitting, ""):
             ax.text(
                 (start + stop) / 2,
@@ -342,12 +306,10 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
                 ha="center",
                 va="center_baseline",
                 fontsize=7.5,
-                color="#14181f" if color == PHASE_COLORS["forward"] else "#ffffff",
+                color="#ffffff" if is_dark(color) or phase == "backward" else INK,
             )
-        if len(boxes) <= 40:
+        if len(runs) <= 24:
             ax.axvline(start, color=INK, alpha=0.16, linewidth=0.7, zorder=4)
-    if steps:
-        return []  # no colour means a phase
     return [phase for phase in PHASE_LABELS if any(run[0] == phase for run in runs)]
 
 
@@ -380,8 +342,6 @@ def _draw_legend(
         y -= 0.075
         row(y, name, COLORS[name], HATCHES[name], format_bytes(parts[name]))
     y -= 0.035
-    if not phases:
-        figure.text(x, y - 0.068, "strip: steps", color=MUTED, fontsize=8, va="center_baseline")
     for phase in phases:
         y -= 0.068
         row(y, PHASE_LABELS[phase], PHASE_COLORS[phase], "", "")

@@ -144,20 +144,15 @@ class Waterfall:
         return data, {"image/png": {**display_size(figure), "alt": self.describe()}}
 
 
-def short(nbytes: int, scale: tuple[int, str] | None = None) -> str:
-    """Bytes in three digits: "3.35 GiB", "46.4 MiB", "595 MiB".
-
-    ``scale``: the unit of the chart's axis (see ``scale_of``), for figures that stand beside it.
-    """
-    factor, unit = scale or scale_of(nbytes)
+def short(nbytes: int) -> str:
+    """Bytes in three digits: "3.35 GiB", "46.4 MiB", "595 MiB"."""
+    factor, unit = scale_of(nbytes)
     value = nbytes / factor
     digits = 0
     if factor > 1 and value < 9.995:
         digits = 2
     elif factor > 1 and value < 99.95:
         digits = 1
-    if scale and round(value, 2) == 0:
-        return short(nbytes)  # too small for the axis's unit
     return f"{value:.{digits}f} {unit}"
 
 
@@ -187,7 +182,7 @@ def _draw(chart: Waterfall) -> Figure:
     top = 1.03 * max(
         highest, chart.budget if chart.budget and chart.budget <= 2.5 * highest else 0, 1
     )
-    factor, unit = scale_of(highest)  # the largest figure's own unit
+    factor, unit = scale_of(round(top))
     axes.set_xlim(0, top / factor)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     below = 0  # the row of the bar that the next one builds on
@@ -197,14 +192,7 @@ def _draw(chart: Waterfall) -> Figure:
             _step(axes, below, bars[below].total / factor, row, bar.total / factor)
         if not bar.aside:
             below = row
-        _words(
-            figure,
-            (FOOT + ROW * (len(bars) - row - 0.5)) / height,
-            height,
-            bar,
-            chart.budget,
-            (factor, unit),
-        )
+        _words(figure, (FOOT + ROW * (len(bars) - row - 0.5)) / height, height, bar, chart.budget)
     _axis(axes, top, factor, unit)
     if chart.budget is not None:
         _budget_line(axes, chart.budget, top, factor)
@@ -233,35 +221,25 @@ def _stack(axes, row: int, bar: Bar, factor: int) -> None:
 
 
 def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
-    """A line from the end of the bar before, down to this row, and an arrow along it to this bar's
-    end. A small change has an arrow that points down at the bar.
-    """
-    large = abs(end - start) > 0.015 * axes.get_xlim()[1]
-    tail, head = (start, from_row), (start, row - 0.31)
-    if large:
-        axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
-        tail, head = (start, row), (end, row)
-    # An arrow to a longer bar lies on that bar, so it is drawn over it, with a halo.
-    arrow = axes.annotate(
-        "",
-        head,
-        tail,
-        arrowprops={
-            "arrowstyle": "-|>",
-            "color": MUTED,
-            "linewidth": 0.8,
-            "shrinkA": 0,
-            "shrinkB": 0.5,
-            "path_effects": halo(1.6) if end > start and large else [],
-        },
-        zorder=3,
-    )
-    arrow.arrow_patch.set_zorder(3)
+    """A line from the end of the bar before, down to this row, and along it to this bar's end."""
+    axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
+    if abs(end - start) > 0.015 * axes.get_xlim()[1]:
+        axes.annotate(
+            "",
+            (end, row),
+            (start, row),
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": MUTED,
+                "linewidth": 0.8,
+                "shrinkA": 0,
+                "shrinkB": 0.5,
+            },
+            zorder=1.5,
+        )
 
 
-def _words(
-    figure: Figure, y: float, height: float, bar: Bar, budget: int | None, scale: tuple[int, str]
-) -> None:
+def _words(figure: Figure, y: float, height: float, bar: Bar, budget: int | None) -> None:
     """The bar's name and phase to its left, its figures to its right."""
     line = 0.085 / height
     x = 0.028 if bar.aside else 0.012
@@ -281,7 +259,7 @@ def _words(
     figure.text(
         COLUMNS["peak"],
         y,
-        short(bar.total, scale),
+        short(bar.total),
         va="center_baseline",
         ha="right",
         fontsize=8.5,

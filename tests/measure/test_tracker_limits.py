@@ -19,8 +19,6 @@ from gradmem_lib import BudgetExceeded, MemoryTracker
 from gradmem_lib.measure import tracker as of_tracker
 from gradmem_lib.measure.budget import release_traceback
 from gradmem_lib.measure.diagnosis import TECHNIQUES
-from gradmem_lib.measure.facts import Facts
-from gradmem_lib.measure.structure import Checkpoints, Structure
 from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 
 
@@ -164,11 +162,8 @@ def test_the_message_has_every_figure():
         "temporaries": 100,
     }
     snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
-    layers = frozenset(f"model.layers.{i}" for i in range(3))
-    structure = Structure(layers, {}, {}, frozenset(), frozenset(), Checkpoints())
-    facts = Facts(snapshot, holders=everything, structure=structure)
     # Without activations 400 bytes are left, and without what else belongs to the batch 300.
-    error = BudgetExceeded(400, 60, "mul", snapshot, everything, facts)
+    error = BudgetExceeded(400, 60, "mul", snapshot, everything)
     assert error.everything == everything and error.holders == everything[:5]
     could = [
         "smaller micro-batches, or shorter rows",

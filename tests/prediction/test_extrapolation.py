@@ -1,4 +1,4 @@
-"""Traces of made-up models: what short ones say of a deep one is what the deep one says."""
+"""Traces of made-up models: what two short ones say of a deep one is what the deep one says."""
 
 from __future__ import annotations
 
@@ -9,151 +9,153 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.names import BACKWARD, FORWARD, OPTIMIZER_STEP
-from gradmem_lib.prediction.extrapolation import (
-    COUNT,
-    OPERATION,
-    SUMS,
-    Trace,
-    extrapolate,
-    repeated_layers,
-    timeline_rows,
-)
-
-NO = (-1, -1)
+from gradmem_lib.measure.timeline import BY, OP, TOTAL, Timeline
+from gradmem_lib.names import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER_STEP
+from gradmem_lib.prediction.extrapolation import Part, Trace, extrapolate, repeated_layers
 
 
-def made_up(encoders: int, decoders: int = 0, odd: int | None = None, grows: int = 0) -> Trace:
-    """A step of a model with two lists of layers.
+def made_up(
+    layers: int, first: int = 5, last: int = 9, ends: int = 0, odd: int | None = None
+) -> Trace:
+    """A step: forward keeps 7 and 3 bytes a layer, backward frees them, and leaves 11 of gradients,
+    which go at once.
 
-    Forward keeps 7 and 3 bytes a layer. The first and the last layer keep more for a moment.
-    Backward leaves 11 bytes of gradients a layer, which are freed at once at the end. ``odd``: an
-    encoder's layer with an operation of its own. ``grows``: one storage between the lists has so
-    many bytes for each encoder's layer.
+    ``first`` and ``last``: what only the first layer's forward and the last one's has for a moment.
+    ``ends``: what both keep besides, in the operations that all layers have. ``odd``: a layer with
+    an operation of its own.
     """
-    lists = (0, encoders, 7), (1, decoders, 70)
-    # name, part, list and unit, bytes, storages
-    events: list[tuple[str, int, tuple[int, int], int, int]] = [("exists", 0, NO, 100, 1)]
-    for number, count, nbytes in lists:
-        events.append(("embed", 1, NO, 5, 1))
-        for i in range(count):
-            place = number, i
-            special = (i == 0) - 2 * (i == count - 1)
-            events += [("mm", 1, place, nbytes + special, 1), ("gelu", 1, place, 20, 1)]
-            events.append(("done", 1, NO, 3 - 20 - special, -1))  # outside, between two layers
-            if number == 0 and i == odd:
-                events.append(("drop", 1, place, 1, 1))
-        events.append(("cat", 1, NO, 9 + grows * encoders, 1))
-    for number, count, nbytes in reversed(lists):
-        events.append(("loss", 2, NO, 4, 1))
-        for i in reversed(range(count)):
-            events.append(("mm_backward", 2, (number, i), 11 - 3 - nbytes, 0))
-    for number, count, _ in lists:
-        events += [("step", 3, (number, i), 2, 1) for i in range(count)]
-        events.append(("step", 3, NO, 1, 1))
-    layers = encoders + decoders
-    events.append(("zero_grad", 3, NO, -13 * layers, -3 * layers))
-    phases = FORWARD, FORWARD, BACKWARD, OPTIMIZER_STEP
-    rows = np.zeros((len(events), 9), dtype=np.int64)
-    names, places, storages = {}, [], []
-    for n, (name, part, place, nbytes, count) in enumerate(events):
-        before = rows[n - 1] if n else 0 * rows[0]
-        rows[n] = before
-        rows[n, SUMS] += np.array([3, nbytes, 2 * nbytes, -nbytes, 0, 0, 0, 0])
-        rows[n, 1] = phases[part]
-        places.append((names.setdefault(name, hash(name)), part, *place))
-        storages.append((count, nbytes))
-    return Trace(rows, np.array(places), np.cumsum(storages, axis=0))
+    events: list[tuple[str, int, int]] = [("embed", FORWARD, 100)]
+    for layer in range(layers):
+        more = ends * ((layer == 0) - 2 * (layer == layers - 1))
+        events += [("mm", FORWARD, 7 + more), ("gelu", FORWARD, 20)]
+        if layer == odd:
+            events.append(("drop", FORWARD, 1))
+        events += [("mm", FORWARD, 3 - 20)]
+        if layer == 0 and first:
+            events += [("scale", FORWARD, first), ("done", FORWARD, -first)]
+        if layer == layers - 1 and last:
+            events += [("norm", FORWARD, last), ("done", FORWARD, -last)]
+    starts = [0, len(events)]
+    events.append(("loss", BACKWARD, 4))
+    for _ in range(layers):
+        events += [
+            ("mm_backward", BACKWARD, 6),
+            ("gelu_backward", BACKWARD, -7),
+            ("accumulate", BACKWARD, 11 - 3 - 6),
+        ]
+    starts.append(len(events))
+    events += [("step", OPTIMIZER_STEP, 2), ("zero_grad", OPTIMIZER_STEP, -11 * layers - 2)]
+    rows, total = np.zeros((len(events), 9), dtype=np.int64), 0
+    for n, (_, phase, change) in enumerate(events):
+        total += change
+        rows[n, :5] = 3 * n + 2, phase, total, 2 * total, -total
+    return Trace(rows, tuple(name for name, _, _ in events), tuple(starts))
 
 
-def deepened(short: Trace, longer: list[Trace], times: list[int]):
-    return extrapolate(short.changes(), [trace.changes() for trace in longer], times)
+def steps(trace: Trace) -> list[np.ndarray]:
+    """By part: what each sample adds to the one before it, but for the phase."""
+    found = []
+    for start, end in zip(trace.starts, [*trace.starts[1:], len(trace.rows)], strict=True):
+        before = (
+            trace.rows[start - 1 : end - 1]
+            if start
+            else np.vstack([0 * trace.rows[:1], trace.rows[: end - 1]])
+        )
+        part = trace.rows[start:end] - before
+        part[:, 1] = trace.rows[start:end, 1]
+        found.append(part)
+    return found
+
+
+def test_the_parts_of_a_trace_are_its_differences():
+    trace = made_up(3)
+    parts = trace.parts()
+    assert [len(part) for part, _ in parts] == [1 + 9 + 4, 1 + 9, 2]
+    for (part, kinds), expected in zip(parts, steps(trace), strict=True):
+        assert np.array_equal(part, expected)
+        assert [phase for _, phase in kinds] == part[:, 1].tolist()
+    names = [name for _, kinds in parts for name, _ in kinds]
+    assert names == list(trace.operations)
+
+
+def test_a_trace_says_what_its_timeline_says():
+    rows = np.arange(2 * 9).reshape(2, 9) % 4
+    timeline = Timeline(rows)
+    assert timeline.events == rows[:, OP].tolist()
+    assert timeline.totals == rows[:, TOTAL].tolist()
+    assert [timeline.by_category[name] for name in CATEGORIES] == rows[:, BY].T.tolist()
+    assert Trace(rows, ("a", "b"), (0,)).offload_traffic_bytes == 0
+    with pytest.raises(ValueError):
+        Trace(rows, ("a",), (0,)).parts()  # a sample without its operation
 
 
 @pytest.mark.parametrize("units", [2, 3, 4])
-@pytest.mark.parametrize("more", [0, 1, 2, 9])
+@pytest.mark.parametrize("more", [1, 2, 9])
 def test_two_short_traces_say_what_the_deep_one_says(units, more):
-    found = deepened(made_up(units), [made_up(units + 1)], [more])
-    assert np.array_equal(timeline_rows(found, 0), made_up(units + more).rows)
+    found = extrapolate(made_up(units).parts(), made_up(units + 1).parts(), units, units + more)
+    expected = steps(made_up(units + more))
+    assert len(found) == len(expected) == 3
+    for part, deep in zip(found, expected, strict=True):
+        assert np.array_equal(part, deep)
 
 
-@pytest.mark.parametrize(("encoders", "decoders"), [(3, 3), (3, 9), (9, 3), (8, 17)])
-def test_each_list_has_a_count_of_its_own(encoders, decoders):
-    found = deepened(made_up(3, 3), [made_up(4, 3), made_up(3, 4)], [encoders - 3, decoders - 3])
-    deep = made_up(encoders, decoders)
-    assert np.array_equal(timeline_rows(found, 0), deep.rows)
-    assert np.array_equal(found.places[:, :2], deep.places[:, :2])
-    assert np.array_equal(found.storages.cumsum(axis=0), deep.storages)
+@pytest.mark.parametrize("units", [3, 4, 5])
+def test_the_round_that_is_repeated_is_neither_the_first_nor_the_last(units):
+    short, long = (made_up(n, first=0, last=0, ends=2).parts() for n in (units, units + 1))
+    for part, deep in zip(
+        extrapolate(short, long, units, 12), steps(made_up(12, 0, 0, 2)), strict=True
+    ):
+        assert np.array_equal(part, deep)
+
+
+def of_one_operation(rounds: int, before: int, special: int) -> Part:
+    """Rounds of one operation each, after ``before`` others; ``special`` rounds at each end hold
+    more bytes or less.
+    """
+    held = [1] * before + [9] * special + [7] * rounds + [5] * special
+    names = ["other"] * before + ["mm"] * (rounds + 2 * special)
+    return np.outer(held, [0, 0, *[1] * 7]), [(name, FORWARD) for name in names]
+
+
+@pytest.mark.parametrize(("before", "special"), [(0, 0), (0, 2), (6, 2), (6, 5)])
+def test_the_round_that_is_repeated_is_the_middle_one(before, special):
+    short, long, deep = (of_one_operation(rounds, before, special) for rounds in (1, 2, 8))
+    (found,) = extrapolate([short], [long], 1, 8)
+    assert np.array_equal(found, deep[0])
+
+
+def test_as_many_as_were_traced_are_what_was_traced():
+    short, long = made_up(3), made_up(4)
+    for part, traced in zip(
+        extrapolate(short.parts(), long.parts(), 3, 3), steps(short), strict=True
+    ):
+        assert np.array_equal(part, traced)
 
 
 def test_what_does_not_repeat_is_not_extrapolated():
-    short, long = made_up(3), made_up(4)
-    assert deepened(short, [long], [5]) is not None
-    assert deepened(long, [short], [5]) is None  # shorter where it should be longer
-    assert deepened(short, [made_up(4, odd=2)], [5]) is not None  # all layers between have it
-    for odd in (0, 1, 3):
-        assert deepened(short, [made_up(4, odd=odd)], [5]) is None
-    assert deepened(short, [made_up(5)], [5]) is None  # two layers more
-    assert deepened(made_up(3, 3), [made_up(4, 4), made_up(3, 4)], [5, 5]) is None
+    assert extrapolate(made_up(3).parts()[:2], made_up(4).parts(), 3, 8) is None  # a part less
+    assert (
+        extrapolate(made_up(4).parts(), made_up(3).parts(), 3, 8) is None
+    )  # shorter where it should be longer
+    assert (
+        extrapolate(made_up(3).parts(), made_up(4, odd=2).parts(), 3, 8) is None
+    )  # an operation that one round has
+    renamed = made_up(4)
+    renamed = Trace(renamed.rows, ("other", *renamed.operations[1:]), renamed.starts)
+    assert extrapolate(made_up(3).parts(), renamed.parts(), 3, 8) is None
+    # as long, with another operation
+    assert extrapolate(made_up(4).parts(), renamed.parts(), 3, 8) is None
+    larger = made_up(4)
+    begin = next(n for n, name in enumerate(larger.operations) if name == "mm_backward")
+    for n in range(4):  # a round's bytes that grow from round to round
+        larger.rows[begin + 3 * n :, 2] += n + 1
+    assert extrapolate(made_up(3).parts(), larger.parts(), 3, 8) is None
 
 
-@pytest.mark.parametrize("column", [0, 2, 5])
-def test_a_sample_that_differs_is_not_extrapolated(column):
-    for event in range(1, len(made_up(4).rows) - 1):
-        long = made_up(4)
-        rows = long.rows.copy()
-        rows[event:, column] += 1  # what this sample adds
-        changed = Trace(rows, long.places, long.storages)
-        repeated = long.changes().places[event, 2:].tolist() == [0, 2]
-        assert (deepened(made_up(3), [changed], [5]) is None) != repeated
-
-
-def test_another_phase_is_not_extrapolated():
-    long = made_up(4)
-    rows = long.rows.copy()
-    rows[-2:, 1] += 1
-    assert deepened(made_up(3), [Trace(rows, long.places, long.storages)], [5]) is None
-
-
-def test_another_operation_is_not_extrapolated():
-    for event in range(len(made_up(4).rows)):
-        long = made_up(4)
-        unit = long.changes().places[event, 2:].tolist()
-        long.places[event, OPERATION] += 1
-        assert (deepened(made_up(3), [long], [5]) is None) == (unit != [0, 2])
-
-
-def test_one_storage_that_grows_with_the_layers_is_not_extrapolated():
-    short, long = made_up(3, grows=8), made_up(4, grows=8)
-    assert deepened(short, [long], [5]) is None
-    # a card rounds it, so that its growth may not show
-    short, long = (Trace(made_up(n).rows, made_up(n).places, made_up(n).storages) for n in (3, 4))
-    long.storages[-3:, 1] += 4
-    assert deepened(short, [long], [5]) is None
-    long.storages[-3:, COUNT] += 1  # more storages may
-    assert deepened(made_up(3), [made_up(4)], [5]) is not None
-
-
-def test_a_round_that_is_not_between_its_neighbours_is_not_repeated():
-    long = made_up(4)
-    units = long.places[:, 3]
-    last = np.flatnonzero(units == 3)
-    long.places[last[0], 3] = 2  # the units come in the order 2, 2, 3, 2, 3
-    long.places[last[1], 3] = 3
-    long.places[last[2], 3] = 2
-    assert deepened(made_up(3), [long], [5]) is None
-
-
-def test_the_second_micro_batch_is_repeated():
-    parts = np.repeat(np.arange(7), 2)
-    rows = np.zeros((14, 9), dtype=np.int64)
-    rows[:, 2] = np.arange(14) ** 2
-    places = np.stack([parts, parts, 0 * parts - 1, 0 * parts - 1], axis=1)
-    changes = Trace(rows, places, np.zeros((14, 2), dtype=np.int64)).changes()
-    assert np.array_equal(timeline_rows(changes, 0), rows)
-    found = np.diff(timeline_rows(changes, 2)[:, 2], prepend=0)
-    added = np.diff(rows[:, 2], prepend=0).tolist()
-    assert found.tolist() == added[:10] + added[6:10] * 2 + added[10:]
+def test_a_part_in_which_nothing_happens():
+    none = np.zeros((0, 9), dtype=np.int64), []
+    (found,) = extrapolate([none], [none], 3, 8)
+    assert found.shape == (0, 9)
 
 
 class Model(nn.Module):
@@ -172,29 +174,19 @@ def layers(n: int, kind=nn.ModuleList, width: int = 4) -> nn.Module:
     return found
 
 
-def found_in(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    return [(several.layers, several.period) for several in repeated_layers(model)]
-
-
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
-def test_layers_that_are_alike_are_found_the_longest_list_first(kind):
+def test_layers_that_are_alike_are_found(kind):
     stack = layers(5, kind)
-    assert found_in(Model(stack)) == [(stack, 1)]
+    assert repeated_layers(Model(stack)) is stack
     short, long = layers(3, kind), layers(4, kind)
     for stacks in ((short, long), (long, short)):
-        # the list of both lists has two entries only, and they are no layers of one model
-        assert found_in(Model(*stacks)) == [(long, 1), (short, 1)]
-    assert found_in(Model(nn.Linear(2, 2))) == found_in(Model(layers(2, kind))) == []
+        assert repeated_layers(Model(*stacks)) is long
+    assert repeated_layers(Model(nn.Linear(2, 2))) is None
 
 
-def test_the_first_of_two_equal_stacks_is_the_first():
+def test_the_first_of_two_equal_stacks_is_taken():
     one, other = layers(4), layers(4, width=8)
-    assert found_in(Model(one, other)) == [(one, 1), (other, 1)]
-
-
-def test_lists_inside_layers_are_part_of_them():
-    stack = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)) for _ in range(4))
-    assert found_in(Model(stack)) == [(stack, 1)]
+    assert repeated_layers(Model(one, other)) is one
 
 
 CHANGES = {
@@ -220,43 +212,27 @@ CHANGES = {
 
 @pytest.mark.parametrize("number", [0, 3, 4])
 @pytest.mark.parametrize("change", CHANGES)
-def test_one_layer_that_differs_is_seen_and_may_be_the_first(change, number):
+def test_one_layer_that_differs_is_seen(change, number):
     stack = layers(5)
     CHANGES[change](stack[number])
-    assert found_in(Model(stack)) == ([(stack, 1)] if number == 0 else [])
+    assert repeated_layers(Model(stack)) is None
     alike = layers(5)
     if change != "a number that does not count":
         for layer in alike:
             CHANGES[change](layer)
-        assert found_in(Model(alike)) == [(alike, 1)]
-
-
-@pytest.mark.parametrize("period", [2, 3])
-@pytest.mark.parametrize("n", [6, 7, 9])
-def test_kinds_of_layers_that_take_turns_have_a_period(period, n):
-    stack = layers(n)
-    for i, layer in enumerate(stack):
-        layer.window = 8 if i % period else None
-    assert found_in(Model(stack)) == [(stack, period)]
-    stack[n - 1].window = 5
-    assert found_in(Model(stack)) == []
+        assert repeated_layers(Model(alike)) is alike
 
 
 def test_what_a_config_says_of_each_layer():
     stack = layers(4)
     kinds = ["full", "sliding"] * 2
-    assert found_in(Model(stack, layer_types=kinds)) == [(stack, 2)]
-    assert found_in(Model(stack, layer_types=tuple(kinds))) == [(stack, 2)]
-    assert found_in(Model(stack, layer_types=["full"] * 4)) == [(stack, 1)]
-    assert found_in(Model(stack, layer_types=["full", "full", "full", "sliding"])) == []
-    # of something else than layers
-    assert found_in(Model(stack, sizes=[1, 2, 3], names="abcd")) == [(stack, 1)]
-    both = copy.deepcopy(stack)
-    assert found_in(Model(both, same=["full"] * 4, layer_types=kinds)) == [(both, 2)]
-    assert len(repeated_layers(copy.deepcopy(stack))) == 1  # no config at all
-
-
-def test_layers_that_share_weights_are_not_repeated():
-    stack = layers(4)
-    stack[3][0].weight = stack[2][0].weight
-    assert found_in(Model(stack)) == []
+    assert repeated_layers(Model(stack, layer_types=kinds)) is None
+    assert repeated_layers(Model(stack, layer_types=tuple(kinds))) is None
+    assert repeated_layers(Model(stack, layer_types=["full"] * 4)) is stack
+    assert (
+        repeated_layers(Model(stack, sizes=[1, 2, 3], names="abcd")) is stack
+    )  # of something else than layers
+    assert (
+        repeated_layers(Model(copy.deepcopy(stack), same=["full"] * 4, layer_types=kinds)) is None
+    )
+    assert repeated_layers(copy.deepcopy(stack)) is not None  # no config at all

@@ -21,7 +21,7 @@ from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.compat import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
-from gradmem_lib.prediction import short_traces
+from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.prediction.question import CannotTrace
 
@@ -72,7 +72,7 @@ def test_buckets_of_whole_blocks_are_predicted_from_a_few_layers():
         "vocab_size": 128,
         "num_attention_heads": 4,
     }
-    cfg = LlamaConfig(**sizes, num_hidden_layers=14)
+    cfg = LlamaConfig(**sizes, num_hidden_layers=9)
     asked = {
         "batch_size": 2,
         "seq_len": 8,
@@ -128,9 +128,9 @@ def test_short_traces_make_the_whole_one(how):
         "ranks": 3,
         "rank": 2,
     }
-    quick = predict(config("gqa", 16), **asked)
-    assert quick.traced_layers == ((3, 4, 5) if how == "ddp" else (3, 4))
-    assert figures(quick) == figures(predict(config("gqa", 16), full=True, **asked))
+    quick = predict(config("gqa", 8), **asked)
+    assert quick.traced_layers == (3, 4)
+    assert figures(quick) == figures(predict(config("gqa", 8), full=True, **asked))
     assert "rank 2 of 3" in quick.title
 
 
@@ -145,18 +145,17 @@ def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sen
         "target": "cuda",
         "ranks": 2,
     }
-    known = short_traces.traced
+    known = predict_module.traced
     traced: list[int | None] = []
     monkeypatch.setattr(
-        short_traces,
+        predict_module,
         "traced",
-        lambda question, n=None: traced.append(n) or known(question, n),
+        lambda question, layers, n=None: traced.append(n) or known(question, layers, n),
     )
-    quick = predict(config("gqa", 16), **asked)
-    few = short_traces.MICRO_BATCHES + (how == "ddp")
-    assert set(traced) == {few}
-    monkeypatch.setattr(short_traces, "MICRO_BATCHES", 99)
-    assert figures(quick) == figures(predict(config("gqa", 16), **asked))
+    quick = predict(config("gqa", 8), **asked)
+    assert traced == [3 + (how == "ddp")] * 2
+    monkeypatch.setattr(predict_module, "TRACED_MICRO_BATCHES", 99)
+    assert figures(quick) == figures(predict(config("gqa", 8), **asked))
 
 
 def test_gathered_parameters_are_parameters():

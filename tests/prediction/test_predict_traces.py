@@ -13,12 +13,11 @@ from support.predicted import BATCH, SEQ, TEXT, assert_same, config, measured, o
 from torch import nn
 from transformers import Gemma3TextConfig
 
-from gradmem_lib.prediction import fakes, short_traces
+from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.allocator import replayed
-from gradmem_lib.prediction.extrapolation import PART, repeated_layers
+from gradmem_lib.prediction.extrapolation import repeated_layers
 from gradmem_lib.prediction.predict import predict
-from gradmem_lib.prediction.question import Question
 from gradmem_lib.techniques.schedules import segments_for
 from gradmem_lib.training.recipe import Recipe
 
@@ -102,7 +101,7 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
     predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
     assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
     question = replace(predicted._question, target="cuda")
-    assert short_traces.trace_few_micro_batches(question)[1] == k - short_traces.MICRO_BATCHES
+    assert predict_module._step_trace(question, None)[1] == k - predict_module.TRACED_MICRO_BATCHES
     for target in ("cpu", "cuda"):
         ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
         few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
@@ -113,28 +112,28 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
 def test_a_full_trace_serves_the_allocator_too(monkeypatch):
     recipe = Recipe(precision="bf16", checkpointing="first-1", accumulation=5)
     ask = {"batch_size": 5, "seq_len": SEQ, "recipe": recipe, "target": "cuda"}
-    every = replayed(predict_module.traced(predict(config("llama"), **ask)._question).requests)
+    every = replayed(
+        predict_module.traced(predict(config("llama"), **ask)._question, None).requests
+    )
     made, traced = [], predict_module.traced
-    for module in (predict_module, short_traces):
-        monkeypatch.setattr(module, "traced", lambda *a: made.append(a) or traced(*a))
+    monkeypatch.setattr(predict_module, "traced", lambda *a: made.append(a) or traced(*a))
     assert predict(config("llama"), **ask).replay_allocator() == every
     assert len(made) == 1
 
 
 def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
     """As where the third one did something else than the second."""
-    traced = short_traces.traced
+    traced = predict_module.traced
 
-    def odd(question, micro_batches=None):
-        trace = traced(question, micro_batches)
+    def odd(question, layers, micro_batches=None):
+        trace = traced(question, layers, micro_batches)
         rows = trace.rows.copy()
-        third_forward = np.flatnonzero(trace.places[:, PART] == 5)[3]
-        rows[third_forward:, predict_module.TOTAL] += micro_batches is not None
+        rows[trace.starts[5] + 3 :, predict_module.TOTAL] += micro_batches is not None
         return replace(trace, rows=rows)
 
     ask = {"batch_size": 5, "seq_len": SEQ, "recipe": Recipe(accumulation=5), "target": "cpu"}
     full = predict(config("llama"), **ask, full=True)
-    monkeypatch.setattr(short_traces, "traced", odd)
+    monkeypatch.setattr(predict_module, "traced", odd)
     assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
 
 
@@ -341,20 +340,16 @@ def test_results_of_lists_are_those_of_the_tensors_in_them():
         assert torch.cat([x, x]).shape[0] == 10
 
 
-def units(recipe: Recipe, layers: int, **question) -> list[int]:
-    source = predict_module.source_of(config("llama", layers))
-    question = Question(source, recipe, 1, 8, "cpu", None, None, 1, 0, **question)
-    return [one.unit for one in short_traces._repeated_units(question)]
-
-
 def test_what_is_repeated_of_a_schedule():
-    for n in range(4, 60, 5):
-        (length,) = units(Recipe(checkpointing="sqrt"), n)
-        assert segments_for(length, n) == segments_for("sqrt", n) and length == round(n**0.5)
-    assert units(Recipe(every_n_layers=3), 9) == [3]
-    assert units(Recipe(checkpointing="mlp"), 9) == units(Recipe(), 9) == [1]
-    assert units(Recipe(checkpointing="best"), 64) == []
-    assert units(Recipe(checkpointing=[4, 4, 1]), 9) == []
+    for n in range(1, 200):
+        size, recipe = predict_module._repeated_unit(Recipe(checkpointing="sqrt"), n)
+        assert segments_for(recipe.checkpointing, n) == segments_for("sqrt", n) and size == round(
+            n**0.5
+        )
+    assert predict_module._repeated_unit(Recipe(every_n_layers=3), 9)[0] == 3
+    assert predict_module._repeated_unit(Recipe(checkpointing="mlp"), 9)[0] == 1
+    assert predict_module._repeated_unit(Recipe(checkpointing="best"), 64) is None
+    assert predict_module._repeated_unit(Recipe(checkpointing=[4, 4, 1]), 9) is None
 
 
 class Uneven(nn.Module):
@@ -385,7 +380,6 @@ def test_falls_back_where_layers_differ():
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"] * 5,
     )
-    # two kinds that take turns are repeated in pairs, as long as that is less work
     assert predict(alternating, **ask).traced_layers == ()
     assert (
         predict(config("llama", 9), **ask, recipe=Recipe(checkpointing=[5, 3, 1])).traced_layers
@@ -396,8 +390,8 @@ def test_falls_back_where_layers_differ():
     )
     # two short traces would be more work
     assert predict(config("llama", 6), **ask).traced_layers == ()
-    assert repeated_layers(Uneven()) == []
-    assert [len(several) for several in repeated_layers(Uneven(odd=None))] == [11]
+    assert repeated_layers(Uneven()) is None
+    assert len(repeated_layers(Uneven(odd=None))) == 11
 
 
 @pytest.mark.parametrize("odd", [7, None])

@@ -9,9 +9,9 @@ import html
 import math
 import operator
 import re
+import sys
 from typing import Any
 
-from ...display import in_kernel
 from ...units import format_bytes, parse_bytes
 from . import progress
 
@@ -42,7 +42,6 @@ class Guess:
         self.value: float | None = (
             remembered.get("guess") if remembered.get("unit") == unit else None
         )
-        self.output: Any = None  # the notebook's output with the input, once it is shown
 
     def __repr__(self) -> str:
         return f"Prediction {self.id}"
@@ -78,8 +77,6 @@ class Guess:
     def commit(self, value: Any) -> str:
         self.value = _number(value, self.unit)
         progress.record_guess(self.id, self.value, unit=self.unit)
-        if self.output is not None:
-            self.output.update()
         return f"recorded: {show(self.value, self.unit)}; run the next cell"
 
 
@@ -230,44 +227,16 @@ def _display(asked: Guess) -> None:
     """
     example = "1.5 GiB" if asked.unit == "bytes" else "42"
     line = f'{asked!r}: {asked.question} (commit to a number with .guess("{example}"))'
-    if not in_kernel():
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if not hasattr(shell, "kernel"):
         print(line)
         return
+    from IPython.display import display
+
     from ...view.live import live
 
-    if live():
-        asked.output = _Output(asked, line, example)
-    else:
-        from IPython.display import display
-
-        display({"text/plain": line}, raw=True)
-
-
-class _Output:
-    """A guess's output: the input while the kernel lives; in the file, the question and what was
-    guessed.
-    """
-
-    def __init__(self, asked: Guess, line: str, example: str):
-        from IPython.display import display
-
-        from ...view.place import place
-
-        self._asked, self._line = asked, line
-        self._place = place(_widget(asked, example))
-        self._handle = display(self._data(), raw=True, display_id=True)
-
-    def update(self) -> None:
-        """Write the guess into the output, so that the saved notebook has it."""
-        self._handle.update(self._data(), raw=True)
-
-    def _data(self) -> dict[str, str]:
-        asked = self._asked
-        still = html.escape(self._line)
-        if asked.value is not None:
-            question = html.escape(f"{asked!r}: {asked.question}")
-            still = f"{question}<br>Your guess: {html.escape(show(asked.value, asked.unit))}"
-        return {"text/plain": self._line, "text/html": self._place.html(still)}
+    widget = _view(_widget(asked, example)) if live() else {}
+    display({"text/plain": line, **widget}, raw=True)
 
 
 def _widget(asked: Guess, example: str):
@@ -298,3 +267,13 @@ def _widget(asked: Guess, example: str):
     field.observe(submit, names="value")  # Enter, or leaving the field
     button.on_click(submit)
     return widgets.VBox([question, widgets.HBox([field, button]), status])
+
+
+def _view(widget) -> dict[str, Any]:
+    return {
+        "application/vnd.jupyter.widget-view+json": {
+            "version_major": 2,
+            "version_minor": 0,
+            "model_id": widget.model_id,
+        }
+    }

@@ -34,7 +34,7 @@ from ...measure.timeline import TOTAL
 from ...prediction import allocator, cuda_kernels, fakes
 from ...prediction.copies import fake_copy
 from ...prediction.predict import Prediction, predict
-from ...prediction.recorders import CudaRecorder
+from ...prediction.trace import CudaRecorder
 from ...training.prepare import prepare
 from ...training.recipe import Recipe
 from ...training.step import step
