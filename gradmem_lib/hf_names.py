@@ -70,48 +70,6 @@ LABELS_OF_HEAD = {
     "ForPreTraining": None,
     "ForCTC": None,
 }
-CTC_HEAD = "ForCTC"  # its loss is a mean over rows, and its labels are of other lengths
-
-# Losses, by the ends of the names of classes. These are a mean over labels or rows. Other losses
-# compare or match rows, or add up several means.
-LOSS_IS_A_MEAN = (
-    "ForCausalLM",
-    "LMHeadModel",
-    "ForMaskedLM",
-    "ForConditionalGeneration",
-    "MTModel",
-    "EncoderDecoderModel",
-    "ForCTC",
-    "Classification",
-    "ForSemanticSegmentation",
-    "ForMultipleChoice",
-    "NextSentencePrediction",
-    "QuestionAnswering",
-    "AnsweringSimple",
-    "GenerationDecoder",
-    "ElectraForPreTraining",
-    "FunnelForPreTraining",
-)
-# Those of them that predict the next token; the last one does unless it is an encoder with a
-# decoder.
-NEXT_TOKEN = ("ForCausalLM", "LMHeadModel", "BertGenerationDecoder", "BlipForQuestionAnswering")
-NEXT_TOKEN_UNLESS_PAIR = "ForConditionalGeneration"
-# These do not shift labels in spite of their names: the labels are the next tokens already, as in
-# ``BartForCausalLM``.
-NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
-# By the beginnings of the names: these leave out a label that the attention mask hides, ...
-MASK_HIDES_LABELS = (
-    "ElectraForPre",
-    "FunnelForPre",
-    "BioGptForT",
-    "MraForT",
-    "XLMRobertaXLForT",
-    "YosoForT",
-    "GraniteSpeech",
-    "Qwen2Audio",
-)
-# ... and the losses of these are sums of means, one for each codebook.
-SUM_OF_MEANS = ("Csm", "Musicgen")
 # Inputs, by the ends of their names, that make a loss the mean of something else, as a second kind
 # of labels does.
 INPUTS_OF_THE_LOSS = ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch")

@@ -13,7 +13,7 @@ from ..hf_names import PARTS
 from ..names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
-from ..prediction.configs import labels_of, skeleton, title_of
+from ..prediction.configs import example_batch, labels_of, skeleton, title_of
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
 from ..techniques import quantized
@@ -22,13 +22,16 @@ from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
 from ..training.adapters import has_adapters
+from ..training.items import find_rule
 from ..training.losses import (
     check_chunked_loss,
     check_pieces,
     chunked_loss_refusal,
     predicts_next_token,
+    usual_rule,
 )
 from ..training.recipe import Recipe
+from ..training.tiny import tiny_model
 from ..units import MiB
 from .cards import Card, seconds_between, seconds_over_bus
 
@@ -89,6 +92,23 @@ class Work:
         return recipe.weight_dtype.itemsize, recipe.weight_dtype.itemsize
 
 
+def _check_cut(model: nn.Module, config) -> None:
+    """Raise ``ValueError`` if micro-batches would train something else, since the loss of a tiny
+    copy of ``model`` is no mean over labels or rows.
+
+    Where the tiny copy does not run, ``make_trainer`` asks the whole model before its first window.
+    """
+    check_pieces(model, {}, "micro-batches")
+    try:
+        tiny = tiny_model(type(model), config)
+        batch = example_batch(tiny, 4, 16)
+        tiny.eval()(**batch)
+    except Exception:
+        return
+    how = "accumulation, which a plan may choose,"
+    find_rule(tiny, [batch], lambda asked, part: asked(**part).loss, usual_rule(tiny), how=how)
+
+
 def count(config) -> Work:
     """Count ``config``'s parameters and matrices on a model without memory.
 
@@ -103,7 +123,7 @@ def count(config) -> Work:
             "inputs: predict each recipe yourself, with predict(model, batch=..., "
             "recipe=Recipe(...))"
         )
-    check_pieces(model, {}, "micro-batches")
+    _check_cut(model, config)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     linear = list(filter(None, sizes.values()))

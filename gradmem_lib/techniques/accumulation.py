@@ -9,34 +9,36 @@ are divided by one number: the items of the whole window.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import tree_leaves, tree_map_only
 from .data_parallel import NO_ITEMS_ERROR, Processes, processes_of
 
+Items = int | float | tuple[int | float, ...]
+
 
 class Accumulated(NamedTuple):
     """The result of a window of micro-batches: its loss (the mean over all items) and the number of
-    its items.
+    its items: a tuple of numbers for a loss of several means.
     """
 
     loss: float
-    items: int
+    items: Items
 
 
 def accumulate_gradients(
     micro_batches: Iterable[Any],
-    loss_and_count: Callable[[Any], tuple[Tensor, int]],
+    loss_and_count: Callable[[Any], Any],
     *,
-    total_items: int | None = None,
-    count_items: Callable[[Any], int] | None = None,
+    total_items: Any = None,
+    count_items: Callable[[Any], Any] | None = None,
     reduction: str = "sum",
     model: nn.Module | None = None,
     scaler: Any = None,
@@ -53,10 +55,13 @@ def accumulate_gradients(
         micro_batches: any iterable, also a generator. Each is released before the next forward.
             Sizes may differ.
         loss_and_count: ``loss_and_count(micro) -> (summed loss, items)``: a scalar tensor in
-            float32 or float64, and a whole number, 0 for a micro-batch without labels. Use autocast
-            inside this function.
+            float32 or float64, and a number that is not negative: the number of items, or the sum
+            of their weights (``weight[labels].sum()`` for ``F.cross_entropy(weight=weight)``); 0
+            for a micro-batch without labels. Use autocast inside this function. A loss that adds
+            several means returns a list of such pairs, one for each mean: each sum is divided by
+            its own total, which must be known first (``total_items`` or ``count_items``).
         total_items: the items of all micro-batches together, if they are known before the first
-            backward.
+            backward; a tuple of numbers for several means.
         count_items: ``count_items(micro) -> items`` counts a list of micro-batches before the first
             backward. Without both, losses are divided by the first count, and gradients are scaled
             in place at the end: then gradients from before that are not zero raise ``ValueError``.
@@ -73,119 +78,196 @@ def accumulate_gradients(
     that differs from the count, and for a window without any item. After an error the gradients are
     incomplete: zero them.
     """
-    if reduction not in ("sum", "mean"):
-        raise ValueError(
-            f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' of its items"
-        )
+    _check_reduction(reduction)
     processes = processes_of(model)
-    if count_items is not None:
-        if total_items is not None:
-            raise ValueError("total_items= and count_items= both say the total: give one of them")
-        if not isinstance(micro_batches, Sequence):
-            raise TypeError(
-                f"count_items= reads the micro-batches twice, and a {type(micro_batches).__name__} "
-                "can be read once: give a list of them, or leave count_items out (the gradients "
-                "are then corrected at the end)"
-            )
-        total_items = sum(
-            _check_count(count_items(micro), "count_items(micro)") for micro in micro_batches
-        )
-    if total_items is not None:
-        total_items = int(processes.sums(_check_count(total_items, "total_items"))[0])
-    window = _Window(processes, total_items, reduction == "mean", model, scaler)
+    totals = _totals(micro_batches, total_items, count_items, processes)
+    window = _Window(processes, totals, reduction == "mean", model, scaler)
     for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
-        if number == 1 or (number == 0 and processes.divisor > 1):
-            _warn_of_shared_statistics(model, between_ranks=number == 0)
+        window.before(number)
         with processes.forward_and_backward(sync_gradients):
-            window.add(loss_and_count(micro), sync_gradients)
-        del micro
+            returned = window.forward(loss_and_count, micro)
+            loss = window.divided_loss(returned, sync_gradients)
+            if loss is not None:
+                loss.backward()
+        del loss
+        window.add_losses(returned)
+        # Release the inputs and the graph before the next forward.
+        del micro, returned
     processes.check_gradients()
     return window.end()
 
 
 class _Window:
-    """The counts so far, and the divisor of each loss.
+    """The sums so far, and the divisor of each.
 
-    The divisor is the total number of items, or the first count if the total is unknown.
+    The divisors are the total numbers of items, or the first count if the total is unknown.
     """
 
-    def __init__(self, processes: Processes, total: int | None, mean: bool, model, scaler):
-        if total == 0:
-            raise ValueError(NO_ITEMS_ERROR)
-        self.processes, self.total, self.mean, self.scaler = processes, total, mean, scaler
-        self.divisor, self.items, self.loss_sum = total, 0, None
-        self.trained = WeakTensorKeyDictionary()  # the parameters whose gradients end() corrects
-        self.find_parameters = total is None and model is None  # in the graph of each loss
-        if total is None and model is not None:
-            self._track_parameters(model.parameters())
+    def __init__(
+        self, processes: Processes, totals: tuple | None, mean: bool, model: Any, scaler: Any
+    ):
+        self.processes = processes
+        self.totals = totals
+        self.divisors = totals  # without totals, those of the first micro-batch
+        self.mean = mean  # whether losses are means of their items
+        self.model = model
+        self.scaler = scaler
+        self.items: list[int | float] = []  # of each mean, in this process
+        self.loss_sums: list[Tensor | None] = []
+        self.several = False  # whether loss_and_count returns a list of pairs
+        self.correction = None
+        if totals is None:
+            self.correction = _Correction(processes, model)
 
-    def add(self, returned: Any, sync_gradients: bool) -> None:
-        loss, count = _check_returned(returned, self.mean)
-        self.items += count
-        # a provisional one keeps sums over many items within the range of float16
-        if self.divisor is None:
-            self.divisor = max(1, int(self.processes.sums(count)[0]))
-        if not count:
-            if sync_gradients:
-                _backward_without_items(loss)
-            return
-        factor = (count if self.mean else 1) * self.processes.divisor / self.divisor
-        # an uncut batch needs no second loss tensor
-        scaled = loss if factor == 1 else loss * factor
-        with patch.object(
-            torch.autograd, "backward", partial(self._backward, torch.autograd.backward)
-        ):
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-        del scaled
+    def before(self, number: int) -> None:
+        """Called before each forward."""
+        between_ranks = self.processes.divisor > 1
+        if number == 1 or (number == 0 and between_ranks):
+            _warn_of_shared_statistics(self.model, between_ranks=number == 0)
+
+    def forward(self, loss_and_count: Callable, micro: Any) -> list[tuple[Tensor, int | float]]:
+        """The pairs of loss and count of a micro-batch, checked."""
+        if self.correction is None:
+            returned = loss_and_count(micro)
+        else:
+            with self.correction.watch_modules():
+                returned = loss_and_count(micro)
+        self.several = isinstance(returned, list)
+        pairs = returned if self.several else [returned]
+        checked = [_check_returned(pair, self.mean) for pair in pairs]
+        self._check_number_of_means(len(checked))
+        return checked
+
+    def divided_loss(self, pairs: list, sync_gradients: bool) -> Tensor | None:
+        """The loss to call ``backward()`` on: each sum divided by its divisor, all added up.
+
+        ``None`` if there is nothing to compute.
+        """
+        if self.divisors is None:
+            # Provisional. It keeps sums over many items within the range of float16.
+            first = self.processes.sums(pairs[0][1])[0]
+            self.divisors = (first or 1,)
+        divided = None
+        for place, (loss, count) in enumerate(pairs):
+            self.items[place] += count
+            if not count:
+                continue
+            factor = self.processes.divisor / self.divisors[place]
+            if self.mean:
+                factor *= count
+            # an uncut batch needs no second loss tensor
+            part = loss if factor == 1 else loss * factor
+            divided = part if divided is None else divided + part
+        if divided is None:
+            # This backward sends the gradients of earlier micro-batches to the other processes.
+            return _loss_without_items([loss for loss, _ in pairs]) if sync_gradients else None
+        if self.correction is not None:
+            self.correction.track(_leaves(divided))
+        return divided if self.scaler is None else self.scaler.scale(divided)
+
+    def end(self) -> Accumulated:
+        local = [0.0 if total is None else total.item() for total in self.loss_sums]
+        numbers = self.processes.sums(*self.items, *local)
+        items = tuple(_whole(number) for number in numbers[: len(self.items)])
+        loss_sums = numbers[len(self.items) :]
+        if not any(items):
+            raise ValueError(NO_ITEMS_ERROR)
+        if self.totals is not None:
+            _check_totals(self.totals, items)
+        elif self.correction is not None and self.divisors is not None:
+            self.correction.scale_gradients(self.divisors[0] / items[0])
+        loss = 0.0
+        for loss_sum, count in zip(loss_sums, items, strict=True):
+            if count:
+                loss += loss_sum / count
+        return Accumulated(loss, items if self.several else items[0])
+
+    def _check_number_of_means(self, means: int) -> None:
+        if not self.items:
+            self.items, self.loss_sums = [0] * means, [None] * means
+        expected = len(self.items if self.totals is None else self.totals)
+        if means != expected:
+            raise ValueError(
+                f"loss_and_count returned {means} pairs of loss and count where {expected} were "
+                "expected: return as many for each micro-batch, and as many totals"
+            )
+        if means > 1 and self.totals is None:
+            raise ValueError(
+                f"a loss of {means} means is divided by {means} totals, which must be known before "
+                "the first backward: give count_items= (it returns a tuple of counts) or "
+                "total_items="
+            )
+
+    def add_losses(self, pairs: list) -> None:
+        """Called after each backward."""
+        for place, (loss, count) in enumerate(pairs):
+            if count:
+                self._add_to_loss(place, loss, count)
+
+    def _add_to_loss(self, place: int, loss: Tensor, count: int | float) -> None:
         # float64 where the device has it: a window has many micro-batches, and their sums differ in
         # size
         dtype = loss.dtype if loss.device.type == "mps" else torch.float64
-        if self.loss_sum is None:
-            self.loss_sum = torch.zeros((), dtype=dtype, device=loss.device)
         value = loss.detach().to(dtype)
+        if self.loss_sums[place] is None:
+            self.loss_sums[place] = torch.zeros((), dtype=dtype, device=loss.device)
         # In place, so that every micro-batch leaves equally many bytes behind.
-        self.loss_sum += value * count if self.mean else value
+        self.loss_sums[place] += value * count if self.mean else value
 
-    def end(self) -> Accumulated:
-        local_sum = 0.0 if self.loss_sum is None else self.loss_sum.item()
-        items, loss = self.processes.sums(self.items, local_sum)
-        items = int(items)
-        if items == 0:
-            raise ValueError(NO_ITEMS_ERROR)
-        if self.total not in (None, items):
-            raise ValueError(
-                f"the total said before was {self.total:,} items, and loss_and_count counted "
-                f"{items:,}: gradients were divided by the wrong number. Count the same things in "
-                "both: labels that are not -100, after the shift"
-            )
-        for parameter in self.trained if items != self.divisor else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.divisor / items)
-        return Accumulated(loss / items, items)
 
-    def _backward(self, backward: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run ``backward``, after finding the parameters that get a gradient from it.
+class _Correction:
+    """Where the total is unknown, gradients are scaled at the end: those of the parameters that the
+    window trains.
 
-        A reentrant checkpoint calls backward again inside.
-        """
-        if self.find_parameters:
-            roots = [tensors] if isinstance(tensors, Tensor) else tensors
-            for root in roots:
-                self._track_parameters(p for p in _leaves(root) if p not in self.trained)
-        backward(tensors, *args, **kwargs)
+    These are the model's. Without a model, they are found: as leaves of each loss's graph, and in
+    the modules that a forward calls, since what runs again in backward (a reentrant checkpoint) has
+    a graph of its own.
+    """
 
-    def _track_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Remember the parameters whose gradients are corrected at the end.
+    def __init__(self, processes: Processes, model: nn.Module | None):
+        self.processes = processes
+        self.trained = WeakTensorKeyDictionary()
+        self.called: dict[Tensor, None] = {}  # parameters of the modules of the last forward
+        self.finds = model is None
+        if model is not None:
+            self._track(model.parameters())
 
-        They must not have gradients from before.
-        """
-        new = dict.fromkeys(parameters)
-        old = [p.grad for p in new if p.grad is not None]
-        # Of a sharded gradient, only this process's part.
-        existing = sum(bool((g.to_local() if hasattr(g, "to_local") else g).any()) for g in old)
-        # Summed over all processes: if one has gradients and raises, the others must not wait for
-        # it.
-        if found := int(self.processes.sums(existing)[0]):
+    @contextmanager
+    def watch_modules(self) -> Iterator[None]:
+        """Notes the parameters of every module that is called."""
+        if not self.finds:
+            yield
+            return
+        self.called = {}
+        hook = register_module_forward_pre_hook(self._on_forward)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _on_forward(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                self.called[parameter] = None
+
+    def track(self, leaves: Iterable[Tensor]) -> None:
+        """Called before each backward, with the leaves of its graph."""
+        if self.finds:
+            self._track([*leaves, *self.called])
+            self.called = {}
+
+    def _track(self, parameters: Iterable[Tensor]) -> None:
+        new = {p: None for p in parameters if p not in self.trained}
+        existing = 0
+        for parameter in new:
+            grad = parameter.grad
+            if hasattr(grad, "to_local"):
+                grad = grad.to_local()  # of a sharded gradient, only this process's part
+            if grad is not None and grad.any():
+                existing += 1
+        # Summed over all processes: if one has gradients and raises, the others must not wait.
+        found = int(self.processes.sums(existing)[0])
+        if found:
             raise ValueError(
                 f"{found} parameters have gradients from before, and the correction at the end "
                 "would scale them too: call optimizer.zero_grad() first or, to add to them, give "
@@ -193,19 +275,32 @@ class _Window:
             )
         self.trained |= new
 
+    def scale_gradients(self, factor: float) -> None:
+        if factor == 1:
+            return
+        for parameter in self.trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
 
 def _warn_of_shared_statistics(model: nn.Module | None, between_ranks: bool) -> None:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) + (
-        () if between_ranks else (nn.SyncBatchNorm,)
-    )
-    for name, module in [] if model is None else model.named_modules():
-        if isinstance(module, kinds) and module.training:
+    """Warn of a ``BatchNorm`` that is trained: between the micro-batches of one process, or
+    ``between_ranks``.
+    """
+    if model is None:
+        return
+    kinds: list[type[nn.Module]] = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+    rows = "each micro-batch of each rank"
+    if not between_ranks:
+        kinds.append(nn.SyncBatchNorm)  # averages over ranks, but not over micro-batches
+        rows = "each micro-batch"
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, tuple(kinds)):
             warnings.warn(
-                f"{name} is a {type(module).__name__}, which normalizes each "
-                f"micro-batch{' of each rank' * between_ranks} by its own rows: the gradient is "
-                "not the full batch's. Freeze its statistics (its eval()), or use GroupNorm or "
-                "LayerNorm",
-                stacklevel=3,
+                f"{name} is a {type(module).__name__}, which normalizes {rows} by its own rows: "
+                "the gradient is not the full batch's. Freeze its statistics (its eval()), or use "
+                "GroupNorm or LayerNorm",
+                stacklevel=4,
             )
             return
 
@@ -250,21 +345,77 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _check_count(number: Any, what: str) -> int:
-    """``number`` as an int of at least 0, from an int, a whole float or a tensor of one element."""
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("sum", "mean"):
+        raise ValueError(
+            f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' of its items"
+        )
+
+
+def _totals(
+    micro_batches: Any, total_items: Any, count_items: Callable | None, processes: Processes
+) -> tuple | None:
+    """The totals over all processes, one for each mean; ``None`` if they are not known."""
+    if total_items is None and count_items is None:
+        return None
+    if count_items is None:
+        totals = _check_counts(total_items, "total_items")
+    else:
+        if total_items is not None:
+            raise ValueError("total_items= and count_items= both say the total: give one of them")
+        if not isinstance(micro_batches, Sequence):
+            raise TypeError(
+                f"count_items= reads the micro-batches twice, and a {type(micro_batches).__name__} "
+                "can be read once: give a list of them, or leave count_items out (the gradients "
+                "are then corrected at the end)"
+            )
+        counted = [_check_counts(count_items(m), "count_items(micro)") for m in micro_batches]
+        totals = tuple(sum(numbers) for numbers in zip(*counted, strict=True)) or (0,)
+    totals = tuple(_whole(number) for number in processes.sums(*totals))
+    if not any(totals):
+        raise ValueError(NO_ITEMS_ERROR)
+    return totals
+
+
+def _check_totals(said: tuple, counted: tuple) -> None:
+    """``ValueError`` if the totals that losses were divided by are not what was counted."""
+    for total, items in zip(said, counted, strict=True):
+        whole = isinstance(total, int) and isinstance(items, int)
+        # Sums of float32 weights depend on the order in which they are added.
+        same = total == items if whole else math.isclose(total, items, rel_tol=1e-5)
+        if not same:
+            raise ValueError(
+                f"the total said before was {total:,} items, and loss_and_count counted "
+                f"{items:,}: gradients were divided by the wrong number. Count the same things in "
+                "both: labels that are not -100, after the shift"
+            )
+
+
+def _check_counts(counts: Any, what: str) -> tuple:
+    """A count, or a tuple or list of counts, as a tuple."""
+    if isinstance(counts, tuple | list):
+        return tuple(_check_count(count, what) for count in counts)
+    return (_check_count(counts, what),)
+
+
+def _whole(number: float) -> int | float:
+    """A whole number as an int, which Python prints as a count."""
+    return int(number) if number == int(number) else number
+
+
+def _check_count(number: Any, what: str) -> int | float:
+    """``number`` of at least 0, from a number or a tensor of one element; an int if it is whole."""
     value = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
-    if (
-        not isinstance(value, int | float | np.number)
-        or not math.isfinite(value)
-        or value != int(value)
-    ):
-        raise TypeError(f"{what} must be a whole number of items, and was {number!r}")
+    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise TypeError(
+            f"{what} must be a number of items, or a sum of their weights, and was {number!r}"
+        )
     if value < 0:
         raise ValueError(f"{what} was {value}: a number of items cannot be negative")
-    return int(value)
+    return _whole(value if isinstance(value, int) else float(value))
 
 
-def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int]:
+def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
     """Check what ``loss_and_count`` returned. Returns the loss and the count."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
@@ -274,11 +425,9 @@ def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int]:
         )
     loss, count = returned[0], _check_count(returned[1], "the count of loss_and_count")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
+        given = f"{type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            given = f"a tensor of shape {tuple(loss.shape)}"
         raise TypeError(
             f'the loss must be a tensor of one element, and was {given}: use reduction="sum"'
         )
@@ -296,19 +445,16 @@ def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int]:
     return loss.reshape(()), count
 
 
-def _backward_without_items(loss: Tensor) -> None:
-    """Run backward through a loss without items.
-
-    This backward sends the gradients of the earlier micro-batches to the other processes.
-    """
-    if not loss.requires_grad or not math.isfinite(loss.item()):
-        raise ValueError(
-            "the last micro-batch has no items, and its loss cannot carry the other gradients to "
-            "the other processes: "
-            'return F.cross_entropy(..., reduction="sum"), which is 0 with a gradient of zeros, '
-            "not a mean of nothing"
-        )
-    (loss * 0.0).backward()
+def _loss_without_items(losses: list[Tensor]) -> Tensor:
+    """Zero, with the graph of the losses of a micro-batch without items."""
+    for loss in losses:
+        if not loss.requires_grad or not math.isfinite(loss.item()):
+            raise ValueError(
+                "the last micro-batch has no items, and its loss cannot carry the other gradients "
+                'to the other processes: return F.cross_entropy(..., reduction="sum"), which is 0 '
+                "with a gradient of zeros, not a mean of nothing"
+            )
+    return torch.stack(losses).sum() * 0.0
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

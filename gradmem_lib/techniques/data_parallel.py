@@ -148,6 +148,12 @@ def processes_of(model: nn.Module | None) -> Processes:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(model, DistributedDataParallel):
+        if model.static_graph:
+            raise ValueError(
+                "DistributedDataParallel(static_graph=True) expects the same backward in each "
+                "step, and accumulation runs some of them in no_sync(), without sending gradients: "
+                "wrap the model without static_graph"
+            )
         return Replicated(model, [model.process_group])
     if isinstance(model, FullyShardedDataParallel):
         return Sharded(model, compat.fsdp1_groups(model))

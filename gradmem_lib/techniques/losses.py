@@ -2,6 +2,8 @@
 exist as a whole.
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +21,11 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     padding. A label of -100 is ignored. The logits at position t are compared with the label at t +
     1.
     """
-    logits = model(**_without_labels(batch)).logits[:, :-1]
+    # Without a cache, transformers sees from position_ids where the rows of a packed batch begin.
+    inputs = _without_labels(batch)
+    if takes_argument(model, "use_cache"):
+        inputs["use_cache"] = False
+    logits = model(**inputs).logits[:, :-1]
     # bf16 has too few digits for a sum
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = batch["labels"][:, 1:]
@@ -34,6 +40,20 @@ def count_targets(labels: Tensor) -> int:
     -100. Labels at position 0 do not count, since no token comes before them.
     """
     return int((labels[:, 1:] != IGNORED).sum())
+
+
+def takes_argument(model: nn.Module, name: str) -> bool:
+    """Whether ``model`` has an argument of this name, also inside the wrappers of several processes
+    and of ``peft``.
+    """
+    while True:
+        arguments = inspect.signature(model.forward).parameters
+        if name in arguments:
+            return True
+        inside = getattr(model, "module", None) or getattr(model, "base_model", None)
+        if not isinstance(inside, nn.Module) or inside is model:
+            return False
+        model = inside
 
 
 def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:

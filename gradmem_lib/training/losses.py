@@ -4,112 +4,92 @@ the same loss.
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..hf_names import (
-    CTC_HEAD,
-    IGNORED_PIXEL,
-    INPUTS_OF_THE_LOSS,
-    LOSS_IS_A_MEAN,
-    MASK_HIDES_LABELS,
-    NEXT_TOKEN,
-    NEXT_TOKEN_UNLESS_PAIR,
-    NOT_SHIFTED,
-    SUM_OF_MEANS,
-)
+from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
-from ..techniques.accumulation import count_rows
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
+from .items import count_by, labels, predicted_tokens, type_of_rule, unwrapped
 from .tiny import VOCABULARY, tiny_model
 
 
-def count_items(model: nn.Module, batch: Any) -> int:
-    """The number of items in the mean loss of ``batch``: the labels that the model does not ignore
-    (as -100), after the shift if it shifts them. It is the number of rows if ``labels`` is missing
-    or holds numbers for a regression, and for CTC.
+def usual_rule(model: nn.Module) -> type_of_rule:
+    """What most models of this kind count, before the model is asked (``find_rule``)."""
+    return predicted_tokens if predicts_next_token(model) else labels
+
+
+def count_items(model: nn.Module, batch: Any, rule: type_of_rule | None = None) -> int:
+    """The number of items in the mean loss of ``batch``, by ``rule`` or by the usual one: the
+    labels that are not -100, after the shift if ``model`` is a causal language model; the number of
+    rows if ``labels`` is missing or holds numbers for a regression.
     """
-    model = compat.inside_peft(getattr(model, "module", model))  # inside DistributedDataParallel
-    name, config = type(model).__name__, getattr(model, "config", None)
-    labels = (
-        batch.get("labels") if isinstance(batch, Mapping) and not name.endswith(CTC_HEAD) else None
-    )
-    if not isinstance(labels, Tensor) or (labels.is_floating_point() and labels.dim() < 3):
-        with suppress(TypeError, ValueError):
-            return count_rows(batch)
-        return 1  # such a batch is not cut, so any number is right
-    # one number for each pixel: the loss is a mean over all of them
-    per_pixel = labels.dim() == 3 and getattr(config, "num_labels", 0) == 1
-    own = IGNORED_PIXEL if labels.dim() == 3 else ()
-    ignored = next((getattr(config, name) for name in own if hasattr(config, name)), IGNORED)
-    unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(NOT_SHIFTED)
-    shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
-    counted = (labels[:, 1:] if shifted else labels) != (math.nan if per_pixel else ignored)
-    # ModernBERT's, which leaves out a label of its own too
-    if getattr(model, "sparse_prediction", False):
-        counted &= labels != model.sparse_pred_ignore_index
-    if name.removeprefix("FSDP").startswith(MASK_HIDES_LABELS):
-        mask = batch.get("attention_mask")
-        if mask is not None:
-            counted = counted & (mask[:, -counted.shape[1] :] == 1)
-    return int(counted.sum()) if counted.numel() else 0
+    return count_by(rule or usual_rule(model), model, batch)
 
 
 def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
-    """Raise ``ValueError`` if ``how`` cuts a batch into pieces whose losses do not add up to the
-    model's own loss.
+    """Raise ``ValueError`` if ``how`` cuts a batch whose flags, or the model's, say that losses of
+    pieces do not add up to the batch's. What they do not say, ``find_rule`` asks the model.
     """
-    model = compat.inside_peft(getattr(model, "module", model))
-    given = (
-        {key: v for key, v in batch.items() if v is not None} if isinstance(batch, Mapping) else {}
-    )
-    theirs = [
-        kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
-    ]
-    # else the user's own head
-    theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]
-    others = [
-        name
-        for name in theirs
-        if not name.endswith(LOSS_IS_A_MEAN) or name.startswith(SUM_OF_MEANS)
-    ]
-    others += [key for key in given if theirs and key.endswith(INPUTS_OF_THE_LOSS)]
-    others += ["return_loss=True"] * bool(given.get("return_loss"))
-    config = getattr(model, "config", None)
-    others += ["ctc_loss_reduction='sum'"] * (getattr(config, "ctc_loss_reduction", None) == "sum")
+    config = getattr(compat.inside_peft(unwrapped(model)), "config", None)
+    given = {}
+    if isinstance(batch, Mapping):
+        given = {key: value for key, value in batch.items() if value is not None}
+    found = []
+    if given.get("return_loss"):
+        found.append("return_loss=True")
+    if "num_items_in_batch" in given:
+        found.append("num_items_in_batch")
+    if getattr(config, "ctc_loss_reduction", None) == "sum":
+        found.append("ctc_loss_reduction='sum'")
+    # The loss that balances a mixture's experts is small, and compares all tokens of a batch.
     routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
-    others += ["output_router_logits=True"] * bool(given.get("output_router_logits", routed))
-    width = next(
-        (given[key].shape[1] for key in ("input_ids", "inputs_embeds") if key in given), math.inf
-    )
-    out_of_row = [
-        given[key].max() >= width for key in ("start_positions", "end_positions") if key in given
-    ]
-    others += ["answers beyond the row"] * any(
-        type(b) is not compat.FakeTensor and b for b in out_of_row
-    )
-    if others:
+    if given.get("output_router_logits", routed):
+        found.append("output_router_logits=True")
+    if _answers_beyond_the_row(given):
+        found.append("answers beyond the row")
+    if found:
         raise ValueError(
-            f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is "
+            f"{how} and {' and '.join(found)}: a loss that compares rows with each other, or is "
             "no mean over labels or rows, differs in pieces. Use accumulation=1 and no sharding, "
             "with checkpointing to save memory; or give step a loss= that is such a mean"
         )
 
 
-def predicts_next_token(model: nn.Module) -> bool:
-    """Whether ``model`` is a causal language model, by its name.
+def _answers_beyond_the_row(given: Mapping) -> bool:
+    """Whether a question's answer was cut off: the loss leaves it out."""
+    width = math.inf
+    for key in ("inputs_embeds", "input_ids"):
+        if key in given:
+            width = given[key].shape[1]
+    for key in ("start_positions", "end_positions"):
+        if key in given:
+            beyond = given[key].max() >= width
+            if not isinstance(beyond, compat.FakeTensor) and beyond:
+                return True
+    return False
 
-    Vision-language models are; encoder-decoder pairs are not.
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether ``model`` is what transformers makes of its config as a causal language model, or a
+    subclass of it. Vision-language models are; encoder-decoder pairs are not.
     """
-    model = compat.inside_peft(getattr(model, "module", model))
-    name = type(model).__name__
-    if name.endswith(NEXT_TOKEN_UNLESS_PAIR):
-        return not model.config.is_encoder_decoder
-    return name.endswith(NEXT_TOKEN)
+    model = compat.inside_peft(unwrapped(model))
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        return False
+    # Imported only if needed: it takes a second.
+    from transformers.models.auto import modeling_auto
+
+    for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING", {})
+        for kind in type(config).__mro__:  # a config may be a subclass too
+            if kind in mapping and isinstance(model, mapping[kind]):
+                return True
+    return False
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -219,11 +199,11 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
     for parameter in head.parameters():
         parameter.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
     ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks
-    labels = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
+    targets = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
     found = []
     for loss_of in (lambda model, batch: model(**batch).loss, loss_in_chunks):
         torch.manual_seed(1)  # dropout
-        loss = loss_of(model, {"input_ids": ids, "labels": labels})
+        loss = loss_of(model, {"input_ids": ids, "labels": targets})
         loss.backward()
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in model.parameters() if p.grad is not None]

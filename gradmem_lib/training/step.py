@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
-from ..techniques.data_parallel import check_trained_together, device_of
+from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
-from .losses import check_pieces, chunked_loss, count_items
+from .items import find_rule
+from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 
 
@@ -61,26 +62,36 @@ def step(
         offload: an ``offload_activations``, which counts the bytes that it moves. Without it, one
             is made.
 
-    Raises ``ValueError`` if the batch is to be cut and the model's loss is not a mean over labels
-    or rows, as with CLIP.
+    Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
+    step (``find_rule``), is not a mean over labels or rows, as with CLIP.
     """
-    if loss is None and (recipe.accumulation > 1 or recipe.sharding is not None):
-        check_pieces(
-            model, batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
-        )
-    if recipe.sharding is not None:
-        check_trained_together(model, optimizer)
+    how = f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
+    in_pieces = recipe.accumulation > 1 or recipe.sharding is not None
+    _check_parts(model, optimizer, batch, recipe, how if loss is None and in_pieces else None)
     device = device_of(model).type
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
-    counts = [count_items(model, micro) for micro in parts][:micro_batches]  # all are counted
+
+    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
+        with autocast(device, recipe):
+            value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
+        check_loss(value, asked)
+        return value
+
+    rule = None
+    if in_pieces:
+        # A function that is written in a loop is another one each time, with the same code.
+        key = (getattr(loss, "__code__", loss), recipe.chunked_loss)
+        usual = usual_rule(model)
+        processes = processes_of(model)
+        rule = find_rule(model, parts, mean_loss, usual, how=how, key=key, processes=processes)
+    counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
         mark("forward")
-        with autocast(device, recipe), offload_hooks:
-            value = loss(model, micro) if loss is not None else loss_of(model, micro, recipe)
-        check_loss(value, model)
+        with offload_hooks:
+            value = mean_loss(model, micro)
         mark("backward")
         return value, count
 
@@ -97,13 +108,28 @@ def step(
         )
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        _update(optimizer, scaler)
         optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
+
+
+def _check_parts(model: nn.Module, optimizer: Any, batch: Any, recipe: Recipe, how: Any) -> None:
+    """Refuse a batch that cannot be cut, and an optimizer of another process group.
+
+    ``how`` the batch is cut; ``None``: it is not, or the loss is not the model's own.
+    """
+    if how is not None:
+        check_pieces(model, batch, how)
+    if recipe.sharding is not None:
+        check_trained_together(model, optimizer)
+
+
+def _update(optimizer: Optimizer, scaler: Any) -> None:
+    if scaler is None:
+        optimizer.step()
+        return
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
@@ -145,11 +171,9 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = (
-            f"a tensor of shape {(*value.shape,)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
+        what = f"{type(value).__name__}"
+        if isinstance(value, Tensor):
+            what = f"a tensor of shape {(*value.shape,)}"
         raise ValueError(
             f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels "
             "into the batch, or give loss=lambda model, batch: ... that returns the scalar"

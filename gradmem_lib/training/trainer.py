@@ -3,9 +3,12 @@ interrupted and resumed.
 """
 
 import inspect
+import math
 import os
 import signal
 import threading
+import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -19,6 +22,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import has_length
 
 from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
@@ -26,10 +30,13 @@ from ..hf_names import CHECKPOINTING_METHODS
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from ..optimizers import OPTIMIZERS
-from ..techniques.accumulation import accumulate_gradients
+from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.sharding import NO_PROCESS_GROUP
 from .adapters import adapters_of, save_adapters
-from .losses import check_pieces, chunked_loss, count_items, predicts_next_token
+from .items import find_rule, type_of_rule
+from .items import rows as by_rows
+from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .prepare import change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
 from .step import check_loss, offload_context
@@ -141,6 +148,11 @@ class RecipeTrainer(Trainer):
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
         self.recipe, self.memory, self._interrupt = recipe, memory, _StopAfterStep()
         self._pending_micro_batches: list[Any] = []
+        self._rule: type_of_rule | None = None  # what counts as an item, once it was asked
+        self._windows = self._empty_windows = 0  # of this training
+        self._calls = 0  # of training_step in this window
+        self._rule_refused = False
+        self._evaluated: list[tuple[float, float]] = []  # summed loss and items of each batch
         super().__init__(*given, **named)
         self.offload_hooks = offload_context(self.model, recipe)
         if self.args.n_gpu > 1:
@@ -186,14 +198,18 @@ class RecipeTrainer(Trainer):
 
         The last call accumulates all gradients and returns the mean loss, others 0.
         """
-        self._pending_micro_batches.append(inputs)
-        if len(self._pending_micro_batches) < self.current_gradient_accumulation_steps:
+        if not isinstance(inputs, _NoRows):
+            self._pending_micro_batches.append(inputs)
+        self._calls += 1
+        if self._calls < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        micro_batches, self._pending_micro_batches = self._pending_micro_batches, []
-        in_pieces = len(micro_batches) > 1 or self.args.world_size > 1
-        if in_pieces:
-            for micro in micro_batches:
-                check_pieces(self.model, micro, "accumulation or several processes")
+        micro_batches, self._pending_micro_batches, self._calls = self._pending_micro_batches, [], 0
+        rule = self._find_rule(micro_batches)
+        model.train()
+        counts = [count_items(self.model, micro, rule) for micro in micro_batches]
+        self._windows += 1
+        if not self._processes().sums(sum(counts))[0]:
+            return self._skip_window()
 
         def loss_and_count(numbered):
             micro, count = numbered
@@ -203,8 +219,6 @@ class RecipeTrainer(Trainer):
             # processes.
             return loss if count or loss.isfinite() else loss.nan_to_num(0.0), count
 
-        model.train()
-        counts = [count_items(self.model, micro) for micro in micro_batches]
         result = accumulate_gradients(
             list(zip(micro_batches, counts, strict=True)),
             loss_and_count,
@@ -215,14 +229,145 @@ class RecipeTrainer(Trainer):
         )
         return torch.tensor(result.loss, device=self.args.device)
 
+    def _find_rule(self, micro_batches: list[Any]) -> type_of_rule | None:
+        """What the loss is a mean of, asked before the first window in pieces.
+
+        Raises ``ValueError`` if it is not the mean of its pieces.
+        """
+        in_pieces = len(micro_batches) > 1 or self.args.world_size > 1
+        if not in_pieces:
+            return self._rule
+        how = "accumulation or several processes"
+        for micro in micro_batches:
+            check_pieces(self.model, micro, how)
+        if self._rule is None:
+            usual = usual_rule(self.model)
+            processes = self._processes()
+            self._rule = find_rule(
+                self.model, micro_batches, self._loss_of, usual, how=how, processes=processes
+            )
+        return self._rule
+
+    def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return self.compute_loss(model, self._prepare_inputs(batch))
+
+    def _processes(self) -> Processes:
+        groups = [dist.group.WORLD] if self.args.world_size > 1 else []
+        return Processes(self.model, groups)
+
+    def _skip_window(self) -> torch.Tensor:
+        """A window without any label changes no weight: the optimizer finds no gradients."""
+        self._empty_windows += 1
+        if self._empty_windows == 1:
+            warnings.warn(
+                f"no row of step {self.state.global_step + 1} has a label: it changes no weights, "
+                "and neither do later ones like it. Are labels cut off by truncation? "
+                "trainer.empty_windows counts such steps",
+                stacklevel=2,
+            )
+        # Trainer puts the mean of the steps before in the place of a nan.
+        loss = math.nan if self.args.logging_nan_inf_filter else 0.0
+        return torch.tensor(loss, device=self.args.device)
+
+    @property
+    def empty_windows(self) -> int:
+        """How many steps of the last training had no label, and changed nothing."""
+        return self._empty_windows
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of a window, which ends with its epoch.
+
+        Where data have no length, ``Trainer`` does not know that an epoch's last window is shorter:
+        it would step in the next epoch. So the window is filled up with micro-batches of no rows.
+        """
+        micro_batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if micro_batches and not has_length(self.train_dataset):
+            filler = _NoRows(_without_rows(micro_batches[-1]))
+            micro_batches += [filler] * (num_batches - len(micro_batches))
+        return micro_batches, items
+
+    def floating_point_ops(self, inputs):
+        return 0 if isinstance(inputs, _NoRows) else super().floating_point_ops(inputs)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows."""
         with self.offload_hooks, self.accelerator.autocast():
-            chunks = self.recipe.chunked_loss
-            outputs = {"loss": chunked_loss(self.model, inputs)} if chunks else model(**inputs)
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+            if self.recipe.chunked_loss:
+                outputs = {"loss": chunked_loss(self.model, inputs)}
+            elif self.compute_loss_func is not None:
+                loss, outputs = super().compute_loss(model, dict(inputs), return_outputs=True)
+                outputs = {"loss": loss, **dict(outputs, loss=loss)}
+            else:
+                outputs = model(**inputs)
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+            if self.label_smoother is not None and "labels" in inputs:
+                shifted = predicts_next_token(self.model)
+                loss = self.label_smoother(outputs, inputs["labels"], shift_labels=shifted)
         check_loss(loss, self.model)
         return (loss, outputs) if return_outputs else loss
+
+    def evaluation_loop(self, *given, metric_key_prefix="eval", **named):
+        """``eval_loss`` is the mean over all items, whatever the evaluation's batch: summed losses
+        divided once by their number.
+        """
+        self._evaluated = []
+        output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
+        loss_sum, items = 0.0, 0.0
+        for batch_sum, batch_items in self._evaluated:
+            loss_sum += batch_sum
+            items += batch_items
+        loss_sum, items = self._processes().sums(loss_sum, items)
+        name = f"{metric_key_prefix}_loss"
+        if name in output.metrics and items:
+            output.metrics[name] = loss_sum / items
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if found[0] is not None:
+            self._evaluated.append(self._sum_and_items(inputs, found[0]))
+        return found
+
+    def _sum_and_items(self, inputs: Any, loss: torch.Tensor) -> tuple[float, float]:
+        if self._rule is None and not self._rule_refused:
+            self._ask_in_evaluation(inputs)
+        rows = self._own_rows(inputs)
+        if rows is not None:
+            if not rows:
+                return 0.0, 0.0
+            inputs = next(split(inputs, rows))
+            with torch.no_grad():
+                loss = self._loss_of(self.model, inputs)
+        rule = by_rows if self._rule_refused else self._rule
+        count = count_items(self.model, inputs, rule)
+        return (loss.item() * count, count) if count else (0.0, 0.0)
+
+    def _ask_in_evaluation(self, inputs: Any) -> None:
+        """An evaluation also works with a loss that must not be cut: it is weighed by rows."""
+        try:
+            self._rule = find_rule(
+                self.model,
+                [inputs],
+                self._loss_of,
+                usual_rule(self.model),
+                how="an evaluation",
+                processes=self._processes(),
+            )
+        except ValueError as error:
+            self._rule_refused = True
+            warnings.warn(
+                f"eval_loss depends on the evaluation's batch size, since {error}", stacklevel=2
+            )
+
+    def _own_rows(self, inputs: Any) -> int | None:
+        """Of an evaluation's last batch, in which several processes get some rows twice: the number
+        of this process's first rows that nobody else has. ``None``: all.
+        """
+        state = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return None
+        size = count_rows(inputs)
+        return min(max(state.remainder - self.args.process_index * size, 0), size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for ``from_pretrained``. With LoRA, write only the additions, as PEFT's
@@ -246,7 +391,8 @@ class RecipeTrainer(Trainer):
         ``args.output_dir`` and raises ``KeyboardInterrupt``. ``train(resume_from_checkpoint=True)``
         resumes from there. A second Ctrl-C stops at once.
         """
-        self._pending_micro_batches = []
+        self._pending_micro_batches, self._calls = [], 0
+        self._windows = self._empty_windows = 0
         with self.memory, self._interrupt, ExitStack() as undo:
             undo.callback(self.offload_hooks.close)
             set_checkpointing(self.model, self.recipe, undo)
@@ -256,6 +402,8 @@ class RecipeTrainer(Trainer):
                 self.model.zero_grad(set_to_none=True)
                 self.is_in_train = False
                 raise
+        if self._windows and self._windows == self._empty_windows:
+            raise ValueError(NO_ITEMS_ERROR)
         if self._interrupt.stopped:
             raise KeyboardInterrupt(
                 f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to "
@@ -264,6 +412,18 @@ class RecipeTrainer(Trainer):
         if self._interrupt.stop_requested:
             raise KeyboardInterrupt("asked to stop after the last step: the training is complete")
         return result
+
+
+class _NoRows(dict):
+    """Fills up the last window of an epoch: a micro-batch of no rows, which is not trained on."""
+
+
+def _without_rows(batch: Mapping) -> dict[str, Any]:
+    """``batch`` with its tensors' rows left out, so that its tokens count as none."""
+    return {
+        name: value[:0] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in batch.items()
+    }
 
 
 class _StopAfterStep(TrainerCallback):
@@ -326,13 +486,6 @@ _REFUSED_ARGUMENTS = {
         "its own step knows nothing of it",
     ),
     "fsdp": f"FSDP is not set up by make_trainer{_FSDP_ADVICE}",
-    "compute_loss_func": (
-        "micro-batches are weighed by their labels: give a model that returns "
-        "this loss as its own mean"
-    ),
-    "label_smoothing_factor": "Trainer's smoothed loss leaves out what else the model's own has, "
-    "and is no loss of chunks: give a "
-    "model that smooths its loss itself",
 }
 
 
@@ -390,6 +543,12 @@ def make_trainer(
         **_training_arguments(recipe, recipe.micro_batch(batch_size), ours | given)
     )
     change_model(model, recipe)
+    own_loss = for_trainer.get("compute_loss_func") or args.label_smoothing_factor
+    if recipe.chunked_loss and own_loss:
+        raise ValueError(
+            "chunked_loss computes the model's own loss, and compute_loss_func and "
+            "label_smoothing_factor are other ones: leave chunked_loss out"
+        )
     memory = MemoryCallback(budget=budget, live=live, title=title)
     data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     trainer = RecipeTrainer(model, args, recipe=recipe, memory=memory, **data, **for_trainer)

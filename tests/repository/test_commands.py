@@ -235,10 +235,6 @@ OTHERS = {
         ),
         ({"model_type": "llama", "num_key_value_heads": 3}, "fails in its prediction"),
         (
-            {"model_type": "imagegpt", "architectures": ["ImageGPTForCausalImageModeling"]},
-            "micro-batches and ImageGPT.*differs in pieces",
-        ),
-        (
             {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}},
             "no model is known as .*custom code",
         ),

@@ -89,25 +89,9 @@ def test_a_table_of_classes_is_there_and_has_rows(name):
     assert len(getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING"))
 
 
-@pytest.mark.parametrize(
-    "end",
-    sorted(
-        {
-            *hf_names.LABELS_OF_HEAD,
-            *hf_names.LOSS_IS_A_MEAN,
-            *hf_names.NEXT_TOKEN,
-            *hf_names.NOT_SHIFTED,
-            hf_names.NEXT_TOKEN_UNLESS_PAIR,
-        }
-    ),
-)
+@pytest.mark.parametrize("end", sorted(hf_names.LABELS_OF_HEAD))
 def test_a_class_ends_so(end):
     assert any(name.endswith(end) for name in EXPORTED)
-
-
-@pytest.mark.parametrize("start", [*hf_names.MASK_HIDES_LABELS, *hf_names.SUM_OF_MEANS])
-def test_a_class_begins_so(start):
-    assert any(name.startswith(start) for name in EXPORTED)
 
 
 @pytest.mark.parametrize("kind", hf_names.SIZES)
@@ -157,10 +141,6 @@ def test_no_other_file_below_the_course_spells_these_names():
     names = {
         *hf_names.CHECKPOINTING_METHODS,
         *hf_names.LABELS_OF_HEAD,
-        *hf_names.LOSS_IS_A_MEAN,
-        *hf_names.NEXT_TOKEN,
-        *hf_names.NOT_SHIFTED,
-        *hf_names.MASK_HIDES_LABELS,
     }
     for path in sorted(LIBRARY.rglob("*.py")):
         inside = path.relative_to(LIBRARY)

@@ -37,11 +37,9 @@ def test_a_lora_run_goes_on_from_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("label_smoothing_factor", 0.1, "smooths its loss itself"),
         ("model_init", small, "make the model first"),
         ("optimizers", (None, None), "the recipe makes the optimizer"),
         ("optimizer_cls_and_kwargs", (torch.optim.SGD, {}), "the recipe makes the optimizer"),
-        ("compute_loss_func", lambda *given: None, "returns this loss as its own mean"),
         ("torch_empty_cache_steps", 1, "its own step knows nothing of it"),
         ("deepspeed", {"zero_optimization": {"stage": 2}}, "its own step knows nothing of it"),
     ],

@@ -1,0 +1,258 @@
+"""What a trainer's windows and evaluations are worth: streamed epochs, windows without labels,
+``eval_loss``, losses of one's own; against a plain loop in float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.trainers import trainer_for
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from gradmem_lib import Recipe, accumulate_gradients, make_trainer, next_token_loss
+from gradmem_lib.course import run_ranks
+from gradmem_lib.course.material import models
+
+pytestmark = pytest.mark.usefixtures("interruptible")
+LENGTHS = (3, 12, 5, 9, 7, 4, 12)
+RATE = 0.1
+
+
+def tiny(dtype=torch.float32):
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "vocab": 31}
+    return models.tiny_llama(**sizes).to(dtype)  # the same weights in each dtype
+
+
+def row(i):
+    ids = torch.arange(1, 13) * (i + 3) % 31
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) >= LENGTHS[i], -100)}
+
+
+def batch(indices):
+    rows = [row(i) for i in indices]
+    return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+
+
+def summed(model, indices):
+    """The sum of this test's own cross-entropies, and their number."""
+    rows = batch(indices)
+    log_p = model(input_ids=rows["input_ids"]).logits[:, :-1].double().log_softmax(-1)
+    targets = rows["labels"][:, 1:]
+    counted = targets != -100
+    picked = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return -(picked * counted).sum(), int(counted.sum())
+
+
+def plain(windows):
+    """The gradients and the losses of a plain loop over windows of rows."""
+    model = tiny(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    found = []
+    for indices in windows:
+        total, count = summed(model, indices)
+        (total / count).backward()
+        found.append((torch.cat([p.grad.flatten() for p in model.parameters()]), total / count))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+class Look(TrainerCallback):
+    def __init__(self):
+        self.found = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        self.found.append(torch.cat(grads).double() if grads else None)
+
+
+def settings(folder, **given):
+    return {
+        "output_dir": str(folder),
+        "live": False,
+        "progress": False,
+        "max_grad_norm": 0.0,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+    } | given
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return (row(i) for i in range(self.rows))
+
+
+@pytest.mark.parametrize("rows", [4, 5, 6, 7])
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_a_streamed_window_ends_with_its_epoch(rows, accumulation, tmp_path):
+    epoch = [[*range(i, min(i + accumulation, rows))] for i in range(0, rows, accumulation)]
+    expected, look = plain([*epoch, *epoch]), Look()
+    trainer = make_trainer(
+        tiny(),
+        Recipe(accumulation=accumulation, optimizer="sgd"),
+        batch_size=accumulation,
+        train_dataset=Stream(rows),
+        callbacks=[look],
+        **settings(tmp_path, max_steps=2 * len(epoch)),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(look.found) == 2 * len(epoch)
+    for found, logged, (gradient, loss) in zip(look.found, losses, expected, strict=True):
+        assert (found - gradient).norm() <= 1e-5 * gradient.norm()
+        assert logged == pytest.approx(loss.item(), rel=1e-5)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, rows, unlabelled=()):
+        self.rows, self.unlabelled = rows, unlabelled
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, i):
+        found = row(i)
+        if i in self.unlabelled:
+            found["labels"] = torch.full_like(found["labels"], -100)
+        return found
+
+
+@pytest.mark.parametrize("empty", [(0, 1), (2, 3), (4, 5), (0, 1, 2, 3)])
+def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path):
+    windows = [(0, 1), (2, 3), (4, 5)]
+    expected = plain([window for window in windows if window[0] not in empty])
+    look = Look()
+    trainer = make_trainer(
+        tiny(),
+        Recipe(accumulation=2, optimizer="sgd"),
+        batch_size=2,
+        train_dataset=Rows(6, empty),
+        callbacks=[look],
+        **settings(tmp_path, num_train_epochs=1),
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert sum("has a label" in str(each.message) for each in said) == 1
+    assert trainer.empty_windows == len(empty) // 2 and trainer.state.global_step == 3
+    found = [gradient for gradient in look.found if gradient is not None]
+    for ours, (theirs, _) in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2, 7])
+def test_eval_loss_is_one_number(accumulation, chunked, tmp_path):
+    total, count = summed(tiny(torch.float64), [0, 2, 3, 4, 5, 6])
+    trainer = make_trainer(
+        tiny(),
+        Recipe(accumulation=accumulation, chunked_loss=chunked),
+        batch_size=14 // 2 * accumulation,
+        eval_dataset=Rows(7, [1]),
+        per_device_eval_batch_size={1: 7, 2: 3, 7: 1}[accumulation],
+        **settings(tmp_path),
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
+
+
+def as_trainer_wants_it(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits, targets, label_smoothing=0.2, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def no_mean(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.std()
+
+
+@pytest.mark.parametrize(
+    "given", [{"compute_loss_func": as_trainer_wants_it}, {"label_smoothing_factor": 0.2}]
+)
+def test_losses_of_ones_own_that_are_means_are_taken(given, tmp_path):
+    exact, rows = tiny(torch.float64), batch(range(4))
+    as_trainer_wants_it(exact(input_ids=rows["input_ids"]), rows["labels"]).backward()
+    expected = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    look = Look()
+    trainer = make_trainer(
+        tiny(),
+        Recipe(accumulation=4, optimizer="sgd"),
+        batch_size=4,
+        train_dataset=Rows(4),
+        callbacks=[look],
+        **settings(tmp_path, max_steps=1, **given),
+    )
+    trainer.train()
+    assert (look.found[0] - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_losses_of_ones_own_that_are_none_are_refused(tmp_path):
+    given = settings(tmp_path, max_steps=1, train_dataset=Rows(4), batch_size=4)
+    trainer = make_trainer(tiny(), Recipe(accumulation=2), compute_loss_func=no_mean, **given)
+    with pytest.raises(ValueError, match="is no mean over labels or rows"):
+        trainer.train()
+    make_trainer(tiny(), Recipe(), compute_loss_func=no_mean, **given).train()
+    with pytest.raises(ValueError, match="leave chunked_loss out"):
+        trainer_for(tiny(), Recipe(chunked_loss=True), tmp_path, label_smoothing_factor=0.1)
+
+
+class Worse(type(tiny())):
+    """A loss that compares rows."""
+
+    def forward(self, labels=None, **inputs):
+        out = super().forward(labels=labels, **inputs)
+        out.loss = out.loss + out.logits.std(0).mean()
+        return out
+
+
+def in_two_processes(folder):
+    found = {}
+    rank, model = dist.get_rank(), tiny(torch.float64)
+    try:
+        ddp = DistributedDataParallel(model, static_graph=True)
+        accumulate_gradients([batch([0])], lambda m: next_token_loss(ddp, m), model=ddp)
+    except ValueError as error:
+        found["static graph"] = str(error)
+    recipe = Recipe(accumulation=2, optimizer="sgd")
+    look = Look()
+    given = settings(folder, batch_size=2, callbacks=[look])
+    trainer = make_trainer(
+        tiny(), recipe, train_dataset=Rows(7), eval_dataset=Rows(7), **given, max_steps=1
+    )
+    trainer.train()
+    found["gradient"] = look.found[0]
+    found["eval_loss"] = trainer.evaluate()["eval_loss"]
+    try:
+        worse = Worse(tiny().config)
+        make_trainer(worse, recipe, train_dataset=Rows(7), **given, max_steps=1).train()
+    except ValueError as error:
+        found["compares rows"] = str(error)
+    return rank, found
+
+
+def test_in_two_processes(tmp_path):
+    (expected, _), *_ = plain([[0, 1, 2, 3]])
+    model = tiny(torch.float64)
+    with torch.no_grad():
+        for parameter, step in zip(
+            model.parameters(),
+            expected.split([p.numel() for p in model.parameters()]),
+            strict=True,
+        ):
+            parameter -= RATE * step.view_as(parameter)
+        total, count = summed(model, range(7))
+    for _, found in run_ranks(in_two_processes, str(tmp_path)):
+        assert "without static_graph" in found["static graph"]
+        assert (found["gradient"] - expected).norm() <= 1e-5 * expected.norm()
+        assert found["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
+        assert "is no mean over labels or rows" in found["compares rows"]
