@@ -10,6 +10,7 @@ _HOMES = {
     "measure.budget": "BudgetExceeded",
     "techniques.adam": "Adam AdamW",
     "techniques.accumulation": "Accumulated accumulate_gradients split",
+    "techniques.representations": "accumulate_through_embeddings",
     "techniques.losses": "count_targets next_token_loss",
     "techniques.optimizers": "AdamW8bit",
     "techniques.offload": "offload_activations",

@@ -48,8 +48,9 @@ def accumulate_gradients(
 
     Neither zeroes gradients nor steps: clip and step afterwards, then call
     ``optimizer.zero_grad()``. The result is the full batch's gradient if each item's loss depends
-    on its own row alone. It is not if rows are compared (contrastive losses) or share statistics: a
-    ``BatchNorm`` in ``model`` gives a warning at the second micro-batch.
+    on its own row alone. It is not if rows are compared (contrastive losses: see
+    ``accumulate_through_embeddings``) or share statistics: a ``BatchNorm`` in ``model`` gives a
+    warning at the second micro-batch.
 
     Args:
         micro_batches: any iterable, also a generator. Each is released before the next forward.
@@ -123,7 +124,7 @@ class _Window:
         """Called before each forward."""
         between_ranks = self.processes.divisor > 1
         if number == 1 or (number == 0 and between_ranks):
-            _warn_of_shared_statistics(self.model, between_ranks=number == 0)
+            warn_of_shared_statistics(self.model, between_ranks=number == 0, stacklevel=4)
 
     def forward(self, loss_and_count: Callable, micro: Any) -> list[tuple[Tensor, int | float]]:
         """The pairs of loss and count of a micro-batch, checked."""
@@ -283,7 +284,9 @@ class _Correction:
                 parameter.grad.mul_(factor)
 
 
-def _warn_of_shared_statistics(model: nn.Module | None, between_ranks: bool) -> None:
+def warn_of_shared_statistics(
+    model: nn.Module | None, *, between_ranks: bool, stacklevel: int
+) -> None:
     """Warn of a ``BatchNorm`` that is trained: between the micro-batches of one process, or
     ``between_ranks``.
     """
@@ -300,7 +303,7 @@ def _warn_of_shared_statistics(model: nn.Module | None, between_ranks: bool) -> 
                 f"{name} is a {type(module).__name__}, which normalizes {rows} by its own rows: "
                 "the gradient is not the full batch's. Freeze its statistics (its eval()), or use "
                 "GroupNorm or LayerNorm",
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
             return
 

@@ -193,7 +193,7 @@ def find_rule(
         f"rows: {difference}. A loss that compares rows with each other, weighs classes, or adds "
         "several means differs in pieces. Use accumulation=1 and no sharding, with checkpointing "
         "to save memory; or accumulate_gradients, whose counts may be sums of weights and several "
-        "for several means"
+        "for several means; or accumulate_through_embeddings, for a loss that compares rows"
     )
 
 

@@ -1,0 +1,260 @@
+"""Losses that compare rows, through cached embeddings: the full batch's gradient in float64."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib import MemoryTracker, accumulate_through_embeddings, split
+from gradmem_lib.techniques.accumulation import Accumulated
+
+VOCAB, TOKENS, WIDTH = 31, 6, 16
+LIMIT = 1e-12
+
+
+class Encoder(nn.Module):
+    """Token ids (rows, tokens) to embeddings (rows, 8)."""
+
+    def __init__(self, dropout=0.0, hidden=WIDTH):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, WIDTH)
+        self.inside = nn.Linear(WIDTH, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(hidden, 8)
+        self.temperature = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, ids):
+        return self.out(self.dropout(self.inside(self.words(ids)).tanh())).mean(1)
+
+
+def encoder(**settings):
+    torch.manual_seed(0)
+    return Encoder(**settings).double()
+
+
+def pairs(rows=7):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (rows, 2 * TOKENS), generator=generator)
+    classes = torch.arange(rows) % 3
+    return {"query": ids[:, :TOKENS], "passage": ids[:, TOKENS:], "class": classes}
+
+
+def in_batch_negatives(model):
+    """Every other passage is a negative; the temperature is trained (CLIP)."""
+
+    def loss_of(queries, passages):
+        similar = F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T
+        return F.cross_entropy(similar / model.temperature.exp(), torch.arange(len(queries)))
+
+    return loss_of
+
+
+def triplets(queries, passages):
+    """The hardest negative in the batch."""
+    distances = torch.cdist(queries, passages)
+    right = distances.diagonal()
+    wrong = (distances + 1e9 * torch.eye(len(queries), dtype=torch.float64)).min(1).values
+    return F.relu(right - wrong + 1).mean()
+
+
+def decorrelated(queries, passages):
+    """Barlow twins: columns over the batch."""
+    a, b = ((e - e.mean(0)) / e.std(0) for e in (queries, passages))
+    crossed = a.T @ b / len(a)
+    return (crossed - torch.eye(len(crossed), dtype=torch.float64)).square().sum()
+
+
+def both(model):
+    return lambda micro: (model(micro["query"]), model(micro["passage"]))
+
+
+def gradient(model):
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat(found)
+
+
+def full_gradient(model, embed, loss_of, batch):
+    loss = loss_of(*embed(batch))
+    loss.backward()
+    return gradient(model), loss.item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("loss", ["in-batch negatives", "triplets", "decorrelated"])
+def test_the_gradient_is_the_full_batchs(loss, size):
+    model, batch = encoder(), pairs()
+    loss_of = {"triplets": triplets, "decorrelated": decorrelated}.get(loss)
+    loss_of = loss_of or in_batch_negatives(model)
+    expected, mean = full_gradient(model, both(model), loss_of, batch)
+    found = accumulate_through_embeddings(list(split(batch, size)), both(model), loss_of)
+    assert (gradient(model) - expected).norm() <= LIMIT * expected.norm()
+    assert isinstance(found, Accumulated) and found.items == 7
+    assert found.loss == pytest.approx(mean, rel=LIMIT)
+
+
+def test_pieces_of_such_a_loss_are_another_one():
+    """So that the test above can be trusted."""
+    model, batch = encoder(), pairs(8)
+    expected, _ = full_gradient(model, both(model), in_batch_negatives(model), batch)
+    for micro in split(batch, 2):
+        (in_batch_negatives(model)(*both(model)(micro)) / 4).backward()
+    assert (gradient(model) - expected).norm() > 0.1 * expected.norm()
+
+
+def test_one_tensor_and_labels_are_passed_on():
+    """A loss that pulls rows of one class together (supervised contrastive)."""
+    model, batch = encoder(), pairs()
+
+    def embed(micro):
+        return model(micro["query"]), micro["class"]
+
+    def loss_of(rows, classes):
+        similar = F.normalize(rows, dim=-1) @ F.normalize(rows, dim=-1).T
+        same = (classes[:, None] == classes).double()
+        return -(similar.log_softmax(-1) * same).sum() / same.sum()
+
+    expected, _ = full_gradient(model, embed, loss_of, batch)
+    accumulate_through_embeddings(list(split(batch, 3)), embed, loss_of)
+    assert (gradient(model) - expected).norm() <= LIMIT * expected.norm()
+
+    def spread(rows):
+        return -rows.var(0).sum()
+
+    spread(model(batch["query"])).backward()
+    expected = gradient(model)
+    accumulate_through_embeddings(batch["query"].split(3), model, spread, model=model)
+    assert (gradient(model) - expected).norm() <= LIMIT * expected.norm()
+
+
+def test_dropout_leaves_out_the_same_values_in_both_passes():
+    model, batch = encoder(dropout=0.5), pairs()
+    micro_batches, loss_of = list(split(batch, 2)), in_batch_negatives(model)
+    torch.manual_seed(3)
+    # With graphs: every embedding at once, from the same random numbers.
+    parts = [both(model)(micro) for micro in micro_batches]
+    loss_of(*(torch.cat(part) for part in zip(*parts, strict=True))).backward()
+    expected, after = gradient(model), torch.get_rng_state()
+    torch.manual_seed(3)
+    accumulate_through_embeddings(micro_batches, both(model), loss_of)
+    assert (gradient(model) - expected).norm() <= LIMIT * expected.norm()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_gradients_from_before_are_added_to():
+    model, batch = encoder(), pairs()
+    expected, _ = full_gradient(model, both(model), triplets, batch)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    accumulate_through_embeddings(list(split(batch, 2)), both(model), triplets)
+    model.temperature.grad = None  # triplets have none
+    assert (gradient(model) - expected - 0.5).norm() <= LIMIT * expected.norm()
+
+
+def test_the_activations_are_those_of_one_micro_batch():
+    model, batch = encoder(hidden=256), pairs(16)
+    loss_of, most = in_batch_negatives(model), {}
+
+    def measure(size):
+        model.zero_grad()
+        with MemoryTracker(model, live=False) as tracker:
+            if size == "whole":
+                loss_of(*both(model)(batch)).backward()
+            else:
+                accumulate_through_embeddings(list(split(batch, size)), both(model), loss_of)
+        return max(tracker.timeline.by_category["activations"])
+
+    most = {size: measure(size) for size in ("whole", 8, 4, 2)}
+    assert most["whole"] > most[8] > most[4] > most[2]
+    one_row = 2 * TOKENS * 256 * 8  # what tanh keeps of a query and of a passage, in float64
+    assert most[8] - most[4] >= 4 * one_row
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_batch_norm_is_said():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    x = torch.randn(6, 3)
+    with pytest.warns(UserWarning, match="1 is a BatchNorm1d") as said:
+        accumulate_through_embeddings(x.split(3), model, lambda rows: rows.std(), model=model)
+    assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "says"),
+    [
+        ({"micro_batches": (n for n in [1])}, TypeError, "generator can be read once"),
+        ({"micro_batches": []}, ValueError, "there is no micro-batch"),
+        ({"embed": lambda m: 3}, TypeError, "embed must return a tensor .* returned int"),
+        ({"embed": lambda m: m["query"].sum()}, TypeError, "a tensor without rows"),
+        ({"embed": lambda m: ()}, ValueError, "embed returned 0 tensors"),
+        ({"embed": lambda m: (torch.ones(1),) * len(m["query"])}, ValueError, "1 and 3 tensors"),
+        ({"embed": lambda m: torch.ones(3)}, ValueError, "no embedding has a gradient"),
+        ({"loss_of": lambda rows: rows}, TypeError, r"a tensor of shape \(7, 8\)"),
+        ({"loss_of": lambda rows: 1.0}, TypeError, "returned float"),
+        ({"loss_of": lambda rows: rows.detach().sum()}, ValueError, "no embedding has a gradient"),
+    ],
+)
+def test_what_cannot_be_right_is_said(given, kind, says):
+    model = encoder()
+    arguments = {
+        "micro_batches": list(split(pairs(), 3)),
+        "embed": lambda micro: model(micro["query"]),
+        "loss_of": lambda rows: rows.std(),
+    }
+    with pytest.raises(kind, match=says):
+        accumulate_through_embeddings(**(arguments | given))
+
+
+def test_other_embeddings_in_the_second_pass_are_refused_and_the_random_state_is_kept():
+    model, numbers = encoder(), random.Random(0)
+
+    def embed(micro):
+        return model(micro["query"]) * numbers.random()
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="other embeddings for the same micro-batch"):
+        accumulate_through_embeddings(list(split(pairs(), 3)), embed, lambda rows: rows.std())
+    assert torch.equal(torch.get_rng_state(), before)
+
+    calls = []
+
+    def interrupted(micro):
+        calls.append(torch.rand(()))
+        if len(calls) == 4:  # the first of the second pass
+            raise KeyboardInterrupt
+        return model(micro["query"])
+
+    with pytest.raises(KeyboardInterrupt):
+        accumulate_through_embeddings(list(split(pairs(), 3)), interrupted, lambda rows: rows.std())
+    torch.manual_seed(5)
+    torch.rand(3)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        accumulate_through_embeddings(list(split(pairs(), 3)), interrupted, lambda rows: rows.std())
+    assert torch.rand(1) == torch.rand(1, generator=_at(after))
+
+
+def _at(state):
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_numbers(dtype):
+    """As exact as the full batch's own rounding allows."""
+    model, batch = encoder(), pairs()
+    expected, _ = full_gradient(model, both(model), decorrelated, batch)
+    model.to(dtype)
+
+    def embed(micro):
+        return [e.double() for e in both(model)(micro)]
+
+    accumulate_through_embeddings(list(split(batch, 2)), embed, decorrelated)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    assert (gradient(model).double() - expected).norm() <= limit * expected.norm()
