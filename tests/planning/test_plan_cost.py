@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from support.families import OLDER
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
 from gradmem_lib.course.material import models
 from gradmem_lib.optimizers import OPTIMIZERS
+from gradmem_lib.planning import cost
 from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.cost import (
     Work,
@@ -345,3 +347,30 @@ def test_what_lies_beside_the_live_bytes():
         "CUDA context": 500 * 2**20,
     }
     assert overhead_of_prediction(predict(config, batch_size=1, seq_len=8, target="cpu")) == {}
+
+
+class TwoMeans(transformers.LlamaForCausalLM):
+    """A loss of one's own: the mean over labels, and the mean over rows."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = super().forward(*args, labels=labels, **kwargs)
+        per_row = output.logits.square().mean(dim=(1, 2))
+        if labels is not None:
+            lengths = labels.ne(-100).sum(dim=1)
+            output.loss = output.loss + (per_row / (1 + lengths)).mean()
+        return output
+
+
+def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
+    config = models.tiny_llama(**LLAMA).config
+    monkeypatch.setattr(cost, "skeleton", lambda config: TwoMeans(config).to("meta"))
+    with pytest.raises(ValueError, match="the loss of TwoMeans is no mean over labels or rows"):
+        count(config)
+
+
+def test_a_plan_of_a_model_whose_name_says_nothing_is_made():
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 65, "n_positions": 64}
+    config = transformers.ImageGPTConfig(**sizes, architectures=["ImageGPTForCausalImageModeling"])
+    assert count(config).parameters == sum(
+        p.numel() for p in transformers.ImageGPTForCausalImageModeling(config).parameters()
+    )

@@ -113,6 +113,22 @@ def test_a_streamed_window_ends_with_its_epoch(rows, accumulation, tmp_path):
         assert logged == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_a_window_that_is_filled_up_counts_no_tokens_for_it(counted, tmp_path):
+    rows, tokens = 5, 12
+    trainer = make_trainer(
+        tiny(),
+        Recipe(accumulation=3),
+        batch_size=3,
+        train_dataset=Stream(rows),
+        **settings(tmp_path, max_steps=2),
+        include_num_input_tokens_seen=counted,
+    )
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == rows * tokens
+    assert trainer.state.global_step == 2
+
+
 class Rows(torch.utils.data.Dataset):
     def __init__(self, rows, unlabelled=()):
         self.rows, self.unlabelled = rows, unlabelled
