@@ -224,9 +224,8 @@ first = (paths["second moment"][1] - paths["second moment"][0]).abs()
 guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1, 3))
 
 # %% [markdown]
-# The path runs **diagonally**: the steep direction and the flat one are equally fast now. But the first step is far
-# too long in both. The small Llama's first steps are too long, too, and after a few of them its loss jumps above its
-# start. The reason is v, which fills up slowly from zero.
+# The path runs **diagonally**: both directions are equally fast now. But the first step is far
+# too long. The small Llama's first steps are too long, too, and after a few of them its loss jumps above its start. The reason is v, which fills up slowly from zero.
 #
 # ## 4 · Bias correction, and Adam
 #
@@ -237,9 +236,9 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
 # with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
-# (Kingma and Ba 2015).
+# (Kingma and Ba 2015). Without the corrections, Adam's first step is 0.1 / √0.001 = 3.16 times lr.
 #
-# How many steps do the two averages remember, with PyTorch's usual β₁ and β₂? Click the next claim to read it.
+# How many steps do the two averages remember? Click the next claim.
 
 # %%
 claims.show("C04")
@@ -501,9 +500,9 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** In
 # return it makes fewer calls. On a card AdamW uses `foreach` unless you say `foreach=False` or `fused=True`.
 #
-# The plain loop needs two copies of the largest parameter, and exercise 2.4 needs five, written as in the hints. If
-# yours needs fewer, you gave fewer tensors a name: a tensor without a name is freed sooner. You can do better, with
-# **one**.
+# The plain loop needs two copies of the largest parameter here, and three where two such parameters follow each other.
+# Exercise 2.4 needs five, written as in the hints. If yours needs fewer, you named fewer tensors: one without a name is
+# freed sooner. You can do better, with **one**.
 #
 # ### Exercise 2.6 · AdamW with one temporary
 #

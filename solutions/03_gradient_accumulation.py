@@ -437,7 +437,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
 # divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
-# Adam divides by the gradient's size anyway, and clipping limits that size. The attribute `accepts_loss_kwargs`, set
+# Adam and clipping make up for a gradient's size. The attribute `accepts_loss_kwargs`, set
 # before the `Trainer` is built, tells it the truth.
 #
 # ### Exercise 3.8 · fix a Trainer run
@@ -476,15 +476,18 @@ for kind in kinds:
     print(f"{kind:<32}", trainer_factors(kind, steps=4, prepare=mended))
 
 # %% [markdown]
-# All factors are 1 now. `Trainer` takes the mean of the micro-batches' means. That is right for classifiers whose
-# micro-batches have equally many examples. For a language model the same attribute would bring back the error of
-# section 4.
+# All factors are 1 now. `Trainer` takes the mean of the micro-batches' means, which is right for classifiers whose
+# micro-batches have equally many examples. A language model would have section 4's error again.
+#
+# There is a second question: **does the loss that your `Trainer` computes use the number?** A `compute_loss` of your
+# own that returns a mean ignores it: the Llama's gradient is then 4.8 times too large. Return the sum, divided by
+# `num_items_in_batch`.
 #
 # ## 9 · Two processes
 #
 # On several GPUs each process accumulates its own window, and `DistributedDataParallel` (DDP) takes the **mean of the
-# processes' gradients**. The next script runs in two processes at the same time, which have the ranks 0 and 1. Rank 0
-# gets the sequences of 8 and 16 tokens, and rank 1 those of 64 and 128:
+# processes' gradients**. The next script runs in two processes, with the ranks 0 and 1. Rank 0 gets the
+# sequences of 8 and 16 tokens, and rank 1 those of 64 and 128:
 
 # %%
 setting = """
@@ -517,8 +520,7 @@ def error_of(loop):
 
 
 # %% [markdown]
-# Suppose that each process divides by the tokens of its own window, 22 and 190. How far is the result from the gradient
-# of all 212 tokens?
+# Suppose each process divides by its own tokens, 22 and 190. How far is the result from the gradient of all 212?
 
 # %%
 question = "Each process divides by its own tokens, 22 and 190: relative error?"
@@ -538,7 +540,7 @@ print("relative error:", error)
 guess_f.reveal(measured=error)
 
 # %% [markdown]
-# It is the trap of section 4 once more: the mean gives both processes the same weight.
+# It is section 4's trap: the mean gives both processes the same weight.
 #
 # **Now you.** Change the marked line so that the error becomes 0, and run its cell again. Try `items = 212` first. Why
 # is the error 0.5 then?
@@ -551,9 +553,9 @@ guess_f.reveal(measured=error)
 #
 # </details>
 #
-# The loop has a second flaw. DDP exchanges gradients in *every* backward, and once a window is enough. The context
-# manager `ddp.no_sync()` switches the exchange off: put forward and backward of all micro-batches but the last in it.
-# `accumulate_gradients(..., model=ddp)` uses `no_sync`, and it divides by the count of all processes:
+# The loop has a second flaw. DDP exchanges gradients in *every* backward, and once a window is enough.
+# `ddp.no_sync()` switches the exchange off: put forward and backward of all micro-batches but the last in it.
+# `accumulate_gradients(..., model=ddp)` does that, and divides by the count of all processes over their number:
 
 # %%
 loop = "accumulate_gradients(mine, lambda micro: next_token_loss(ddp, micro), model=ddp)"
@@ -562,10 +564,9 @@ print("accumulate_gradients: error below 1e-12:", error_of(loop) < 1e-12)
 # %% [markdown]
 # ## 10 · What it costs in time
 #
-# The same tokens go through the same matrix products. But there are more operations to start, and each is smaller. In
-# our record, on one thread of a CPU, 4 micro-batches cost nothing, and 16 cost time. A large GPU is the other
-# extreme: a micro-batch that cannot fill it leaves it waiting. So take the largest micro-batch that fits, and measure
-# before you believe a ratio. (C16 is about time, C29 about operations.)
+# The same tokens go through the same matrix products, in more and smaller operations. In our record, on one thread of
+# a CPU, 4 micro-batches cost nothing, and 16 cost time. A large GPU is the other extreme: a micro-batch that cannot
+# fill it leaves it waiting. So take the largest micro-batch that fits.
 
 # %%
 claims.show("C16", "C29")
@@ -578,7 +579,8 @@ claims.show("C16", "C29")
 # - **`loss / K` is right only for equal counts.** With lengths that differ, it is another objective.
 # - **Step, zero, clip and log once a window**, the last incomplete one included.
 # - **A trainer may not do what you think.** Compare one update at 1 and at K steps.
-# - **Several processes**: exchange gradients once a window (`no_sync`), and divide by the count of all processes.
+# - **Several processes**: exchange gradients once a window (`no_sync`), and divide by the count of all processes over
+#   their number.
 #
 # Accumulation cannot help where one sequence does not fit. Lesson 04 makes the activations of a sequence smaller.
 #

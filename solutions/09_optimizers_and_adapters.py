@@ -72,7 +72,7 @@ states = cost("AdamW", adamw)
 # largest magnitude among its neighbours, the **absmax**, and store the index of the nearest number in the code. If a
 # whole tensor shared one absmax, a single large number would push all others towards 0. So each **block** of 256
 # neighbours has its own, in float32. This is *blockwise quantization*
-# ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861)).
+# ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861), with blocks of 2,048).
 
 # %%
 guess_a = predict_first(
@@ -269,7 +269,7 @@ for name, (make, rate) in rates.items():
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
-# | Muon | all directions alike | batches are small: its products cost what 2,300 tokens of SmolLM2 cost |
+# | Muon | all directions alike | batches are small: its products cost what 1,800 tokens of SmolLM2 cost |
 #
 # ## 5 · Gradients that do not wait
 #
@@ -337,12 +337,12 @@ def clip_in_backward(model, loss_of, lr, max_norm):
 clip_in_backward = check("9.4", clip_in_backward)
 
 # %% [markdown]
-# The price is a second forward and backward. If each parameter is clipped by its *own* norm, one pass is enough, but
-# the update has another direction.
+# The price is a second forward and backward. Clipping each parameter by its *own* norm needs one pass, but changes the
+# update's direction.
 #
-# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. Take a gradient G's r
-# largest singular directions as the columns of a matrix P, and renew P every few hundred steps. Adam runs on the small
-# matrix PᵀG, of r rows, and P maps Adam's update back (exercise 9.9). How much of a gradient with 576 rows does P keep?
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. A gradient G's r
+# largest singular directions are the columns of a matrix P, renewed every few hundred steps. Adam runs on the
+# matrix PᵀG, of r rows, and P maps its update back (exercise 9.9). How much of G, which has 576 rows, does P keep?
 
 # %% tags=["nbval-ignore-output"]
 U = torch.linalg.svd(gradient, full_matrices=False).U
@@ -351,8 +351,8 @@ for rank in (4, 16, 64):
     print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
-# A few directions keep most of it. G itself stays large, so GaLore is combined with steps in backward
-# (`optim="galore_adamw_layerwise"`).
+# With few tokens, G's rank is low: of 512 tokens, four directions keep 56 %. G stays large, so GaLore steps in
+# backward (`optim="galore_adamw_layerwise"`).
 #
 # ## 6 · Adapters
 #

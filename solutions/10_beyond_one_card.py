@@ -636,7 +636,7 @@ print(read.num_processes, "processes,", read.distributed_type.value)
 # <details><summary>Hint: passes</summary>
 #
 # DDP has one all-reduce an update. FSDP has, for each micro-batch, two all-gathers (forward, backward) and one
-# reduce-scatter. ZeRO-2 has one all-gather less.
+# reduce-scatter. ZeRO-2 has one all-gather less. (ZeRO-1 has DDP's all-reduce and one all-gather, once an update.)
 #
 # </details>
 
@@ -671,8 +671,8 @@ guess_e.reveal(measured=tokens(CARDS["RTX 4090 24GB"]), what="estimated")
 print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
-# An H100's link is much faster, but so is its computing. Cards do not reach their full rate of operations, so fewer
-# tokens are enough.
+# An H100's link is much faster, but so is its computing. Cards compute below their full rate, so fewer tokens are
+# enough. RTX 4090s send through the host, so more are needed.
 #
 # When not to shard:
 #
@@ -787,7 +787,7 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
 # ## 11 · What you can now do
 #
 # - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights.
-# - **FSDP gathers unit by unit.** Checkpoints go on first, then each layer is a unit, and the model comes last.
+# - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last.
 # - **A collective needs every rank**, in saving and in clipping too.
 # - **Divide by the labels of all ranks**, and undo the mean that the engine takes.
 # - **Check bytes, not settings.** On the CPU, Trainer's FSDP is DDP.

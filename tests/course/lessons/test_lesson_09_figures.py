@@ -124,15 +124,6 @@ def test_what_is_at_the_peak_of_300_mib():
     assert smollm2_peak(13, recipe).total > 300 * MiB and "Thirteen layers do not fit" in TEXT
 
 
-def test_the_time_of_muons_products():
-    """Five rounds of X X', A A and B X, against forward and backward: 6 operations a weight and
-    token.
-    """
-    n, m = 576, 1536  # SmolLM2's MLP
-    tokens = 5 * (4 * n * n * m + 2 * n**3) / (6 * n * m)
-    assert f"its products cost what {round(tokens, -2):,.0f} tokens of SmolLM2 cost" in TEXT
-
-
 def test_the_record_of_the_optimizers():
     record = json.loads(
         (ROOT / "benchmarks" / "results" / "optimizers.json").read_text(encoding="utf-8")
@@ -153,3 +144,35 @@ def test_the_record_of_the_optimizers():
             assert f"{best:.3f} {text}" in TEXT, name
     time = rows["muon"]["time of a step, to AdamW's"]
     assert f"a step of Muon takes {time:.0f} times as long as AdamW's." in TEXT
+
+
+def test_the_products_of_muon_cost_what_so_many_tokens_cost():
+    """Five rounds of Newton and Schulz on each matrix of the layers; a token's forward and backward
+    multiply three times by each matrix and by the head.
+    """
+    config = known_model("SmolLM2-135M")[1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    rounds = 0
+    for matrix in matrices:
+        short, long = sorted(matrix.shape)
+        # X Xᵀ, its square, and the result times X: two operations for each product and sum
+        rounds += 5 * 2 * (short * short * long + short**3 + short * short * long)
+    trained = sum(p.numel() for p in matrices) + model.lm_head.weight.numel()
+    assert f"its products cost what {round(rounds / (6 * trained), -2):,.0f} tokens" in TEXT
+
+
+def test_galores_directions_keep_less_of_more_tokens():
+    from gradmem_lib.course import texts
+
+    model, tokenizer = models.smollm2()
+    model.requires_grad_(False)
+    weight = model.model.layers[20].mlp.down_proj.weight.requires_grad_()
+    rows, _ = texts.datasets(tokenizer, seq_len=64, rows=8, held_out=2)
+    for ids in rows.ids.split(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    values = torch.linalg.svdvals(weight.grad).square()
+    kept = (values[:4].sum() / values.sum()).sqrt()
+    assert rows.ids.numel() == 512
+    assert f"of 512 tokens, four directions keep {100 * kept:.0f} %" in TEXT

@@ -439,8 +439,8 @@ EXERCISES = (
                 "no checkpoints",
                 _sharded(),
                 (
-                    "every layer's activations are kept: switch on checkpointing before you shard "
-                    "the layers."
+                    "every layer's activations are kept: switch on checkpointing too, before or "
+                    "after you shard the layers."
                 ),
             ),
             Mistake(
