@@ -321,7 +321,7 @@ def lesson_08(found: Printed) -> Sheet:
         (
             (
                 f"{float(ratio):.0f} ×",
-                "slower than recomputing: moving a 7B's layer off an H100 (PCIe 5)",
+                "slower than recomputing: an H100 moving a 7B's layer",
             ),
             (
                 found.answer("8.b").replace(" percent", " %"),
