@@ -45,6 +45,8 @@ def predicted_tokens(model: nn.Module, batch: Any) -> int | None:
     labels = _whole_labels(batch)
     if labels is None or labels.dim() != 2:
         return None
+    if labels.shape[1] == 1:
+        return 0  # also in a prediction, whose labels have no values
     return int((labels[:, 1:] != IGNORED).sum())
 
 
