@@ -334,7 +334,8 @@ class Counts(nn.Module):
     def forward(self, x):
         self.calls += 1
         y = self.linear(x)
-        return (y.sin().sin().sin() if self.calls % 5 == 4 else y).square().mean()
+        # the same values, so that the loss may be cut
+        return (y.exp().log().exp().log() if self.calls % 5 == 4 else y).square().mean()
 
 
 def test_every_micro_batch_of_a_module_is_traced():
