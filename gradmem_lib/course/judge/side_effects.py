@@ -217,6 +217,7 @@ def switches() -> dict[str, Any]:
             for kind in ("cpu", "cuda")
         ),
         "autocast's cache": torch.is_autocast_cache_enabled(),
+        "autocast's nesting": autocast_nesting(),
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
         "deterministic algorithms": (
@@ -229,6 +230,12 @@ def switches() -> dict[str, Any]:
         "hooks on every module": course_compat.global_hooks(),
         "saved-tensor hooks": course_compat.saved_tensor_hooks(),
     }
+
+
+def autocast_nesting() -> int:
+    """How many blocks of autocast this thread is in. Its cache is cleared when the last one ends."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def process_state() -> dict[str, Any]:
@@ -332,6 +339,8 @@ def restore(before: dict[str, Any]) -> None:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(before["autocast's cache"])
+    for _ in range(now["autocast's nesting"] - before["autocast's nesting"]):
+        torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
     torch.set_default_dtype(before["the default dtype"])
     if now["the default device"] != before["the default device"]:

@@ -8,7 +8,9 @@ import torch
 from course.judge.toy_exercise import AREA, area, exercise_of
 from torch import nn
 
+from gradmem_lib import MemoryTracker
 from gradmem_lib.course.judge.exercise import Mistake, calls, measure
+from gradmem_lib.course.judge.side_effects import autocast_nesting
 from gradmem_lib.course.judge.verdict import PASSED, judge
 from gradmem_lib.course.learner.check import check
 
@@ -291,3 +293,20 @@ def test_an_enforced_budget_is_an_answer_too_large_and_not_a_crash():
         "requested last, 4,000 bytes would"
     )
     assert expected in line and "2,000 too many." in line
+
+
+def test_autocast_that_stays_on_keeps_no_copies_of_weights_afterwards():
+    """A cache of casts is cleared when the outermost block ends, so an answer's block must end."""
+    judge(AREA, leaves_autocast_on)
+    assert autocast_nesting() == 0
+    layer = torch.nn.Linear(64, 64)
+
+    def forward_in_a_block():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(torch.ones(1, 64))
+
+    forward_in_a_block()
+    with MemoryTracker(layer, live=False) as tracker:
+        forward_in_a_block()
+    cast = layer.weight.numel() * 2
+    assert tracker.peak.by_category["other"] < cast, "the cast of the block before has ended"
