@@ -1,5 +1,5 @@
-"""The command line: ``gradmem lab | doctor | explain | predict | plan | progress | class``, or
-``python -m gradmem_lib ...``.
+"""The command line: ``gradmem lab | doctor | run | explain | predict | plan | progress | class``,
+or ``python -m gradmem_lib ...``.
 
 Arguments are checked before torch is imported, which takes seconds.
 """
@@ -142,6 +142,31 @@ def _explain(options: argparse.Namespace) -> int:
     print()
     options.error = explanation.error
     return _asked(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from .run.program import CannotRun
+    from .run.session import run
+
+    words = options.module or options.script
+    if not words:
+        print("gradmem run needs a script, or -m MODULE. See gradmem run --help", file=sys.stderr)
+        return 2
+    try:
+        as_module = options.module is not None
+        return run(words, as_module=as_module, out=options.out, budget=options.budget)
+    except CannotRun as error:
+        print(wrapped(error), file=sys.stderr)
+        return 2
+
+
+def _size(text: str) -> int:
+    from .units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _beside(options: argparse.Namespace) -> int:
@@ -456,6 +481,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+    _add_run(commands)
     _add_explain(commands)
     _add_predict(commands)
     _add_plan(commands)
@@ -495,6 +521,21 @@ def parser() -> argparse.ArgumentParser:
     add("--once", action="store_true", help="write the page once, instead of until Ctrl-C")
     board.set_defaults(run=_class)
     return top
+
+
+def _add_run(commands) -> None:
+    measured = commands.add_parser(
+        "run",
+        help="run a script unchanged, and report its memory",
+        usage="%(prog)s [--budget SIZE] [--out FILE] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        description="Run a script as Python would, measure it, and write one HTML report.",
+    )
+    add = measured.add_argument
+    add("--budget", type=_size, metavar="SIZE", help="fail where live bytes exceed it, as 8GiB")
+    add("--out", type=Path, metavar="FILE", help="the report (gradmem-SCRIPT.html)")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments")
+    add("script", nargs=argparse.REMAINDER, help="a script and its arguments")
+    measured.set_defaults(run=_run)
 
 
 def _add_explain(commands) -> None:

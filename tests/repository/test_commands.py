@@ -276,7 +276,7 @@ def test_missing_options_leave_with_2(capsys):
 def test_without_a_command_the_commands_are_listed(capsys):
     code, out, _ = command(capsys)
     assert code == 0
-    for name in ("lab", "doctor", "explain", "predict", "plan", "progress", "class"):
+    for name in ("lab", "doctor", "run", "explain", "predict", "plan", "progress", "class"):
         assert re.search(rf"^    {name} ", out, re.MULTILINE), name
 
 

@@ -20,6 +20,7 @@ FLOORS = (
     ("prediction",),
     ("planning",),
     ("view",),
+    ("run",),
     ("course",),
 )
 LIBRARY = ROOT / "gradmem_lib"
