@@ -100,7 +100,9 @@ def _picture(output: dict, images: Path) -> None:
     about = output["metadata"].get("image/png", {})
     words = html.escape(about.get("alt", "".join(output["data"].get("text/plain", ""))), quote=True)
     size = "".join(f' {side}="{about[side]}"' for side in ("width", "height") if side in about)
-    shown = f'<img src="../_static/{images.name}/{file.name}" alt="{words}"{size} loading="lazy">'
+    shown = f'<img src="../_static/{images.name}/{file.name}" alt="{words}"{size} loading="lazy"'
+    # The picture has no background; without this class, the dark theme puts white behind it.
+    shown += ' class="dark-light">'
     output["data"] = {"text/html": shown}
 
 

@@ -14,9 +14,7 @@ from .style import (
     ALARM,
     COLORS,
     HATCHES,
-    MUTED,
-    PAPER,
-    halo,
+    INK,
     hatch_ink,
     new_figure,
     nice_step,
@@ -55,11 +53,10 @@ def plot_bars(
         ax.set_xlim(0, top / factor)
         ax.set_ylim(0.55 - len(bars), 0.62)
         ax.set_yticks([])
-        ax.set_facecolor(PAPER)
         for side in ("top", "right", "left"):
             ax.spines[side].set_visible(False)
-        ax.tick_params(colors=MUTED, length=3, labelsize=8)
-        ax.set_xlabel(unit, color=MUTED, fontsize=8.5)
+        ax.tick_params(colors=INK, length=3, labelsize=8)
+        ax.set_xlabel(unit, color=INK, fontsize=8.5)
         figure.text(0.02, 1 - 0.28 / height, title, fontsize=11, fontweight="bold", va="baseline")
         figure.text(0.98, 1 - 0.28 / height, note, fontsize=9, ha="right", va="baseline")
         _draw_legend_row(figure, height)
@@ -78,7 +75,7 @@ def _draw_bar(ax: Axes, y: float, label: str, parts: Mapping[str, int], factor: 
             }
             ax.barh(y, width, 0.5, left=left, linewidth=0, **look)
             left += width
-    on_top = {"path_effects": halo(5), "zorder": 6}
+    on_top = {"zorder": 6}
     ax.text(0, 0.30 + y, label, ha="left", va="bottom", fontsize=8.5, **on_top)
     total = sum(parts.values())
     ax.text(total / factor, y, f"  {format_bytes(total)}", va="center", fontweight="bold", **on_top)

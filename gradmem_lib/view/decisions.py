@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..measure.diagnosis import TECHNIQUES
 from ..units import format_bytes, parse_bytes
 from .diagnosis import diagnose
-from .style import COLORS, HATCHES, INK, MUTED, hatch_ink, new_figure, style
+from .style import COLORS, HATCHES, INK, hatch_ink, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,19 +43,21 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
         ax.set(xlim=(-0.5, right + 6.6 + 2.8 * bool(found)), ylim=(len(TECHNIQUES) - 0.4, -0.6))
         ax.axis("off")
         for phase, (title, parts) in GROUPS.items():
-            ink = INK if now in (None, phase) else MUTED
-            ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", color=ink)
+            faded = 1 if now in (None, phase) else 0.6
+            ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", alpha=faded)
             for part in parts:
                 size = (
                     f"  {format_bytes(found.peak.by_category[part])}"
                     if found and now == phase
                     else ""
                 )
-                ax.text(places[phase, part], -0.62, part + size, rotation=38, fontsize=8, color=ink)
+                ax.text(
+                    places[phase, part], -0.62, part + size, rotation=38, fontsize=8, alpha=faded
+                )
         for row, technique in enumerate(TECHNIQUES):
             if row % 2 == 0:
                 ax.axhspan(
-                    row - 0.5, row + 0.5, xmin=-0.42, color="#eef1f5", zorder=0, clip_on=False
+                    row - 0.5, row + 0.5, xmin=-0.42, color="#80889622", zorder=0, clip_on=False
                 )
             ax.text(
                 -0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center"
@@ -76,7 +78,7 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
                         edgecolor=hatch_ink(COLORS[part]),
                         **look,
                     )
-            ax.text(right, row, technique.price, va="center", color=MUTED)
+            ax.text(right, row, technique.price, va="center", color=INK)
             if found:
                 lowest = found.lowest[technique.name]
                 text_options = {"s": format_bytes(lowest)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .style import INK, display_size, halo, new_figure, png, style
+from .style import GRID, INK, display_size, new_figure, png, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Each line also has its own
 # mark. The course's update rules have the same colours in every picture.
 STYLES = {
-    "SGD": ("#5b6473", "-", "o"),
+    "SGD": (INK, "-", "o"),
     "momentum": ("#0072b2", "-", "s"),
     "second moment": ("#d55e00", "-", "^"),
     "Adam": ("#009e73", "-", "D"),
     "AdamW": ("#cc79a7", "--", "v"),
-    "": ("#000000", ":", "x"),
+    "": ("#b08a2e", ":", "x"),
 }
 
 
@@ -60,9 +60,7 @@ def plot_paths(
         figure = new_figure(7.8, 3.2)
         axes = figure.add_axes((0.06, 0.11, 0.68, 0.76))
         levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
-        axes.contour(
-            x, y, heights, levels=levels.tolist(), colors="#c3cad6", linewidths=0.7, zorder=1
-        )
+        axes.contour(x, y, heights, levels=levels.tolist(), colors=GRID, linewidths=0.7, zorder=1)
         for name, path in paths.items():
             color, dash, mark = STYLES[name if name in STYLES else ""]
             points = path.detach().double().cpu()
@@ -78,7 +76,7 @@ def plot_paths(
                 label=name,
             )
         for name, at in marks.items():
-            axes.plot(*at, marker="+", markersize=11, color="black", linestyle="", zorder=5)
+            axes.plot(*at, marker="+", markersize=11, color=INK, linestyle="", zorder=5)
             axes.annotate(
                 name,
                 at,
@@ -86,7 +84,6 @@ def plot_paths(
                 textcoords="offset points",
                 color=INK,
                 fontsize=8,
-                path_effects=halo(),
             )
         axes.set_xlim(float(x[0]), float(x[-1]))
         axes.set_ylim(float(y[0]), float(y[-1]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .style import COLORS, INK, MUTED, halo, new_figure, style
+from .style import COLORS, INK, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "")
         width = 1.35 * max(x for x, _ in shares.values()) or 1
         axes.set(xlim=(-0.03 * width, width), ylim=(0, 108))
         axes.step(
-            *zip(*(shares[n] for n in line), strict=True), where="post", color=MUTED, linewidth=1
+            *zip(*(shares[n] for n in line), strict=True), where="post", color=INK, linewidth=1
         )
         placed: list[tuple[float, float]] = []
         for (x, y), names in sorted(_same(shares).items(), key=lambda item: item[0][1]):
@@ -66,14 +66,13 @@ def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "")
                 ", ".join(names),
                 va="center",
                 fontsize=8.5,
-                path_effects=halo(),
             )
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=MUTED, length=3, labelsize=8)
-        axes.set_xlabel("operations more, % of a step", color=MUTED)
-        axes.set_ylabel("bytes kept, % of the most", color=MUTED)
+        axes.tick_params(colors=INK, length=3, labelsize=8)
+        axes.set_xlabel("operations more, % of a step", color=INK)
+        axes.set_ylabel("bytes kept, % of the most", color=INK)
         figure.text(0.02, 0.94, title, fontsize=11, fontweight="bold")
-        figure.text(0.98, 0.94, "filled: nothing beats it", fontsize=8.5, color=MUTED, ha="right")
+        figure.text(0.98, 0.94, "filled: nothing beats it", fontsize=8.5, color=INK, ha="right")
     return figure
 
 

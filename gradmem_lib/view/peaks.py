@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .style import COLORS, MUTED, PAPER, new_figure, style
+from .style import COLORS, INK, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,9 +32,7 @@ def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: s
     top = 1.12 * max(max(sizes) for pairs in groups.values() for _, *sizes in pairs) / 1e9
     with style():
         figure = new_figure(8.6, height, alt=f"{title}. {words}.")
-        axes = figure.add_axes(
-            (0.42, FOOT / height, 0.57, 1 - (HEAD + FOOT) / height), facecolor=PAPER
-        )
+        axes = figure.add_axes((0.42, FOOT / height, 0.57, 1 - (HEAD + FOOT) / height))
         top_row = 0
         for heading, pairs in groups.items():
             axes.annotate(
@@ -66,8 +64,8 @@ def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: s
             top_row += 1 + len(pairs)
         axes.set(xlim=(0, top), ylim=(top_row - 0.4, -0.6), yticks=[])
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(colors=MUTED, length=3, labelsize=8)
-        axes.set_xlabel("GB (10⁹ bytes)", color=MUTED, fontsize=8.5)
+        axes.tick_params(colors=INK, length=3, labelsize=8)
+        axes.set_xlabel("GB (10⁹ bytes)", color=INK, fontsize=8.5)
         figure.text(
             0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline"
         )

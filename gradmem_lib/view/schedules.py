@@ -17,14 +17,15 @@ import numpy as np
 from ..units import format_bytes
 from .schedule_record import PARTS, ScheduleRecord
 from .style import (
+    DARK,
+    GRID,
     INK,
-    MUTED,
-    PAPER,
+    LIGHT,
     display_size,
-    halo,
     hatch_ink,
     new_figure,
     nice_step,
+    plate,
     png,
     scale_of,
     style,
@@ -48,7 +49,7 @@ COLORS = {
     "inputs": "#b3400f",
     "passing": "#f3dc8c",
     "left": "#bd2b52",
-    "free": "#f2f4f7",
+    "free": "#80889626",
 }
 
 HATCHES = {"recompute": "////", "internals": "..", "passing": "xx", "left": "\\\\"}
@@ -164,7 +165,7 @@ def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
             fontsize=11,
             fontweight="bold",
         )
-        figure.text(legend, 1 - 0.26 / height, "peak", color=MUTED)
+        figure.text(legend, 1 - 0.26 / height, "peak", color=INK)
         figure.text(
             0.985,
             1 - 0.26 / height,
@@ -177,13 +178,13 @@ def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
             0.985,
             1 - 0.42 / height,
             f"{record.peak:,} bytes without weights",
-            color=MUTED,
+            color=INK,
             fontsize=6.8,
             ha="right",
         )
 
         _draw_legend(figure, record, (legend, height), top, grid_height + gap)
-        below.set_ylabel(unit, color=MUTED, fontsize=8.5)
+        below.set_ylabel(unit, color=INK, fontsize=8.5)
     return figure
 
 
@@ -214,7 +215,7 @@ def _draw_legend(
     for i, look in enumerate(shown):
         row(top + i * step, look, LABELS[look], str(looks.count(look) or ""))
     y = top + low + 0.07
-    look = {"color": MUTED, "fontsize": 7.5, "ha": "right", "va": "center_baseline"}
+    look = {"color": INK, "fontsize": 7.5, "ha": "right", "va": "center_baseline"}
     figure.text(0.985, 1 - y / height, "at the peak", **look)
     for name in reversed(PARTS):
         if record.live[name].any():
@@ -230,9 +231,13 @@ def _draw_legend(
 def _paint(look: str, small: bool = False) -> dict:
     """How matplotlib fills a box."""
     color = COLORS[look]
-    edge = {"dropped": COLORS["forward"], "redropped": COLORS["recompute"], "free": "#c9ced6"}.get(
-        look
-    )
+    edges = {
+        "dropped": COLORS["forward"],
+        "redropped": COLORS["recompute"],
+        "backward": INK,  # on a dark page, the edge is what shows
+        "free": GRID,
+    }
+    edge = edges.get(look)
     if edge:
         return {
             "facecolor": color,
@@ -256,7 +261,7 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
     ax.set_ylim(0, n)
     ax.set_facecolor(COLORS["free"])
     if n <= 32:
-        ax.hlines(range(1, n), 0, columns, color=PAPER, linewidth=0.8, zorder=1)
+        ax.hlines(range(1, n), 0, columns, color=LIGHT, linewidth=0.8, zorder=1)
     for z, (look, boxes) in enumerate(boxes_of(record).items()):
         patches = [Rectangle(box[:2], *box[2:]) for box in boxes]
         ax.add_collection(PatchCollection(patches, zorder=2 + z / 10, **_paint(look)))
@@ -265,9 +270,9 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
     step = round(nice_step(n, 4)) or 1
     ticks = [1, *(k for k in range(step, n + 1, step) if k > 1 and n - k > step / 2), n]
     ax.set_yticks([k - 0.5 for k in ticks], [str(k) for k in ticks])
-    ax.tick_params(axis="y", length=0, colors=MUTED, labelsize=8, pad=2)
+    ax.tick_params(axis="y", length=0, colors=INK, labelsize=8, pad=2)
     ax.tick_params(axis="x", length=0, labelbottom=False)
-    ax.set_ylabel("layer", color=MUTED, fontsize=8.5)
+    ax.set_ylabel("layer", color=INK, fontsize=8.5)
     backward_start = turning_point(record)
     inch = 1 / (ax.get_position().height * ax.figure.get_size_inches()[1])  # in heights of the grid
     for phase, start, stop in (
@@ -280,7 +285,7 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
             0.17 * inch,
             transform=ax.get_xaxis_transform(),
             facecolor=PHASE_COLORS[phase],
-            edgecolor=PAPER,
+            edgecolor=LIGHT,
             linewidth=0.6,
             clip_on=False,
         )
@@ -293,7 +298,7 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
             ha="center",
             va="center_baseline",
             fontsize=7.5,
-            color="#ffffff" if phase == "backward" else INK,
+            color=LIGHT if phase == "backward" else DARK,
         )
     ax.plot([backward_start, backward_start], [0, n], color=INK, alpha=0.2, linewidth=0.7, zorder=4)
     at = peak_column(record)
@@ -324,20 +329,20 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
         ax.fill_between(x, low, low + values, step="post", zorder=2, **paint)
         low = low + values
         if len(x) <= 320:  # with more samples, it would look like noise
-            ax.step(x, low, where="post", color=PAPER, linewidth=0.5, zorder=2.5)
+            ax.step(x, low, where="post", color=LIGHT, linewidth=0.5, zorder=2.5)
     ax.step(x, low, where="post", color=INK, linewidth=0.8 if len(x) <= 320 else 0.6, zorder=3)
     top = record.peak / factor * 1.25
     ax.set_ylim(0, top)
     ax.set_yticks(np.arange(0, top, nice_step(top, 3)))
-    ax.grid(axis="y", color="#e3e5e8", linewidth=0.7, zorder=0)
+    ax.grid(axis="y", color=GRID, linewidth=0.7, zorder=0)
     ax.set_axisbelow(True)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(MUTED)
-    ax.tick_params(colors=MUTED, length=3, width=0.7, labelsize=8)
+    ax.spines["bottom"].set_color(INK)
+    ax.tick_params(colors=INK, length=3, width=0.7, labelsize=8)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.set_xlabel("time: one column each time a layer runs", color=MUTED, fontsize=8.5)
+    ax.set_xlabel("time: one column each time a layer runs", color=INK, fontsize=8.5)
     at = peak_column(record)
     ax.plot(
         [at, at],
@@ -352,8 +357,8 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
         [record.peak / factor],
         "o",
         markersize=5.5,
-        color=INK,
-        markeredgecolor=PAPER,
+        color=DARK,
+        markeredgecolor=LIGHT,
         zorder=6,
     )
     right = at > 0.7 * len(record.events)
@@ -367,7 +372,7 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
         fontsize=8.5,
         fontweight="bold",
         zorder=7,
-        path_effects=halo(),
+        **plate(),
     )
     return unit
 

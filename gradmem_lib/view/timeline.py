@@ -16,16 +16,17 @@ from ..units import format_bytes
 from .style import (
     ALARM,
     COLORS,
+    DARK,
+    GRID,
     HATCHES,
     INK,
+    LIGHT,
     MAX_POINTS,
-    MUTED,
-    PAPER,
     axis_top,
-    halo,
     hatch_ink,
     new_figure,
     nice_step,
+    plate,
     scale_of,
     shortened,
     style,
@@ -122,7 +123,7 @@ def plot_timeline(
             fontweight="bold",
             va="baseline",
         )
-        figure.text(0.772, 0.93, "peak", color=MUTED, va="baseline")
+        figure.text(0.772, 0.93, "peak", color=INK, va="baseline")
         figure.text(
             0.985,
             0.93,
@@ -133,10 +134,8 @@ def plot_timeline(
             va="baseline",
         )
         where = PHASE_LABELS.get(phase, phase)
-        figure.text(
-            0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=6.8
-        )
-        figure.text(0.985, 0.865, f"{total:,} bytes", color=MUTED, fontsize=6.8, ha="right")
+        figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=INK, fontsize=6.8)
+        figure.text(0.985, 0.865, f"{total:,} bytes", color=INK, fontsize=6.8, ha="right")
         _draw_legend(figure, 0.772, 0.79, parts, used)
     return figure
 
@@ -180,7 +179,7 @@ def draw_areas(
                 x,
                 low + values,
                 where="post",
-                color=PAPER,
+                color=LIGHT,
                 linewidth=0.2 if dense else 0.7,
                 zorder=2.5,
             )
@@ -207,16 +206,15 @@ def _draw_axes(ax: Axes, top: float, unit: str) -> None:
     """Ticks, grid and labels for an axis that reaches ``top``, in ``unit``."""
     import numpy as np
 
-    ax.set_facecolor(PAPER)
-    ax.grid(axis="y", color="#e3e5e8", linewidth=0.7, zorder=0)
+    ax.grid(axis="y", color=GRID, linewidth=0.7, zorder=0)
     ax.set_axisbelow(True)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(MUTED)
-    ax.tick_params(colors=MUTED, length=3, width=0.7, labelsize=8)
+    ax.spines["bottom"].set_color(INK)
+    ax.tick_params(colors=INK, length=3, width=0.7, labelsize=8)
     ax.tick_params(axis="y", length=0)
-    ax.set_xlabel("operations", color=MUTED, fontsize=8.5)
-    ax.set_ylabel(unit, color=MUTED, fontsize=8.5)
+    ax.set_xlabel("operations", color=INK, fontsize=8.5)
+    ax.set_ylabel(unit, color=INK, fontsize=8.5)
     ax.set_yticks(np.arange(0, top, nice_step(top)))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.xaxis.get_major_locator().set_params(integer=True)
@@ -230,22 +228,22 @@ def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
         [y],
         marker="o",
         markersize=6,
-        color=INK,
-        markeredgecolor=PAPER,
+        color=DARK,
+        markeredgecolor=LIGHT,
         zorder=6,
         clip_on=False,
     )
     ax.annotate(
         label,
         (x, y),
-        xytext=(-8 if near_right else 8, 3),
+        xytext=(-10 if near_right else 10, 3),
         textcoords="offset points",
         ha="right" if near_right else "left",
         va="bottom",
         fontsize=8.5,
         fontweight="bold",
         zorder=7,
-        path_effects=halo(),
+        **(plate() if label else {}),
     )
 
 
@@ -260,15 +258,14 @@ def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> N
         label,
         (int(right), at / factor),
         xycoords=("axes fraction", "data"),
-        xytext=(-5 if right else 5, -3),
+        xytext=(-5 if right else 5, -6),
         textcoords="offset points",
         ha="right" if right else "left",
         va="top",
-        color=ALARM,
         fontsize=8.5,
         fontweight="bold",
         zorder=7,
-        path_effects=halo(),
+        **plate(ALARM),
     )
 
 
@@ -327,7 +324,7 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
                 0.06,
                 transform=phase_transform,
                 facecolor=color,
-                edgecolor=PAPER,
+                edgecolor=LIGHT,
                 linewidth=0.6,
                 clip_on=False,
             )
@@ -375,13 +372,13 @@ def _draw_legend(
         figure.text(x + 0.029, y, label, va="center_baseline", fontsize=8.5)
         figure.text(0.985, y, value, va="center_baseline", ha="right", fontsize=8.5)
 
-    figure.text(0.985, y, "at the peak", color=MUTED, fontsize=8, ha="right", va="center_baseline")
+    figure.text(0.985, y, "at the peak", color=INK, fontsize=8, ha="right", va="center_baseline")
     for name in reversed(CATEGORIES):
         y -= 0.075
         row(y, name, COLORS[name], HATCHES[name], format_bytes(parts[name]))
     y -= 0.035
     if not phases:
-        figure.text(x, y - 0.068, "strip: steps", color=MUTED, fontsize=8, va="center_baseline")
+        figure.text(x, y - 0.068, "strip: steps", color=INK, fontsize=8, va="center_baseline")
     for phase in phases:
         y -= 0.068
         row(y, PHASE_LABELS[phase], PHASE_COLORS[phase], "", "")

@@ -14,12 +14,11 @@ from ..units import format_bytes, parse_bytes
 from .style import (
     ALARM,
     COLORS,
+    GRID,
     HATCHES,
     INK,
-    MUTED,
-    PAPER,
+    LIGHT,
     display_size,
-    halo,
     hatch_ink,
     new_figure,
     nice_step,
@@ -161,13 +160,13 @@ def short(nbytes: int, scale: tuple[int, str] | None = None) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-def signed(change: int) -> str:
+def signed(change: int, scale: tuple[int, str] | None = None) -> str:
     """ "-1.03 GiB", "+32.0 KiB"; below 1 KiB "0", since the number of a trainer's own scalars
     varies.
     """
     if abs(change) < 1024:
         return "0"
-    return ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change))
+    return ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change), scale)
 
 
 def milliseconds(seconds: float) -> str:
@@ -239,20 +238,23 @@ def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
     large = abs(end - start) > 0.015 * axes.get_xlim()[1]
     tail, head = (start, from_row), (start, row - 0.31)
     if large:
-        axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
+        axes.plot([start, start], [from_row, row], color=INK, linewidth=0.8, zorder=1)
         tail, head = (start, row), (end, row)
     # An arrow to a longer bar lies on that bar, so it is drawn over it, with a halo.
+    from matplotlib import patheffects
+
+    outline = [patheffects.withStroke(linewidth=1.6, foreground=LIGHT)]
     arrow = axes.annotate(
         "",
         head,
         tail,
         arrowprops={
             "arrowstyle": "-|>",
-            "color": MUTED,
+            "color": INK,
             "linewidth": 0.8,
             "shrinkA": 0,
             "shrinkB": 0.5,
-            "path_effects": halo(1.6) if end > start and large else [],
+            "path_effects": outline if end > start and large else [],
         },
         zorder=3,
     )
@@ -275,7 +277,7 @@ def _words(
             f"peak in {PHASE_LABELS[bar.phase]}",
             va="center_baseline",
             fontsize=7,
-            color=MUTED,
+            color=INK,
         )
     fits = budget is not None and bar.total <= budget
     figure.text(
@@ -288,7 +290,7 @@ def _words(
         fontweight="bold",
         color=INK if fits or budget is None else ALARM,
     )
-    cells = {"change": "" if bar.change is None else signed(bar.change)}
+    cells = {"change": "" if bar.change is None else signed(bar.change, scale)}
     cells["ms/token"] = "" if bar.seconds_per_token is None else milliseconds(bar.seconds_per_token)
     for column, text in cells.items():
         figure.text(COLUMNS[column], y, text, va="center_baseline", ha="right", fontsize=8.5)
@@ -298,17 +300,16 @@ def _words(
 
 def _axis(axes, top: float, factor: int, unit: str) -> None:
     axes.set_yticks([])
-    axes.set_facecolor(PAPER)
-    axes.grid(axis="x", color="#e3e5e8", linewidth=0.7, zorder=0)
+    axes.grid(axis="x", color=GRID, linewidth=0.7, zorder=0)
     axes.set_axisbelow(True)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(MUTED)
+    axes.spines["left"].set_color(INK)
     step = nice_step(top / factor)
     axes.set_xticks([step * i for i in range(int(top / factor / step) + 1)])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.tick_params(colors=MUTED, length=0, labelsize=8)
-    axes.set_xlabel(unit, color=MUTED, fontsize=8.5, loc="right", labelpad=-9)
+    axes.tick_params(colors=INK, length=0, labelsize=8)
+    axes.set_xlabel(unit, color=INK, fontsize=8.5, loc="right", labelpad=-9)
     if axes.get_xticks()[-1] * factor > 0.89 * top:  # the last number is where the unit would be
         axes.xaxis.label.set_x(1.11)
 
@@ -330,7 +331,6 @@ def _budget_line(axes, budget: int, top: float, factor: int) -> None:
         color=ALARM,
         fontsize=8.5,
         fontweight="bold",
-        path_effects=halo(),
         zorder=7,
     )
 
@@ -352,7 +352,7 @@ def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
                 1 - 0.84 / height,
                 column,
                 fontsize=8,
-                color=MUTED,
+                color=INK,
                 ha="right",
                 va="center_baseline",
             )

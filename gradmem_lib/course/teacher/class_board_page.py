@@ -16,11 +16,12 @@ from typing import Any
 from urllib.parse import quote
 
 from ...units import KiB, format_bytes
-from ...view.style import COLORS, INK, MUTED, PAPER, nice_step, scale_of
+from ...view.style import COLORS, nice_step, scale_of
 from ...view.svg import ALARM_BOTH, frame, svg_halo, svg_text
 from ..learner.guesses import how_far
 from ..learner.titles import titles
 
+INK, MUTED, PAPER = "#1d2330", "#5b6473", "#ffffff"  # a page of its own is light everywhere
 SIGN = '<meta name="generator" content="gradmem class">'
 Rows = list[tuple[str, dict[str, Any]]]  # a learner's label, and their "checks" and "guesses"
 _BINS, _WIDE, _HIGH, _LEFT = 24, 460, 190, 16
