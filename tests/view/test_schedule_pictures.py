@@ -260,5 +260,7 @@ def test_a_notebook_keeps_a_picture_with_and_without_widgets(monkeypatch):
         assert base64.b64decode(outputs[0].data["image/png"]).startswith(b"\x89PNG")
         assert "16 layers in segments of 4" in outputs[0].metadata["image/png"]["alt"]
     view = "application/vnd.jupyter.widget-view+json"
-    assert view in live[0].data and view not in still[0].data
+    assert view not in live[0].data and view not in still[0].data
+    assert "data-gradmem-place" in live[0].data["text/html"]
+    assert "text/html" not in still[0].data
     assert pyplot[0].text == "False\n"
