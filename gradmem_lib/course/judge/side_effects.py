@@ -233,7 +233,7 @@ def switches() -> dict[str, Any]:
 
 
 def autocast_nesting() -> int:
-    """The number of autocast blocks around this line. The cache is cleared when the last one ends."""
+    """The number of autocast blocks around this line. The last one clears the cache of casts."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
