@@ -99,14 +99,21 @@ def _check_cut(model: nn.Module, config) -> None:
     Where the tiny copy does not run, ``make_trainer`` asks the whole model before its first window.
     """
     check_pieces(model, {}, "micro-batches")
-    try:
-        tiny = tiny_model(type(model), config)
-        batch = example_batch(tiny, 4, 16)
-        tiny.eval()(**batch)
-    except Exception:
-        return
-    how = "accumulation, which a plan may choose,"
-    find_rule(tiny, [batch], lambda asked, part: asked(**part).loss, usual_rule(tiny), how=how)
+    # The caller's modes, autocast and random numbers have no part in this.
+    autocast = torch.autocast("cpu", enabled=False)
+    with compat.without_modes(), autocast, torch.random.fork_rng([]):
+        try:
+            tiny = tiny_model(type(model), config)
+            batch = example_batch(tiny, 4, 16)
+            tiny.eval()(**batch)
+        except Exception:
+            return
+
+        def loss_of(asked: nn.Module, part: dict) -> torch.Tensor:
+            return asked(**part).loss
+
+        how = "accumulation, which a plan may choose,"
+        find_rule(tiny, [batch], loss_of, usual_rule(tiny), how=how)
 
 
 def count(config) -> Work:

@@ -9,6 +9,7 @@ no rule is right, the loss is no mean over items, and must not be cut.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -117,11 +118,11 @@ RULES = (
     elements,
 )
 
-type_of_rule = Callable[[nn.Module, Any], int | None]
-_found: WeakKeyDictionary[nn.Module, dict[Any, type_of_rule]] = WeakKeyDictionary()
+Rule = Callable[[nn.Module, Any], int | None]
+_found: WeakKeyDictionary[nn.Module, dict[Any, Rule]] = WeakKeyDictionary()
 
 
-def count_by(rule: type_of_rule, model: nn.Module, batch: Any) -> int:
+def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
     """The items of ``batch`` by ``rule``. Where the rule does not apply: all labels if there is a
     number for each pixel, else rows; 1 for a batch that has no labels and cannot be cut.
     """
@@ -144,12 +145,12 @@ def find_rule(
     model: nn.Module,
     micro_batches: Sequence[Any],
     loss_of: Callable[[nn.Module, Any], Tensor],
-    default: type_of_rule,
+    default: Rule,
     *,
     how: str,
     key: Any = None,
     processes: Processes | None = None,
-) -> type_of_rule | None:
+) -> Rule | None:
     """The rule by which ``model``'s loss is a mean over items; ``None`` if these micro-batches
     cannot tell, since they have no labels, or no values.
 
@@ -203,7 +204,9 @@ def has_labels(batch: Any) -> bool:
     found = _whole_labels(batch)
     if found is None:
         return True
-    return bool((found[:, 1:] if found.dim() == 2 and found.shape[1] > 1 else found).ne(-100).any())
+    if found.dim() == 2 and found.shape[1] > 1:
+        found = found[:, 1:]  # a model that shifts the labels does not predict the first
+    return bool((found != IGNORED).any())
 
 
 def some_rows(micro_batches: Sequence[Any]) -> Any:
@@ -212,27 +215,30 @@ def some_rows(micro_batches: Sequence[Any]) -> Any:
 
     Rows of several micro-batches are cut to their common width. A single row is taken twice.
     """
-    found: list[Any] = []
-    classes: set[Any] = set()
     for micro in micro_batches:
         if rows(nn.Module(), micro) is None:
             return None
-        for row in split(micro, 1):
-            labels = _whole_labels(row)
-            each = labels.item() if labels is not None and labels.numel() == 1 else len(found)
-            if each in classes or (micro_batches and not has_labels(row)):
-                continue
-            classes.add(each)
-            found.append(row)
-            if len(found) == MOST_ROWS:
-                break
-        if len(found) == MOST_ROWS:
-            break
+    found = list(islice(_unlike_rows(micro_batches), MOST_ROWS))
     if not found:
         found = [next(split(micro_batches[0], 1))]
     if len(found) == 1:
         found = [found[0], _another_class(found[0])]
     return _joined(found)
+
+
+def _unlike_rows(micro_batches: Sequence[Any]) -> Iterator[Any]:
+    """The rows with labels. Of those with a single label, the first of each class."""
+    classes: set[Any] = set()
+    for micro in micro_batches:
+        for row in split(micro, 1):
+            if not has_labels(row):
+                continue
+            labels = _whole_labels(row)
+            if labels is not None and labels.numel() == 1:
+                if labels.item() in classes:
+                    continue
+                classes.add(labels.item())
+            yield row
 
 
 def _another_class(row: Any) -> Any:
@@ -258,7 +264,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _which_fit(
-    model: nn.Module, whole: Any, loss_of: Callable, rules: Sequence[type_of_rule]
+    model: nn.Module, whole: Any, loss_of: Callable, rules: Sequence[Rule]
 ) -> tuple[list[int], str]:
     """For each rule, 1 if it is right for ``whole`` and for ``whole`` with fewer labels in its
     first row; and what was found, for the error.

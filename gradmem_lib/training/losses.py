@@ -13,16 +13,16 @@ from .. import compat
 from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
-from .items import count_by, labels, predicted_tokens, type_of_rule, unwrapped
+from .items import Rule, count_by, labels, predicted_tokens, unwrapped
 from .tiny import VOCABULARY, tiny_model
 
 
-def usual_rule(model: nn.Module) -> type_of_rule:
+def usual_rule(model: nn.Module) -> Rule:
     """What most models of this kind count, before the model is asked (``find_rule``)."""
     return predicted_tokens if predicts_next_token(model) else labels
 
 
-def count_items(model: nn.Module, batch: Any, rule: type_of_rule | None = None) -> int:
+def count_items(model: nn.Module, batch: Any, rule: Rule | None = None) -> int:
     """The number of items in the mean loss of ``batch``, by ``rule`` or by the usual one: the
     labels that are not -100, after the shift if ``model`` is a causal language model; the number of
     rows if ``labels`` is missing or holds numbers for a regression.

@@ -34,7 +34,7 @@ from ..techniques.accumulation import accumulate_gradients, count_rows, split
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.sharding import NO_PROCESS_GROUP
 from .adapters import adapters_of, save_adapters
-from .items import find_rule, type_of_rule
+from .items import Rule, find_rule
 from .items import rows as by_rows
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .prepare import change_model, make_optimizer, set_checkpointing
@@ -148,7 +148,7 @@ class RecipeTrainer(Trainer):
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
         self.recipe, self.memory, self._interrupt = recipe, memory, _StopAfterStep()
         self._pending_micro_batches: list[Any] = []
-        self._rule: type_of_rule | None = None  # what counts as an item, once it was asked
+        self._rule: Rule | None = None  # what counts as an item, once it was asked
         self._windows = self._empty_windows = 0  # of this training
         self._calls = 0  # of training_step in this window
         self._rule_refused = False
@@ -229,7 +229,7 @@ class RecipeTrainer(Trainer):
         )
         return torch.tensor(result.loss, device=self.args.device)
 
-    def _find_rule(self, micro_batches: list[Any]) -> type_of_rule | None:
+    def _find_rule(self, micro_batches: list[Any]) -> Rule | None:
         """What the loss is a mean of, asked before the first window in pieces.
 
         Raises ``ValueError`` if it is not the mean of its pieces.
@@ -285,9 +285,6 @@ class RecipeTrainer(Trainer):
             filler = _NoRows(_without_rows(micro_batches[-1]))
             micro_batches += [filler] * (num_batches - len(micro_batches))
         return micro_batches, items
-
-    def floating_point_ops(self, inputs):
-        return 0 if isinstance(inputs, _NoRows) else super().floating_point_ops(inputs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows."""

@@ -362,7 +362,9 @@ class TwoMeans(transformers.LlamaForCausalLM):
 
 
 def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
-    config = models.tiny_llama(**LLAMA).config
+    config, state = models.tiny_llama(**LLAMA).config, torch.get_rng_state()
+    count(config)
+    assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(cost, "skeleton", lambda config: TwoMeans(config).to("meta"))
     with pytest.raises(ValueError, match="the loss of TwoMeans is no mean over labels or rows"):
         count(config)

@@ -339,8 +339,10 @@ def restore(before: dict[str, Any]) -> None:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(before["autocast's cache"])
-    for _ in range(now["autocast's nesting"] - before["autocast's nesting"]):
+    while autocast_nesting() > before["autocast's nesting"]:
         torch.autocast_decrement_nesting()
+    while autocast_nesting() < before["autocast's nesting"]:
+        torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
     torch.set_default_dtype(before["the default dtype"])
     if now["the default device"] != before["the default device"]:
