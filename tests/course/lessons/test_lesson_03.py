@@ -113,7 +113,7 @@ def test_a_loss_that_compares_rows_in_pieces_and_in_two_passes():
     whole, pieces, passes = (peak for peak, _ in found.values())
     assert pieces < passes < 1.02 * pieces < 0.35 * whole
     assert "each question is compared with 3 others instead of 15" in TEXT
-    assert "must be more similar than the 15 others" in TEXT
+    assert "must be more similar to the question than the 15 others" in TEXT
 
     def loss_and_count(micro):
         return names["contrast"](*names["embed"](micro)), len(micro["answer"])
