@@ -320,11 +320,14 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or type(module).__name__ == "OptimizedModule"
 
 
+INSIDE_OF_COND = "cond.<locals>._cond_op_wrapper"  # the function that torch.cond compiles
+
+
 @contextmanager
-def watch_compiled_calls(notify: Callable[[str], None]) -> Iterator[None]:
+def watch_compiled_calls(notify: Callable[[str], None], *, run_eagerly: bool) -> Iterator[None]:
     """While the block runs, a call of a compiled function calls ``notify(its name)``.
 
-    ``notify`` raises an error, or the function runs uncompiled. A compiled function asks
+    ``run_eagerly``: it then runs uncompiled. Otherwise ``notify`` has to raise an error. A compiled function asks
     ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to do. What ``torch.cond``
     compiles may run uncompiled under ``no_grad``. With gradients, the tensors that its branches
     close over would get none.
@@ -334,14 +337,20 @@ def watch_compiled_calls(notify: Callable[[str], None]) -> Iterator[None]:
     def install() -> None:
         eval_frame: Any = import_module("torch._dynamo.eval_frame")
         before = eval_frame._callback_from_stance
+        switched_off = runs_eagerly()  # by the program itself
+        if run_eagerly and not switched_off:
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
 
         def callback_from_stance(callback):
-            if callback is None or callback is False or runs_eagerly():
+            if run_eagerly:
+                skipped = switched_off
+            else:
+                skipped = runs_eagerly()
+            if callback is None or callback is False or skipped:
                 return before(callback)
             name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
-            if name == "cond.<locals>._cond_op_wrapper" and not torch.is_grad_enabled():
-                return None
-            notify(name)
+            if name != INSIDE_OF_COND or torch.is_grad_enabled():
+                notify(name)
             return None
 
         eval_frame._callback_from_stance = callback_from_stance

@@ -140,9 +140,10 @@ class Meter:
         self.is_running = False
 
     def __enter__(self) -> Self:
-        for name, module in self.model.named_modules() if self.model is not None else ():
-            if compat.is_compiled(module):
-                raise compiled_error(name or type(module).__name__)
+        if self.model is not None:
+            for name, module in self.model.named_modules():
+                if compat.is_compiled(module):
+                    raise compiled_error(name or type(module).__name__)
         self.look_for_wrappers()
         with self.exit_stack as undo:
             self.sync()
@@ -154,7 +155,11 @@ class Meter:
             )
             resize = self._wrap_storage_resize(UntypedStorage.resize_)
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
-            undo.enter_context(compat.watch_compiled_calls(self.on_compiled_call))
+            undo.enter_context(
+                compat.watch_compiled_calls(
+                    self.on_compiled_call, run_eagerly=self.runs_compiled_eagerly
+                )
+            )
             self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
         self.is_running = True
@@ -175,6 +180,8 @@ class Meter:
         self._has_fsdp = any(isinstance(module, kinds) for module in modules)
 
     # A tracker refuses these three. `gradmem run`, which must not stop a script, overrides them.
+
+    runs_compiled_eagerly = False
 
     def on_compiled_call(self, name: str) -> None:
         """A compiled function is called."""
@@ -383,8 +390,10 @@ class Meter:
     def _check_reused(self) -> None:
         """Count a gradient again that should have been freed by now, and is still there."""
         entry, self._reused = self._reused, None
-        storage = entry() if entry is not None else None
-        if entry is not None and storage is not None:
+        if entry is None:
+            return
+        storage = entry()
+        if storage is not None:
             owner, line = entry.module, entry.line
             self.recording.on_alloc(storage, entry.category, owner, entry.op, None, line)
 
@@ -401,10 +410,8 @@ class Meter:
 
         Its allocation is not dispatched: it is first seen when a gradient is written into it.
         """
-        storage, recording = (
-            own_storage(out) if isinstance(out, torch.Tensor) else None,
-            self.recording,
-        )
+        recording = self.recording
+        storage = own_storage(out) if isinstance(out, torch.Tensor) else None
         if storage is None or storage_key(storage) in recording.live:
             return 0
         nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", func)
@@ -421,21 +428,26 @@ class Meter:
             self.sync_now(states)
 
     def sync_now(self, states: bool) -> None:
-        recording, before = self.recording, self.recording.total
+        recording = self.recording
+        before = recording.total
         recording.drain()
-        named = dict(self.model.named_parameters()) if self.model is not None else {}
+        named, buffers = {}, {}
+        if self.model is not None:
+            named = dict(self.model.named_parameters())
+            buffers = dict(self.model.named_buffers())
+        # In a call of functional_call, computed tensors stand in the place of parameters.
         parameters = {name: p for name, p in named.items() if p.is_leaf}
+        computed = named.keys() - parameters.keys()
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
                 self.on_moved(name, parameter.device)
-        # functional_call's are computed
-        weights = {*self._names.values()} - (named.keys() - parameters)
+        weights = {*self._names.values()} - computed
         for entry in recording.live.values():
             if entry.category == names.PARAMETERS and entry.module in weights:
                 entry.category = names.OTHER  # set back below if it is still a parameter
         # Buffers first: the storage of a buffer that is a view of a parameter belongs to the
         # parameter.
-        for name, buffer in self.model.named_buffers() if self.model is not None else ():
+        for name, buffer in buffers.items():
             recording.tag(buffer, names.OTHER, name)
         for name, parameter in parameters.items():
             self._names[id(parameter)] = name
@@ -451,8 +463,9 @@ class Meter:
                 self.exit_stack.callback(
                     parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove
                 )
-        for optimizer in self.optimizers if states else ():
-            self._tag_states(optimizer)
+        if states:
+            for optimizer in self.optimizers:
+                self._tag_states(optimizer)
         if recording.total != before:
             self.sample()
 

@@ -101,7 +101,14 @@ class ScriptMeter(Meter):
 
     # What a tracker refuses
 
+    runs_compiled_eagerly = True
+
     def on_compiled_call(self, name: str) -> None:
+        if name == compat.INSIDE_OF_COND:  # uncompiled, it would train nothing
+            raise RuntimeError(
+                "gradmem run cannot measure torch.cond with gradients, since its inside has to be "
+                "compiled: put `if` in its place, or run the script without gradmem run"
+            )
         self.note(
             "what torch.compile has compiled was run uncompiled here: compiled code has its own "
             "memory plan, which is often smaller"

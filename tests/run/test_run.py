@@ -212,6 +212,39 @@ def test_the_error_of_a_packages_own_import_is_shown(tmp_path):
     assert "No module named 'foob'" in measured.stderr
 
 
+COMPILES = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+whole = torch.compile(lambda x: model(x).relu(), fullgraph=True, backend="eager")
+part = torch.compile(lambda x: model(x).sin(), backend="eager")
+for _ in range(2):
+    loss = (whole(torch.randn(4, 8)) + part(torch.randn(4, 8))).sum()
+    loss.backward()
+    print(loss.item(), model.weight.grad.sum().item())
+"""
+COND = """
+loss = torch.cond(torch.ones(()) > 0, lambda x: model(x), lambda x: -model(x), (torch.ones(1, 8),))
+loss.sum().backward()
+"""
+
+
+def test_compiled_functions_run_as_they_are_written(tmp_path):
+    (tmp_path / "compiles.py").write_text(COMPILES)
+    alone = python("compiles.py", folder=tmp_path)
+    measured = python(*RUN, "compiles.py", folder=tmp_path)
+    assert alone.returncode == measured.returncode == 0, measured.stderr
+    assert alone.stdout == measured.stdout
+    assert "was run uncompiled here" in measured.stderr
+
+
+def test_cond_with_gradients_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "cond.py").write_text(COMPILES + COND)
+    measured = python(*RUN, "cond.py", folder=tmp_path)
+    assert measured.returncode == 1
+    assert "gradmem run cannot measure torch.cond with gradients" in measured.stderr
+
+
 RANKS = """
 import os
 import torch
