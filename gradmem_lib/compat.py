@@ -327,10 +327,11 @@ INSIDE_OF_COND = "cond.<locals>._cond_op_wrapper"  # the function that torch.con
 def watch_compiled_calls(notify: Callable[[str], None], *, run_eagerly: bool) -> Iterator[None]:
     """While the block runs, a call of a compiled function calls ``notify(its name)``.
 
-    ``run_eagerly``: it then runs uncompiled. Otherwise ``notify`` has to raise an error. A compiled function asks
-    ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to do. What ``torch.cond``
-    compiles may run uncompiled under ``no_grad``. With gradients, the tensors that its branches
-    close over would get none.
+    ``run_eagerly``: it then runs uncompiled. Otherwise ``notify`` has to raise an error.
+
+    A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to
+    do. What ``torch.cond`` compiles may run uncompiled under ``no_grad``. With gradients, the
+    tensors that its branches close over would get none.
     """
     undo, compiler = ExitStack(), torch.compile
 

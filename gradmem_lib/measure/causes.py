@@ -34,7 +34,7 @@ GROWS = 0.001
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
-LATE = 0.75  # of a run's steps: there is the peak if bytes grow until its end
+LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
 OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
 FORWARDS_IN_A_ROW = 3
 
@@ -59,7 +59,7 @@ class Cause:
 
 
 def find_causes(facts: Facts) -> list[Cause]:
-    """The causes that the facts show, the first one first."""
+    """The causes that the facts show, in the order of ``CAUSES``."""
     if not facts.peak.total:
         return []
     found = []
@@ -81,7 +81,7 @@ def growing_bytes(facts: Facts) -> Cause | None:
     for holder in facts.at_peak:
         if 0 <= holder.step < facts.peak.step and not _belongs_to_training(holder):
             kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
-    growing = [kind for kind in kinds.values() if _one_from_each_step(kind)]
+    growing = [kind for kind in kinds.values() if _since_the_first_steps(kind)]
     holders = [holder for kind in growing for holder in kind]
     nbytes = total(holders)
     if not holders:
@@ -355,7 +355,7 @@ def large_logits(facts: Facts) -> Cause | None:
 
 def eager_scores(facts: Facts) -> Cause | None:
     """Attention scores, with a number for each pair of tokens."""
-    # Tensors with a row for each token: an image's height and width are another square.
+    # The lengths of sequences. Without them, a square image would look like scores.
     tokens = {
         h.shape[-2] for h in facts.at_peak if len(h.shape) >= 2 and h.shape[-1] != h.shape[-2]
     }
@@ -445,7 +445,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
         "training's own batch does not change this."
     )
-    return Cause("An evaluation is the peak", nbytes, evidence, remedy, (_lines_of([largest])))
+    return Cause("An evaluation is the peak", nbytes, evidence, remedy, _lines_of([largest]))
 
 
 CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
@@ -474,7 +474,7 @@ def _belongs_to_training(holder: Holder) -> bool:
     return holder.category in ("parameters", "gradients", "optimizer")
 
 
-def _one_from_each_step(holders: list[Holder]) -> bool:
+def _since_the_first_steps(holders: list[Holder]) -> bool:
     """Whether they come from several steps, the first ones included.
 
     The last n of something (a window for an average) do not grow for ever: the first ones are gone.
@@ -572,8 +572,8 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
     """Forwards of one line in the peak's step, whose graphs were all alive after the last one."""
     together: list[ForwardPass] = []
     for done in _of_models(facts):
-        runs_now = done is facts.forwards[-1]  # its graph is not finished
-        if done.step != facts.peak.step or not (done.has_graph or runs_now):
+        is_last = done is facts.forwards[-1]  # it may run now, with a graph that is not finished
+        if done.step != facts.peak.step or not (done.has_graph or is_last):
             continue
         if done.chained:
             return []  # it continues the one before

@@ -1,8 +1,9 @@
 """Computes a deep model's trace from traces of a few layers.
 
-Each event has a mark, the layer that it belongs to. A *round* is what lies between two marks. A
-trace with one unit of layers more has one round more in each part of the step. If it is the shorter
-trace otherwise, the additional round can be repeated as often as the model has layers.
+Each event has a mark, the layer that it belongs to. A *unit* is a layer, or a few layers that are
+repeated together, and a *round* is what lies between the marks of two units. A trace with one unit
+more has one round more in each part of the step. If it is the shorter trace otherwise, the
+additional round can be repeated as often as the model has units.
 """
 
 from collections.abc import Sequence
@@ -126,9 +127,9 @@ def _additional_rounds(long: Changes, number: int) -> list[tuple[int, int]] | No
     """The samples (start, stop) of the last unit but one of list ``number``, in each part of the
     step. ``None`` if one of them does not lie between its neighbours.
 
-    The last unit may be special, and so may the first one, and what it leaves to the next one. Of
-    the last but one, the last unit shows that it leaves what the unit before it leaves: in the
-    shorter trace, it comes after that unit, and does the same.
+    The first and the last unit may be special, so neither can be repeated. If the last unit but one
+    left other bytes behind than the unit before it, the last unit would begin otherwise in the
+    longer trace than in the shorter one, and the comparison of the two would fail.
     """
     in_list = long.places[:, LIST] == number
     unit = np.where(in_list, long.places[:, UNIT], NOWHERE[1])
@@ -166,10 +167,10 @@ def _grows_by_storages(short: Changes, aligned: Changes) -> bool:
     """
     if not _same_layers(short, aligned):
         return False
-    more_storages = aligned.storages[:, COUNT] != short.storages[:, COUNT]
+    other_storages = aligned.storages[:, COUNT] != short.storages[:, COUNT]
     more_bytes = (aligned.rows != short.rows)[:, BYTES].any(axis=1)
     more_bytes |= aligned.storages[:, UNROUNDED] != short.storages[:, UNROUNDED]
-    return not (more_bytes & ~more_storages).any()
+    return not (more_bytes & ~other_storages).any()
 
 
 def _grows_evenly(short: Changes, aligned: Changes, longest: Changes, number: int) -> bool:

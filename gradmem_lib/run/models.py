@@ -106,19 +106,19 @@ class FoundModels:
         alive = [model for model in self.found if model.module() is not None]
         if len(alive) < len(self.found):
             self.found = alive
-            self._known = [self._at_the_peak(), Knowledge(since=self.recording.count)]
+            self._known = [self._stored_knowledge_at_peak(), Knowledge(since=self.recording.count)]
         now = self._known[-1]
         now.structure = Structure.of(self)
         now.untrained = frozenset(name for name, _ in self.other_parameters())
 
-    def at_the_peak(self) -> Knowledge:
+    def knowledge_at_peak(self) -> Knowledge:
         """What is known of the models that were there at the run's peak."""
         all_alive = all(model.module() is not None for model in self.found)
         if self.found and all_alive:
             self.keep()  # freezing, LoRA and checkpoints may have come later
-        return self._at_the_peak()
+        return self._stored_knowledge_at_peak()
 
-    def _at_the_peak(self) -> Knowledge:
+    def _stored_knowledge_at_peak(self) -> Knowledge:
         peak = self.recording.run_peak.sample
         before = [known for known in self._known if known.since <= peak]
         return before[-1] if before else self._known[0]
@@ -161,9 +161,10 @@ class FoundModels:
     def _tracked(self) -> Iterator[tuple[str, nn.Module]]:
         """Name and module of those in training.
 
-        Before an optimizer has stepped, they are those whose forward records gradients. An
-        optimizer may also have copies of its own in place of a model's parameters, or the script
-        may train by hand. A script without any gradient has all its models in use.
+        1. Those that an optimizer has stepped.
+        2. If there is none: those whose forward records gradients. No optimizer has stepped yet, it
+           has copies of its own in place of parameters, or the script trains by hand.
+        3. Without any gradient: all models.
         """
         chosen = [model for model in self.found if model.trained]
         if not chosen:

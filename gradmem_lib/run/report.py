@@ -73,19 +73,19 @@ class Report:
     @classmethod
     def of(cls, tracker: ScriptTracker, title: str, ended: str, error: str) -> Report:
         return cls(
-            title,
-            tracker.budget,
-            tracker.steps,
-            str(tracker.device),
-            tracker.allocator,
-            diagnose(tracker),
-            tracker.timeline,
-            tracker.moment_peaks,
-            tracker.step_peaks,
-            grouped(tracker.holders()),
-            tracker.notes,
-            ended,
-            error,
+            title=title,
+            budget=tracker.budget,
+            steps=tracker.steps,
+            device=str(tracker.device),
+            allocator=tracker.allocator,
+            diagnosis=diagnose(tracker),
+            timeline=tracker.timeline,
+            moment_peaks=tracker.moment_peaks,
+            step_peaks=tracker.step_peaks,
+            groups=grouped(tracker.holders()),
+            notes=tracker.notes,
+            ended=ended,
+            error=error,
         )
 
     @property
@@ -106,8 +106,8 @@ class Report:
         """The highest number of live bytes in each moment that occurred."""
         return sorted(self.moment_peaks.items(), key=lambda pair: -pair[1])
 
-    def next_technique(self) -> str:
-        """The first thing to do."""
+    def next_thing(self) -> str:
+        """The first thing to do, in a sentence; empty if there is nothing."""
         causes, helps = self.diagnosis.causes, self.diagnosis.helps
         if causes:
             first = causes[0]
@@ -130,7 +130,7 @@ class Report:
             *_aligned(self.by_moment()),
             str(self.diagnosis),
         ]
-        lines += self._more()
+        lines += [self.next_thing(), *self._more()]
         return "\n".join(line for line in lines if line)
 
     def html(self) -> str:
@@ -140,7 +140,7 @@ class Report:
         picture = explorable_html([(frame, settings)], words)
         categories = _table(("category at the peak", "*bytes"), _sizes(self.by_category()))
         moments = _table(("highest of each moment", "*bytes"), _sizes(self.by_moment()))
-        more = "\n".join(self._more()[1:])  # the first says what is next
+        more = "\n".join(self._more())
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -150,14 +150,15 @@ class Report:
             f"{picture}\n<p>The picture has at most {MAX_POINTS} moments, each the largest of its "
             "time.</p>\n"
             f"<h2>Why, and what to do</h2>{self._causes()}{self._techniques()}\n"
-            f"<p>{escape(self.next_technique())}</p><pre>{escape(more)}</pre>\n"
+            f"<p>{escape(self.next_thing())}</p><pre>{escape(more)}</pre>\n"
             f'<h2>The peak</h2><div class="columns">{categories}{moments}</div>\n'
             f"<h2>Step by step</h2>{self._steps()}\n"
             f"<h2>The largest storages at the peak</h2>{self._holders()}\n</body></html>\n"
         )
 
     def _more(self) -> list[str]:
-        lines = [self.next_technique()]
+        """The allocator's figures, an error that was read, and notes."""
+        lines = []
         if self.allocator:
             figures = [f"{name} {format_bytes(n)}" for name, n in self.allocator.items()]
             lines.append(f"The allocator's own figures: {', '.join(figures)}.")
@@ -245,9 +246,11 @@ def _sentence(text: str) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """An HTML table. A head that begins with ``*`` is of a column of numbers."""
     kinds = [' class="number"' if head.startswith("*") else "" for head in heads]
-    pairs = zip(kinds, heads, strict=True)
-    lines = ["".join(f"<th{kind}>{escape(head.lstrip('*'))}" for kind, head in pairs)]
+    lines = ["<tr>"]
+    for kind, head in zip(kinds, heads, strict=True):
+        lines.append(f"<th{kind}>{escape(head.lstrip('*'))}")
     for row in rows:
-        cells = zip(kinds, row, strict=True)
-        lines.append("".join(f"<td{kind}>{escape(cell)}" for kind, cell in cells))
-    return f'<div class="wide"><table><tr>{"<tr>".join(lines)}</table></div>'
+        lines.append("<tr>")
+        for kind, cell in zip(kinds, row, strict=True):
+            lines.append(f"<td{kind}>{escape(cell)}")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'

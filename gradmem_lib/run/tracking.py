@@ -125,10 +125,10 @@ class ScriptMeter(Meter):
     # What it finds
 
     def structure(self) -> Structure | None:
-        return self.models.at_the_peak().structure
+        return self.models.knowledge_at_peak().structure
 
     def untrained(self) -> frozenset[str]:
-        return self.models.at_the_peak().untrained
+        return self.models.knowledge_at_peak().untrained
 
     def as_owner(self, module: nn.Module) -> Owner:
         return self.models.name_of(module) or super().as_owner(module)

@@ -20,10 +20,10 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def float32_gradients(model: nn.Module) -> Iterator[None]:
-    """Until its end, backward adds up the gradients of ``model``'s weights in 16 bits in float32.
+    """Inside the block, the gradients of ``model``'s 16-bit weights are summed in float32.
 
-    Then each sum is rounded to the dtype of its weight, and is the weight's ``.grad``. Gradients
-    from before are in the sum.
+    At its end, each sum is rounded to the dtype of its weight, and is the weight's ``.grad``.
+    Gradients from before are in the sum.
 
     Bytes: 4 for each such number, and 2 more for the weight whose gradient is being added.
     """
@@ -31,15 +31,15 @@ def float32_gradients(model: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(_round_sums, narrow)
         for p in narrow:
-            undo.callback(p.register_hook(partial(_before_adding, p)).remove)
-            undo.callback(p.register_post_accumulate_grad_hook(_add).remove)
+            undo.callback(p.register_hook(partial(_make_sum, p)).remove)
+            undo.callback(p.register_post_accumulate_grad_hook(_move_into_sum).remove)
             if p.grad is not None:
-                _before_adding(p, p.grad)
-                _add(p)
+                _make_sum(p, p.grad)
+                _move_into_sum(p)
         yield
 
 
-def _before_adding(parameter: Tensor, gradient: Tensor) -> None:
+def _make_sum(parameter: Tensor, gradient: Tensor) -> None:
     # The sum exists before .grad does, so that a tracker, which looks for gradients when .grad is
     # there, finds both.
     if not hasattr(parameter, GRADIENT_SUM):
@@ -47,7 +47,7 @@ def _before_adding(parameter: Tensor, gradient: Tensor) -> None:
         setattr(parameter, GRADIENT_SUM, wide)
 
 
-def _add(parameter: Tensor) -> None:
+def _move_into_sum(parameter: Tensor) -> None:
     getattr(parameter, GRADIENT_SUM).add_(parameter.grad)
     parameter.grad = None
 

@@ -58,17 +58,17 @@ def check_pieces_add_up(
     processes = processes_of(model)
     pieces = _all_but_the_last_row_and_it(batch)
     with as_in_evaluation(model) as autocasts:
-        together, error = _ask(loss_and_count, batch, reduction)
+        together, error = _sums_and_counts(loss_and_count, batch, reduction)
         alone = []
         for piece in pieces:  # after an error too: sharded processes run each forward together
-            found, message = _ask(loss_and_count, piece, reduction)
+            found, message = _sums_and_counts(loss_and_count, piece, reduction)
             alone.append(found)
             error = error or message
         limit = rounding(model, autocasts)
         difference = error or _difference(together, alone, limit)
         refused = processes.sums(bool(difference))[0] > 0
         if refused:
-            again, _ = _ask(loss_and_count, batch, reduction)
+            again, _ = _sums_and_counts(loss_and_count, batch, reduction)
             if not error and _difference(together, [again], limit):
                 difference = DRAWS_RANDOM_NUMBERS
     if refused:
@@ -95,7 +95,7 @@ def _all_but_the_last_row_and_it(batch: Any) -> list[Any]:
     return list(split(batch, rows - 1))
 
 
-def _ask(loss_and_count: Callable, batch: Any, reduction: str) -> tuple[Pairs, str]:
+def _sums_and_counts(loss_and_count: Callable, batch: Any, reduction: str) -> tuple[Pairs, str]:
     """Each sum and its count, and an error if there was one."""
     pairs = []
     try:

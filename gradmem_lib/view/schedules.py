@@ -22,6 +22,7 @@ from .style import (
     INK,
     LIGHT,
     display_size,
+    draw_quiet_axes,
     hatch_ink,
     new_figure,
     nice_step,
@@ -334,13 +335,7 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
     top = record.peak / factor * 1.25
     ax.set_ylim(0, top)
     ax.set_yticks(np.arange(0, top, nice_step(top, 3)))
-    ax.grid(axis="y", color=GRID, linewidth=0.7, zorder=0)
-    ax.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(INK)
-    ax.tick_params(colors=INK, length=3, width=0.7, labelsize=8)
-    ax.tick_params(axis="y", length=0)
+    draw_quiet_axes(ax)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("time: one column each time a layer runs", color=INK, fontsize=8.5)
     at = peak_column(record)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..units import GiB, KiB, MiB, TiB
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -72,6 +73,17 @@ def scale_of(top: int) -> tuple[int, str]:
         if top >= factor:
             return factor, unit
     return 1, "B"
+
+
+def draw_quiet_axes(ax: Axes) -> None:
+    """Faint lines for the values, a frame at the bottom only, and small labels."""
+    ax.grid(axis="y", color=GRID, linewidth=0.7, zorder=0)
+    ax.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color(INK)
+    ax.tick_params(colors=INK, length=3, width=0.7, labelsize=8)
+    ax.tick_params(axis="y", length=0)
 
 
 def nice_step(span: float, parts: int = 4) -> float:

@@ -17,12 +17,12 @@ from .style import (
     ALARM,
     COLORS,
     DARK,
-    GRID,
     HATCHES,
     INK,
     LIGHT,
     MAX_POINTS,
     axis_top,
+    draw_quiet_axes,
     hatch_ink,
     new_figure,
     nice_step,
@@ -206,13 +206,7 @@ def _draw_axes(ax: Axes, top: float, unit: str) -> None:
     """Ticks, grid and labels for an axis that reaches ``top``, in ``unit``."""
     import numpy as np
 
-    ax.grid(axis="y", color=GRID, linewidth=0.7, zorder=0)
-    ax.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(INK)
-    ax.tick_params(colors=INK, length=3, width=0.7, labelsize=8)
-    ax.tick_params(axis="y", length=0)
+    draw_quiet_axes(ax)
     ax.set_xlabel("operations", color=INK, fontsize=8.5)
     ax.set_ylabel(unit, color=INK, fontsize=8.5)
     ax.set_yticks(np.arange(0, top, nice_step(top)))

@@ -337,31 +337,13 @@ def frozen_second_forward():
     return tracker
 
 
-def losses_added_up(remedied=False, forwards=6):
-    net, optimizer = Net(), None
+def losses_added_up(remedied=False, forwards=6, criterion=F.mse_loss, targets=None):
+    net = Net()
     optimizer = adamw(net)
-    batches = [(torch.randn(256, 64), torch.randn(256, 64)) for _ in range(forwards)]
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        for _ in range(2):
-            summed = 0
-            for x, y in batches:
-                loss = F.mse_loss(net(x), y) / forwards
-                if remedied:
-                    loss.backward()
-                else:
-                    summed = summed + loss
-                del loss
-            if not remedied:
-                summed.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return tracker
-
-
-def loss_module_added_up(remedied=False, forwards=6):
-    net, criterion = Net(), nn.CrossEntropyLoss()
-    optimizer = adamw(net)
-    batches = [(torch.randn(256, 64), torch.randint(64, (256,))) for _ in range(forwards)]
+    batches = []
+    for _ in range(forwards):
+        x, y = torch.randn(256, 64), torch.randn(256, 64)
+        batches.append((x, y if targets is None else targets))
     with MemoryTracker(net, optimizer, live=False) as tracker:
         for _ in range(2):
             summed = 0
@@ -377,6 +359,11 @@ def loss_module_added_up(remedied=False, forwards=6):
             optimizer.step()
             optimizer.zero_grad()
     return tracker
+
+
+def loss_module_added_up(remedied=False, forwards=6):
+    classes = torch.randint(64, (256,))
+    return losses_added_up(remedied, forwards, nn.CrossEntropyLoss(), classes)
 
 
 def losses_in_a_stack(remedied=False, forwards=4):
