@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 07 · Mixed precision
 #
-# *50 minutes. You need: lesson 01, and the terms of lessons 02 and 03.*
+# *57 minutes, and 17 more for optional exercises and sections. You need: lesson 01, and the terms of lessons 02 and 03.*
 #
 # "Train in 16 bits, it takes half the memory." Which half, and what happens to the numbers? In this lesson you lose
 # gradients, updates and sums, and build the repairs. After it you can
 #
 # - say what bf16 and float16 each lose, and which operation autocast computes in which;
-# - write float32 sums, a master copy, rounding by chance and a loss scaler;
+# - write rounding by chance, a master copy and a loss scaler;
 # - say from which batch on autocast saves memory, and what each flag of `Trainer` does.
 #
 # Everything was measured on a CPU, and nothing on a card (a GPU).
@@ -29,16 +29,8 @@ import os
 
 import torch
 
-from gradmem_lib import (
-    GradScaler,
-    Recipe,
-    check,
-    operation_dtypes,
-    predict,
-    predict_first,
-    prepare,
-    step,
-)
+from gradmem_lib import Recipe, check, operation_dtypes, predict, predict_first
+from gradmem_lib import prepare, step
 from gradmem_lib.course import claims, models, texts, trainer_dtypes
 
 # %% [markdown]
@@ -141,10 +133,10 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
     print(f"{name[:28]:<30}{given:>9} -> {made:<10}{times:>3} times")
 
 # %% [markdown]
-# - **bf16**: the matrix products (`mm`) and attention, which are on autocast's list. Operations on no list, such as
-#   `silu`, follow their input.
+# - **bf16**: the matrix products (`mm`) and attention, which are on autocast's list. Operations on no list follow their
+#   input: `silu` gets the bf16 result of a product.
 # - **float32**: the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
-# - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of float32 inputs.
+# - `to_copy` is the price. Each of the eight products needs a bf16 copy of its matrix, and one of its input.
 #
 # This is autocast on the CPU. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list
 # also names `softmax` and `layer_norm` for float32.
@@ -152,7 +144,7 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 # ## 3 · bf16 loses updates
 #
 # Between 1 and 2 there are 128 bf16 numbers, with gaps of 1/128. If you add less than half a gap, nothing changes.
-# In lesson 02, this stalled AdamW's second moment v. What about the weights? The cell tries three rates.
+# In lesson 02, this stalled AdamW's second moment v. What about the weights? The cell tries three learning rates.
 
 # %%
 question = "One AdamW step at 1e-5 on SmolLM2 in bf16: how many per cent of weights move?"
@@ -184,67 +176,12 @@ for _ in range(1000):
 print("a thousand times 1.0 in bf16:", total.item())
 
 # %% [markdown]
-# From 256 to 512 a gap is 2. So 256 + 1 is a tie, and goes to the even neighbour, 256. Accumulating micro-batches is
-# such a sum, since gradients of bf16 weights are bf16. You now repair the sum, then the update in two ways.
+# From 256 to 512 a gap is 2. So 257 lies in the middle between two bf16 numbers, and is rounded to the even one, 256.
+# Accumulation is such a sum, since the gradients of bf16 weights are bf16. (An optional section at the end repairs the
+# sum.) Here you repair the update, in two ways.
 #
-# ### Exercise 7.2 · float32 sums of bf16 gradients
-#
-# ●●○ · 5 minutes · trains: hooks on parameters, and which sums need more than 8 bits
-#
-# Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, to which
-# every backward adds the gradient. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which holds the
-# weights, the sums and a few gradients at a time.
-#
-# <details><summary>Hint 1: when</summary>
-#
-# `p.register_post_accumulate_grad_hook(f)` calls `f(p)` when `p.grad` is complete.
-#
-# <details><summary>Hint 2: which sum</summary>
-#
-# A function that is made in a loop sees the loop's last value. A default argument, `lambda p, total=total: …`, keeps
-# its own.
-#
-# </details></details>
-
-
-# %%
-def float32_sums(parameters):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_07/exercises.py
-
-
-float32_sums = check("7.2", float32_sums)
-
-# %% [markdown]
-# ### Exercise 7.4 · a float32 master copy
-#
-# ●○○ · 4 minutes · trains: which of two copies is updated, and which one is rounded
-#
-# The model computes with bf16 weights. Beside each of them lives its exact value, a float32 **master**. Write
-# `master_step(weights, masters, lr)`, one step of plain gradient descent. A weight without a gradient stays as it is.
-# Budget: **3.0 MB** in all: float32 copies of one tensor at a time.
-#
-# <details><summary>Hint 1: the order</summary>
-#
-# The master takes the update in float32. Then `weight.copy_(master)` rounds it. All of it under `torch.no_grad()`.
-#
-# <details><summary>Hint 2: digits are missing</summary>
-#
-# `lr * weight.grad` is a bf16 number. `weight.grad.float()` comes first.
-#
-# </details></details>
-
-
-# %%
-def master_step(weights, masters, lr):
-    """Change weights and masters (lists of tensors) in place."""
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_07/exercises.py
-
-
-master_step = check("7.4", master_step)
-
-# %% [markdown]
-# A master costs 4 bytes a parameter. The second repair costs none: round *up or down by chance* (*stochastic
-# rounding*), so that the mean is right. If an update is a tenth of a gap, it moves one weight in ten by a whole gap.
+# The first way costs no bytes: round *up or down by chance* (*stochastic rounding*), so that the mean is right. If an
+# update is a tenth of a gap, it moves one weight in ten by a whole gap.
 #
 # ### Exercise 7.3 · rounding by chance
 #
@@ -292,9 +229,39 @@ for _ in range(100):
 print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():.2f}")
 
 # %% [markdown]
-# Only rounding by chance arrives. The course's recipes have both repairs: `precision="float32-master"`, and
-# `optimizer="adamw-stochastic"` with `precision="bf16"`, which also rounds AdamW's moments by chance, so v no longer
-# stalls.
+# Only rounding by chance arrives. The second way keeps the exact weights beside the rounded ones, for 4 bytes a
+# parameter.
+#
+# ### Exercise 7.4 · a float32 master copy
+#
+# ●○○ · 4 minutes · trains: which of two copies is updated, and which one is rounded
+#
+# The model computes with bf16 weights. Beside each tensor of them lives a float32 tensor, its **master**. Write
+# `master_step(weights, masters, lr)`, one step of plain gradient descent. A weight without a gradient stays as it is.
+# Budget: **3.0 MB** in all: float32 copies of one tensor at a time.
+#
+# <details><summary>Hint 1: the order</summary>
+#
+# The master takes the update in float32. Then `weight.copy_(master)` rounds it. All of it under `torch.no_grad()`.
+#
+# <details><summary>Hint 2: digits are missing</summary>
+#
+# `lr * weight.grad` is a bf16 number. `weight.grad.float()` comes first.
+#
+# </details></details>
+
+
+# %%
+def master_step(weights, masters, lr):
+    """Change weights and masters (lists of tensors) in place."""
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_07/exercises.py
+
+
+master_step = check("7.4", master_step)
+
+# %% [markdown]
+# The course's recipes have both repairs: `precision="float32-master"`, and `optimizer="adamw-stochastic"` with
+# `precision="bf16"`, which also rounds AdamW's moments by chance, so v no longer stalls.
 #
 # ## 4 · float16 needs a scaled loss
 #
@@ -338,7 +305,8 @@ def scaled_step(optimizer, scale, good, patience):
 scaled_step = check("7.5", scaled_step)
 
 # %% [markdown]
-# PyTorch's `GradScaler` does the same. Watch it begin with too large a scale:
+# PyTorch's scaler, `torch.amp.GradScaler`, does the same. It calls `patience` `growth_interval`, which is 2,000 by
+# default. Watch it begin with too large a scale:
 
 # %%
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -357,8 +325,7 @@ for number in range(1, 5):
     )
 
 # %% [markdown]
-# A skipped first step is normal. (PyTorch calls `patience` `growth_interval`: 2,000 steps.) A learning-rate
-# schedule must not count that step.
+# A skipped first step is normal. A learning-rate schedule must not count that step.
 #
 # ## 5 · Six recipes on SmolLM2
 #
@@ -390,7 +357,7 @@ for name, recipe in recipes.items():
     model = models.smollm2(dtype=recipe.weight_dtype)[0]
     del model.model.layers[LAYERS:]
     optimizer = prepare(model, recipe, lr=1e-5).optimizer
-    scaler = GradScaler() if "float16" in name else None
+    scaler = torch.amp.GradScaler("cpu") if "float16" in name else None
     losses = [step(model, optimizer, b, recipe, scaler=scaler).item() for b in batches]
     with torch.no_grad():
         after = model(**test, use_cache=False).loss.item()
@@ -411,7 +378,7 @@ for name, recipe in recipes.items():
 # Autocast's residents are those of float32. It makes activations smaller and adds copies of weights.
 
 # %%
-question = "One row of 128 tokens: how many MiB does autocast take off float32's peak?"
+question = "Four rows of 128 tokens: how many MiB does autocast take off float32's peak?"
 guess_c = predict_first("7.c", question, unit="MiB")
 
 
@@ -427,19 +394,100 @@ for rows in (1, 4, 8, 32):
     full, cast, narrow = (peak(rows, p) for p in ("float32", "autocast-bf16", "bf16"))
     print(f"{rows:>4}{full:>11,.0f}{cast:>11,.0f}{narrow:>11,.0f}")
     saved.append(full - cast)
-guess_c.reveal(measured=round(saved[0]))
+guess_c.reveal(measured=round(saved[1]))
 
 # %% [markdown]
-# With one row the peak is at the end of backward, where activations are almost gone, and autocast changes nothing. At
-# four rows the copies of the weights weigh more than what autocast saves. From eight rows on it wins, and more with
-# every row. All bf16 halves the residents at any batch, but the loss stays in float32.
+# - **One row.** The peak is at the end of backward, where activations are almost gone. Autocast changes nothing.
+# - **Four rows.** The peak is earlier, and autocast needs *more*: its bf16 copies of the weights are larger than what it
+#   saves in activations.
+# - **From eight rows on** it saves, and more with every row.
 #
-# How long do the copies live? Autocast *caches* each until the `with` block ends. In training the graph holds most of
-# them anyway. Without a graph, the cache alone does.
+# All bf16 halves the residents at any batch, but computes the loss in float32.
+#
+# ## 7 · The same through `Trainer`
+#
+# `trainer_dtypes` takes two steps of a plain `Trainer` on the CPU, and evaluates. It returns the dtypes of what the last
+# layer computes, and of its weights, gradients and states. What does each flag change?
+
+# %%
+for loaded in (torch.float32, torch.bfloat16):
+    plain, _ = trainer_dtypes(loaded)
+    print(f"loaded in {loaded}, no flag: all {' and '.join(set(plain.values()))}")
+    for flag in ("bf16", "fp16", "bf16_full_eval"):
+        dtypes, _ = trainer_dtypes(loaded, **{flag: True})
+        changed = [f"{part} {name}" for part, name in dtypes.items() if name != plain[part]]
+        print(f"    {flag}=True: {', '.join(changed) or 'changes nothing'}")
+
+# %% [markdown]
+# - `bf16=True` changes only what matrix products compute. `Trainer` uses the library `accelerate`, which wraps the
+#   model's forward in autocast.
+# - `fp16=True` on the CPU is accepted and changes nothing.
+# - `bf16_full_eval=True` casts the *weights* when you call `evaluate()`, and leaves them in bf16. So save first.
+# - A model's weights, gradients and states have the dtype in which it is **loaded**. No flag changes that.
+#
+# A claim that many guides make:
+
+# %%
+claims.show("C11")
+
+# %% [markdown]
+# <details><summary>And TF32 and FP8?</summary>
+#
+# You will meet these names on cards. They are not measured here. With *TF32* a card multiplies float32 numbers with 10
+# fraction bits. It saves time and no bytes ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/cuda.html)).
+# *FP8* has 8 bits ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433)). Matrix products take FP8 inputs,
+# while weights and states stay wider, so it saves more time than bytes.
+#
+# </details>
+#
+# ## 8 · What you can now do
+#
+# - **float16 loses small gradients, bf16 loses small changes.** The first needs a scaler. The second needs float32
+#   weights, masters or sums, or rounding by chance.
+# - **Autocast is a list of operations.** Weights, gradients and states stay float32, and the copies have their price.
+# - **The dtype that you load is the one that you train**, whatever the flag says.
+#
+# ## Optional: sums in float32
+#
+# Section 3 added 1.0 a thousand times in bf16, and the sum stopped at 256. A sum of micro-batches' gradients can stop in
+# the same way. So keep the sums in float32.
+#
+# ### Exercise 7.2 · float32 sums of bf16 gradients
+#
+# ●●○ · 5 minutes · optional · trains: hooks on parameters, and which sums need more than 8 bits
+#
+# Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, to which
+# every backward adds the gradient. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which holds the
+# weights, the sums and a few gradients at a time.
+#
+# <details><summary>Hint 1: when</summary>
+#
+# `p.register_post_accumulate_grad_hook(f)` calls `f(p)` when `p.grad` is complete.
+#
+# <details><summary>Hint 2: which sum</summary>
+#
+# A function that is made in a loop sees the loop's last value. A default argument, `lambda p, total=total: …`, keeps
+# its own.
+#
+# </details></details>
+
+
+# %%
+def float32_sums(parameters):
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_07/exercises.py
+
+
+float32_sums = check("7.2", float32_sums)
+
+# %% [markdown]
+# ## Optional: autocast's cache
+#
+# How long do autocast's copies of the weights live? It *caches* each of them until the `with` block ends. In training the
+# graph holds most of them anyway. Without a graph, the cache alone does.
 #
 # ### Exercise 7.6 · autocast without its copies
 #
-# ●●○ · 4 minutes · trains: how long autocast keeps a bf16 copy of a weight
+# ●●○ · 4 minutes · optional · trains: how long autocast keeps a bf16 copy of a weight
 #
 # `model` is an `nn.Sequential` of 16 float32 blocks. Write `features(model, x)`: its output under bf16 autocast,
 # without a graph, within **4.9 MB**. The weights alone are 4.3 MB, and stay float32.
@@ -479,40 +527,3 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 
 # %% [markdown]
 # The cache gave the old weight. So open autocast for each forward, and keep the optimizer outside.
-#
-# ## 7 · The same through `Trainer`
-#
-# `trainer_dtypes` takes two steps of a plain `Trainer` on the CPU, evaluates, and returns dtypes and the second step's
-# peak.
-
-# %%
-for loaded in (torch.float32, torch.bfloat16):
-    for flag in ({}, {"bf16": True}, {"fp16": True}, {"bf16_full_eval": True}):
-        dtypes, nbytes = trainer_dtypes(loaded, **flag)
-        print(f"loaded in {loaded}, {flag or 'no flag'}: peak {nbytes:,}")
-        print("    " + ", ".join(f"{part} {name}" for part, name in dtypes.items()))
-
-# %% [markdown]
-# - `bf16=True` changes only the dtype of matrix products. Through `accelerate` (`Accelerator(mixed_precision="bf16")`)
-#   it wraps the model's forward in autocast.
-# - `fp16=True` on the CPU is accepted and changes nothing.
-# - `bf16_full_eval=True` casts the *weights* in an evaluation outside of training, and leaves them bf16. Save first.
-# - A model's weights, gradients and states have the dtype in which it is **loaded**.
-#
-# Two claims of the documents:
-
-# %%
-claims.show("C11", "C02")
-
-# %% [markdown]
-# **Two names that you will meet on cards** (not measured here). With *TF32* a card multiplies float32 numbers with 10
-# fraction bits. It saves time and no bytes ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/cuda.html)).
-# *FP8* has 8 bits ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433)). Matrix products take FP8 inputs,
-# while weights and states stay wider, so it saves more time than bytes.
-#
-# ## 8 · What you can now do
-#
-# - **float16 loses small gradients, bf16 loses small changes.** The first needs a scaler. The second needs float32
-#   weights, masters or sums, or rounding by chance.
-# - **Autocast is a list of operations.** Weights, gradients and states stay float32, and the copies have their price.
-# - **The dtype that you load is the one that you train**, whatever the flag says.

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 08 · Recompute or move
 #
-# *60 minutes. You need: lessons 01, 04 and 06.*
+# *59 minutes, and 30 more for optional exercises and sections. You need: lessons 01, 04 and 06.*
 #
 # Activations do not fit. A checkpoint forgets them and computes them again. They could also leave the card, wait
 # somewhere else and come back. Which of the two is cheaper, for which tensors, and on which card? After this lesson you can
@@ -21,24 +21,22 @@
 # - write a checkpoint that repeats the cheap operations and keeps the costly ones;
 # - write hooks that move activations away, and say when moving is faster than computing again;
 # - recompute only as much as a budget asks for;
-# - say what fills a card at 32,000 tokens, and what a key-value cache adds.
+# - say what fills a card at 32,000 tokens.
 #
-# No card was at hand. Bytes are measured on the CPU or predicted, and times come from data sheets.
+# No card was at hand. Bytes are measured on the CPU or predicted. Times are computed from data sheets.
 
 # %%
 from collections import Counter
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy as Policy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from gradmem_lib import MemoryTracker, Recipe, accounting, check, checkpoint_layers
 from gradmem_lib import checkpoint_parts, count_operations, known_model, predict
-from gradmem_lib import predict_first, show_frontier, tiled
+from gradmem_lib import predict_first, show_frontier
 from gradmem_lib.course import claims, models, texts
 
 # %% [markdown]
@@ -47,7 +45,7 @@ from gradmem_lib.course import claims, models, texts
 # Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all of
 # the work. The *elementwise* operations between them (norms, activation functions, sums) are almost none of it, but
 # their results take bytes all the same. So a layer could keep the results of its products, and repeat everything else.
-# Our model is the first nine layers of SmolLM2, without logits. `kept` gives the most bytes of activations in a step.
+# Our model is the first nine layers of SmolLM2, without logits. `kept` returns the most bytes of activations in a step.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -75,7 +73,7 @@ guess_a = predict_first("8.a", question, unit="percent")
 # PyTorch's checkpoint takes a **policy** for this: a function that it asks about every operation `op`, such as
 # `torch.ops.aten.mm.default`, a matrix product. The answer is `MUST_SAVE`, or `PREFER_RECOMPUTE`. The policy
 # `keep_products` keeps what is costly. Inside `with by_policy(make)`, each layer has a checkpoint with a new policy from
-# `make()`. Then measure a step:
+# `make()`. `count_operations` counts the multiplications and additions of products and attention.
 
 # %%
 KEEP, REPEAT = Policy.MUST_SAVE, Policy.PREFER_RECOMPUTE
@@ -114,8 +112,7 @@ with by_policy(lambda: keep_products):
 guess_a.reveal(measured=round(100 - 100 * points["elementwise"][0] / points["nothing"][0]))
 
 # %% [markdown]
-# Two fifths of the bytes are gone, and no product runs twice. (Elementwise operations are not counted.) A policy may
-# also count operations.
+# Two fifths of the bytes are gone, and no product runs twice. A policy may also count what it is asked about.
 
 # %% [markdown]
 # ### Exercise 8.1 · a policy
@@ -147,69 +144,8 @@ def every_second_product():
 every_second_product = check("8.1", every_second_product)
 
 # %% [markdown]
-# How much does a policy repeat? PyTorch's counter of operations is `FlopCounterMode`. First look at what it counts.
-# Fused attention with 8 heads of 64 numbers, on 128 tokens, should be 4 · 8 · 128² · 64 operations:
-
-# %%
-q = torch.randn(1, 8, 128, 64)
-with FlopCounterMode(display=False) as counter:
-    F.scaled_dot_product_attention(q, q, q)
-print(f"counted: {counter.get_total_flops()}   expected: {4 * 8 * 128**2 * 64:,}")
-
-# %% [markdown]
-# The counter does not know the CPU's kernel, and gives no warning.
-
-# %% [markdown]
-# ### Exercise 8.2 · what runs again
-#
-# ●●○ · 5 minutes · trains: counting operations with a counter that does not see all of them
-#
-# `plain()` and `checkpointed()` each run a whole step. Write `repeated(plain, checkpointed)`: how many more operations
-# the second one runs than the first. A multiplication and an addition are two. `FlopCounterMode` has no formula for the
-# CPU's fused attention, so you also write `formula`: the operations of its two products, from the shapes (rows, heads,
-# tokens, size of a head).
-#
-# <details><summary>Hint 1: the counter</summary>
-#
-# `with FlopCounterMode(display=False, custom_mapping={FUSED: formula}) as counter:`, then
-# `counter.get_total_flops()`.
-#
-# <details><summary>Hint 2: the formula</summary>
-#
-# Queries times keys: each of `rows · heads · queries · keys` scores takes `size` multiplications and as many additions.
-# Scores times values: as many again.
-#
-# </details></details>
-
-# %%
-FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def formula(query, key, value, *args, out_val=None, **kwargs):
-    """Operations of fused attention. query, key, value: shapes (rows, heads, tokens, size of a head)."""
-    ### BEGIN SOLUTION
-    rows, heads, queries, size = query
-    return 2 * (2 * rows * heads * queries * key[2] * size)
-    ### END SOLUTION
-
-
-def repeated(plain, checkpointed):
-    """plain, checkpointed: functions without arguments that run forward and backward."""
-    ### BEGIN SOLUTION
-    counts = []
-    for step in (plain, checkpointed):
-        with FlopCounterMode(display=False, custom_mapping={FUSED: formula}) as counter:
-            step()
-        counts.append(counter.get_total_flops())
-    return counts[1] - counts[0]
-    ### END SOLUTION
-
-
-repeated = check("8.2", repeated)
-
-# %% [markdown]
-# `count_operations` counts like this. Now measure lesson 04's schedules, single parts of each layer (`checkpoint_parts`)
-# and your policy. Before you run it: which of them would you take, if you may repeat a seventh of the work?
+# Now measure lesson 04's schedules, single parts of each layer (`checkpoint_parts`) and your policy. Before you run the
+# cell: which of them would you take, if you may repeat a seventh of the work?
 
 # %%
 for name, every in {"every layer": 1, "√n": "sqrt", "best": "best"}.items():
@@ -228,8 +164,8 @@ show_frontier(points, title="SmolLM2's first nine layers, 64 tokens")
 # %% [markdown]
 # The line is a **frontier**: no other way keeps fewer bytes for as few operations. Your policy is on it, and beats the
 # MLP alone on both axes: take it for a seventh of the work. √n is not on it, as lesson 04 found. Attention alone is not
-# on it either, although it is often recommended. Fused attention never stores the scores, so there is little to save.
-# The advice is older than fused attention: for eager attention the claim holds.
+# on it either, although it is often recommended. The advice is older than fused attention, which never stores the
+# scores, so that there is little to save.
 
 # %%
 claims.show("C45")
@@ -239,8 +175,8 @@ claims.show("C45")
 #
 # What backward needs can also wait elsewhere. Under `saved_tensors_hooks(pack, unpack)`, autograd gives every tensor
 # that it saves to `pack`, and keeps what `pack` returns. In backward, `unpack` gets what `pack` returned, and must
-# return the tensor. PyTorch's `save_on_cpu` moves each saved tensor over the **bus**, from the card to the memory of
-# its computer, the **host**. On a CPU it does nothing. Count what would leave:
+# return the tensor. PyTorch's `save_on_cpu` moves each saved tensor from the card to the memory of its computer,
+# the **host**. The way between them is the **bus**. On a CPU there is nothing to move, so we count what would leave:
 
 # %%
 leaves = Counter()
@@ -260,8 +196,8 @@ for name, nbytes in leaves.items():
 
 # %% [markdown]
 # Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so moving them gains
-# nothing. And more activations would leave than there are at the peak (26.3 MB, section 1), because a tensor
-# that two operations save leaves twice.
+# nothing. And more activations would leave than the 26.3 MB of section 1, because a tensor that two operations save
+# leaves twice.
 
 # %% [markdown]
 # ### Exercise 8.3 · saved tensors that move
@@ -304,8 +240,8 @@ class Disk:
 Disk = check("8.3", Disk)
 
 # %% [markdown]
-# `offload_activations` does this, with one file for each storage, so that nothing leaves twice. From a card it moves to
-# **pinned** memory of the host, which the system may not swap out, so that the card can copy by itself.
+# `offload_activations` does this. It moves each storage once, so nothing leaves twice. From a card it moves to
+# **pinned** memory of the host. The system may not swap this memory out, so the card can copy by itself.
 
 # %%
 question = "All that is saved moves: how many per cent of the activations stay?"
@@ -381,9 +317,7 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
 # On a slow card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C. **The faster the
 # card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
 # twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that is
-# `Recipe(checkpointing="per-layer", offload="boundaries")`, and in transformers, from 5.17 on, the option `offload` of
-# its checkpoints. Both copy on the *stream* (a card's queue of work) that computes, so the card waits. On a second
-# stream, it could copy meanwhile. A claim about moving everything:
+# `Recipe(checkpointing="per-layer", offload="boundaries")`. A claim about moving everything:
 
 # %%
 claims.show("C48")
@@ -391,49 +325,9 @@ claims.show("C48")
 # %% [markdown]
 # ## 3 · As much as the budget asks
 #
-# A run that is 5 % too large does not need a checkpoint on every layer. `torch.compile` has an option for this:
-# `torch._functorch.config.activation_memory_budget` is a number from 0 (repeat all that can be repeated) to 1 (keep
-# what is kept by default). The compiler knows the bytes and the operations of every tensor, and solves a **knapsack
-# problem**: keep what costs most to repeat, within the budget. `aot_module` chooses as `torch.compile` does, and
-# the tracker can watch its steps. We use it on a chain of lesson 04, and count bytes in boundaries.
-
-# %%
-import torch._functorch.config as functorch_config
-from functorch.compile import aot_module, min_cut_rematerialization_partition, nop
-
-chain = models.chain(6, width=64, keeps=5)
-x = torch.randn(256, 64, requires_grad=True)
-
-
-def boundaries(moment):
-    return round((moment.total - moment.by_category["parameters"]) / x.nbytes)
-
-
-# %%
-guess_c = predict_first("8.c", "Which budget has the lowest peak?", unit="of 1")
-
-# %%
-print("budget  after forward  at the peak (boundaries)")
-peaks = {}
-for budget in (1.0, 0.5, 0.3, 0.2, 0.1, 0.0):
-    with functorch_config.patch(activation_memory_budget=budget):
-        compiled = aot_module(chain, nop, partition_fn=min_cut_rematerialization_partition)
-        compiled(x).square().sum().backward()  # compiles
-    with MemoryTracker(chain, live=False) as tracker:
-        loss = compiled(x).square().sum()
-        after = boundaries(tracker.current)
-        loss.backward()
-    peaks[budget] = boundaries(tracker.peak)
-    print(f"{budget:>6}{after:>15}{peaks[budget]:>13}")
-guess_c.reveal(measured=min(peaks, key=peaks.get))
-
-# %% [markdown]
-# The smaller the budget, the less is kept after forward, as asked. But the *peak* rises again below 0.2. With a budget
-# of 0, nearly everything is repeated at the beginning of backward, and is there at once, like lesson 04's single
-# segment. **The budget is for what is kept, not for the peak.** So try several, and measure.
-#
-# For a promise about the peak, choose among schedules whose peak falls step by step: checkpoint the first k layers, each by
-# itself, and keep the others. Backward comes to the first layers last, when what the others kept is gone.
+# A run that is 5 % too large does not need a checkpoint on every layer. So checkpoint the first k layers, each by
+# itself, and keep the others as they are. Why the first ones? Backward comes to them last, when what the others kept is
+# gone. So each layer more makes the peak lower, or leaves it as it is.
 
 # %% [markdown]
 # ### Exercise 8.5 · as few layers as the budget allows
@@ -487,7 +381,7 @@ with MemoryTracker(made.model, made.optimizer, budget="430 MiB", live=False) as 
 print(f"{tracker.peak.total:,} measured")
 
 # %% [markdown]
-# With the first five layers checkpointed, the prediction is right to the byte.
+# With the first five layers checkpointed, the run fits, and the prediction is right to the byte.
 # `checkpoint_layers(model, every="fit", budget="430 MiB", batch_size=2, seq_len=128)` does the same for a model of
 # yours. Transformers has an option that sounds similar:
 
@@ -498,8 +392,7 @@ claims.show("C47")
 # ## 4 · Long sequences
 #
 # What grows with the number of tokens, and what with its square? The table is for one row of a 7B in bf16: all that one
-# layer keeps, with eager and with fused attention, the boundaries of 32 layers, and the logits in float32. Two claims
-# follow, with larger batches.
+# layer keeps, with eager and with fused attention, the boundaries of 32 layers, and the logits in float32.
 
 # %%
 print("tokens         eager          fused     boundaries         logits   (GiB)")
@@ -508,7 +401,6 @@ for n in (2048, 8192, 32768, 131072):
     fused = sum(accounting.block_activations(seven, 1, n).values())
     parts = eager, fused, 32 * 2 * n * seven.hidden, 4 * n * seven.vocab
     print(f"{n:>7,}", *(f"{nbytes / 2**30:>14,.2f}" for nbytes in parts))
-claims.show("C38", "C52")
 
 # %% [markdown]
 # The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and
@@ -535,32 +427,184 @@ for name, value in changes.items():
 guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 
 # %% [markdown]
-# 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table), and,
-# at the loss, the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in
-# the backward of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move
-# away, the run fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s. (Activations fall by less than 8 GiB,
-# because the peak moves within that backward, to a moment with more of them and fewer temporaries.)
+# 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table) and
+# the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in the backward
+# of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move away, the run
+# fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s.
 #
-# What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's. An
-# MLP works on each token by itself, so it can take the sequence in **tiles** (slices), each in a checkpoint of its own.
+# Activations fall by less than 8 GiB, because the peak moves within that backward, to a moment with more of them and
+# fewer temporaries. What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes
+# are the MLP's. An optional section cuts these too.
 
 # %% [markdown]
+# ## 5 · Recompute, move or shrink?
+#
+# Here is lesson 06's chart for section 4's first run. A bar that says "at best" takes a whole part of the peak away.
+# Section 4 reached less, because a step always works with something of each part.
+
+# %%
+from gradmem_lib import show_decisions
+
+show_decisions(long[0], card="23 GiB")
+
+# %% [markdown]
+# If activations are a large part of the peak, go down this list, and predict after each step:
+#
+# 1. **Shrink** with what costs almost nothing: fused attention, the loss in chunks, no key-value cache, smaller
+#    micro-batches.
+# 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
+# 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink, move everything.
+# 4. **Recompute in tiles** (slices of the sequence, in an optional section) when one layer alone is too large.
+#
+# ## 6 · What you can now do
+#
+# - **A policy keeps what is costly and repeats what is cheap.**
+# - **Compare bytes / bandwidth with operations / speed**, before you move. Weights need not leave, and a storage leaves
+#   once.
+# - **Recompute as few layers as the budget asks for**, the first ones first.
+# - **At long sequences** logits, then boundaries, then one layer are the peak. Each has its own answer.
+#
+# ## Optional: count what runs again
+#
+# How does `count_operations` count? PyTorch's own counter is `FlopCounterMode`. First look at what it counts. Fused
+# attention with 8 heads of 64 numbers, on 128 tokens, should be 4 · 8 · 128² · 64 operations:
+
+# %%
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+q = torch.randn(1, 8, 128, 64)
+with FlopCounterMode(display=False) as counter:
+    F.scaled_dot_product_attention(q, q, q)
+print(f"counted: {counter.get_total_flops()}   expected: {4 * 8 * 128**2 * 64:,}")
+
+# %% [markdown]
+# The counter does not know the CPU's kernel, and gives no warning.
+
+# %% [markdown]
+# ### Exercise 8.2 · what runs again
+#
+# ●●○ · 5 minutes · optional · trains: counting operations with a counter that does not see all of them
+#
+# `plain()` and `checkpointed()` each run a whole step. Write `repeated(plain, checkpointed)`: how many more operations
+# the second one runs than the first. A multiplication and an addition are two. `FlopCounterMode` has no formula for the
+# CPU's fused attention, so you also write `formula`: the operations of its two products, from the shapes (rows, heads,
+# tokens, size of a head).
+#
+# <details><summary>Hint 1: the counter</summary>
+#
+# `with FlopCounterMode(display=False, custom_mapping={FUSED: formula}) as counter:`, then
+# `counter.get_total_flops()`.
+#
+# <details><summary>Hint 2: the formula</summary>
+#
+# Queries times keys: each of `rows · heads · queries · keys` scores takes `size` multiplications and as many additions.
+# Scores times values: as many again.
+#
+# </details></details>
+
+# %%
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def formula(query, key, value, *args, out_val=None, **kwargs):
+    """Operations of fused attention. query, key, value: shapes (rows, heads, tokens, size of a head)."""
+    ### BEGIN SOLUTION
+    rows, heads, queries, size = query
+    return 2 * (2 * rows * heads * queries * key[2] * size)
+    ### END SOLUTION
+
+
+def repeated(plain, checkpointed):
+    """plain, checkpointed: functions without arguments that run forward and backward."""
+    ### BEGIN SOLUTION
+    counts = []
+    for step in (plain, checkpointed):
+        with FlopCounterMode(display=False, custom_mapping={FUSED: formula}) as counter:
+            step()
+        counts.append(counter.get_total_flops())
+    return counts[1] - counts[0]
+    ### END SOLUTION
+
+
+repeated = check("8.2", repeated)
+
+# %% [markdown]
+# ## Optional: the compiler's budget
+#
+# `torch.compile` also recomputes as much as a budget asks for. The option
+# `torch._functorch.config.activation_memory_budget` is a number from 0 (repeat all that can be repeated) to 1 (keep what
+# is kept by default). The compiler knows the bytes and the operations of every tensor, and solves a **knapsack
+# problem**: keep what costs most to repeat, within the budget.
+#
+# The cell uses `aot_module`. This is the part of `torch.compile` that splits a module's work into a forward and a
+# backward, and decides what is kept between them. It still runs one operation after another, so the tracker can watch.
+# The model is a chain of lesson 04. We count bytes in boundaries.
+
+# %%
+import torch._functorch.config as functorch_config
+from functorch.compile import aot_module, min_cut_rematerialization_partition, nop
+
+chain = models.chain(6, width=64, keeps=5)
+x = torch.randn(256, 64, requires_grad=True)
+
+
+def boundaries(moment):
+    return round((moment.total - moment.by_category["parameters"]) / x.nbytes)
+
+
+# %%
+guess_c = predict_first("8.c", "Which budget has the lowest peak?", unit="of 1")
+
+# %%
+print("budget  after forward  at the peak (boundaries)")
+peaks = {}
+for budget in (1.0, 0.5, 0.3, 0.2, 0.1, 0.0):
+    with functorch_config.patch(activation_memory_budget=budget):
+        compiled = aot_module(chain, nop, partition_fn=min_cut_rematerialization_partition)
+        compiled(x).square().sum().backward()  # compiles
+    with MemoryTracker(chain, live=False) as tracker:
+        loss = compiled(x).square().sum()
+        after = boundaries(tracker.current)
+        loss.backward()
+    peaks[budget] = boundaries(tracker.peak)
+    print(f"{budget:>6}{after:>15}{peaks[budget]:>13}")
+guess_c.reveal(measured=min(peaks, key=peaks.get))
+
+# %% [markdown]
+# The smaller the budget, the less is kept after forward, as asked. But the *peak* rises again below 0.2. With a budget
+# of 0, nearly everything is repeated at the beginning of backward, and is there at once, like lesson 04's single
+# segment. **The budget is for what is kept, not for the peak.** So try several, and measure. `fit`'s budget is for the
+# peak.
+#
+# ## Optional: an MLP in tiles
+#
+# An MLP works on each token by itself. So it can take a long sequence in **tiles** (slices), each in a checkpoint of its
+# own.
+#
 # ### Exercise 8.6 · an MLP in tiles
 #
-# ●●○ · 3 minutes · trains: cutting a long sequence where tokens do not meet
+# ●●○ · 3 minutes · optional · trains: cutting a long sequence where tokens do not meet
 #
 # Write `tiled_mlp(mlp, x, tiles)`: `mlp(x)` for `x` (rows, tokens, width), with the tokens cut into so many tiles, each
 # in a checkpoint of its own. The gradients must stay the same. The budget for 250 tokens in 5 tiles is **0.8 MB**,
 # where the plain MLP takes 1.8 MB.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: 250 tokens in 8 tiles</summary>
 #
-# `x.tensor_split(tiles, dim=1)` cuts, `torch.cat(parts, dim=1)` joins, and `use_reentrant=False`.
+# `x.tensor_split(tiles, dim=1)` also cuts what does not divide evenly.
 #
-# </details>
+# <details><summary>Hint 2: the rest</summary>
+#
+# `checkpoint(mlp, part, use_reentrant=False)` for each part, and `torch.cat(parts, dim=1)`.
+#
+# </details></details>
 
 
 # %%
+from torch.utils.checkpoint import checkpoint
+
+
 def tiled_mlp(mlp, x, tiles):
     ### BEGIN SOLUTION
     parts = [
@@ -576,6 +620,8 @@ tiled_mlp = check("8.6", tiled_mlp)
 # `tiled(mlp, tiles)` does the same to a module that you have. Here it works inside checkpointed layers:
 
 # %%
+from gradmem_lib import tiled
+
 with checkpoint_layers(smol, 1):
     tiles = [tiled(layer.mlp, 8) for layer in smol.model.layers]
     look("every layer, 8 slices")
@@ -585,17 +631,15 @@ for tile in tiles:
 # %% [markdown]
 # A third of what "every layer" keeps is gone, for a sixth more operations: each MLP now runs three times, in forward,
 # in its layer's second run and in its tiles' own.
-
-# %% [markdown]
-# ## 5 · The key-value cache
+#
+# ## Optional: the key-value cache
 #
 # A model that writes text keeps the keys and values of all tokens so far, layer by layer, so that it need not compute them
 # again for the next token. Training has no use for such a cache, but many runs stop to evaluate or to generate.
-
-# %% [markdown]
+#
 # ### Exercise 8.7 · the key-value cache
 #
-# ●○○ · 3 minutes · trains: what is kept of each token, and what grouped heads share
+# ●○○ · 3 minutes · optional · trains: what is kept of each token, and what grouped heads share
 #
 # Write `kv_cache(config, rows, tokens, bytes_per_number)`: the bytes of the keys and values that generation keeps of
 # `rows` sequences of `tokens` tokens. The config has `num_hidden_layers`, `num_key_value_heads` and `head_dim`, the
@@ -626,13 +670,12 @@ with torch.no_grad():
             smol(input_ids=ids, use_cache=use_cache)
         print(f"use_cache={use_cache!s:<6} peak {tracker.peak.total:,}")
 print("your formula:", f"{kv_cache(smol.config, 1, 64, 4):,}")
-claims.show("C53")
 
 # %% [markdown]
 # The difference is the cache, to the byte. It grows with every row and every token, and a training run that just fits has
 # no room for it. So evaluate with `use_cache=False`, and generate few rows at a time.
 #
-# ## 6 · Frozen layers
+# ## Optional: frozen layers
 #
 # Train only the last two of all 30 layers. The others get no gradient and keep nothing, so checkpoints have nothing to do
 # there. But transformers' `activation_checkpointing_enable()` also calls `enable_input_require_grads()`:
@@ -657,30 +700,3 @@ guess_e.reveal(measured=round(more, 2))
 # With it, backward goes on through 28 frozen layers, and each runs again, for a gradient that nobody uses. Without it,
 # only two layers run again. So call `disable_input_require_grads()` where the first layers train nothing, or checkpoint
 # the trained layers alone: `checkpoint_layers(smol.model.layers[-2:], 1)`.
-#
-# ## 7 · Recompute, move or shrink?
-#
-# Here is lesson 06's chart for section 4's first run, with checkpoints. Its bounds, "at best", take whole parts away.
-# Section 4 could not:
-
-# %%
-from gradmem_lib import show_decisions
-
-show_decisions(long[0], card="23 GiB")
-
-# %% [markdown]
-# If activations are a large part of the peak, go down this list, and predict after each step:
-#
-# 1. **Shrink** with what costs almost nothing: fused attention, the loss in chunks, no key-value cache, smaller
-#    micro-batches.
-# 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
-# 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink, move everything.
-# 4. **Recompute in tiles** when one layer alone is too large.
-#
-# ## 8 · What you can now do
-#
-# - **A policy keeps what is costly and repeats what is cheap.** Count with a counter that sees every kernel.
-# - **Compare bytes / bandwidth with operations / speed**, before you move. Weights need not leave, and a storage leaves
-#   once.
-# - **A compiler's budget is for what is kept**, and `fit`'s for the peak.
-# - **At long sequences** logits, then boundaries, then one layer are the peak. Each has its own answer.

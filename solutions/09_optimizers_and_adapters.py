@@ -13,27 +13,25 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *60 minutes, and 13 more for optional exercises. You need: lessons 02 and 05, and the dtypes of lesson 07.*
+# *57 minutes, and 49 more for optional exercises and sections. You need: lessons 02 and 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
 # weights. What does each choice save, and what does it do to the update? After this lesson you can
 #
 # - say how many bytes an optimizer keeps, how many more its step needs, and where it is the wrong choice;
-# - write a quantizer, Lion, LoRA, a clipping for steps in backward, and a loss in chunks;
+# - write a quantizer, Lion and LoRA;
 # - bring SmolLM2's task under 300 MiB, with every weight or with adapters.
 
 # %%
-import math
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from transformers import AutoModelForCausalLM
 
 from gradmem_lib import AdamW8bit, MemoryTracker, Recipe, Waterfall, check, known_model
 from gradmem_lib import predict, predict_first, prepare
-from gradmem_lib.course import adam_update, claims, models, runs, smollm2_peak, texts
+from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
 
 # %% [markdown]
 # ## 1 · Two bills
@@ -150,8 +148,7 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 # %% [markdown]
 # (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
 # and that weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances
-# within each power of ten. In a test of 20 steps, `AdamW8bit` and bitsandbytes' were off by
-# 1.1 % of float32 AdamW's way.
+# within each power of ten.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -201,9 +198,11 @@ class Lion(torch.optim.Optimizer):
 Lion = check("9.3", Lion)
 
 # %% [markdown]
-# **Muon** keeps m as a *matrix*, $m = USV^\top$. It stretches some directions more than others, by the *singular
-# values* in S. In a gradient a few are far above the rest. Muon steps by about $UV^\top$, where all are 1, after
-# five rounds of matrix products (Newton-Schulz). Embeddings and norms are left to AdamW. Here is one update:
+# **Muon** looks at m as a *matrix*. A matrix stretches some directions more than others: in $m = USV^\top$, U and V
+# are rotations, and the *singular values* in S say how far each direction is stretched. In a gradient, a few singular
+# values are far above the rest. So a step along m goes mostly in a few directions. Muon replaces all singular values by
+# about 1, and steps along $UV^\top$: in all directions equally far. Five rounds of matrix products (Newton-Schulz)
+# find it. Muon keeps m alone. Embeddings and norms are left to AdamW. Here is one update:
 
 # %%
 lone = nn.Parameter(torch.zeros(64, 64))
@@ -215,6 +214,12 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 
 # %% [markdown]
 # The update's singular values are far closer together.
+#
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G of
+# 576 rows and 1,536 columns. Let the columns of a matrix P be the r directions in which G is largest. Then PᵀG has r
+# rows instead of 576, and so have Adam's two moments of it. P times Adam's update is the step. P is renewed every few
+# hundred steps. With r = 64, P and both moments together are 7.6 times smaller than AdamW's moments. What is lost? In our
+# test with 512 tokens, the largest four directions keep 56 % of G's length, so the others matter too.
 #
 # ## 4 · One table
 #
@@ -283,77 +288,7 @@ for name, (make, rate) in rates.items():
 # - **clipping**, which divides by the norm of the whole gradient.
 #
 # `Recipe` refuses the first two. `Trainer`'s layer-wise optimizers refuse accumulation, and leave no gradient to
-# clip. Here is a clipping that works:
-
-# %% [markdown]
-# ### Exercise 9.4 · clipping where no gradient waits
-#
-# ●●● · 6 minutes · trains: steps in backward, and what the whole norm costs where gradients are freed
-#
-# The whole norm is known when backward has ended, and by then the gradients are freed. So run backward **twice**: the
-# first pass measures the norm, and the second one steps. Write `clip_in_backward(model, loss_of, lr, max_norm)`:
-# `loss_of(model)` makes the loss, as often as you call it. Each trained parameter takes one step of plain gradient
-# descent by its gradient times min(1, max_norm / norm). Return the norm. Leave no hook and no gradient. Budget: **3.2
-# MB**. The weights are 2.1 MB, and so are all gradients.
-#
-# <details><summary>Hint 1: the first pass</summary>
-#
-# Its hook adds `p.grad.square().sum().item()` to a list, and sets `p.grad = None`. The norm is the root of the sum.
-#
-# <details><summary>Hint 2: hooks</summary>
-#
-# `handle = p.register_post_accumulate_grad_hook(f)` is for parameters that require a gradient. `handle.remove()` takes
-# the hook off.
-#
-# <details><summary>Hint 3: the second pass</summary>
-#
-# Under `torch.no_grad()`: `p.add_(p.grad, alpha=-lr * factor)`, then `p.grad = None`.
-#
-# </details></details></details>
-
-
-# %%
-def clip_in_backward(model, loss_of, lr, max_norm):
-    ### BEGIN SOLUTION
-    squares, factor = [], 0.0  # in the first pass nothing moves
-
-    @torch.no_grad()
-    def hook(p):
-        squares.append(p.grad.square().sum().item())
-        p.add_(p.grad, alpha=-lr * factor)
-        p.grad = None
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
-    loss_of(model).backward()
-    norm = math.sqrt(sum(squares))
-    factor = min(1.0, max_norm / (norm + 1e-6))
-    loss_of(model).backward()
-    [handle.remove() for handle in handles]
-    return norm
-    ### END SOLUTION
-
-
-# %%
-clip_in_backward = check("9.4", clip_in_backward)
-
-# %% [markdown]
-# The price is a second forward and backward. Clipping each parameter by its *own* norm needs one pass, but changes the
-# update's direction.
-#
-# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. A gradient G's r
-# largest singular directions are the columns of a matrix P, renewed every few hundred steps. Adam runs on the
-# matrix PᵀG, of r rows, and P maps its update back (exercise 9.9). How much of G, which has 576 rows, does P keep?
-
-# %% tags=["nbval-ignore-output"]
-U = torch.linalg.svd(gradient, full_matrices=False).U
-for rank in (4, 16, 64):
-    kept = (U[:, :rank].T @ gradient).norm() / gradient.norm()
-    print(f"rank {rank}: {kept:.0%} of the gradient")
-
-# %% [markdown]
-# With few tokens, G's rank is low: of 512 tokens, four directions keep 56 %. G stays large, so GaLore steps in
-# backward (`optim="galore_adamw_layerwise"`).
+# clip. Clipping can work with a second backward: see the optional section.
 #
 # ## 6 · Adapters
 #
@@ -424,9 +359,10 @@ chart
 # %% [markdown]
 # LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer,
 # to reach the adapters below. With every weight trained, checkpoints do not move the peak, which is at the end of
-# backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.** (These adapters are in bf16.
-# PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each layer keeps a float32 copy of
-# its input, and activations are 17.38 GiB.)
+# backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.**
+#
+# These adapters are in bf16. PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each
+# layer keeps a float32 copy of its input, and activations are 17.38 GiB.
 #
 # The factor α / r keeps the addition's size when you change r. *Where* adapters are is a choice too: on queries and
 # values alone, activations are 9.17 GiB, since fewer layers keep their input.
@@ -486,9 +422,142 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
 #
 # **What is written out.** Nothing multiplies in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
-# it. Backward writes it out again. If you write `F.linear(x, dequantized)` in plain autograd, the matrix is *kept*
-# until backward. And until [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)
-# bitsandbytes kept the input x, which a frozen layer does not need. Such faults can make QLoRA need *more* than LoRA
+# it. Backward writes it out again. So a good QLoRA keeps neither the matrix nor its input. Where it is written
+# carelessly, it needs *more* than LoRA: an optional section shows two such mistakes.
+#
+# Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
+#
+# ## 8 · The loss
+#
+# With weights in 4 bits and checkpoints, the logits are the largest part. Lesson 05's loss in chunks takes them away:
+# `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it refuses a model that changes them
+# first. Gemma 2 *caps* its logits, for example. An optional section writes a loss in chunks that knows caps.
+#
+# ## 9 · Under 300 MiB
+#
+# Now combine everything, on models like SmolLM2 of any depth.
+
+# %% [markdown]
+# ### Exercise 9.8 · SmolLM2's task under 300 MiB
+#
+# ●●● · 4 minutes · trains: choosing by the parts of the peak, twice on the same card
+#
+# The batch is 8 rows of 128 tokens, and the card has **300 MiB**. Write `under_300()`, which returns two pairs `(layers,
+# Recipe)`: at least 12 layers with **every weight** trained, and at least 40 with **adapters** of rank 16 on every linear
+# layer. `smollm2_peak(layers, recipe)` predicts a peak.
+#
+# <details><summary>Hint 1: every weight</summary>
+#
+# `print(smollm2_peak(12, recipe).by_category)`. Which part is the largest? Each of the lesson's parts takes one away:
+# states, gradients that wait, logits, activations.
+#
+# <details><summary>Hint 2: adapters</summary>
+#
+# What is frozen needs no gradient and no states. So it need not be exact either.
+#
+# <details><summary>Hint 3: names</summary>
+#
+# `in_backward`, `chunked_loss`, `checkpointing`, `lora_rank`, `quantized_base`; `optimizer="adafactor-torch"`.
+#
+# </details></details></details>
+
+
+# %%
+def under_300():
+    ### BEGIN SOLUTION
+    small = {"precision": "bf16", "checkpointing": "per-layer", "chunked_loss": True}
+    every_weight = Recipe(optimizer="adafactor-torch", in_backward=True, **small)
+    adapters = Recipe(optimizer="adamw-8bit", lora_rank=16, quantized_base=True, **small)
+    return (12, every_weight), (40, adapters)
+    ### END SOLUTION
+
+
+under_300 = check("9.8", under_300)
+
+# %%
+chart = Waterfall(budget="300 MiB", title="SmolLM2's task")
+for layers, recipe in under_300():
+    chart.add(f"{layers} layers", smollm2_peak(layers, recipe), aside=True)
+chart
+
+# %% [markdown]
+# With every weight, the embedding and twelve layers are 135 MiB. Backward ends with three tables of the embedding's
+# size, 54 MiB each. Thirteen layers do not fit. With adapters, the weights of 40 layers are hardly
+# larger, and the peak is in forward.
+#
+# ## 10 · What you can now do
+#
+# - **An optimizer has two bills**, states and temporaries.
+# - **8 bits need blocks, and a code finer towards 0**.
+# - **A step in backward** frees gradients. Whatever needs all of them breaks.
+# - **Adapters save states and gradients, not activations.** So checkpoints matter more.
+# - **4 bits are how a weight is kept.** Nothing computes in 4 bits.
+#
+# ## Optional: clipping where no gradient waits
+#
+# ### Exercise 9.4 · clipping where no gradient waits
+#
+# ●●● · 6 minutes · optional · trains: steps in backward, and what the whole norm costs where gradients are freed
+#
+# The whole norm is known when backward has ended, and by then the gradients are freed. So run backward **twice**: the
+# first pass measures the norm, and the second one steps. Write `clip_in_backward(model, loss_of, lr, max_norm)`:
+# `loss_of(model)` makes the loss, as often as you call it. Each trained parameter takes one step of plain gradient
+# descent by its gradient times min(1, max_norm / norm). Return the norm. Leave no hook and no gradient. Budget: **3.2
+# MB**. The weights are 2.1 MB, and so are all gradients.
+#
+# <details><summary>Hint 1: the first pass</summary>
+#
+# Its hook adds `p.grad.square().sum().item()` to a list, and sets `p.grad = None`. The norm is the root of the sum.
+#
+# <details><summary>Hint 2: hooks</summary>
+#
+# `handle = p.register_post_accumulate_grad_hook(f)` is for parameters that require a gradient. `handle.remove()` takes
+# the hook off.
+#
+# <details><summary>Hint 3: the second pass</summary>
+#
+# Under `torch.no_grad()`: `p.add_(p.grad, alpha=-lr * factor)`, then `p.grad = None`.
+#
+# </details></details></details>
+
+
+# %%
+import math
+
+
+def clip_in_backward(model, loss_of, lr, max_norm):
+    ### BEGIN SOLUTION
+    squares, factor = [], 0.0  # in the first pass nothing moves
+
+    @torch.no_grad()
+    def hook(p):
+        squares.append(p.grad.square().sum().item())
+        p.add_(p.grad, alpha=-lr * factor)
+        p.grad = None
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
+    loss_of(model).backward()
+    norm = math.sqrt(sum(squares))
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    loss_of(model).backward()
+    [handle.remove() for handle in handles]
+    return norm
+    ### END SOLUTION
+
+
+# %%
+clip_in_backward = check("9.4", clip_in_backward)
+
+# %% [markdown]
+# The price is a second forward and backward. Clipping each parameter by its *own* norm needs one pass, but changes the
+# update's direction.
+#
+# ## Optional: a QLoRA that needs more than LoRA
+#
+# If you write `F.linear(x, dequantized)` in plain autograd, the matrix in bf16 is *kept* until backward. And until
+# [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270) bitsandbytes kept the input x, which a
+# frozen layer does not need. Such mistakes can make QLoRA need *more* than LoRA
 # ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both:
 
 
@@ -518,6 +587,8 @@ question = "From how many tokens on does this QLoRA need more than LoRA?"
 guess_c = predict_first("9.c", question, unit="tokens")
 
 # %%
+from transformers import AutoModelForCausalLM
+
 small = known_model("SmolLM2-135M")[1]
 settings = {"precision": "bf16", "lora_rank": 32, "lora_targets": ("q_proj", "v_proj")}
 
@@ -551,17 +622,11 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 # more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which
 # doubles many activations.
 #
-# Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
+# ## Optional: a loss in chunks, by hand
 #
-# ## 8 · The loss
-#
-# With weights in 4 bits and checkpoints, the logits are the largest part. A loss in chunks has to treat them as the
-# model does: some models scale logits, and Gemma 2 caps them.
-
-# %% [markdown]
 # ### Exercise 9.7 · a loss in chunks
 #
-# ●●● · 5 minutes · trains: a gradient made on the way forward, so that the logits need not come back
+# ●●● · 5 minutes · optional · trains: a gradient made on the way forward, so that the logits need not come back
 #
 # Write `ChunkedLoss.apply(hidden, weight, labels, cap)`: the mean cross-entropy of the logits cap · tanh(z / cap),
 # where z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time: forward makes the
@@ -642,67 +707,68 @@ for name, loss_of in ways.items():
 # library [Liger](https://arxiv.org/abs/2410.10989) writes a chunk's gradient over its logits, so one table is enough,
 # and it takes caps.
 #
-# ## 9 · Under 300 MiB
+# ## Optional: GaLore
 #
-# Now combine everything, on models like SmolLM2 of any depth.
+# Section 3 described it. How much of the gradient G, which has 576 rows, does P keep?
+
+# %% tags=["nbval-ignore-output"]
+from gradmem_lib.course import adam_update
+
+U = torch.linalg.svd(gradient, full_matrices=False).U
+for rank in (4, 16, 64):
+    kept = (U[:, :rank].T @ gradient).norm() / gradient.norm()
+    print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
-# ### Exercise 9.8 · SmolLM2's task under 300 MiB
+# The cell has few tokens, and G has at most as many directions as there are tokens. With 512 tokens, four directions keep
+# 56 %. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`).
 #
-# ●●● · 4 minutes · trains: choosing by the parts of the peak, twice on the same card
+# ### Exercise 9.9 · GaLore: moments of a small gradient
 #
-# The batch is 8 rows of 128 tokens, and the card has **300 MiB**. Write `under_300()`, which returns two pairs `(layers,
-# Recipe)`: at least 12 layers with **every weight** trained, and at least 40 with **adapters** of rank 16 on every linear
-# layer. `smollm2_peak(layers, recipe)` predicts a peak.
+# ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
 #
-# <details><summary>Hint 1: every weight</summary>
+# Write `galore_step`, one step on a matrix `p` in place. P is for the *shorter* side: (rows, rank) if `p` is wide, with
+# PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, and each `every`-th call
+# after it renews P. Subtract lr · scale · the update, mapped back. The only tensors in `state` are P and two moments.
 #
-# `print(smollm2_peak(12, recipe).by_category)`. Which part is the largest? Each of the lesson's parts takes one away:
-# states, gradients that wait, logits, activations.
+# <details><summary>Hint 1: the directions</summary>
 #
-# <details><summary>Hint 2: adapters</summary>
+# `U, _, Vh = torch.linalg.svd(G, full_matrices=False)`. The columns of U and the rows of Vh are sorted, largest first.
 #
-# What is frozen needs no gradient and no states. So it need not be exact either.
+# <details><summary>Hint 2: too many bytes</summary>
 #
-# <details><summary>Hint 3: names</summary>
+# `U[:, :rank]` is a view, and a view keeps the whole U. `.clone()` it.
 #
-# `in_backward`, `chunked_loss`, `checkpointing`, `lora_rank`, `quantized_base`; `optimizer="adafactor-torch"`.
+# <details><summary>Hint 3: back</summary>
+#
+# Wide: `P @ update`. Tall: `update @ P.T`. All of it under `torch.no_grad()`.
 #
 # </details></details></details>
 
 
 # %%
-def under_300():
+@torch.no_grad()
+def galore_step(p, state, rank, every, lr, scale):
+    """p: (rows, columns), with a gradient G. state: p's own dict, empty at first.
+
+    adam_update(small, state) returns Adam's update for a small gradient, and keeps both moments in state.
+    """
     ### BEGIN SOLUTION
-    small = {"precision": "bf16", "checkpointing": "per-layer", "chunked_loss": True}
-    every_weight = Recipe(optimizer="adafactor-torch", in_backward=True, **small)
-    adapters = Recipe(optimizer="adamw-8bit", lora_rank=16, quantized_base=True, **small)
-    return (12, every_weight), (40, adapters)
+    G, wide = p.grad, p.shape[0] <= p.shape[1]
+    call = state["call"] = state.get("call", -1) + 1
+    if call % every == 0:
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
+    P = state["P"]
+    small = P.T @ G if wide else G @ P
+    update = adam_update(small, state)
+    p -= lr * scale * (P @ update if wide else update @ P.T)
     ### END SOLUTION
 
 
-under_300 = check("9.8", under_300)
-
-# %%
-chart = Waterfall(budget="300 MiB", title="SmolLM2's task")
-for layers, recipe in under_300():
-    chart.add(f"{layers} layers", smollm2_peak(layers, recipe), aside=True)
-chart
+galore_step = check("9.9", galore_step)
 
 # %% [markdown]
-# With every weight, the embedding and twelve layers are 135 MiB. Backward ends with three tables of the embedding's
-# size, 54 MiB each. Thirteen layers do not fit. With adapters, the weights of 40 layers are hardly
-# larger, and the peak is in forward.
-#
-# ## 10 · What you can now do
-#
-# - **An optimizer has two bills**, states and temporaries.
-# - **8 bits need blocks, and a code finer towards 0**.
-# - **A step in backward** frees gradients. Whatever needs all of them breaks, or takes a second pass.
-# - **Adapters save states and gradients, not activations.** So checkpoints matter more.
-# - **4 bits are how a weight is kept.** Ask what is written out, and what is kept for backward.
-# - **A loss in chunks** makes its gradients on the way forward.
-#
 # ## More practice
 
 # %% [markdown]
@@ -768,49 +834,3 @@ def nf4_bytes(numbers, block, group):
 
 
 nf4_bytes = check("9.6", nf4_bytes)
-
-# %% [markdown]
-# ### Exercise 9.9 · GaLore: moments of a small gradient
-#
-# ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
-#
-# Write `galore_step`, one step on a matrix `p` in place. P is for the *shorter* side: (rows, rank) if `p` is wide, with
-# PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, and each `every`-th call
-# after it renews P. Subtract lr · scale · the update, mapped back. The only tensors in `state` are P and two moments.
-#
-# <details><summary>Hint 1: the directions</summary>
-#
-# `U, _, Vh = torch.linalg.svd(G, full_matrices=False)`. The columns of U and the rows of Vh are sorted, largest first.
-#
-# <details><summary>Hint 2: too many bytes</summary>
-#
-# `U[:, :rank]` is a view, and a view keeps the whole U. `.clone()` it.
-#
-# <details><summary>Hint 3: back</summary>
-#
-# Wide: `P @ update`. Tall: `update @ P.T`. All of it under `torch.no_grad()`.
-#
-# </details></details></details>
-
-
-# %%
-@torch.no_grad()
-def galore_step(p, state, rank, every, lr, scale):
-    """p: (rows, columns), with a gradient G. state: p's own dict, empty at first.
-
-    adam_update(small, state) returns Adam's update for a small gradient, and keeps both moments in state.
-    """
-    ### BEGIN SOLUTION
-    G, wide = p.grad, p.shape[0] <= p.shape[1]
-    call = state["call"] = state.get("call", -1) + 1
-    if call % every == 0:
-        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
-        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
-    P = state["P"]
-    small = P.T @ G if wide else G @ P
-    update = adam_update(small, state)
-    p -= lr * scale * (P @ update if wide else update @ P.T)
-    ### END SOLUTION
-
-
-galore_step = check("9.9", galore_step)

@@ -13,31 +13,24 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes, and 4 more for optional exercises. You need: lessons 03 and 04, the dtypes of lesson 07, and LoRA in
-# 4 bits from lesson 09.*
+# *60 minutes, and 48 more for optional exercises and sections. You need: lessons 03 and 04, the dtypes of lesson 07, and LoRA in 4
+# bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
 # what do they send to each other? Here each card is a process on your CPU, which runs the same PyTorch code as on
 # cards. After this lesson you can
 #
 # - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it in every process;
-# - write DDP's averaging and a sharded layer by hand, and shard a real model in the right order;
+# - write DDP's averaging by hand, and shard a real model in the right order;
+# - say what each way of training on several cards holds and sends;
 # - plan a 70B model for two cards of 24 GB, and tell when a second card does not help.
 
 # %%
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from accelerate.commands.config.config_args import load_config_from_file
 from torch import nn
 from torch.distributed import init_device_mesh
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # %%
 from gradmem_lib import CARDS, MemoryTracker, Recipe, Waterfall, check, known_model
@@ -187,13 +180,12 @@ for way in ways:
 # "alone" is a process that trains without the others, on one rank's rows.
 #
 # - **DDP needs more than a process alone**: its buckets.
-# - **ZeRO-1 cuts the states**, but has DDP's buckets. On two ranks they take what it saves. `ZeroRedundancyOptimizer`
-#   gives each whole *parameter* to one rank, so ranks are only roughly equal.
+# - **ZeRO-1 cuts the states**, but has DDP's buckets. On two ranks they take what it saves.
 # - **ZeRO-2 and FSDP keep the same between steps.** Unlike the paper's, PyTorch's ZeRO-2 cuts the weights too. It gathers
 #   them in forward, and keeps them whole until backward. FSDP frees each layer's weights after its forward, so its
 #   peak is lower.
 #
-# Here is an update under FSDP, in MiB, on both ranks side by side:
+# Here is an update under FSDP, on both ranks:
 
 
 # %%
@@ -249,125 +241,18 @@ average_gradients = check("10.2", average_gradients)
 
 # %% [markdown]
 # Yours sends after backward. DDP sends a bucket as soon as all gradients in it are complete, while backward
-# computes the next ones. A *hook* sees each bucket, and here it notes the bytes that one update sends:
-
-
-# %%
-def buckets(accumulate):
-    sent, ddp = [], DistributedDataParallel(llama(), bucket_cap_mb=0.25)
-
-    def hook(state, bucket):
-        sent.append(bucket.buffer().nbytes)
-        return allreduce_hook(state, bucket)
-
-    ddp.register_comm_hook(None, hook)
-    ddp(**my_batch()).loss.backward()  # from here on DDP knows the order
-    sent.clear()
-    if accumulate:
-        with ddp.no_sync():
-            ddp(**my_batch()).loss.backward()
-    ddp(**my_batch()).loss.backward()
-    return sent
-
-
-# %%
-for accumulate in (False, True):
-    sent = run_ranks(buckets, accumulate)[0]
-    print(f"{1 + accumulate} micro-batches: {len(sent)} buckets, {sum(sent):,} bytes")
-
-# %% [markdown]
-# The buckets hold all 1,716,992 bytes of gradients. With `no_sync` from lesson 03, two micro-batches send as much as
-# one.
+# computes the next ones. With `no_sync` from lesson 03, two micro-batches send as much as one.
 #
-# `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But
-# then `zero_grad()` frees nothing.
+# ## 4 · FSDP2 on a real model
 #
-# ## 4 · A sharded layer by hand
+# Under FSDP a rank keeps only its shard of each weight. It needs the whole matrix for a moment in forward, and again in
+# backward. So it calls an all-gather before each use, and frees the whole matrix after it. A reduce-scatter gives each
+# rank the mean gradient of its own shard. (You write such a layer in an optional section.)
 #
-# With sharded weights, each rank needs a whole matrix for a moment: in forward, and again in backward. At all
-# other times it has only its shard.
-
-# %% [markdown]
-# ### Exercise 10.3 · a linear layer that is cut over ranks
-#
-# ●●● · 6 minutes · trains: all-gather in forward and in backward, reduce-scatter after
-#
-# `ShardedLinear(linear)` below, for an `nn.Linear` without bias that is the same on every rank, keeps this rank's rows of
-# the weight as its one parameter. Write its autograd function `Gathered`. The output is the whole layer's. The shard's
-# gradient is this rank's rows of the *mean* over the ranks (no rank receives all of it), and `x.grad` is this
-# rank's own. The whole weight exists
-# only while it is used: six layers of 256 x 256 on 4 ranks may take **1,700,000 bytes**. `gather(shard)` and
-# `own_mean(whole)` are given.
-#
-# <details><summary>Hint 1: forward</summary>
-#
-# `x @ gather(shard).T`. Save `x` and `shard`, not the whole weight.
-#
-# <details><summary>Hint 2: backward</summary>
-#
-# It returns `d_out @ gather(shard)` for `x`, and `own_mean(d_weight)` for the shard.
-#
-# <details><summary>Hint 3: the weight's gradient</summary>
-#
-# `d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)`
-#
-# </details></details></details>
-
-
-# %%
-def gather(shard):
-    """The shards of all ranks (rows, columns), one below the other: (ranks * rows, columns)."""
-    whole = shard.new_empty(dist.get_world_size() * len(shard), shard.shape[1])
-    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
-    return whole
-
-
-def own_mean(whole):
-    """This rank's rows of the mean over the ranks: (ranks * rows, columns) to (rows, columns)."""
-    parts = list(whole.chunk(dist.get_world_size()))
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, parts)
-    return own / dist.get_world_size()
-
-
-# %%
-class Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, shard):
-        ### BEGIN SOLUTION
-        ctx.save_for_backward(x, shard)
-        return x @ gather(shard).T
-        ### END SOLUTION
-
-    @staticmethod
-    def backward(ctx, d_out):
-        ### BEGIN SOLUTION
-        x, shard = ctx.saved_tensors
-        d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)
-        return d_out @ gather(shard), own_mean(d_weight)
-        ### END SOLUTION
-
-
-# %%
-class ShardedLinear(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        rows = linear.weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
-        self.shard = nn.Parameter(rows.clone())
-
-    def forward(self, x):
-        return Gathered.apply(x, self.shard)
-
-
-ShardedLinear = check("10.3", ShardedLinear)
-
-# %% [markdown]
 # `fully_shard`, PyTorch's second FSDP (**FSDP2**), does this to any module, in place. The parameters of one call are
 # a **unit**: they are gathered together in one buffer, and freed together. On cards, the next unit is gathered while one computes
 # (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows
 # its shards. `p.to_local()` is this rank's shard.
-#
-# ## 5 · FSDP2 on a real model
 #
 # What if we call `fully_shard(model)`, and nothing else? A process alone peaks at 8.1 MB.
 
@@ -391,53 +276,10 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 # gradients wait for their reduce-scatter. **This is worse than no sharding.** With a unit for each layer, as in
 # section 2, the peak was 6.1 MB.
 #
-# Its largest part is activations. Checkpoints run each layer's forward twice, and FSDP gathers a layer's
-# weights to run it. How many all-gathers is that? A dispatch mode sees every operator. Here it counts
-# collectives, first without checkpoints:
-
-
-# %%
-class Collectives(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = {"allgather": 0, "reduce_scatter": 0}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for name in self.seen:
-            self.seen[name] += name in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-# %%
-def count(checkpointing):
-    net, _, _ = prepare(llama(), Recipe(sharding="fsdp", checkpointing=checkpointing))
-    with Collectives() as collectives:
-        net(**my_batch()).loss.backward()
-    return collectives.seen
-
-
-print("without checkpoints:", run_ranks(count, None)[0])
-
-# %% [markdown]
-# Eight layers are gathered twice each, in forward and in backward. The rest of the model is the ninth
-# unit. It is gathered once, since backward begins where forward ends.
-
-# %%
-guess_c = predict_first(
-    "10.c", "All-gathers with a checkpoint on every layer?", unit="all-gathers"
-)
-
-# %%
-guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["allgather"])
-
-# %% [markdown]
-# There are no more. Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
-# under FSDP cost no more than on one card.
-
-# %%
-claims.show("C49")
-
-# %% [markdown]
+# Its largest part is activations, so add checkpoints. A checkpoint runs each layer's forward twice. Does FSDP then
+# gather each layer more often? No: backward gathers a layer once, runs it again, computes its gradients, and frees it.
+# (An optional section counts.)
+#
 # ### Exercise 10.4 · a model of sharded layers
 #
 # ●●○ · 4 minutes · trains: units of FSDP2, and checkpoints under them
@@ -489,140 +331,30 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 #
 # `Recipe(sharding="fsdp", precision="float32-master")`, `sharding="zero2"` and `offload="parameters"` choose these.
 #
-# ## 6 · One batch on many ranks
+# ## 5 · One batch on many ranks
 #
 # DDP and FSDP average gradients over the ranks. If rows are not equally long, this is lesson 03's mistake again.
-# Divide each summed loss by the labels of *all* ranks, and multiply it by the number of ranks, as in exercise
-# 10.5. `accumulate_gradients(..., model=net)` does so. Under DDP, ranks may have different numbers of
+# Divide each summed loss by the labels of *all* ranks, and multiply it by the number of ranks (exercise 10.5,
+# optional). `accumulate_gradients(..., model=net)` does so. Under DDP, ranks may have different numbers of
 # micro-batches. Under FSDP every forward is a collective, so all ranks need equally many. Some may be empty, with
 # all labels −100.
 #
 # **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. Keep this
 # product: with twice the ranks, take half the micro-batches. If it grows instead, search for the learning rate again.
 #
-# **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` computes it from DTensors. A norm of the
-# local shards is another number:
-
-
-# %%
-def norms():
-    net = yours(llama())
-    net(**my_batch()).loss.backward()
-    mine = torch.stack([p.grad.to_local().norm() for p in net.parameters()]).norm()
-    total = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0).full_tensor()
-    return round(mine.item(), 3), round(total.item(), 3)
-
-
-for rank, (mine, total) in enumerate(run_ranks(norms)):
-    print(f"rank {rank}: norm of its shards {mine}, of the gradient {total}")
-
-# %% [markdown]
-# If each rank clipped by its own norm, the shards would be scaled by different numbers. There would be no error
-# message.
+# **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` computes it. If each rank clipped by the norm
+# of its own shards, they would be scaled by different numbers, and there would be no error message.
 #
-# ## 7 · Save, and go on with other ranks
+# **Saving** is a collective too. `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone: see the
+# optional section on saving.
 #
-# `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone. With `torch.distributed.checkpoint`
-# each rank writes its own part, and an index says what is where. Here two ranks save after one update, and train two
-# more. Then four ranks load, and train the same two:
-
-
-# %%
-def train(folder, go_on):
-    net, batch = yours(llama()), my_batch()
-    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-    if not go_on:
-        update(net, optimizer, batch)
-    model, optim = get_state_dict(net, optimizer)
-    states = {"model": model, "optim": optim}
-    (dcp.load if go_on else dcp.save)(states, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
-    losses = torch.stack([update(net, optimizer, batch) for _ in range(2)])
-    dist.all_reduce(losses)
-    return [round(loss, 3) for loss in (losses / dist.get_world_size()).tolist()]
-
-
-# %%
-folder = tempfile.TemporaryDirectory()
-print("2 ranks:          ", run_ranks(train, folder.name, False)[0])
-print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
-
-# %% [markdown]
-# The four ranks continue as the two do. For one ordinary file,
-# `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights
-# on rank 0. It is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
+# **`Trainer`** takes `fsdp=True`, but on the CPU it quietly uses DDP (an optional section shows it). So a test on the CPU
+# says nothing about your FSDP settings. Count the bytes on the first cards that you rent.
 #
-# ## 8 · Trainer, accelerate, and real cards
-#
-# `Trainer` takes `fsdp=True`. Try it on two ranks. The model has 1,716,992 bytes of weights.
-
-# %%
-question = "Trainer with fsdp=True, on two CPU ranks: bytes of weights on a rank?"
-guess_d = predict_first("10.d", question)
-
-
-# %%
-def trainer_weights():
-    from transformers import Trainer
-
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    with quiet_arguments(
-        max_steps=1, fsdp=True, fsdp_config={"version": 2}, ddp_find_unused_parameters=False
-    ) as arguments:
-        trainer = Trainer(llama(), arguments, train_dataset=rows)
-        trainer.train()
-    net = trainer.model_wrapped
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
-    return type(net).__name__, sum(p.nbytes for p in local)
-
-
-# %%
-name, nbytes = run_ranks(trainer_weights)[0]
-guess_d.reveal(measured=nbytes)
-print(name)
-
-# %% [markdown]
-# **It is DDP, without a warning.** `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone. So
-# a test on the CPU says nothing about your FSDP settings. Count the bytes on the first cards that you rent.
-# (`make_trainer` refuses FSDP: take `prepare` and `step`.)
-#
-# On real cards the same script runs in one process for each card. Start them with
-# `torchrun --nproc-per-node=2 train.py`, or with `accelerate launch --config_file fsdp.yaml train.py`. Its settings:
-
-# %%
-settings = """\
-distributed_type: FSDP
-num_processes: 2
-mixed_precision: bf16
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_reshard_after_forward: true
-  fsdp_activation_checkpointing: true
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-"""
-
-# %% [markdown]
-# Write the file, and let accelerate read it as `accelerate launch` does:
-
-# %%
-with open(f"{folder.name}/fsdp.yaml", "w") as file:
-    file.write(settings)
-read = load_config_from_file(file.name)
-print(read.num_processes, "processes,", read.distributed_type.value)
-
-# %% [markdown]
-# A misspelled key is an error, but not inside `fsdp_config`.
-#
-# `fsdp_cpu_ram_efficient_loading` is for the *host's* memory. Eight processes that each load a 70B model need 8 ×
-# 138 GB there. With this setting rank 0 alone reads the weights, and sends each rank its shards.
-#
-# ## 9 · What it costs to send
+# ## 6 · What it costs to send
 #
 # Ranks usually form a ring: each sends to its neighbour.
-
-# %% [markdown]
+#
 # ### Exercise 10.6 · what communication costs
 #
 # ●●○ · 3 minutes · trains: bytes over a link, and which of them accumulation saves
@@ -633,7 +365,12 @@ print(read.num_processes, "processes,", read.distributed_type.value)
 # from forward to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a
 # second. FSDP and ZeRO-2 reduce after every micro-batch.
 #
-# <details><summary>Hint: passes</summary>
+# <details><summary>Hint 1: one way after the other</summary>
+#
+# When does a rank need weights of other ranks, and when do gradients have to meet? Note for each way which collectives
+# these are, and if they come once an update or in each micro-batch.
+#
+# <details><summary>Hint 2: passes</summary>
 #
 # | way | once an update | for each micro-batch |
 # |---|---|---|
@@ -642,7 +379,7 @@ print(read.num_processes, "processes,", read.distributed_type.value)
 # | ZeRO-2 | | an all-gather, a reduce-scatter |
 # | FSDP | | two all-gathers (forward, backward), a reduce-scatter |
 #
-# </details>
+# </details></details>
 
 
 # %%
@@ -675,8 +412,25 @@ guess_e.reveal(measured=tokens(CARDS["RTX 4090 24GB"]), what="estimated")
 print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
-# An H100's link is much faster, but so is its computing. Cards compute below their full rate, so fewer tokens are
-# enough. RTX 4090s send through the host, so more are needed.
+# An H100's link is much faster, but so is its computing. Real cards compute below their full rate, so fewer tokens are
+# enough. RTX 4090s cannot send to each other directly, only through the host, so they need more.
+#
+# Here is what a rank holds and sends in each way that you will meet. There are N ranks. W is the bytes of the weights,
+# and the gradients are as many. In a ring, multiply what is sent by (N − 1) / N.
+#
+# | way | a rank holds | a rank sends |
+# |---|---|---|
+# | DDP | all weights, gradients and states | 2 W an update |
+# | ZeRO-1 | all, but 1/N of the states | 3 W an update |
+# | ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
+# | ZeRO-3, FSDP | 1/N of all three; two whole units | 3 W a micro-batch |
+# | hybrid sharding: FSDP in each machine of n cards | 1/n of all three; two whole units | 3 W a micro-batch inside, 2 W / n between machines |
+# | tensor parallel | 1/N of each layer's matrices | each layer's input in 4 all-reduces a micro-batch |
+# | pipeline | 1/N of the layers | a boundary forward and a gradient back, each micro-batch |
+# | context parallel | 1/N of each row's activations | each layer's keys and values, forward and backward |
+# | expert parallel | 1/N of the experts | each token to its experts and back, forward and backward |
+#
+# The first five cut the batch by rows. The last four cut the model or the rows themselves: see an optional section.
 #
 # When not to shard:
 #
@@ -684,7 +438,7 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # - **Micro-batches are small and the link is slow.** Checkpoints make room for more rows, and more rows hide the sending.
 # - **Only activations are too large.** FSDP does not cut them. Lessons 04 and 08 do.
 #
-# ## 10 · A 70B on two cards
+# ## 7 · A 70B on two cards
 #
 # Llama-2-70B has 69 billion weights: 138 GB in bf16. Can two cards of 24 GB fine-tune it? `predict(..., ranks=2)`
 # computes one rank's memory, and starts no process. `batch_size` is the rows of *one* rank.
@@ -755,7 +509,283 @@ chart
 claims.show("C17")
 
 # %% [markdown]
-# The same code runs here, on SmolLM2's first two layers with their real weights:
+# **And to generate text with it?** Then each card also keeps the *keys and values* of all tokens so far. Llama-2-70B has
+# 80 layers. Its 64 query heads share 8 heads of keys and values, of 128 numbers each. In bf16 that is 80 × 2 × 8 × 128 ×
+# 2 = 327,680 bytes a token. A text of 8,192 tokens takes 2.5 GiB. If each query head had keys of its own, it would be 20
+# GiB.
+#
+# ## 8 · What you can now do
+#
+# - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights.
+# - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last.
+# - **A collective needs every rank**, in saving and in clipping too.
+# - **Divide by the labels of all ranks**, and undo the mean that the engine takes.
+# - **Check bytes, not settings.** On the CPU, Trainer's FSDP is DDP.
+# - **Shard only what does not fit.** FSDP sends the model's size three times in each micro-batch.
+#
+# ## Optional: what DDP sends
+#
+# A *hook* sees each bucket. Here it notes the bytes that one update sends:
+
+
+# %%
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+def buckets(accumulate):
+    sent, ddp = [], DistributedDataParallel(llama(), bucket_cap_mb=0.25)
+
+    def hook(state, bucket):
+        sent.append(bucket.buffer().nbytes)
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    ddp(**my_batch()).loss.backward()  # from here on DDP knows the order
+    sent.clear()
+    if accumulate:
+        with ddp.no_sync():
+            ddp(**my_batch()).loss.backward()
+    ddp(**my_batch()).loss.backward()
+    return sent
+
+
+# %%
+for accumulate in (False, True):
+    sent = run_ranks(buckets, accumulate)[0]
+    print(f"{1 + accumulate} micro-batches: {len(sent)} buckets, {sum(sent):,} bytes")
+
+# %% [markdown]
+# The buckets hold all 1,716,992 bytes of gradients, with one micro-batch and with two.
+#
+# `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But
+# then `zero_grad()` frees nothing.
+#
+# ## Optional: clip with sharded gradients
+#
+# `clip_grad_norm_` computes the norm of the whole gradient from the shards of all ranks. The norm of the local shards is
+# another number:
+
+
+# %%
+def norms():
+    net = yours(llama())
+    net(**my_batch()).loss.backward()
+    mine = torch.stack([p.grad.to_local().norm() for p in net.parameters()]).norm()
+    total = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0).full_tensor()
+    return round(mine.item(), 3), round(total.item(), 3)
+
+
+for rank, (mine, total) in enumerate(run_ranks(norms)):
+    print(f"rank {rank}: norm of its shards {mine}, of the gradient {total}")
+
+# %% [markdown]
+# If each rank clipped by its own norm, the shards would be scaled by different numbers.
+#
+# ## Optional: a sharded layer by hand
+#
+# With sharded weights, each rank needs a whole matrix for a moment: in forward, and again in backward. At all other
+# times it has only its shard.
+#
+# ### Exercise 10.3 · a linear layer that is cut over ranks
+#
+# ●●● · 6 minutes · optional · trains: all-gather in forward and in backward, reduce-scatter after
+#
+# `ShardedLinear(linear)` below, for an `nn.Linear` without bias that is the same on every rank, keeps this rank's rows of
+# the weight as its one parameter. Write its autograd function `Gathered`. The output is the whole layer's. The shard's
+# gradient is this rank's rows of the *mean* over the ranks (no rank receives all of it), and `x.grad` is this rank's
+# own. The whole weight exists only while it is used: six layers of 256 x 256 on 4 ranks may take **1,700,000 bytes**.
+# `gather(shard)` and `own_mean(whole)` are given.
+#
+# <details><summary>Hint 1: what to save</summary>
+#
+# Save `x` and the shard, not the whole weight. Backward can gather it again.
+#
+# <details><summary>Hint 2: backward</summary>
+#
+# For `out = x @ weight.T`, the gradient of `x` is `d_out @ weight`. The weight's own is a product of `d_out` and `x`, in
+# which all rows of all sequences are added up: `flatten(0, -2)` makes one long list of rows.
+#
+# <details><summary>Hint 3: which ranks</summary>
+#
+# Only the weight's gradient is a mean over the ranks: `own_mean(d_out.flatten(0, -2).T @ x.flatten(0, -2))`.
+#
+# </details></details></details>
+
+
+# %%
+def gather(shard):
+    """The shards of all ranks (rows, columns), one below the other: (ranks * rows, columns)."""
+    whole = shard.new_empty(dist.get_world_size() * len(shard), shard.shape[1])
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
+    return whole
+
+
+def own_mean(whole):
+    """This rank's rows of the mean over the ranks: (ranks * rows, columns) to (rows, columns)."""
+    parts = list(whole.chunk(dist.get_world_size()))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own / dist.get_world_size()
+
+
+# %%
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard):
+        ### BEGIN SOLUTION
+        ctx.save_for_backward(x, shard)
+        return x @ gather(shard).T
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, d_out):
+        ### BEGIN SOLUTION
+        x, shard = ctx.saved_tensors
+        d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)
+        return d_out @ gather(shard), own_mean(d_weight)
+        ### END SOLUTION
+
+
+# %%
+class ShardedLinear(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        rows = linear.weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
+        self.shard = nn.Parameter(rows.clone())
+
+    def forward(self, x):
+        return Gathered.apply(x, self.shard)
+
+
+ShardedLinear = check("10.3", ShardedLinear)
+
+# %% [markdown]
+# ## Optional: how often FSDP gathers
+#
+# Checkpoints run each layer's forward twice, and FSDP gathers a layer's weights to run it. How many all-gathers is that?
+# A dispatch mode sees every operator. Here it counts collectives, first without checkpoints:
+
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"allgather": 0, "reduce_scatter": 0, "all_reduce": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for name in self.seen:
+            self.seen[name] += name in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+# %%
+def count(checkpointing):
+    net, _, _ = prepare(llama(), Recipe(sharding="fsdp", checkpointing=checkpointing))
+    with Collectives() as collectives:
+        net(**my_batch()).loss.backward()
+    return collectives.seen
+
+
+print("without checkpoints:", run_ranks(count, None)[0])
+
+# %% [markdown]
+# Eight layers are gathered twice each, in forward and in backward. The rest of the model is the ninth
+# unit. It is gathered once, since backward begins where forward ends.
+
+# %%
+guess_c = predict_first(
+    "10.c", "All-gathers with a checkpoint on every layer?", unit="all-gathers"
+)
+
+# %%
+guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["allgather"])
+
+# %% [markdown]
+# There are no more. Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
+# under FSDP cost no more than on one card.
+
+# %%
+claims.show("C49")
+
+# %% [markdown]
+# ## Optional: save, and go on with other ranks
+#
+# `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone. With `torch.distributed.checkpoint`
+# each rank writes its own part, and an index says what is where. Here two ranks save after one update, and train two
+# more. Then four ranks load, and train the same two:
+
+
+# %%
+import tempfile
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+def train(folder, go_on):
+    net, batch = yours(llama()), my_batch()
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    if not go_on:
+        update(net, optimizer, batch)
+    model, optim = get_state_dict(net, optimizer)
+    states = {"model": model, "optim": optim}
+    (dcp.load if go_on else dcp.save)(states, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
+    losses = torch.stack([update(net, optimizer, batch) for _ in range(2)])
+    dist.all_reduce(losses)
+    return [round(loss, 3) for loss in (losses / dist.get_world_size()).tolist()]
+
+
+# %%
+folder = tempfile.TemporaryDirectory()
+print("2 ranks:          ", run_ranks(train, folder.name, False)[0])
+print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
+
+# %% [markdown]
+# The four ranks continue as the two do. For one ordinary file,
+# `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights
+# on rank 0. It is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
+#
+# ## Optional: Trainer with FSDP, on the CPU
+#
+# `Trainer` takes `fsdp=True`. Try it on two ranks. The model has 1,716,992 bytes of weights.
+
+# %%
+question = "Trainer with fsdp=True, on two CPU ranks: bytes of weights on a rank?"
+guess_d = predict_first("10.d", question)
+
+
+# %%
+def trainer_weights():
+    from transformers import Trainer
+
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    with quiet_arguments(
+        max_steps=1, fsdp=True, fsdp_config={"version": 2}, ddp_find_unused_parameters=False
+    ) as arguments:
+        trainer = Trainer(llama(), arguments, train_dataset=rows)
+        trainer.train()
+    net = trainer.model_wrapped
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
+    return type(net).__name__, sum(p.nbytes for p in local)
+
+
+# %%
+name, nbytes = run_ranks(trainer_weights)[0]
+guess_d.reveal(measured=nbytes)
+print(name)
+
+# %% [markdown]
+# **It is DDP, without a warning.** `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone.
+# (`make_trainer` refuses FSDP: take `prepare` and `step`.)
+#
+# ## Optional: a plan, carried out
+#
+# The recipe for the 70B also runs here, on SmolLM2's first two layers with their real weights:
 
 
 # %%
@@ -786,20 +816,204 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
 # Eight cards can hold it in pure bf16, where small updates are lost (lesson 07). With float32 master weights it
 # takes sixteen. Fewer cards can keep shards and states on the host with `offload="parameters"`. Then each
 # micro-batch moves a rank's shards to the card twice, in forward and in backward, and its gradients back.
+#
+# ## Optional: several machines
+#
+# On real cards a script runs in one process for each card. `torchrun` starts the processes. With one machine:
+# `torchrun --nproc-per-node=2 train.py`. With two machines of eight cards, give this command on each of them. The ranks
+# find each other at the first machine's name:
+#
+# ```
+# torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29500 --rdzv-id=1 train.py
+# ```
+#
+# The network between machines is much slower than the links inside. **Hybrid sharding** (HSDP) sends little over it:
+# each machine has a whole copy of the model, sharded over its own cards. The mesh below has two dimensions for this. The
+# first one says which ranks hold copies, and the second one which ranks share a copy. This is the whole script:
+#
+# ```python
+# import torch
+# import torch.distributed as dist
+# from torch.distributed import init_device_mesh
+# from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+# from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+# from torch.utils.data import DataLoader, DistributedSampler
+# from transformers import AutoModelForCausalLM
+#
+# from my_rows import rows  # a list of token ids, all of one length: tensors (tokens,)
+#
+# MACHINES, CARDS = 2, 8  # of each machine
+# mesh = init_device_mesh("cuda", (MACHINES, CARDS), mesh_dim_names=("copies", "shards"))
+#
+# model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B", dtype=torch.float32)
+# model.activation_checkpointing_enable({"use_reentrant": False})
+# half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# for layer in model.model.layers:
+#     fully_shard(layer, mesh=mesh, mp_policy=half)
+# fully_shard(model, mesh=mesh, mp_policy=half)
+# optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+#
+# sampler = DistributedSampler(rows)  # each rank takes its own rows
+# for epoch in range(2):
+#     sampler.set_epoch(epoch)  # another order
+#     for ids in DataLoader(rows, batch_size=1, sampler=sampler):
+#         ids = ids.to(mesh.device_type)
+#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+#         loss.backward()
+#         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+#         optimizer.step()
+#         optimizer.zero_grad()
+#
+# options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# weights = get_model_state_dict(model, options=options)  # a collective: on every rank
+# if dist.get_rank() == 0:
+#     torch.save(weights, "weights.pt")
+# dist.destroy_process_group()
+# ```
+#
+# Each process first loads the whole model into the *host's* memory. Eight processes that each load a 70B in bf16 need 8 ×
+# 138 GB there. accelerate can let rank 0 alone read the weights, and send each rank its shards:
+# `fsdp_cpu_ram_efficient_loading`. Start with `accelerate launch --config_file fsdp.yaml train.py`, and these settings:
+
+# %%
+settings = """\
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_activation_checkpointing: true
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
 
 # %% [markdown]
-# ## 11 · What you can now do
+# Write the file, and let accelerate read it as `accelerate launch` does:
+
+# %%
+import tempfile
+
+from accelerate.commands.config.config_args import load_config_from_file
+
+with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    file.write(settings)
+    file.flush()
+    read = load_config_from_file(file.name)
+print(read.num_processes, "processes,", read.distributed_type.value)
+
+# %% [markdown]
+# A misspelled key is an error, but not inside `fsdp_config`.
 #
-# - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights.
-# - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last.
-# - **A collective needs every rank**, in saving and in clipping too.
-# - **Divide by the labels of all ranks**, and undo the mean that the engine takes.
-# - **Check bytes, not settings.** On the CPU, Trainer's FSDP is DDP.
-# - **Shard only what does not fit.** FSDP sends the model's size three times in each micro-batch.
+# ## Optional: cut the model itself
+#
+# **Tensor parallel** cuts each matrix. An MLP's first matrix is cut by its outputs, so each rank computes some of the
+# inner numbers. The second one is cut by its inputs, so each rank gets one *summand* of the result, and an all-reduce adds
+# the summands. Attention is cut in the same way, by heads. PyTorch's `parallelize_module` follows a plan, which says
+# for each module how it is cut. In ours, `whole` marks the tensor that the cut matrices read: it is whole on every rank,
+# and so is its gradient.
+
+
+# %%
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+
+def cut_layers(net):
+    whole = PrepareModuleOutput(
+        output_layouts=Replicate(),
+        desired_output_layouts=Replicate(),
+        use_local_output=False,
+    )
+    plan = {"input_layernorm": whole, "post_attention_layernorm": whole}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        plan[name] = ColwiseParallel()  # by outputs
+    plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+    plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net.model.layers:
+        parallelize_module(layer, mesh, plan)
+
+
+# %%
+def in_tensors():
+    batch = {"input_ids": ids, "labels": ids}  # the same rows on every rank
+    alone, net = llama(), llama()
+    cut_layers(net)
+    with Collectives() as collectives:  # of the section on FSDP's gathers
+        loss = net(**batch).loss
+        loss.backward()
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
+    print(f"{sum(p.nbytes for p in local):,} bytes of weights, {collectives.seen}")
+    print("the loss of one process:", torch.allclose(loss, alone(**batch).loss))
+
+
+_ = run_ranks(in_tensors)
+
+# %% [markdown]
+# Each rank holds 926,464 of 1,716,992 bytes: half of the layers' matrices, and the whole embedding and head. The eight
+# layers need four all-reduces each, two in forward and two in backward. Each is as large as the layer's input, and the
+# rank has nothing else to do meanwhile. So tensor parallel stays within one machine, where links are fast.
+#
+# A **pipeline** gives each rank some of the layers. A rank sends its last boundary to the next rank, and gets its
+# gradient back. With one batch at a time, only one rank would work. So the batch is cut into micro-batches, and each
+# rank works on another one. `Schedule1F1B` runs *one forward, one backward* in turn, so that few micro-batches wait for
+# their backward. At the start and at the end some ranks have nothing to do: the *bubble*. Here four micro-batches go
+# through eight layers on two ranks:
+
+
+# %%
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+
+def stack():
+    torch.manual_seed(0)  # the same weights on every rank
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+
+
+def step_of(stage, x, goal):
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    if dist.get_rank() == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=goal)
+
+
+# %%
+def by_layers(x, goal):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = slice(8 * rank // ranks, 8 * (rank + 1) // ranks)
+    mine, alone = stack()[own], stack()
+    step_of(PipelineStage(mine, rank, ranks, torch.device("cpu")), x, goal)
+    nn.functional.mse_loss(alone(x), goal).backward()
+    pairs = zip(mine.parameters(), alone[own].parameters(), strict=True)
+    same = all(torch.allclose(p.grad, q.grad) for p, q in pairs)
+    print(f"layers {own.start} to {own.stop - 1}, the gradients of one process: {same}")
+
+
+_ = run_ranks(by_layers, *torch.randn(2, 8, 64), everyone=True)
+
+# %% [markdown]
+# Each rank trains its own layers, and sends only boundaries and their gradients. (The cell makes the whole stack on each
+# rank, but only to compare.)
+#
+# **Context parallel** cuts each *row* by its tokens, for rows that are too long for one card. All operations but
+# attention work on each token by itself, so they need nothing from other ranks. Attention needs the keys and values of
+# all earlier tokens. They go around the ring, rank by rank, and each rank adds up its part of the result (*ring
+# attention*, [Liu et al. 2023](https://arxiv.org/abs/2310.01889)). Activations are cut by N. Weights are not, so it is
+# used together with FSDP.
+#
+# **Expert parallel** is for a mixture of experts. Each rank holds some of the experts. A token goes to those that its
+# layer chose for it, wherever they are, and comes back: one *all-to-all* there and one back, in forward, and the same for
+# the gradients in backward. A rank whose experts are popular gets more tokens, and the others wait for it.
+#
+# These ways are combined, in a mesh with one dimension for each: for example tensor parallel inside a machine, a
+# pipeline over a few machines, and FSDP over the rest.
 #
 # ## More practice
-
-# %% [markdown]
+#
 # ### Exercise 10.5 · uneven rows over uneven ranks
 #
 # ●●○ · 4 minutes · optional · trains: one mean over all labels, where each rank sees some

@@ -13,11 +13,11 @@
 # %% [markdown]
 # # 11 · Make it fit
 #
-# *45 minutes. You need: lesson 06, and the techniques of lessons 07 to 10.*
+# *59 minutes, and 8 more for optional exercises and sections. You need: lesson 06, and the techniques of lessons 07 to 10.*
 #
 # Here is a model, and here is a card. Does it fit, and which way of training it is the fastest that fits? You have seen
-# every technique, so this lesson teaches no new one. It is a game of twelve puzzles, from easy to impossible. After it
-# you can
+# every technique, so this lesson teaches no new one. It is a game of twelve puzzles, two of them optional, from easy to
+# impossible. After it you can
 #
 # - read the parts of a peak, and choose the one change that counts;
 # - say from a few sums what can never fit;
@@ -137,29 +137,6 @@ found_1 = check("11.1", answer)
 puzzle("11.1").show(answer)
 
 # %% [markdown]
-# ### Exercise 11.2 · every weight of GPT-2 XL
-#
-# ●●○ · 2 minutes · trains: which optimizer's states a small card has room for
-#
-# GPT-2 XL, 8 rows of 1,024 tokens, an RTX 3070 of 8 GB. Every weight is trained.
-#
-# <details><summary>Hint 1: the first try</summary>
-#
-# `bf16 | again | {"accumulation": 8}` needs 13.5 GiB: parameters 2.9, gradients 2.9, optimizer 5.8, activations 0.3.
-#
-# <details><summary>Hint 2: states in 8 bits</summary>
-#
-# `bf16 | again | {"accumulation": 8, "optimizer": "adamw-8bit"}` needs 10.5 GiB: parameters 2.9, gradients 2.9,
-# optimizer 2.9. By how much is it too long, and what would be left without any states?
-#
-# </details></details>
-
-# %%
-answer = bf16 | again | adafactor | {"accumulation": 8}  # SOLUTION
-found_2 = check("11.2", answer)
-puzzle("11.2").show(answer)
-
-# %% [markdown]
 # ## 4 · One 7B, four cards
 #
 # Llama-2-7B has 6.74 billion weights: 12.6 GiB in bf16. From puzzle to puzzle the card gets smaller, and each has another
@@ -266,8 +243,8 @@ puzzle("11.6").show(answer)
 #
 # ## 5 · Too many of something
 #
-# In each of the next three models, one number is far larger than in those before: words, tokens, experts. Before you
-# write a recipe, say which category grows with that number.
+# In each of the next two models, one number is far larger than in those before: words, then tokens. Before you write a
+# recipe, say which category grows with that number.
 
 # %% [markdown]
 # ### Exercise 11.7 · 128,256 words
@@ -316,36 +293,7 @@ found_8 = check("11.8", answer)
 puzzle("11.8").show(answer)
 
 # %% [markdown]
-# ### Exercise 11.9 · a mixture of experts
-#
-# ●●● · 3 minutes · trains: weights that a token hardly uses, and that are there all the same
-#
-# OLMoE-1B-7B, 8 rows of 2,048 tokens, an RTX 4080 of 16 GB. Each layer has 64 experts, and a token goes through 8 of
-# them. The other 56 wait on the card too.
-#
-# <details><summary>Hint 1: one row at a time</summary>
-#
-# `lora | {"accumulation": 8}` needs 19.6 GiB: parameters 12.9, activations 4.5, temporaries 0.8.
-#
-# <details><summary>Hint 2: 4 bits</summary>
-#
-# `qlora | {"accumulation": 8}` needs 19.2 GiB: parameters 12.5, activations 4.5, temporaries 0.8. Here, 4 bits are for
-# linear layers, and experts are no linear layers.
-#
-# <details><summary>Hint 3: when it fits with one star</summary>
-#
-# One row at a time is 4 GiB too long. Running every layer again gives back enough, and takes the most time. The toolbox
-# has a row that repeats less.
-#
-# </details></details></details>
-
-# %%
-answer = lora | chunks | {"checkpointing": "elementwise", "accumulation": 8}  # SOLUTION
-found_9 = check("11.9", answer)
-puzzle("11.9").show(answer)
-
-# %% [markdown]
-# Words cost temporaries, tokens cost activations, and experts cost parameters.
+# Words cost temporaries, and tokens cost activations. (In an optional puzzle, experts cost parameters.)
 #
 # ## 6 · Several cards
 #
@@ -495,3 +443,56 @@ print(yours.code)
 # - **Measure one step.** Then you know.
 #
 # You came with a run that was out of memory. Now you know why, before the first step. Go and train something.
+#
+# ## More practice
+#
+# ### Exercise 11.2 · every weight of GPT-2 XL
+#
+# ●●○ · 2 minutes · optional · trains: which optimizer's states a small card has room for
+#
+# GPT-2 XL, 8 rows of 1,024 tokens, an RTX 3070 of 8 GB. Every weight is trained.
+#
+# <details><summary>Hint 1: the first try</summary>
+#
+# `bf16 | again | {"accumulation": 8}` needs 13.5 GiB: parameters 2.9, gradients 2.9, optimizer 5.8, activations 0.3.
+#
+# <details><summary>Hint 2: states in 8 bits</summary>
+#
+# `bf16 | again | {"accumulation": 8, "optimizer": "adamw-8bit"}` needs 10.5 GiB: parameters 2.9, gradients 2.9,
+# optimizer 2.9. By how much is it too long, and what would be left without any states?
+#
+# </details></details>
+
+# %%
+answer = bf16 | again | adafactor | {"accumulation": 8}  # SOLUTION
+found_2 = check("11.2", answer)
+puzzle("11.2").show(answer)
+
+# %% [markdown]
+# ### Exercise 11.9 · a mixture of experts
+#
+# ●●● · 3 minutes · optional · trains: weights that a token hardly uses, and that are there all the same
+#
+# OLMoE-1B-7B, 8 rows of 2,048 tokens, an RTX 4080 of 16 GB. Each layer has 64 experts, and a token goes through 8 of
+# them. The other 56 wait on the card too.
+#
+# <details><summary>Hint 1: one row at a time</summary>
+#
+# `lora | {"accumulation": 8}` needs 19.6 GiB: parameters 12.9, activations 4.5, temporaries 0.8.
+#
+# <details><summary>Hint 2: 4 bits</summary>
+#
+# `qlora | {"accumulation": 8}` needs 19.2 GiB: parameters 12.5, activations 4.5, temporaries 0.8. Here, 4 bits are for
+# linear layers, and experts are no linear layers.
+#
+# <details><summary>Hint 3: when it fits with one star</summary>
+#
+# One row at a time is 4 GiB too long. Running every layer again gives back enough, and takes the most time. The toolbox
+# has a row that repeats less.
+#
+# </details></details></details>
+
+# %%
+answer = lora | chunks | {"checkpointing": "elementwise", "accumulation": 8}  # SOLUTION
+found_9 = check("11.9", answer)
+puzzle("11.9").show(answer)

@@ -1,0 +1,171 @@
+"""What lesson 07 says in figures, orders and comparisons: against torch, the exercises, the stored
+outputs and the record of its full run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from lesson_facts import lessons
+from support.paths import ROOT
+
+from gradmem_lib.course.lessons.lesson_07 import exercises, exercises_scaling
+from gradmem_lib.course.material import models
+from gradmem_lib.units import parse_bytes
+
+SOURCE = ROOT / "solutions" / "07_mixed_precision.py"
+TEXT = " ".join(SOURCE.read_text(encoding="utf-8").replace("#", " ").split())
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What the cells of the stored notebook printed."""
+    return next(lesson for lesson in lessons() if lesson.number == "07").printed
+
+
+def numbers(row: tuple[str, ...]) -> list[float]:
+    return [float(figure.replace(",", "")) for figure in row]
+
+
+def bits(dtype: torch.dtype) -> tuple[int, int]:
+    """Of the exponent, and of the fraction."""
+    fraction = round(-torch.log2(torch.tensor(torch.finfo(dtype).eps)).item())
+    return torch.finfo(dtype).bits - 1 - fraction, fraction
+
+
+def test_the_table_of_formats():
+    rows = re.findall(r"\| (float32|bf16|float16) \| (\d+) \| (\d+) \| ([^|]+) \| ([^|]+) \|", TEXT)
+    assert [name for name, *_ in rows] == list(DTYPES)
+    for name, exponent, fraction, largest, smallest in rows:
+        dtype = DTYPES[name]
+        assert (int(exponent), int(fraction)) == bits(dtype)
+        found = float(largest.replace(",", ""))
+        assert found == pytest.approx(torch.finfo(dtype).max, rel=0.01)
+        # half of the smallest is halfway to 0, and rounds to it
+        least = torch.tensor(float(smallest), dtype=dtype)
+        assert least > 0 and (least.float() / 2).to(dtype) == 0
+        assert least.item() == pytest.approx(float(smallest), rel=0.02)
+
+
+def test_the_gaps_between_bf16_numbers():
+    every = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    between = every[(every >= 1) & (every < 2)]
+    assert f"Between 1 and 2 there are {len(between)} bf16 numbers, with gaps of 1/128." in TEXT
+    assert torch.all(between.diff() == 1 / 128)
+    above = every[(every >= 256) & (every <= 512)]
+    assert "From 256 to 512 a gap is 2." in TEXT and torch.all(above.diff() == 2)
+    assert "257 lies in the middle" in TEXT and "rounded to the even one, 256." in TEXT
+    assert torch.tensor(257.0).bfloat16() == 256
+    assert "updates of 0.001, about an eighth of a gap each" in TEXT
+    assert pytest.approx(1 / 8, rel=0.05) == 0.001 / (1 / 128)
+
+
+def test_the_sum_that_stops_and_the_rounding_that_arrives(printed):
+    assert "a thousand times 1.0 in bf16: 256.0" in printed
+    assert "nearest 1.00   by chance 1.10" in printed and "Only rounding by chance arrives" in TEXT
+
+
+def test_what_float16_and_bf16_lose_of_gradients(printed):
+    rows = re.findall(r"^scale +([\d,]+) +float16 loses ([\d.]+) % +bf16 ([\d.]+) %", printed, re.M)
+    lost = {int(scale.replace(",", "")): (float(a), float(b)) for scale, a, b in rows}
+    assert "float16 drops the smallest gradients, unless they are multiplied by a large" in TEXT
+    assert lost[1][0] > 10 * lost[2**16][0]
+    assert "If that number is too large, others overflow." in TEXT
+    assert lost[2**24][0] > lost[2**16][0]
+    assert "bf16 needs no scale." in TEXT and all(bf16 == 0 for _, bf16 in lost.values())
+
+
+def test_which_operation_gets_which_dtype(printed):
+    rows = re.findall(r"^(\w+) +(\w+) -> (\w+) +(\d+) times", printed, re.M)
+    times = {(name, given, made): int(count) for name, given, made, count in rows}
+    narrow, wide = ("bfloat16", "bfloat16"), ("float32", "float32")
+    assert "**bf16**: the matrix products (`mm`) and attention" in TEXT
+    assert times["mm", *narrow] == 8 and ("mm", *wide) not in times
+    attention = [kinds for name, *kinds in times if name.startswith("scaled_dot_product")]
+    assert attention == [list(narrow)]
+    assert "`silu` gets the bf16 result of a product" in TEXT and ("silu", *narrow) in times
+    for name in ("pow", "mean", "rsqrt", "log_softmax"):
+        assert f"`{name}`" in TEXT and (name, *wide) in times and (name, *narrow) not in times
+    assert (
+        "Each of the eight products needs a bf16 copy of its matrix, and one of its input" in TEXT
+    )
+    assert times["to_copy", "float32", "bfloat16"] == 2 * 8
+
+
+def test_the_budgets_are_those_of_the_checks():
+    cards = (exercises.SUMS_CARD, exercises.MASTER_CARD, exercises_scaling.FEATURES_CARD)
+    stated = re.findall(r"\*\*([\d.]+ MB)\*\*", TEXT)
+    assert sorted(map(parse_bytes, stated)) == sorted(map(parse_bytes, cards))
+
+
+def test_a_scaler_doubles_after_two_thousand_steps():
+    scaler = torch.amp.GradScaler("cpu")
+    assert "`growth_interval`, which is 2,000 by default" in TEXT
+    assert scaler.get_growth_interval() == 2000
+
+
+def test_a_first_step_is_skipped(printed):
+    rows = re.findall(r"^step \d: scale +([\d,]+) +skipped (\w+) +then ([\d,]+)", printed, re.M)
+    assert "A skipped first step is normal." in TEXT
+    assert [skipped for _, skipped, _ in rows] == ["True", "False", "False", "False"]
+    before, after = numbers((rows[0][0], rows[0][2]))
+    assert after == before / 2
+
+
+def test_what_six_recipes_hold(printed):
+    rows = re.findall(r"^(\w.*?) +peak +([\d,]+) +states +([\d,]+) +in (\w+)", printed, re.M)
+    peaks = {name: int(peak.replace(",", "")) for name, peak, _, _ in rows}
+    states = {name: int(nbytes.replace(",", "")) for name, _, nbytes, _ in rows}
+    config = models.smollm2()[0].config
+    parameters = models.smollm2()[0].num_parameters()
+    table = config.vocab_size * config.hidden_size  # the embedding
+    assert "Autocast and the master copy hold 16 bytes a parameter, as float32 does" in TEXT
+    for name in ("float32", "autocast bf16", "autocast float16"):
+        assert peaks[name] == pytest.approx(16 * parameters, rel=0.11)
+        assert states[name] == pytest.approx(8 * parameters, rel=1e-4)
+    assert states["bf16, master"] == pytest.approx(12 * parameters, rel=1e-4)
+    assert "The master's peak also has the embedding's gradient in float32." in TEXT
+    more = peaks["bf16, master"] - peaks["autocast bf16"]
+    assert more == pytest.approx(4 * table, rel=1e-4)
+    assert "Rounding by chance costs no more than all bf16." in TEXT
+    assert peaks["bf16, by chance"] == peaks["all bf16"]
+
+
+def test_from_which_batch_on_autocast_saves(printed):
+    rows = re.findall(r"^ +(\d+) +([\d,]+) +([\d,]+) +([\d,]+)$", printed, re.M)
+    table = {int(n): numbers(row) for n, *row in rows}
+    saved = {n: full - cast for n, (full, cast, _) in table.items()}
+    assert "**One row.**" in TEXT and saved[1] == 0
+    assert "**Four rows.** The peak is earlier, and autocast needs *more*" in TEXT and saved[4] < 0
+    assert "**From eight rows on** it saves, and more with every row." in TEXT
+    assert 0 < saved[8] < saved[32]
+    assert saved[8] / 8 < saved[32] / 32
+    assert "All bf16 halves the residents at any batch" in TEXT
+    assert table[1][2] == pytest.approx(table[1][0] / 2, rel=0.01)
+
+
+def test_what_trainers_flags_change(printed):
+    parts = re.split(r"^loaded in torch\.(\w+), no flag: all (.*)$", printed, flags=re.M)
+    loaded = {parts[1]: (parts[2], parts[3]), parts[4]: (parts[5], parts[6])}
+    assert "have the dtype in which it is **loaded**" in TEXT
+    for dtype, (plain, flags) in loaded.items():
+        assert plain == dtype and "fp16=True: changes nothing" in flags
+    wide, narrow = loaded["float32"][1], loaded["bfloat16"][1]
+    assert "bf16=True: products bfloat16\n" in wide
+    assert "bf16_full_eval=True: weights after an evaluation bfloat16\n" in wide
+    assert narrow.count("changes nothing") == 3
+
+
+def test_the_old_weight_comes_from_the_cache(printed):
+    assert "the new weight is seen inside: False" in printed
+    assert "and in a new block: True" in printed
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    path = ROOT / "benchmarks" / "results" / "precision.json"
+    return json.loads(path.read_text(encoding="utf-8"))
