@@ -1,10 +1,9 @@
-"""What lesson 07 says in figures, orders and comparisons: against torch, the exercises, the stored
-outputs and the record of its full run.
+"""What lesson 07 says in figures, orders and comparisons: against torch, the exercises and the
+stored outputs.
 """
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -165,7 +164,26 @@ def test_the_old_weight_comes_from_the_cache(printed):
     assert "and in a new block: True" in printed
 
 
-@pytest.fixture(scope="module")
-def record() -> dict:
-    path = ROOT / "benchmarks" / "results" / "precision.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+def test_the_losses_of_six_recipes_stay_close(printed):
+    held_out = re.findall(r"^\w.*? +held out ([\d.]+) +losses", printed, re.M)
+    assert "all six recipes stay close together" in TEXT and len(held_out) == 6
+    losses = numbers(tuple(held_out))
+    assert max(losses) - min(losses) < 0.005 * min(losses)
+
+
+def test_how_many_weights_rounding_to_the_nearest_moves(printed):
+    shares = dict(re.findall(r"^rate (\S+): ([\d.]+) % moved", printed, re.M))
+    assert f"rounding to the nearest moves {shares['1e-05']} % of all bf16 weights" in TEXT
+    assert "lr=1e-5" in TEXT and "learning rate (1e-5)" in TEXT
+
+
+def test_a_weight_changes_when_its_master_has_moved_by_half_a_gap():
+    weights = [torch.ones(1).bfloat16()]
+    masters, gap = [torch.ones(1)], 1 / 128
+    moved = []
+    for _ in range(10):  # a tenth of a gap each
+        weights[0].grad = torch.full((1,), -gap / 10).bfloat16()
+        exercises.master_step(weights, masters, lr=1.0)
+        moved.append(weights[0].item() > 1)
+    assert "only when its master has moved by half a gap" in TEXT
+    assert moved.index(True) in (4, 5)

@@ -83,3 +83,22 @@ def test_larger_pieces_hardly_make_11_5_faster():
         f"four rows at once save {100 * (1 - by_rows[1].seconds / by_rows[0].seconds):.0f} %"
         in TEXT
     )
+
+
+def test_sums_that_the_lesson_states():
+    from gradmem_lib import known_model
+    from gradmem_lib.course.material import models
+    from gradmem_lib.prediction.configs import skeleton
+
+    def weights(name: str) -> int:
+        return sum(p.numel() for p in skeleton(known_model(name)[1]).parameters())
+
+    small, seven = weights("Llama-3.2-1B"), weights("Llama-2-7B")
+    assert f"Llama-3.2-1B has {small / 1e9:.2f} billion weights" in TEXT
+    assert f"{seven / 1e9:.2f} billion weights: {2 * seven / GiB:.1f} GiB in bf16" in TEXT
+    words = known_model("Llama-3.2-1B")[1].vocab_size
+    logits = 2048 * words
+    assert f"{words:,} words, so a row of 2,048 tokens has {logits / 1e6:.0f} million" in TEXT
+    assert rounded(8 * logits, "2") == "2"
+    smol = models.smollm2()[0].num_parameters()
+    assert "Its weights in float32 alone are more." in TEXT and 4 * smol > GiB // 2
