@@ -197,11 +197,12 @@ print("a thousand times 1.0 in bf16:", total.item())
 # <details><summary>Hint 2: the carry</summary>
 #
 # Add a random integer from 0 to 2¹⁶ − 1: the larger the lower half is, the more often it carries into the upper half.
-# Then clear the lower half, `& -(1 << 16)`, and view it as `torch.float32`.
+# Then clear the lower half.
 #
-# <details><summary>Hint 3: the random integers</summary>
+# <details><summary>Hint 3: the calls</summary>
 #
-# `torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)`
+# `torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)` makes the integers. `& -(1 << 16)` clears
+# the lower half, and `.view(torch.float32)` shows the bits as numbers again.
 #
 # </details></details></details>
 

@@ -450,8 +450,8 @@ show_decisions(long[0], card="23 GiB")
 # %% [markdown]
 # If activations are a large part of the peak, go down this list, and predict after each step:
 #
-# 1. **Shrink** with what costs almost nothing: fused attention, the loss in chunks, no key-value cache, smaller
-#    micro-batches.
+# 1. **Shrink** with what costs almost nothing: fused attention, the loss in chunks, `use_cache=False` in evaluations,
+#    smaller micro-batches.
 # 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
 # 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink, move everything.
 # 4. **Recompute in tiles** (slices of the sequence, in an optional section) when one layer alone is too large.
@@ -590,7 +590,7 @@ guess_c.reveal(measured=min(peaks, key=peaks.get))
 # in a checkpoint of its own. The gradients must stay the same. The budget for 250 tokens in 5 tiles is **0.8 MB**,
 # where the plain MLP takes 1.8 MB.
 #
-# <details><summary>Hint 1: 250 tokens in 8 tiles</summary>
+# <details><summary>Hint 1: what does not divide evenly</summary>
 #
 # `x.tensor_split(tiles, dim=1)` also cuts what does not divide evenly.
 #

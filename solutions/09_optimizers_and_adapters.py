@@ -198,11 +198,11 @@ class Lion(torch.optim.Optimizer):
 Lion = check("9.3", Lion)
 
 # %% [markdown]
-# **Muon** looks at m as a *matrix*. A matrix stretches some directions more than others: in $m = USV^\top$, U and V
-# are rotations, and the *singular values* in S say how far each direction is stretched. In a gradient, a few singular
-# values are far above the rest. So a step along m goes mostly in a few directions. Muon replaces all singular values by
-# about 1, and steps along $UV^\top$: in all directions equally far. Five rounds of matrix products (Newton-Schulz)
-# find it. Muon keeps m alone. Embeddings and norms are left to AdamW. Here is one update:
+# **Muon** keeps m too, and treats it as a *matrix*. A matrix stretches some directions more than others: in
+# $m = USV^\top$, U and V only turn and mirror, and the *singular values* in S say how far each direction is stretched. In
+# a gradient a few of them are far above the rest, so a step along m goes mostly in a few directions. Muon sets all of
+# them to about 1: its update is about $UV^\top$, which goes equally far in every direction. Five rounds of matrix
+# products (Newton-Schulz) compute it. Embeddings and norms are left to AdamW. Here is one update:
 
 # %%
 lone = nn.Parameter(torch.zeros(64, 64))

@@ -422,8 +422,8 @@ guess_a.reveal(measured=abs(predicted.total - tracker.peak.total))
 #
 # ## 10 · Your model, your card
 #
-# Now write your own model, card, rows and tokens into this cell. `plan` knows some sixty models by name,
-# and takes any config of transformers. For a large model it may need a minute.
+# Now write your own model, card, rows and tokens into this cell. `plan` knows more than 150 models by
+# name, and takes any config of transformers. For a large model it may need a minute.
 
 # %%
 ask = {"card": "RTX 3070 8GB", "seq_len": 1024, "global_batch": 8, "method": "qlora"}

@@ -81,7 +81,7 @@ def test_float32_adapters_keep_more():
     recipe = replace(BF16, precision=None, lora_rank=16)
     found = predict(model, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
     most = max(found.timeline.by_category["activations"])
-    assert f"and activations are {most / GiB:.2f} GiB.)" in TEXT
+    assert f"and activations are {most / GiB:.2f} GiB." in TEXT
 
 
 def test_the_code_that_it_makes_is_nf4s():
@@ -175,4 +175,6 @@ def test_galores_directions_keep_less_of_more_tokens():
     values = torch.linalg.svdvals(weight.grad).square()
     kept = (values[:4].sum() / values.sum()).sqrt()
     assert rows.ids.numel() == 512
-    assert f"of 512 tokens, four directions keep {100 * kept:.0f} %" in TEXT
+    share = f"four directions keep {100 * kept:.0f} %"
+    assert f"with 512 tokens, the largest {share} of G's length" in TEXT
+    assert f"With 512 tokens, {share}." in TEXT

@@ -30,7 +30,7 @@ def test_what_adamw_keeps_and_needs(printed):
     assert (float(states), float(extra)) == (8, 3)
     assert "AdamW keeps 8 bytes a weight, and its step needs three matrices more" in TEXT
     muon = re.search(r"^Muon +states ([\d.]+)", printed, re.M)[1]
-    assert "Muon keeps m alone" in TEXT and float(muon) == 4
+    assert "**Muon** keeps m too" in TEXT and float(muon) == 4
 
 
 def test_a_code_must_be_finer_towards_zero(printed):

@@ -102,3 +102,9 @@ def test_sums_that_the_lesson_states():
     assert rounded(8 * logits, "2") == "2"
     smol = models.smollm2()[0].num_parameters()
     assert "Its weights in float32 alone are more." in TEXT and 4 * smol > GiB // 2
+
+
+def test_how_many_models_plan_knows():
+    from gradmem_lib.planning.models import model_table
+
+    assert "`plan` knows more than 150 models by name" in TEXT and 150 < len(model_table()) < 200
