@@ -13,7 +13,8 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *57 minutes, and 49 more for optional exercises and sections. You need: lessons 02 and 05, and the dtypes of lesson 07.*
+# *57 minutes, and 49 more for optional exercises and sections. You need: lessons 02 and 05, and the dtypes of lesson
+# 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
 # weights. What does each choice save, and what does it do to the update? After this lesson you can
@@ -23,6 +24,7 @@
 # - bring SmolLM2's task under 300 MiB, with every weight or with adapters.
 
 # %%
+import math
 from functools import partial
 
 import torch
@@ -522,9 +524,6 @@ chart
 
 
 # %%
-import math
-
-
 def clip_in_backward(model, loss_of, lr, max_norm):
     ### BEGIN SOLUTION
     squares, factor = [], 0.0  # in the first pass nothing moves

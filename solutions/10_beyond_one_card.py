@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes, and 48 more for optional exercises and sections. You need: lessons 03 and 04, the dtypes of lesson 07, and LoRA in 4
-# bits from lesson 09.*
+# *60 minutes, and 49 more for optional exercises and sections. You need: lessons 03 and 04, the dtypes of lesson 07,
+# and LoRA in 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
 # what do they send to each other? Here each card is a process on your CPU, which runs the same PyTorch code as on
@@ -276,9 +276,8 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 # gradients wait for their reduce-scatter. **This is worse than no sharding.** With a unit for each layer, as in
 # section 2, the peak was 6.1 MB.
 #
-# Its largest part is activations, so add checkpoints. A checkpoint runs each layer's forward twice. Does FSDP then
-# gather each layer more often? No: backward gathers a layer once, runs it again, computes its gradients, and frees it.
-# (An optional section counts.)
+# Its largest part is activations, so add checkpoints. A checkpoint runs each layer's forward twice. (Does FSDP then
+# gather each layer more often? An optional section counts.)
 #
 # ### Exercise 10.4 · a model of sharded layers
 #
@@ -348,8 +347,8 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 # **Saving** is a collective too. `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone: see the
 # optional section on saving.
 #
-# **`Trainer`** takes `fsdp=True`, but on the CPU it quietly uses DDP (an optional section shows it). So a test on the CPU
-# says nothing about your FSDP settings. Count the bytes on the first cards that you rent.
+# **Settings** can be ignored without a warning, as an optional section shows for `Trainer(fsdp=True)`. So count the
+# bytes of a rank's shards on the first cards that you rent.
 #
 # ## 6 · What it costs to send
 #
@@ -416,7 +415,7 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # enough. RTX 4090s cannot send to each other directly, only through the host, so they need more.
 #
 # Here is what a rank holds and sends in each way that you will meet. There are N ranks. W is the bytes of the weights,
-# and the gradients are as many. In a ring, multiply what is sent by (N − 1) / N.
+# and gradients are as many. Multiply W by (N − 1) / N for a ring.
 #
 # | way | a rank holds | a rank sends |
 # |---|---|---|
@@ -520,7 +519,7 @@ claims.show("C17")
 # - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last.
 # - **A collective needs every rank**, in saving and in clipping too.
 # - **Divide by the labels of all ranks**, and undo the mean that the engine takes.
-# - **Check bytes, not settings.** On the CPU, Trainer's FSDP is DDP.
+# - **Check bytes, not settings.**
 # - **Shard only what does not fit.** FSDP sends the model's size three times in each micro-batch.
 #
 # ## Optional: what DDP sends
@@ -780,7 +779,8 @@ guess_d.reveal(measured=nbytes)
 print(name)
 
 # %% [markdown]
-# **It is DDP, without a warning.** `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone.
+# **It is DDP, without a warning.** `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone. So a test
+# on the CPU says nothing about your FSDP settings.
 # (`make_trainer` refuses FSDP: take `prepare` and `step`.)
 #
 # ## Optional: a plan, carried out
@@ -921,6 +921,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutp
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 
+# %%
 def cut_layers(net):
     whole = PrepareModuleOutput(
         output_layouts=Replicate(),

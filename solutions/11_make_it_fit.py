@@ -13,7 +13,8 @@
 # %% [markdown]
 # # 11 · Make it fit
 #
-# *59 minutes, and 8 more for optional exercises and sections. You need: lesson 06, and the techniques of lessons 07 to 10.*
+# *59 minutes, and 8 more for optional exercises and sections. You need: lesson 06, and the techniques of lessons 07 to
+# 10.*
 #
 # Here is a model, and here is a card. Does it fit, and which way of training it is the fastest that fits? You have seen
 # every technique, so this lesson teaches no new one. It is a game of twelve puzzles, two of them optional, from easy to

@@ -117,6 +117,7 @@ def cell_with(text: str) -> str:
 
 def in_tensors():
     names: dict = {"init_device_mesh": init_device_mesh, "dist": dist}
+    exec(cell_with("import Replicate"), names)
     exec(cell_with("def cut_layers("), names)
     net, alone = llama(), llama()
     names["cut_layers"](net)
