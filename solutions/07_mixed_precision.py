@@ -371,11 +371,11 @@ for name, recipe in recipes.items():
 # the states). The master's peak also has the embedding's gradient in float32. Rounding by chance costs no more than
 # all bf16.
 #
-# Then the losses. Eight small updates change little, and all six recipes stay close together. The difference is in the
-# weights. At this rate, rounding to the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every
-# update, but a bf16 weight changes only when its master has moved by half a gap. Over thousands of updates, most do.
-# By chance, each weight moves as far as it should, on average, from the first update on. (The stored notebook made one
-# short update of one layer.)
+# Then the losses. A few small updates change little. In the stored notebook, which made one short update of one layer,
+# all six losses are within 0.2 % of each other. The difference is in the weights. At this rate, rounding to the nearest
+# moves 1.9 % of all bf16 weights (section 3). The masters hold every update, but a bf16 weight changes only when its
+# master has moved by half a gap. Over thousands of updates, most do. By chance, each weight moves as far as it should,
+# on average, from the first update on.
 #
 # ## 6 · What it saves, and from which batch on
 #
@@ -402,8 +402,8 @@ guess_c.reveal(measured=round(saved[1]))
 
 # %% [markdown]
 # - **One row.** The peak is at the end of backward, where activations are almost gone. Autocast changes nothing.
-# - **Four rows.** The peak is earlier, and autocast needs *more*: its bf16 copies of the weights are larger than what it
-#   saves in activations.
+# - **Four rows.** The peak is at the beginning of backward, and autocast needs *more* there: its bf16 copies of the
+#   weights are larger than what it saves in activations.
 # - **From eight rows on** it saves, and more with every row.
 #
 # All bf16 halves the residents at any batch, but computes the loss in float32.

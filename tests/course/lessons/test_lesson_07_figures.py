@@ -11,6 +11,7 @@ import torch
 from lesson_facts import lessons
 from support.paths import ROOT
 
+from gradmem_lib import Recipe, predict
 from gradmem_lib.course.lessons.lesson_07 import exercises, exercises_scaling
 from gradmem_lib.course.material import models
 from gradmem_lib.units import parse_bytes
@@ -139,12 +140,29 @@ def test_from_which_batch_on_autocast_saves(printed):
     table = {int(n): numbers(row) for n, *row in rows}
     saved = {n: full - cast for n, (full, cast, _) in table.items()}
     assert "**One row.**" in TEXT and saved[1] == 0
-    assert "**Four rows.** The peak is earlier, and autocast needs *more*" in TEXT and saved[4] < 0
+    assert "and autocast needs *more* there" in TEXT and saved[4] < 0
     assert "**From eight rows on** it saves, and more with every row." in TEXT
     assert 0 < saved[8] < saved[32]
     assert saved[8] / 8 < saved[32] / 32
     assert "All bf16 halves the residents at any batch" in TEXT
     assert table[1][2] == pytest.approx(table[1][0] / 2, rel=0.01)
+
+
+def test_where_the_peak_is_with_one_row_and_with_four():
+    config = models.smollm2()[0].config
+
+    def peak(rows: int, precision: str):
+        ask = {"batch_size": rows, "seq_len": 128, "target": "cpu"}
+        return predict(config, recipe=Recipe(precision=precision), **ask).peak.by_category
+
+    assert "**One row.** The peak is at the end of backward, where activations are almost" in TEXT
+    one, weights = peak(1, "float32"), peak(1, "float32")["parameters"]
+    assert one["activations"] < 0.01 * weights and one["gradients"] > 0.99 * weights
+    assert "**Four rows.** The peak is at the beginning of backward" in TEXT
+    four, cast = peak(4, "float32"), peak(4, "autocast-bf16")
+    assert four["gradients"] < 0.01 * weights and cast["gradients"] < 0.01 * weights
+    copies = weights / 2
+    assert four["activations"] < cast["activations"] < four["activations"] + copies
 
 
 def test_what_trainers_flags_change(printed):
@@ -166,9 +184,9 @@ def test_the_old_weight_comes_from_the_cache(printed):
 
 def test_the_losses_of_six_recipes_stay_close(printed):
     held_out = re.findall(r"^\w.*? +held out ([\d.]+) +losses", printed, re.M)
-    assert "all six recipes stay close together" in TEXT and len(held_out) == 6
+    assert "all six losses are within 0.2 % of each other" in TEXT and len(held_out) == 6
     losses = numbers(tuple(held_out))
-    assert max(losses) - min(losses) < 0.005 * min(losses)
+    assert max(losses) - min(losses) < 0.002 * min(losses)
 
 
 def test_how_many_weights_rounding_to_the_nearest_moves(printed):
