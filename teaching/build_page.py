@@ -28,7 +28,7 @@ from gradmem_lib.course.judge.exercise import Exercise
 TEXT, PAGE = ROOT / "teaching" / "notes.md", ROOT / "docs" / "teaching.md"
 FOLDER = ROOT / "docs" / "teaching"  # a page for each lesson
 QUESTIONS = ROOT / "gradmem_lib" / "course" / "teacher" / "questions.json"
-ASKING = 2  # minutes that a room takes for a prediction: the guesses, the picture, a word about it
+ASKING = 1  # minute more that a room takes for a prediction: the picture, and a word about it
 STEP = 5  # rows of a run sheet are whole multiples
 RUN = re.compile(r"^```run (\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_LESSON = re.compile(r"^### (\d\d)\n(.*?)(?=^###? |\Z)", re.MULTILINE | re.DOTALL)

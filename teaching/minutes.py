@@ -1,27 +1,31 @@
-"""How long a lesson takes: a learner reads 200 words of prose or 40 of code a minute, and an
-exercise takes what it says.
+"""How long a lesson takes at a learner's pace. The prose counts 130 words a minute, and the code
+40. An exercise counts one and a half times the minutes that it says, because these are the minutes
+of somebody who knows the way. Each guess and each claim card counts a minute.
 
     PYTHONPATH=tools python teaching/minutes.py          the minutes of every lesson
 
 Hints and whatever else is folded are read on demand, and an exercise's own cells belong to its
-minutes. Exercises that say "optional" stand in a last section of their own and are not needed
-afterwards. Their minutes are counted apart, and so are those of a section whose heading begins with
-"Optional".
+minutes. Exercises that say "optional" are not needed afterwards. Their minutes are counted apart,
+and so are those of a section whose heading begins with "Optional".
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from build_notebooks import ROOT, lesson_from, read_source
+from IPython.core.inputtransformer2 import TransformerManager
 
-PROSE, CODE = 200, 40  # words a minute
+PROSE, CODE = 130, 40  # words a minute: prose of somebody whose English is a third language
+EXERCISE = 1.5  # minutes for each minute that an exercise says
+GUESS = CLAIM = 1  # minute for each guess, and for each claim card
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
-EXERCISE = re.compile(r"[●○]{3} · (\d+) minutes(.*)")
+EXERCISE_LINE = re.compile(r"[●○]{3} · (\d+) minutes(.*)")
 STUB = re.compile(r"# your (code|value) here|^check\(", re.MULTILINE)
 STATED = re.compile(r"^\*(\d+) minutes(?:, and (\d+) more for optional exercises)?", re.MULTILINE)
 
@@ -30,7 +34,9 @@ STATED = re.compile(r"^\*(\d+) minutes(?:, and (\d+) more for optional exercises
 class Minutes:
     prose: float
     code: float
-    exercises: int
+    exercises: float
+    guesses: int
+    claims: int
     optional: int
     cells: int  # of code
     stated: tuple[int, int]  # what the lesson's first cell says: minutes, and minutes more
@@ -38,7 +44,7 @@ class Minutes:
     @property
     def total(self) -> float:
         """Without what is optional."""
-        return self.prose + self.code + self.exercises
+        return self.prose + self.code + self.exercises + self.guesses + self.claims
 
 
 def minutes(source: Path) -> Minutes:
@@ -54,17 +60,23 @@ def cells_of(source: Path) -> list:
 def of_cells(cells: list[tuple[str, str]]) -> Minutes:
     """Of some cells of a lesson, each a kind ("code", "markdown") and its text."""
     needed, more = _without_optional_sections(cells)
-    prose_texts, prose, code = _texts(needed)
-    _, more_prose, more_code = _texts(more)
-    tasks = EXERCISE.findall("\n".join(prose_texts))
-    stated = STATED.search("\n".join(prose_texts))
-    exercises = sum(int(number) for number, rest in tasks if "optional" not in rest)
-    optional = sum(int(number) for number, rest in tasks if "optional" in rest)
+    needed_texts, more_texts = _prose(needed), _prose(more)
+    guesses, claims = _calls(needed)
+    more_guesses, more_claims = _calls(more)
+
+    exercises, optional = _exercises(needed_texts)
+    optional += sum(_exercises(more_texts))
+    optional += _reading(more_texts) + _code(more)
+    optional += GUESS * more_guesses + CLAIM * more_claims
+
+    stated = STATED.search("\n".join(needed_texts))
     return Minutes(
-        prose=prose,
-        code=code,
+        prose=_reading(needed_texts),
+        code=_code(needed),
         exercises=exercises,
-        optional=optional + math.ceil(more_prose + more_code),
+        guesses=GUESS * guesses,
+        claims=CLAIM * claims,
+        optional=math.ceil(optional),
         cells=sum(kind == "code" for kind, _ in cells),
         stated=tuple(int(number or 0) for number in stated.groups()) if stated else (0, 0),
     )
@@ -89,12 +101,46 @@ def _without_optional_sections(cells: list[tuple[str, str]]) -> tuple[list, list
     return needed, optional
 
 
-def _texts(cells: list[tuple[str, str]]) -> tuple[list[str], float, float]:
-    """The prose of some cells, and the minutes of their prose and of their code."""
-    prose = [TAG.sub("", FOLDED.sub("", text)) for kind, text in cells if kind == "markdown"]
-    code = [text for kind, text in cells if kind == "code" and not STUB.search(text)]
-    read = sum(len(text.split()) for text in prose) / PROSE
-    return prose, read, sum(len(text.split()) for text in code) / CODE
+def _prose(cells: list[tuple[str, str]]) -> list[str]:
+    """What is read of the cells of prose."""
+    return [TAG.sub("", FOLDED.sub("", text)) for kind, text in cells if kind == "markdown"]
+
+
+def _exercises(texts: list[str]) -> tuple[float, float]:
+    """The minutes of exercises that are needed, and of those that say "optional"."""
+    needed = optional = 0.0
+    for number, rest in EXERCISE_LINE.findall("\n".join(texts)):
+        if "optional" in rest:
+            optional += EXERCISE * int(number)
+        else:
+            needed += EXERCISE * int(number)
+    return needed, optional
+
+
+def _reading(texts: list[str]) -> float:
+    return sum(len(text.split()) for text in texts) / PROSE
+
+
+def _code(cells: list[tuple[str, str]]) -> float:
+    read = [text for kind, text in cells if kind == "code" and not STUB.search(text)]
+    return sum(len(text.split()) for text in read) / CODE
+
+
+def _calls(cells: list[tuple[str, str]]) -> tuple[int, int]:
+    """How many guesses the cells ask for, and how many claims they show."""
+    guesses = claims = 0
+    for kind, text in cells:
+        if kind != "code":
+            continue
+        for node in ast.walk(ast.parse(TransformerManager().transform_cell(text))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called == "predict_first":
+                guesses += 1
+            elif called == "claims.show":
+                claims += len(node.args)
+    return guesses, claims
 
 
 if __name__ == "__main__":
@@ -102,6 +148,7 @@ if __name__ == "__main__":
         found = minutes(path)
         print(
             f"{path.stem:<28}{found.total:4.0f} minutes: {found.prose:.0f} prose, {found.code:.0f} "
-            f"code, {found.exercises} exercises, {found.optional} more optional; {found.cells} "
-            f"cells of code; states {found.stated[0]} and {found.stated[1]}"
+            f"code, {found.exercises:.0f} exercises, {found.guesses} guesses, {found.claims} "
+            f"claims, {found.optional} more optional; {found.cells} cells of code; states "
+            f"{found.stated[0]} and {found.stated[1]}"
         )

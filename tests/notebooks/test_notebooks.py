@@ -130,19 +130,23 @@ def test_the_exercises_checked_are_those_that_the_library_knows(path):
 
 # A learner's time.
 
-MOST_MINUTES, MOST_CELLS, PART_ONE = 60, 60, 5 * 60
+MOST_MINUTES, MOST_CELLS = 60, 60
+MOST_OF_THE_FIRST = 20  # minutes of lesson 00
+MOST_CLAIMS = 3  # the others live in the ledger
 
 
 @every(SOURCES)
 def test_a_lesson_takes_the_minutes_that_it_states(path):
     found = minutes(path)
-    assert found.total <= found.stated[0] <= MOST_MINUTES
+    most = MOST_OF_THE_FIRST if path.stem.startswith("00") else MOST_MINUTES
+    assert found.total <= found.stated[0] <= most
     assert found.optional == found.stated[1]
     assert found.cells <= MOST_CELLS
 
 
-def test_part_one_takes_five_hours_at_most():
-    assert sum(minutes(path).total for path in SOURCES[:6]) <= PART_ONE
+@every(SOURCES)
+def test_a_lesson_shows_three_claims_at_most(path):
+    assert minutes(path).claims <= MOST_CLAIMS
 
 
 # Without a network.
