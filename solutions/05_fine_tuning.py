@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *50 minutes, and 33 more for optional exercises. You need: lessons 01, 03 and 04.*
+# *60 minutes, and 99 more for optional exercises and sections. You need: lessons 01, 03 and 04.*
 #
 # You have one task, and a card that is too small for it. You will change a real fine-tuning run of Hugging Face's
 # `Trainer`, one technique at a time, until it needs less than a quarter of the memory. After this lesson you can
@@ -131,7 +131,7 @@ for changes in ({}, cut, rerun):
 # time:
 
 # %%
-claims.show("C57", "C58")
+claims.show("C57")
 
 # %% [markdown]
 # So take micro-batches first, unless rows are very short, or one row alone is too much. They cost little time where one
@@ -427,13 +427,13 @@ print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 #
 # ## 11 · Did it learn the same?
 #
-# The loss on the held-out rows decides that. But an evaluation has to fit the card as well, so write it
-# first.
+# The loss on the held-out rows decides that. But an evaluation has to fit the card as well. You may write it yourself, or
+# go on with the course's.
 
 # %% [markdown]
 # ### Exercise 5.7 · an evaluation within the card
 #
-# ●●○ · 8 minutes · trains: what an evaluation holds, and what it must leave as it was
+# ●●○ · 8 minutes · optional · trains: what an evaluation holds, and what it must leave as it was
 #
 # Write `held_out_loss(model, rows)`: the mean loss over all predicted tokens of 18 rows of unequal lengths, under
 # **2.5 MiB**. The model is a small GPT-2 with dropout in the middle of its training, its config as `from_pretrained`
@@ -551,9 +551,7 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # Next is lesson 06: your error message, your model, your card.
 #
-# ## More practice
-#
-# Nothing later needs these five.
+# ## Optional: more practice
 
 # %% [markdown]
 # ### Exercise 5.1 · the same batch on one card
