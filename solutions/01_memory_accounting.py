@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *60 minutes, and 99 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
+# *57 minutes, and 69 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
 # could write yourself.*
 #
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can
@@ -680,6 +680,48 @@ print(f"the block  {saved_bytes(block, x):,} bytes")
 
 # %% [markdown]
 # The two agree. (GPT-2's default GELU is several operations, and keeps more.)
+#
+# ### Exercise 1.8 · what dropout keeps
+#
+# ●●○ · 5 minutes · optional · trains: counting masks and results, and the mode that a model is in
+#
+# Here is an MLP in plain PyTorch: `Linear(h, 4 * h)`, `ReLU()`, `Dropout(0.1)`, `Linear(4 * h, h)`, `Dropout(0.1)`. Write
+# `mlp_bytes(tokens, hidden, training)`: the bytes that it saves for backward in float32 on the CPU, in training or in
+# evaluation mode. Its input requires a gradient.
+#
+# <details><summary>Hint 1: what each module keeps</summary>
+#
+# You know Linear and ReLU from section 4. Dropout multiplies its input by a mask. Which tensor does its backward need?
+#
+# <details><summary>Hint 2: which storages are the same?</summary>
+#
+# In evaluation mode dropout hands its input on, so ReLU's result and the second Linear's input are one storage. What does
+# dropout hand on in training?
+#
+# <details><summary>Hint 3: the sums</summary>
+#
+# Training: 1 + 4 + 4 + 4 + 1 times tokens · hidden numbers. Evaluation: 1 + 4.
+#
+# </details></details></details>
+
+
+# %%
+def mlp_bytes(tokens, hidden, training):
+    ### BEGIN SOLUTION
+    x = tokens * hidden  # numbers that go into the MLP
+    relu = 4 * x
+    numbers = x + relu
+    if training:
+        mask, dropped, last_mask = 4 * x, 4 * x, x
+        numbers += mask + dropped + last_mask
+    return 4 * numbers
+    ### END SOLUTION
+
+
+mlp_bytes = check("1.8", mlp_bytes)
+
+# %% [markdown]
+# In training mode this MLP saves almost three times as much as in evaluation mode.
 
 # %% [markdown]
 # ### Exercise 1.3 · what eager attention saves on top

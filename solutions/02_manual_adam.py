@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 02 · Adam by hand
 #
-# *60 minutes, and 27 more for optional exercises and sections. You need: lesson 01.*
+# *61 minutes, and 27 more for optional exercises and sections. You need: lesson 01.*
 #
 # Half of lesson 01's residents belong to the optimizer. Now you write it, line by line, from gradient descent to AdamW,
 # and watch its bytes. After this lesson you can

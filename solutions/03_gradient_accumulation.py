@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes, and 99 more for optional exercises and sections. You need: lesson 01, and the training loop of lesson 00.*
+# *60 minutes, and 72 more for optional exercises and sections. You need: lesson 01, and the training loop of lesson 00.*
 #
 # The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is
 # two lines of code, and one of them is usually wrong. After this lesson you can
@@ -470,7 +470,95 @@ loop = "accumulate_gradients(mine, lambda micro: next_token_loss(ddp, micro), mo
 print("accumulate_gradients: error below 1e-12:", error_of(loop) < 1e-12)
 
 # %% [markdown]
-# @DROP@
+# ## Optional: dropout and drop path
+#
+# Dropout draws new numbers in each forward. **Drop path** does so too: for some rows it leaves out a whole branch of a
+# block (stochastic depth, Huang et al. 2016). Here is a classifier in plain PyTorch with both. The next cell compares its
+# gradient with that of one forward of all rows: in 4 pieces, and with a checkpoint on each block. All three start from the
+# same random state.
+
+# %%
+from gradmem_lib import checkpoint_layers
+from gradmem_lib.course import labelled_rows, residual_net
+
+net, labelled = residual_net(dtype=torch.float64), labelled_rows(16, dtype=torch.float64)
+
+
+def classify(micro):
+    outputs = net(micro["x"])
+    loss = nn.functional.cross_entropy(outputs, micro["labels"], reduction="sum")
+    return loss, len(outputs)
+
+
+def gradient_of(pieces, seed=0):
+    torch.manual_seed(seed)
+    accumulate_gradients(split(labelled, 16 // pieces), classify)
+    return take_gradient(net)
+
+
+# %%
+whole = gradient_of(pieces=1)
+print(f"in 4 pieces: error {relative_error(gradient_of(pieces=4), whole):.2f}")
+with checkpoint_layers(net.blocks, every=1):
+    print(f"checkpoints: error {relative_error(gradient_of(pieces=1), whole):.2f}")
+print(f"other seed:  error {relative_error(gradient_of(pieces=1, seed=1), whole):.2f}")
+net.eval()
+error = relative_error(gradient_of(pieces=4), gradient_of(pieces=1))
+print("evaluation mode, in 4 pieces: error below 1e-12:", error < 1e-12)
+
+# %% [markdown]
+# Checkpoints are exact: the second run of a block draws the numbers of its first. Accumulation is off, because each piece
+# draws numbers of its own. It is off about as far as the full batch with another seed. So neither is wrong: both are
+# gradients of the same model with other masks. **"The same gradient" means: the same for the same masks, and the same on
+# average over all masks.** The last line is how you test a loop: with all masks switched off.
+#
+# ### Exercise 3.9 · a fair test of your loop
+#
+# ●●○ · 6 minutes · optional · trains: comparing gradients where layers draw random numbers
+#
+# Write `fair_error(model, batch, accumulate)`: the relative error of the gradient in pieces of 3 rows, compared with one
+# forward of all rows. `accumulate(pieces)` leaves the gradient of a list of pieces in `.grad`, and `split(batch, 3)` cuts
+# the batch. Dropout and drop path must not disturb the comparison. Afterwards each module is in the mode in which it was,
+# and no gradient is left.
+#
+# <details><summary>Hint 1: what disturbs?</summary>
+#
+# The layers that draw numbers do so in training mode alone.
+#
+# <details><summary>Hint 2: the modes afterwards</summary>
+#
+# `model.train()` puts *every* module into training mode, and some part may have been in evaluation mode before.
+# `module.training` is a mode that you can note, and set.
+#
+# <details><summary>Hint 3: in code</summary>
+#
+# `modes = {module: module.training for module in model.modules()}`, then `model.eval()`. Measure twice, with
+# `model.zero_grad()` before each and after the last. Then set each `module.training` to its mode.
+#
+# </details></details></details>
+
+
+# %%
+def fair_error(model, batch, accumulate):
+    ### BEGIN SOLUTION
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    gradients = []
+    for pieces in ([batch], list(split(batch, 3))):
+        model.zero_grad()
+        accumulate(pieces)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    for module, mode in modes.items():
+        module.training = mode
+    once, cut = gradients
+    return ((cut - once).norm() / once.norm()).item()
+    ### END SOLUTION
+
+
+fair_error = check("3.9", fair_error)
+
+# %% [markdown]
 # ## Optional: losses that compare rows
 #
 # A search model learns to find the answer to a question. Its loss compares each

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 04 · Gradient checkpointing
 #
-# *60 minutes, and 99 more for optional exercises and sections. You need: lesson 01, and a rough idea of
+# *60 minutes, and 55 more for optional exercises and sections. You need: lesson 01, and a rough idea of
 # `torch.autograd.Function` (you will write one).*
 #
 # Why does forward store so much? Because backward will need it. But most of it could be computed again, from much less.
@@ -648,7 +648,6 @@ class SafeCheckpoint(torch.autograd.Function):
 
 SafeCheckpoint = check("4.2", SafeCheckpoint)
 
-# @DROP@
 # %% [markdown]
 # ## Optional: more practice
 #
