@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 02 · Adam by hand
 #
-# *61 minutes, and 27 more for optional exercises and sections. You need: lesson 01.*
+# *60 minutes, and 27 more for optional exercises and sections. You need: lesson 01.*
 #
 # Half of lesson 01's residents belong to the optimizer. Now you write it, line by line, from gradient descent to AdamW,
 # and watch its bytes. After this lesson you can
@@ -367,8 +367,7 @@ for name, kept in theirs.state[p].items():
     print(f"{name:<11} {kept.dtype} {kept.nbytes:>5,} bytes")
 
 # %% [markdown]
-# PyTorch keeps t as a float32 tensor for each parameter tensor, and yours is a Python number. The moments are m and v
-# under longer names. They take **8 bytes a parameter in float32, 4 in bf16.**
+# PyTorch keeps t as a float32 tensor for each parameter tensor, and yours is a Python number. m and v take **8 bytes a parameter in float32, 4 in bf16.**
 #
 # ## 7 · What bf16 moments cost
 #

@@ -58,7 +58,8 @@ def _answer(
             module.training = mode
     once, cut = gradients
     off = (cut - once).norm().item()
-    return [off / once.norm().item(), off, (cut.norm() / once.norm() - 1).abs().item()][ratio]
+    lengths = (cut.norm() / once.norm() - 1).abs().item()
+    return [off / once.norm().item(), off, lengths, off / cut.norm().item()][ratio]
 
 
 def _setting():
@@ -179,7 +180,15 @@ EXERCISES = (
                 ),
             ),
             Mistake(
-                "pieces of one size only",
+                "divided by the gradient in pieces",
+                partial(_answer, ratio=3),
+                (
+                    "this divides by the length of the gradient in pieces: divide by that of the "
+                    "full batch's."
+                ),
+            ),
+            Mistake(
+                "not cut",
                 partial(_answer, size=ROWS),
                 "the batch is not cut: the second gradient must be that of pieces of 3 rows.",
             ),

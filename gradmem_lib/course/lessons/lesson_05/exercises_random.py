@@ -11,18 +11,19 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ....techniques.checkpointing import checkpoint_layers
-from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import flat
 
 RANDOM_CARD = "1.1 MiB"
+ROWS = 64
 
 
 def random_setting():
     """A residual net with dropout and drop path in training mode, its SGD, and 64 labelled rows."""
     model = residual_net(blocks=12, width=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    return model, optimizer, labelled_rows(64, width=32)
+    return model, optimizer, labelled_rows(ROWS, width=32)
 
 
 def same_step(model, optimizer, batch) -> float:
@@ -70,23 +71,49 @@ def _left_on(model, optimizer, batch):
     return _update(model, optimizer, batch)
 
 
+_PIECES = (
+    "this is another update: each piece is a forward of its own, and draws other numbers for "
+    "dropout and drop path. Keep all rows together."
+)
+
+
 def _observe(candidate):
     model, optimizer, batch = random_setting()
     before = flat(model.parameters())
+    rows: list[int] = []  # of each forward of the head
+
+    def note_rows(head, args, outputs):
+        rows.append(len(outputs))
 
     def run():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             return candidate(model, optimizer, batch)
 
-    measured = measure(run, budget=RANDOM_CARD, model=model, optimizer=optimizer)
-    return {
+    hook = model.head.register_forward_hook(note_rows)
+    try:
+        measured = measure(run, budget=RANDOM_CARD, model=model, optimizer=optimizer)
+    finally:
+        hook.remove()
+    cases = {
         "the card": measured,
         "the update": {
             "change of the weights": flat(model.parameters()) - before,
             "gradients that are left": sum(p.grad is not None for p in model.parameters()),
         },
     }
+    return Seen(cases, rows=rows)
+
+
+def _explain(got, expected):
+    rows = got.notes["rows"]
+    if sum(rows) >= ROWS and any(n < ROWS for n in rows):
+        return _PIECES
+    if sum(rows) < ROWS:
+        return f"the update sees {sum(rows)} of the {ROWS} rows: it must be one of all rows."
+    if got["the update"]["gradients that are left"]:
+        return "gradients are left behind: call optimizer.zero_grad() after the step."
+    return None
 
 
 EXERCISES = (
@@ -98,6 +125,7 @@ EXERCISES = (
         trains="choosing between pieces and checkpoints where layers draw random numbers",
         reference=same_step,
         observe=_observe,
+        explain=_explain,
         changes=("model", "optimizer"),
         mistakes=(
             Mistake(
@@ -111,18 +139,12 @@ EXERCISES = (
             Mistake(
                 "in four pieces",
                 partial(_update, pieces=4),
-                (
-                    "this is another update: each piece is a forward of its own, and draws other "
-                    "numbers for dropout and drop path. Keep all rows together."
-                ),
+                _PIECES,
             ),
             Mistake(
                 "in pieces of one row",
                 partial(_update, pieces=64),
-                (
-                    "this is another update: each piece is a forward of its own, and draws other "
-                    "numbers for dropout and drop path. Keep all rows together."
-                ),
+                _PIECES,
             ),
             Mistake(
                 "in evaluation mode",
