@@ -239,11 +239,11 @@ count_targets = check("3.2", count_targets)
 #
 # <details><summary>Hint 2: the gradient</summary>
 #
-# `(loss / total).backward()` for each micro-batch.
+# What part of the mean over all items is this micro-batch's sum? Call `backward()` on that part, before the next forward.
 #
-# <details><summary>Hint 3: the returned loss</summary>
+# <details><summary>Hint 3: in code</summary>
 #
-# Add up `loss.item()`, and divide that sum by the total as well.
+# `(loss / total).backward()` for each micro-batch. The sum of all `loss.item()`, divided by the total, is what you return.
 #
 # </details></details></details>
 

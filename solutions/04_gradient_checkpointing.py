@@ -82,8 +82,8 @@ guess_a = predict_first(
 #
 # <details><summary>Hint 2: backward, the second run</summary>
 #
-# `(x,) = ctx.saved_tensors`. Autograd is off here too, so run the layer under `with torch.enable_grad():`. Start from
-# `x.detach().requires_grad_()`. Otherwise backward continues into the layers before this one.
+# `(x,) = ctx.saved_tensors`. Autograd is off here too, and `torch.enable_grad()` switches it on. Start the second run from
+# a tensor that has the numbers of `x`, and no graph behind it. Otherwise backward continues into the layers before.
 #
 # <details><summary>Hint 3: backward, the gradients</summary>
 #
@@ -611,9 +611,9 @@ theirs = gradient_of(net, lambda layer, x: checkpoint(layer, x, use_reentrant=Fa
 print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}")
 
 # %% [markdown]
-# Your second run drops other values. Backward then computes the gradient of a network that never ran. It is off by a
-# tenth, and nothing warns you. PyTorch's checkpoint notes the state of the random number generator before the first
-# run, and runs again from that state. Yours will do so in exercise 4.2.
+# Your second run drops other values, so the gradient is off by a tenth. PyTorch's checkpoint runs again from the random
+# state of the first run, and is exact. The same is true of drop path, which leaves out whole branches: lesson 03 measures
+# it. Yours will be exact after exercise 4.2.
 #
 # ### Exercise 4.2 · the same random numbers twice
 #

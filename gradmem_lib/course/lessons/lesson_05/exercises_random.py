@@ -71,6 +71,7 @@ def _left_on(model, optimizer, batch):
     return _update(model, optimizer, batch)
 
 
+_EVALUATION = "the model is in evaluation mode: then it trains without dropout and drop path."
 _PIECES = (
     "this is another update: each piece is a forward of its own, and draws other numbers for "
     "dropout and drop path. Keep all rows together."
@@ -81,16 +82,18 @@ def _observe(candidate):
     model, optimizer, batch = random_setting()
     before = flat(model.parameters())
     rows: list[int] = []  # of each forward of the head
+    modes: list[bool] = []
 
-    def note_rows(head, args, outputs):
+    def note(head, args, outputs):
         rows.append(len(outputs))
+        modes.append(all(module.training for module in model.modules()))
 
     def run():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             return candidate(model, optimizer, batch)
 
-    hook = model.head.register_forward_hook(note_rows)
+    hook = model.head.register_forward_hook(note)
     try:
         measured = measure(run, budget=RANDOM_CARD, model=model, optimizer=optimizer)
     finally:
@@ -102,17 +105,27 @@ def _observe(candidate):
             "gradients that are left": sum(p.grad is not None for p in model.parameters()),
         },
     }
-    return Seen(cases, rows=rows)
+    return Seen(cases, rows=rows, modes=modes)
 
 
 def _explain(got, expected):
     rows = got.notes["rows"]
+    if not all(got.notes["modes"]):
+        return _EVALUATION
     if sum(rows) >= ROWS and any(n < ROWS for n in rows):
         return _PIECES
     if sum(rows) < ROWS:
         return f"the update sees {sum(rows)} of the {ROWS} rows: it must be one of all rows."
     if got["the update"]["gradients that are left"]:
         return "gradients are left behind: call optimizer.zero_grad() after the step."
+    moved, right = (seen["the update"]["change of the weights"] for seen in (got, expected))
+    times = (moved.norm() / right.norm()).item()
+    same_direction = torch.allclose(moved, times * right, rtol=1e-3, atol=1e-7)
+    if same_direction and times and abs(times - 1) > 0.01:
+        return (
+            f"the weights move {times:.3g} times as far as they should: take one step, with the "
+            "mean loss as it is."
+        )
     return None
 
 
@@ -149,7 +162,7 @@ EXERCISES = (
             Mistake(
                 "in evaluation mode",
                 partial(_update, mode=False),
-                "the model is in evaluation mode: then it trains without dropout and drop path.",
+                _EVALUATION,
             ),
             Mistake(
                 "other numbers in the second run",

@@ -236,7 +236,7 @@ WRONG["5.10"] = {
         "second run of a block",
     ),
     "half of the rows": (partial(_with_segments, every=1, rows=32), "32 of the 64 rows"),
-    "two steps": (partial(_with_segments, every=1, steps=2), "change of the weights"),
+    "two steps": (partial(_with_segments, every=1, steps=2), "2 times as far"),
     "gradients stay": (partial(_with_segments, every=1, zero=False), "zero_grad"),
-    "a step too long": (partial(_with_segments, every=1, scale=2.0), "change of the weights"),
+    "a step too long": (partial(_with_segments, every=1, scale=2.0), "2 times as far"),
 }
