@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *57 minutes, and 69 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
+# *58 minutes, and 69 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
 # could write yourself.*
 #
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can
@@ -213,9 +213,8 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     )
 
 # %% [markdown]
-# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow
-# with every token, and gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's
-# step.
+# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow with every token, and
+# gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
 
@@ -244,13 +243,16 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 
 # %% [markdown]
 # A model of half a gigabyte asks for gigabytes when it computes its loss. Look here first when a *small* model with a
-# *large* vocabulary runs out of memory.
+# *large* vocabulary runs out of memory. And do not keep the logits: after `output = model(...)`, the name `output` holds
+# them through backward, and into the next forward. `loss = model(...).loss` lets them go at once. (The first optional
+# section gives you a loop to correct.)
 #
 # ## 4 · What autograd really saves
 #
-# The course tests what popular guides claim about training memory. One claim: *a network of five modules (Linear, ReLU,
-# Linear, ReLU, Linear) stores five intermediate tensors for backward.* When autograd saves a tensor, it can call a function of yours: a *hook*. A second hook hands the tensor back
-# in backward. A *storage* is the block of memory behind one or more tensors. The cells below list what is saved.
+# The course tests what popular guides claim about training memory. Here is one claim: *a network of five modules (Linear,
+# ReLU, Linear, ReLU, Linear) stores five intermediate tensors for backward.* Is it true? When autograd saves a tensor, it
+# can call a function of yours: a *hook*. A second hook hands the tensor back in backward. A *storage* is the block of
+# memory behind one or more tensors. The cells below list what is saved.
 
 # %%
 guess_c = predict_first(
@@ -284,9 +286,10 @@ guess_c.reveal(measured=len(storages))
 claims.show("C05")
 
 # %% [markdown]
-# (Click the claim to open it. `docs/ledger.md` has all 58 claims.) There are three: the data and each ReLU's output. The backward of `Linear` needs its *input*, not its output. The
+# There are three: the data and each ReLU's output. The backward of `Linear` needs its *input*, not its output. The
 # backward of `ReLU` needs its *output*, and the next `Linear` saves the same tensor as its input: one storage, two
-# users. **Count storages, not tensors and not layers.**
+# users. **Count storages, not tensors and not layers.** (Click the claim to open it. A lesson shows three claims at most,
+# and `docs/ledger.md` has all 58.)
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -443,8 +446,7 @@ guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // 
 # autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more than the
 # blocks lose.
 #
-# For a 7B model, the best-known table of the documents says 14 + 14 + 56 GB plus activations, "in FP16". Which recipe
-# is that?
+# For a 7B model, a well-known guide has a table with 14 + 14 + 56 GB plus activations, "in FP16". Which recipe is that?
 
 # %%
 seven = accounting.SHAPES["Llama-2-7B"]
@@ -457,7 +459,7 @@ for recipe in [*runs, "float32-master"]:
 claims.show("C01")
 
 # %% [markdown]
-# The document's table is none of the four: it has 16-bit weights and gradients, float32 moments, and no master copy.
+# The guide's table is none of the four: it has 16-bit weights and gradients, float32 moments, and no master copy.
 # (The cell above counts the master copy as optimizer.)
 #
 # ## 7 · What you can now do

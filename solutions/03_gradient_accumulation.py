@@ -13,7 +13,8 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes, and 72 more for optional exercises and sections. You need: lesson 01, and the training loop of lesson 00.*
+# *60 minutes, and 72 more for optional exercises and sections. You need: lesson 01, and the training loop of
+# lesson 00.*
 #
 # The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is
 # two lines of code, and one of them is usually wrong. After this lesson you can
@@ -193,8 +194,8 @@ error = relative_error(gradient(smol, real, 2), gradient(smol, real, 1))
 print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {error:.1f}")
 
 # %% [markdown]
-# It is. The way out is to **add up sums, and divide by one number**: the
-# items of the whole window. For a language model the items are the tokens that are *predicted*.
+# It is. The way out is to **add up sums, and divide by one number**: the items of the whole window. For a language model
+# the items are the tokens that are *predicted*.
 #
 # ### Exercise 3.2 · what counts as an item
 #

@@ -120,7 +120,7 @@ def _explain(got, expected):
         return "gradients are left behind: call optimizer.zero_grad() after the step."
     moved, right = (seen["the update"]["change of the weights"] for seen in (got, expected))
     times = (moved.norm() / right.norm()).item()
-    same_direction = torch.allclose(moved, times * right, rtol=1e-3, atol=1e-7)
+    same_direction = torch.allclose(moved, times * right, rtol=1e-3, atol=1e-6)
     if same_direction and times and abs(times - 1) > 0.01:
         return (
             f"the weights move {times:.3g} times as far as they should: take one step, with the "
