@@ -391,7 +391,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 #
 # ## Optional: two processes
 #
-# Lesson 10 is about several cards. What it needs of this section, it says again.
+# Lesson 10, about several cards, does not need this section.
 #
 # On several GPUs each process accumulates its own window, and `DistributedDataParallel` (DDP) takes the **mean of the
 # processes' gradients**. The next script runs in two processes, with the ranks 0 and 1. Rank 0 gets the
