@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# *15 minutes. You need: a PyTorch training loop you could write yourself.*
+# *20 minutes. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
 # the card (the GPU) you own. You will build each technique by hand, and watch what it does to real memory. A laptop
@@ -36,6 +36,9 @@
 # 3. **run**: the bytes are counted in front of you;
 # 4. **explain**: why the number is what it is;
 # 5. **exercise**: you write the code that computes it, and your code is checked at once.
+#
+# The minutes at the top of a lesson allow you 130 words of text a minute, 40 words of code, a minute for each guess and
+# each claim, and one and a half times what an exercise states. Optional parts are counted apart.
 #
 # Run the cells from top to bottom, each with Shift+Enter. The next cell tests whether everything works here.
 
@@ -261,9 +264,8 @@ except BudgetExceeded as error:
     optimizer.zero_grad(set_to_none=True)  # a failed backward leaves gradients behind
 
 # %% [markdown]
-# Four sequences fit, and five do not. Kernel, model and optimizer are still the same. You will work like this all the
-# time: go past the limit, read who holds what, change one thing, try again. A smaller batch is only the first thing to
-# change, and this course is about the others.
+# Four sequences fit, and five do not. You will work like this all the time: go past the limit, read who holds what,
+# change one thing, try again. A smaller batch is only the first thing to change.
 #
 # Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
 # live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.
@@ -271,21 +273,23 @@ except BudgetExceeded as error:
 # ## 5 · Where things are kept
 #
 # Your answers and guesses are kept in one small file on this machine. The list of `doctor()`, at the top, says where.
-# That file also has the wrong answer of section 3, as your first try. Here are two lines for any notebook cell. The
-# first shows your progress. The second begins again, and keeps the old file beside the new one:
+# Here are two lines for any notebook cell. The first shows your progress. The second begins again, and keeps the old
+# file beside the new one:
 #
 # ```
 # %run -m gradmem_lib progress
 # %run -m gradmem_lib progress --reset
 # ```
 #
-# In a terminal where the course's environment is active, the same command is `python -m gradmem_lib progress`.
+# <details><summary>Two things that you can set from outside</summary>
 #
-# You can set two things from outside, before JupyterLab starts, or with `%env` in the notebook's first cell:
+# Set them before JupyterLab starts, or with `%env` in the notebook's first cell.
 #
 # | variable | what it does |
 # |---|---|
 # | `GRADMEM_LIVE=0` | no moving pictures: quicker, and good for a slow connection |
 # | `GRADMEM_PROGRESS=/some/file.json` | keeps your progress in that file |
+#
+# </details>
 #
 # Next: **[01 · Memory accounting](01_memory_accounting.ipynb)**, where you learn to predict every layer of the picture.

@@ -13,16 +13,17 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *59 minutes, and 15 more for optional exercises. You need: lesson 00, and a PyTorch training loop that you could write
-# yourself.*
+# *58 minutes, and 69 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
+# could write yourself.*
 #
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can
 #
 # - name the four residents of training memory, and give their bytes for any model;
 # - say *when* in a step the peak comes, and why it moves;
 # - list what autograd keeps from a Transformer block, tensor by tensor, and predict it to the byte;
-# - tell four precision recipes apart by what they really cost;
-# - let go of what a training loop holds for nothing.
+# - tell four precision recipes apart by what they really cost.
+#
+# In the optional sections you release what a training loop holds for nothing, and build a tracker.
 
 # %%
 import torch
@@ -35,18 +36,7 @@ from gradmem_lib.course import claims, models, texts
 # %% [markdown]
 # ## 1 · The four residents
 #
-# A training step holds four kinds of long-lived bytes:
-#
-# | resident | what it is | when it lives |
-# |---|---|---|
-# | **parameters** | the weights | always |
-# | **gradients** | one number for every trained weight | from backward to `zero_grad` |
-# | **optimizer states** | Adam: two moving averages (*moments*) for every trained weight | from the first `step()` on |
-# | **activations** | what forward saves because backward needs it | from forward to backward |
-#
-# Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
-#
-# We start with lesson 00's tiny Llama.
+# We start with lesson 00's tiny Llama. AdamW trains it.
 
 # %%
 model = models.tiny_llama()
@@ -59,10 +49,21 @@ print(f"{n:,} parameters, {model.dtype}")
 # %%
 guess_a = predict_first(
     "1.a",
-    "Parameters, gradients and AdamW's states together: how many bytes?",
+    "Parameters, gradients and what AdamW remembers, together: how many bytes?",
 )
 
 # %% [markdown]
+# A training step holds four kinds of long-lived bytes:
+#
+# | resident | what it is | when it lives |
+# |---|---|---|
+# | **parameters** | the weights | always |
+# | **gradients** | one number for every trained weight | from backward to `zero_grad` |
+# | **optimizer states** | Adam: two moving averages (*moments*) for every trained weight | from the first `step()` on |
+# | **activations** | what forward saves because backward needs it | from forward to backward |
+#
+# Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
+#
 # The whole course is about this step:
 
 
@@ -148,13 +149,8 @@ resident_bytes = check("1.1", resident_bytes)
 print(resident_bytes(model) == residents)
 
 # %% [markdown]
-# The two agree to the byte. The course tests what popular guides claim about training memory. Two claims are about
-# these bytes: click to open them. (`docs/ledger.md` has all claims.)
-
-# %%
-claims.show("C02", "C03")
-
-# %% [markdown]
+# The two agree to the byte.
+#
 # ## 2 · The life of a step: where is the peak?
 #
 # Residents are the floor. A run fails at its *peak*, and the peak is one moment. Which one? Take SmolLM2-135M,
@@ -215,12 +211,10 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
         f"{batch} × {seq_len:<5}{small.peak.phase:<15}",
         *(f"{nbytes:>12,}" for nbytes in held),
     )
-claims.show("C07")
 
 # %% [markdown]
-# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow
-# with every token, and gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's
-# step.
+# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow with every token, and
+# gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
 
@@ -249,13 +243,16 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 
 # %% [markdown]
 # A model of half a gigabyte asks for gigabytes when it computes its loss. Look here first when a *small* model with a
-# *large* vocabulary runs out of memory.
+# *large* vocabulary runs out of memory. And do not keep the logits: after `output = model(...)`, the name `output` holds
+# them through backward, and into the next forward. `loss = model(...).loss` lets them go at once. (The first optional
+# section gives you a loop to correct.)
 #
 # ## 4 · What autograd really saves
 #
-# A claim: *a network of five modules (Linear, ReLU, Linear, ReLU, Linear) stores five intermediate tensors for
-# backward.* When autograd saves a tensor, it can call a function of yours: a *hook*. A second hook hands the tensor back
-# in backward. A *storage* is the block of memory behind one or more tensors. The cells below list what is saved.
+# The course tests what popular guides claim about training memory. Here is one claim: *a network of five modules (Linear,
+# ReLU, Linear, ReLU, Linear) stores five intermediate tensors for backward.* Is it true? When autograd saves a tensor, it
+# can call a function of yours: a *hook*. A second hook hands the tensor back in backward. A *storage* is the block of
+# memory behind one or more tensors. The cells below list what is saved.
 
 # %%
 guess_c = predict_first(
@@ -286,12 +283,13 @@ for tensor in saved:
         storages.setdefault(pointer, f"an activation, storage {len(storages) + 1}")
     print(tuple(tensor.shape), storages.get(pointer, "a weight"))
 guess_c.reveal(measured=len(storages))
-claims.show("C05", "C06")
+claims.show("C05")
 
 # %% [markdown]
 # There are three: the data and each ReLU's output. The backward of `Linear` needs its *input*, not its output. The
 # backward of `ReLU` needs its *output*, and the next `Linear` saves the same tensor as its input: one storage, two
-# users. **Count storages, not tensors and not layers.**
+# users. **Count storages, not tensors and not layers.** (Click the claim to open it. A lesson shows three claims at most,
+# and `docs/ledger.md` has all 58.)
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -343,7 +341,14 @@ saved_bytes = check("1.2", saved_bytes)
 #
 # Now take a block of the tiny Llama: T = 2 × 128 tokens, hidden size h = 256, MLP width f = 688, float32, *fused*
 # attention (PyTorch's `scaled_dot_product_attention`). Attention cuts h into 8 **heads** of 32 numbers. The MLP is
-# down(silu(gate(x)) × up(x)), with three linear layers. Ask at each operation: *what does its backward need?*
+# down(silu(gate(x)) × up(x)), with three linear layers. The block's input has T·h numbers, which are 262,144 bytes. How
+# much does the block save for backward?
+
+# %%
+guess_d = predict_first("1.d", "How many bytes does this block save for backward?")
+
+# %% [markdown]
+# Ask at each operation: *what does its backward need?*
 #
 # | part | saved for backward | numbers |
 # |---|---|---|
@@ -357,11 +362,8 @@ saved_bytes = check("1.2", saved_bytes)
 # rms is the root mean square of a token's numbers. A norm's result, the common input, is the normalised input times a
 # weight: another tensor. The **log-sum-exp** is the logarithm of the softmax's denominator. Each head has its own
 # softmax for each token, hence T·heads. The attention's result is also the input of its output layer, and the product
-# is also the input of `down`: each counts once. The sum of the column, times 4 bytes, is your prediction. The cell
-# after your guess subtracts a model of one block from a model of two.
-
-# %%
-guess_d = predict_first("1.d", "How many bytes does this block save for backward?")
+# is also the input of `down`: each counts once. The sum of the column, times 4 bytes, is the formula. To measure one
+# block, the next cell subtracts a model of one block from a model of two.
 
 
 # %%
@@ -386,19 +388,249 @@ for seq_len in (64, 128, 256, 512):
     print(
         f"2 × {seq_len:<4} fused {fused:>12,} eager {eager:>12,}   {eager / fused:.2f} times"
     )
-claims.show("C37", "C38", "C52")
+claims.show("C52")
 
 # %% [markdown]
 # With fused attention, twice the sequence takes twice the bytes. With eager attention it takes more, because the
-# softmax of all scores grows with the square. The claims count eager attention, where scores dominate. **Advice about
+# softmax of all scores grows with the square. The claim counts eager attention, where scores dominate. **Advice about
 # attention memory gets old.** With fused attention the largest tensors of a block are in the MLP.
 #
 # Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
 # input. Dropout keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
 #
+# ## 6 · Precision recipes
+#
+# "Mixed precision halves the memory." Which memory? A *bf16* number takes 2 bytes. *Autocast* casts float32 inputs to
+# bf16 inside an operation. How many bytes of parameters, gradients and AdamW's states are there for each parameter then?
+
+# %%
+guess_e = predict_first("1.e", "autocast-bf16: how many bytes stay for each parameter?")
+
+# %% [markdown]
+# Four recipes are in use:
+#
+# | recipe | weights | gradients | Adam's moments | compute |
+# |---|---|---|---|---|
+# | **float32** | float32 | float32 | float32 | float32 |
+# | **bf16** (pure) | bf16 | bf16 | bf16 | bf16 |
+# | **autocast-bf16** (`bf16=True` in Hugging Face's `Trainer`, float32 weights) | float32 | float32 | float32 | bf16 |
+# | **float32-master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
+#
+# The next cells measure the first three on the tiny Llama.
+
+
+# %%
+def kept(dtype, autocast=False):
+    llama = models.tiny_llama(dtype=dtype)
+    adam = torch.optim.AdamW(llama.parameters(), foreach=False)
+    with MemoryTracker(llama, adam, live=False) as small:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = llama(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adam.step()
+    return most(small)
+
+
+# %%
+runs = {"float32": kept(torch.float32), "bf16": kept(torch.bfloat16)}
+runs["autocast-bf16"] = kept(torch.float32, autocast=True)
+columns = [*names, "activations"]
+print(f"{'bytes of':<14}", *(f"{name:>12}" for name in columns))
+for recipe, held in runs.items():
+    print(f"{recipe:<14}", *(f"{held[name]:>12,}" for name in columns))
+guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
+
+# %% [markdown]
+# Pure bf16 halves the residents, and takes only a little off the activations, because the loss works on the logits in
+# float32. Autocast halves *nothing* of the residents, while its activations *grow*. What the blocks save shrinks, but
+# autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more than the
+# blocks lose.
+#
+# For a 7B model, a well-known guide has a table with 14 + 14 + 56 GB plus activations, "in FP16". Which recipe is that?
+
+# %%
+seven = accounting.SHAPES["Llama-2-7B"]
+print(f"{seven.name}, GB", *(f"{name:>12}" for name in names))
+for recipe in [*runs, "float32-master"]:
+    states = accounting.resident_bytes(seven, precision=recipe)
+    print(f"{recipe:<14}", *(f"{nbytes / 1e9:>12.1f}" for nbytes in states.values()))
+
+# %%
+claims.show("C01")
+
+# %% [markdown]
+# The guide's table is none of the four: it has 16-bit weights and gradients, float32 moments, and no master copy.
+# (The cell above counts the master copy as optimizer.)
+#
+# ## 7 · What you can now do
+#
+# - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
+# - **The peak is a moment.** With few tokens it is in the optimizer's step, with many at the loss.
+# - **Autograd saves what backward needs**, storage by storage. For a Llama block with fused attention that is about 10
+#   T·h + 4 T·f numbers.
+# - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
+#
+# In lesson 02 you write Adam yourself.
+#
+# ## Optional: three steps under a budget
+#
+# As in lesson 00, a `budget` turns your machine into a small card. The usual training loop below holds something that it
+# does not need, so do not begin with the remedies of its error.
+
+# %%
+from gradmem_lib import BudgetExceeded
+from gradmem_lib.course import train_budget, train_setting
+
+card = train_budget()
+
+
+def usual_loop(model, optimizer, batches):
+    losses = []
+    for ids in batches:
+        output = model(input_ids=ids, labels=ids)
+        losses.append(output.loss.item())
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# %%
+llama, adam, batches = train_setting()
+try:
+    with MemoryTracker(llama, adam, budget=card, title="the usual loop, out of memory"):
+        usual_loop(llama, adam, batches)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# ### Exercise 1.6 · three steps under a budget
+#
+# ●●● · 10 minutes · optional · trains: finding what a training loop holds without needing it
+#
+# Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, within the
+# budget above. Keep model, batches and losses as they are, and let go of what is no longer needed.
+#
+# <details><summary>Hint 1: who is alive?</summary>
+#
+# In the picture above, when does the peak come, and which names of the loop still point to something large then?
+#
+# <details><summary>Hint 2: the output object</summary>
+#
+# `output` holds the logits. It lives through backward, and into the *next* forward, until the name is bound again.
+#
+# <details><summary>Hint 3: the smallest change</summary>
+#
+# Keep only the loss: `loss = model(...).loss`. Everything else goes at once.
+#
+# </details></details></details>
+
+
+# %%
+def train(model, optimizer, batches):
+    ### BEGIN SOLUTION
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+    ### END SOLUTION
+
+
+train = check("1.6", train)
+
+# %% [markdown]
+# ## Optional: a tracker in thirty lines
+#
+# How does `MemoryTracker` know these bytes? Build one that counts. It needs three things: a running sum of the bytes that
+# are alive, the largest value that this sum had, and a **weak reference** to each storage. A weak reference keeps nothing
+# alive, and calls a function when its storage is freed.
+
+# %%
+import weakref
+
+
+class LiveBytes:
+    """The bytes of all storages that are alive, and the most so far."""
+
+    def __init__(self):
+        self.sizes, self.live, self.peak = {}, 0, 0
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if pointer not in self.sizes:  # a view has another tensor's storage
+            self.sizes[pointer] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.remove, pointer)
+
+    def remove(self, pointer):
+        self.live -= self.sizes.pop(pointer)
+
+
+# %% [markdown]
+# Who calls `add`? Inside a `TorchDispatchMode`, PyTorch hands each operation to a method of yours, in backward and in the
+# optimizer's step too. The method runs the operation, and looks at what it made:
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SmallTracker(TorchDispatchMode):
+    def __init__(self, *held):
+        super().__init__()
+        self.bytes = LiveBytes()
+        for tensor in held:  # what was made before
+            self.bytes.add(tensor)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        values = made if isinstance(made, (tuple, list)) else [made]
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.bytes.add(value)
+        return made
+
+
+# %% [markdown]
+# That is all. Now compare its peak with `MemoryTracker`'s, on the step of section 1:
+
+# %%
+held = [*model.parameters(), *model.buffers(), ids]
+for states in optimizer.state.values():
+    held += states.values()
+with SmallTracker(*held) as small:
+    step(model, optimizer, ids)
+with MemoryTracker(model, optimizer, live=False) as tracker:
+    step(model, optimizer, ids)
+print(f"peak by thirty lines  {small.bytes.peak:,}")
+print(f"peak by MemoryTracker {tracker.peak.total:,}")
+
+# %% [markdown]
+# The two peaks are the same, to the byte. The real one also finds model and optimizer states by itself, and says *who*
+# holds the bytes and *when*: categories, phases, modules, a timeline, a budget. And it sees what no operation shows. The
+# next cell frees a storage without an operation, as libraries do that spread a model over several cards:
+
+# %%
+with SmallTracker() as small, MemoryTracker(live=False) as tracker:
+    weights = torch.ones(1024, 1024)
+    weights.untyped_storage().resize_(0)
+    print(f"alive by thirty lines  {small.bytes.live:,}")
+    print(f"alive by MemoryTracker {tracker.current.total:,}")
+
+# %% [markdown]
+# Thirty lines still count 4 MiB that are gone. `gradmem_lib/measure/` has the rest, and `tracker.py` is a good place to
+# begin.
+#
+# ## Optional: more practice
+#
 # ### Exercise 1.7 · the table of a GPT-2 block
 #
-# ●●○ · 8 minutes · trains: saying of each operation what its backward needs, in a block that you have not seen
+# ●●○ · 8 minutes · optional · trains: saying of each operation what its backward needs, in a block that you have not seen
 #
 # The next cell prints a block of GPT-2. `Conv1D` is a linear layer from `nx` to `nf` numbers: `c_attn` makes q, k and v
 # in one go. `attn_dropout` does nothing with p = 0.
@@ -451,152 +683,49 @@ print(f"the block  {saved_bytes(block, x):,} bytes")
 # %% [markdown]
 # The two agree. (GPT-2's default GELU is several operations, and keeps more.)
 #
-# ## 6 · Precision recipes
+# ### Exercise 1.8 · what dropout keeps
 #
-# "Mixed precision halves the memory." Which memory? A *bf16* number takes 2 bytes. *Autocast* casts float32 inputs to
-# bf16 inside an operation. Four recipes are in use:
+# ●●○ · 5 minutes · optional · trains: counting masks and results, and the mode that a model is in
 #
-# | recipe | weights | gradients | Adam's moments | compute |
-# |---|---|---|---|---|
-# | **float32** | float32 | float32 | float32 | float32 |
-# | **bf16** (pure) | bf16 | bf16 | bf16 | bf16 |
-# | **autocast-bf16** (`bf16=True` in Hugging Face's `Trainer`, float32 weights) | float32 | float32 | float32 | bf16 |
-# | **float32-master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
+# Here is an MLP in plain PyTorch: `Linear(h, 4 * h)`, `ReLU()`, `Dropout(0.1)`, `Linear(4 * h, h)`, `Dropout(0.1)`. Write
+# `mlp_bytes(tokens, hidden, training)`: the bytes that it saves for backward in float32 on the CPU, in training or in
+# evaluation mode. Its input requires a gradient.
 #
-# The next cells measure the first three on the tiny Llama.
-
-# %%
-guess_e = predict_first("1.e", "autocast-bf16: how many bytes stay for each parameter?")
-
-
-# %%
-def kept(dtype, autocast=False):
-    llama = models.tiny_llama(dtype=dtype)
-    adam = torch.optim.AdamW(llama.parameters(), foreach=False)
-    with MemoryTracker(llama, adam, live=False) as small:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = llama(input_ids=ids, labels=ids).loss
-        loss.backward()
-        adam.step()
-    return most(small)
-
-
-# %%
-runs = {"float32": kept(torch.float32), "bf16": kept(torch.bfloat16)}
-runs["autocast-bf16"] = kept(torch.float32, autocast=True)
-columns = [*names, "activations"]
-print(f"{'bytes of':<14}", *(f"{name:>12}" for name in columns))
-for recipe, held in runs.items():
-    print(f"{recipe:<14}", *(f"{held[name]:>12,}" for name in columns))
-guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
-
-# %% [markdown]
-# Pure bf16 halves the residents, and takes only a little off the activations, because the loss works on the logits in
-# float32. Autocast halves *nothing* of the residents, while its activations *grow*. What the blocks save shrinks, but
-# autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more than the
-# blocks lose.
+# <details><summary>Hint 1: what each module keeps</summary>
 #
-# For a 7B model, the best-known table of the documents says 14 + 14 + 56 GB plus activations, "in FP16". Which recipe
-# is that?
-
-# %%
-seven = accounting.SHAPES["Llama-2-7B"]
-print(f"{seven.name}, GB", *(f"{name:>12}" for name in names))
-for recipe in [*runs, "float32-master"]:
-    states = accounting.resident_bytes(seven, precision=recipe)
-    print(f"{recipe:<14}", *(f"{nbytes / 1e9:>12.1f}" for nbytes in states.values()))
-
-# %%
-claims.show("C01", "C33", "C32", "C36")
-
-# %% [markdown]
-# The document's table is none of the four: it has 16-bit weights and gradients, float32 moments, and no master copy.
-# (The cell above counts the master copy as optimizer.)
+# You know Linear and ReLU from section 4. Dropout multiplies its input by a mask. Which tensor does its backward need?
 #
-# ## 7 · Three steps under a budget
+# <details><summary>Hint 2: which storages are the same?</summary>
 #
-# As in lesson 00, a `budget` turns your machine into a small card. The usual training loop below holds something that it
-# does not need, so do not begin with the remedies of its error.
-
-# %%
-from gradmem_lib import BudgetExceeded
-from gradmem_lib.course import train_budget, train_setting
-
-card = train_budget()
-
-
-def usual_loop(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        output = model(input_ids=ids, labels=ids)
-        losses.append(output.loss.item())
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-# %%
-llama, adam, batches = train_setting()
-try:
-    with MemoryTracker(llama, adam, budget=card, title="the usual loop, out of memory"):
-        usual_loop(llama, adam, batches)
-except BudgetExceeded as error:
-    print(error)
-
-# %% [markdown]
-# ### Exercise 1.6 · three steps under a budget
+# In evaluation mode dropout hands its input on, so ReLU's result and the second Linear's input are one storage. What does
+# dropout hand on in training?
 #
-# ●●● · 10 minutes · trains: finding what a training loop holds without needing it
+# <details><summary>Hint 3: the sums</summary>
 #
-# Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, within the
-# budget above. Keep model, batches and losses as they are, and let go of what is no longer needed.
-#
-# <details><summary>Hint 1: who is alive?</summary>
-#
-# In the picture above, when does the peak come, and which names of the loop still point to something large then?
-#
-# <details><summary>Hint 2: the output object</summary>
-#
-# `output` holds the logits. It lives through backward, and into the *next* forward, until the name is bound again.
-#
-# <details><summary>Hint 3: the smallest change</summary>
-#
-# Keep only the loss: `loss = model(...).loss`. Everything else goes at once.
+# Training: 1 + 4 + 4 + 4 + 1 times tokens · hidden numbers. Evaluation: 1 + 4.
 #
 # </details></details></details>
 
 
 # %%
-def train(model, optimizer, batches):
+def mlp_bytes(tokens, hidden, training):
     ### BEGIN SOLUTION
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    x = tokens * hidden  # numbers that go into the MLP
+    relu = 4 * x
+    numbers = x + relu
+    if training:
+        mask, dropped, last_mask = 4 * x, 4 * x, x
+        numbers += mask + dropped + last_mask
+    return 4 * numbers
     ### END SOLUTION
 
 
-train = check("1.6", train)
+mlp_bytes = check("1.8", mlp_bytes)
 
 # %% [markdown]
-# ## 8 · What you can now do
-#
-# - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
-# - **The peak is a moment.** With few tokens it is in the optimizer's step, with many at the loss.
-# - **Autograd saves what backward needs**, storage by storage. For a Llama block with fused attention that is about 10
-#   T·h + 4 T·f numbers.
-# - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
-# - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
-#
-# In lesson 02 you write Adam yourself.
-#
-# ## More practice
-#
+# In training mode this MLP saves almost three times as much as in evaluation mode.
+
+# %% [markdown]
 # ### Exercise 1.3 · what eager attention saves on top
 #
 # ●●○ · 5 minutes · optional · trains: the one term that grows with the square of the sequence

@@ -13,15 +13,15 @@
 # %% [markdown]
 # # 02 · Adam by hand
 #
-# *56 minutes, and 5 more for optional exercises. You need: lesson 01.*
+# *60 minutes, and 27 more for optional exercises and sections. You need: lesson 01.*
 #
-# Half of what lesson 01 counted as residents belongs to the optimizer. Now you write the optimizer, line by line, from
-# gradient descent to AdamW, and watch the bytes that its memory costs. After this lesson you can
+# Half of lesson 01's residents belong to the optimizer. Now you write it, line by line, from gradient descent to AdamW,
+# and watch its bytes. After this lesson you can
 #
-# - write Adam and AdamW from memory, and say what each line is for;
-# - say where the 8 bytes a parameter come from, and *when* they appear;
+# - write Adam and AdamW, and say what each line is for;
+# - say how many bytes its states take, and *when* they appear;
 # - explain why Adam's moments stall in bf16, with exact numbers;
-# - write a step that needs one temporary, and name PyTorch's variant that needs a copy of the model.
+# - name PyTorch's variant whose step needs a copy of the model.
 
 # %%
 from math import sqrt
@@ -30,11 +30,10 @@ import torch
 from torch import nn
 
 from gradmem_lib import MemoryTracker, check, predict_first, show_losses, show_paths
-from gradmem_lib.course import claims, models, texts
+from gradmem_lib.course import models, texts
 
-# One thread until section 6: for small tensors it is fastest.
 threads = torch.get_num_threads()
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # fastest for small tensors
 
 # %% [markdown]
 # ## 1 · Downhill
@@ -114,7 +113,7 @@ def train(rule, steps=60, **settings):
 
 
 # %% [markdown]
-# SGD now runs in both places. Here is its path in the valley. Section 3 compares the losses.
+# Here is SGD's path in the valley. Section 3 compares the losses.
 
 # %%
 paths = {"SGD": descend(sgd, lr=0.06)}
@@ -124,7 +123,7 @@ show_paths(valley, paths, title="SGD in the valley", marks=marks)
 
 # %% [markdown]
 # Across the valley the step is nearly too long, and the path jumps from side to side. Along the valley the step is
-# short. One learning rate must serve both directions, and a model has millions of directions.
+# short. One learning rate must serve both directions.
 #
 # ## 2 · Momentum: remember where you were going
 #
@@ -167,8 +166,8 @@ curves["momentum"] = train(momentum, lr=0.3, beta=0.9)
 show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 
 # %% [markdown]
-# The learning rate is the same, and the zigzag is gone. The path now swings in curves, as if it had mass. Along the
-# valley it is no faster than before, because the average of small gradients is small.
+# The learning rate is the same, and the zigzag is gone. Along the valley the path is no faster than before, because the
+# average of small gradients is small.
 #
 # ## 3 · The second moment: a step size for every number
 #
@@ -224,8 +223,9 @@ first = (paths["second moment"][1] - paths["second moment"][0]).abs()
 guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1, 3))
 
 # %% [markdown]
-# The path runs **diagonally**: both directions are equally fast now. But the first step is far
-# too long. The small Llama's first steps are too long, too, and after a few of them its loss jumps above its start. The reason is v, which fills up slowly from zero.
+# The path runs **diagonally**: both directions are equally fast now. But the first step is far too long. The small
+# Llama's first steps are too long, too, and after a few of them its loss jumps above its start. The reason is v, which
+# fills up slowly from zero.
 #
 # ## 4 · Bias correction, and Adam
 #
@@ -238,12 +238,6 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
 # (Kingma and Ba 2015). Without the corrections, Adam's first step is 0.1 / √0.001 = 3.16 times lr.
 #
-# How many steps do the two averages remember? Click the next claim.
-
-# %%
-claims.show("C04")
-
-# %% [markdown]
 # ### Exercise 2.3 · Adam
 #
 # ●●○ · 6 minutes · trains: both moments together, and the bias correction
@@ -283,7 +277,7 @@ first = (paths["Adam"][1] - paths["Adam"][0]).abs()
 print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it")
 
 # %% [markdown]
-# The first step has exactly the length lr, 0.2, in both directions. With $\hat m = g$ and $\hat v = g^2$, the ratio is the
+# The first step is lr long, 0.2, in both directions. With $\hat m = g$ and $\hat v = g^2$, the ratio is the
 # sign of g. Adam's learning rate is a *length*, and SGD's is a factor.
 #
 # ## 5 · AdamW: where the W goes
@@ -328,12 +322,12 @@ show_losses(curves, title="the small Llama, all five rules", smooth=5)
 
 # %% [markdown]
 # In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops before the minimum, as
-# soon as the pull towards zero equals the pull of the gradient. On the text the decay is small and sixty steps are
-# few: Adam and AdamW run side by side, mostly below the others.
+# soon as the pull towards zero equals the pull of the gradient. On the text the decay is small, and Adam and AdamW run
+# side by side, mostly below the others.
 #
 # ## 6 · Watch the bytes appear
 #
-# Now use your rule on a real model: two training steps of SmolLM2-135M in float32 with your AdamW.
+# Now take two training steps of SmolLM2-135M, in float32, with your AdamW.
 
 # %%
 torch.set_num_threads(threads)
@@ -359,8 +353,7 @@ del smol, optimizer  # 1.5 GiB
 
 # %% [markdown]
 # The first forward has no states. All of them appear in the first `step()`, parameter by parameter, which is the
-# staircase in the picture. From then on they stay. (The thin spike at the start of each `step()` is your arithmetic on
-# the largest tensor, the embedding.)
+# staircase in the picture. From then on they stay.
 #
 # Your states have the dtype of the parameters, because `zeros_like(p)` has it. The next cell lists what PyTorch's AdamW
 # keeps for a bf16 parameter of 1,000 numbers:
@@ -374,12 +367,11 @@ for name, kept in theirs.state[p].items():
     print(f"{name:<11} {kept.dtype} {kept.nbytes:>5,} bytes")
 
 # %% [markdown]
-# PyTorch keeps t as a float32 tensor for each parameter tensor, and yours is a Python number. The moments are m and v
-# under longer names. They take **8 bytes a parameter in float32, 4 in bf16.**
+# PyTorch keeps t as a float32 tensor for each parameter tensor, and yours is a Python number. m and v take **8 bytes a parameter in float32, 4 in bf16.**
 #
 # ## 7 · What bf16 moments cost
 #
-# Half the bytes have a price. A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128
+# A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128
 # numbers from 1 to 2, then 128 from 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide. If
 # you add less than half a gap, the sum is rounded back to the old number.
 #
@@ -416,38 +408,11 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # %% [markdown]
 # In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, more than 0.001. After step 2000
 # gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does. With steady gradients
-# m is 0.01 as well. So a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is $0.01 /
-# \sqrt{0.000389} = 0.5$ lr.
+# m is 0.01 as well. So at step 10,000 a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is
+# $0.01 / \sqrt{0.000389} = 0.5$ lr.
 #
-# Why is v in bf16 *above* float32's in the first 500 steps, and why does it never fall? Each step should first take
-# something away: `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
-
-# %%
-every = torch.arange(128, 256).to(bf16) / 128  # all bf16 numbers from 1 to 2
-for beta2 in (0.999, 0.95):
-    smaller = (every * beta2 < every).sum().item()
-    print(f"v * {beta2:<5} is smaller than v for {smaller} of the 128 numbers")
-
-# %% [markdown]
-# With 0.999, none becomes smaller: `v.mul_(0.999)` rounds back to v. So v takes every addition, rounded to whole
-# gaps, until the additions stop counting. It never falls. The steps stay too short, training stalls, and no error is
-# raised.
-#
-# PyTorch's `fused=True`, one kernel for the whole step and the default of Hugging Face's `Trainer`, stalls elsewhere.
-# It computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once. The next cell shows where its v stops:
-
-# %%
-p = nn.Parameter(torch.zeros(1, dtype=bf16))
-fused, seen = torch.optim.AdamW([p], fused=True), []
-for g in gradients[:4000]:
-    p.grad = torch.full_like(p, g)
-    fused.step()
-    seen.append(fused.state[p]["exp_avg_sq"].item())
-print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
-
-# %% [markdown]
-# What the fused kernel adds gets smaller as v rises: at 0.25 it is 0.001 · (1 − 0.25) = 0.00075, and half a gap is
-# 0.00098. So its v stops at half of what v reached above, and never falls either. What to do:
+# It never falls because `v.mul_(0.999)`, the first half of each step, rounds back to v. The steps stay too short, training
+# stalls, and no error is raised. (An optional section counts this.) What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
 # - **a smaller β₂**, such as 0.95: then $1 - \beta_2$ is wider than a gap at 1, and v follows the gradients up and
@@ -457,11 +422,11 @@ print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
 # ## 8 · What the step itself needs
 #
 # States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. PyTorch has
-# three variants of AdamW. On lesson 01's tiny Llama, the next cells measure these and yours:
+# three variants of AdamW. On lesson 01's tiny Llama, the next cells measure them:
 #
 # - a plain loop over parameters (`foreach=False`);
 # - `foreach`, which does each operation for all parameters at once, and is AdamW's default on CUDA;
-# - `fused`, the one kernel.
+# - `fused`, one kernel for the whole step, and the default of Hugging Face's `Trainer`.
 
 # %%
 guess_d = predict_first(
@@ -482,31 +447,82 @@ def on_top(kind, **settings):
 
 
 # %%
-AdamW, by_hand = torch.optim.AdamW, dict(lr=1e-3, weight_decay=0.01, **usual)
+AdamW = torch.optim.AdamW
 needed = {
     "plain": on_top(AdamW, foreach=False),
     "foreach": on_top(AdamW, foreach=True),
     "fused": on_top(AdamW, fused=True),
-    "exercise 2.4": on_top(ByHand, rule=adamw, **by_hand),
 }
-
-# %%
 sizes = [p.nbytes for p in models.tiny_llama().parameters()]
 for name, nbytes in needed.items():
     print(f"{name:<13} {nbytes / max(sizes):>3.1f} × the largest parameter")
 guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 
 # %% [markdown]
-# `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** In
-# return it makes fewer calls. On a card AdamW uses `foreach` unless you say `foreach=False` or `fused=True`.
+# `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** On a
+# card AdamW uses `foreach` unless you say `foreach=False` or `fused=True`.
+#
+# `gradmem_lib.AdamW` has the lines that you wrote. Read it in `gradmem_lib/techniques/adam.py`.
+#
+# ## 9 · What you can now do
+#
+# - **Adam** is two moving averages, corrected, and one division. m gives the direction, v the length, and the
+#   correction makes up for the start at zero. The **W** shrinks p itself and leaves the gradient alone.
+# - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
+#   bf16.
+# - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
+# - **A step's temporaries**: none (`fused`), two copies of the largest parameter (PyTorch's loop), a whole model
+#   (`foreach`).
+#
+# Lesson 03 is about batches that do not fit.
+#
+# ## Optional: why v never falls, and where the fused kernel stops
+#
+# In section 7, v in bf16 is *above* float32's in the first 500 steps, and it never falls. Why? Each step should first
+# take something away: `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
+
+# %%
+every = torch.arange(128, 256).to(bf16) / 128  # all bf16 numbers from 1 to 2
+for beta2 in (0.999, 0.95):
+    smaller = (every * beta2 < every).sum().item()
+    print(f"v * {beta2:<5} is smaller than v for {smaller} of the 128 numbers")
+
+# %% [markdown]
+# With 0.999, none becomes smaller: `v.mul_(0.999)` rounds back to v. So v takes every addition, rounded to whole
+# gaps, until the additions stop counting. It never falls.
+#
+# PyTorch's `fused=True` stalls elsewhere. It computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once. The next cell shows where its v stops:
+
+# %%
+p = nn.Parameter(torch.zeros(1, dtype=bf16))
+fused, seen = torch.optim.AdamW([p], fused=True), []
+for g in gradients[:4000]:
+    p.grad = torch.full_like(p, g)
+    fused.step()
+    seen.append(fused.state[p]["exp_avg_sq"].item())
+print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
+
+# %% [markdown]
+# What the fused kernel adds gets smaller as v rises: at 0.25 it is 0.001 · (1 − 0.25) = 0.00075, and half a gap is
+# 0.00098. So its v stops at half of what v reached in section 7, and never falls either.
+#
+# ## Optional: AdamW with one temporary
 #
 # The plain loop needs two copies of the largest parameter here, and three where two such parameters follow each other.
-# Exercise 2.4 needs five, written as in the hints. If yours needs fewer, you named fewer tensors: one without a name is
-# freed sooner. You can do better, with **one**.
+# How many does your rule of exercise 2.4 need?
+
+# %%
+by_hand = dict(lr=1e-3, weight_decay=0.01, **usual)
+yours = on_top(ByHand, rule=adamw, **by_hand)
+print(f"exercise 2.4 needs {yours / max(sizes):.1f} × the largest parameter")
+
+# %% [markdown]
+# Written as in the hints, it needs five. If yours needs fewer, you named fewer tensors: one without a name is freed
+# sooner. You can do better, with **one**.
 #
 # ### Exercise 2.6 · AdamW with one temporary
 #
-# ●●● · 9 minutes · trains: in-place arithmetic under a byte budget
+# ●●● · 9 minutes · optional · trains: in-place arithmetic under a byte budget
 #
 # Write `frugal_adamw` with the arguments of `adamw` and the same result. At no moment may more than one tensor as large
 # as `p` be alive beside p, its gradient, m and v. Leave `grad` as it is. The check has a budget of exactly these bytes.
@@ -551,22 +567,7 @@ yours = on_top(ByHand, rule=frugal_adamw, **by_hand)
 print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 
 # %% [markdown]
-# `gradmem_lib.AdamW` has the lines that you wrote. Its `state_dict` has PyTorch's names, so each of the two
-# optimizers can load the other's. Read it in `gradmem_lib/techniques/adam.py`.
-#
-# ## 9 · What you can now do
-#
-# - **Adam** is two moving averages, corrected, and one division. m gives the direction, v the length, and the
-#   correction makes up for the start at zero. The **W** shrinks p itself and leaves the gradient alone.
-# - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
-#   bf16.
-# - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
-# - **A step's temporaries**: none (`fused`), one copy of the largest parameter (yours), two (PyTorch's loop), a whole
-#   model (`foreach`).
-#
-# Lesson 03 is about batches that do not fit.
-#
-# ## More practice
+# ## Optional: more practice
 #
 # ### Exercise 2.5 · the gaps between bf16 numbers
 #

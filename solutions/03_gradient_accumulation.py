@@ -13,12 +13,13 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes, and 22 more for optional exercises and an optional section. You need: lesson 01, and the training loop of lesson 00.*
+# *60 minutes, and 72 more for optional exercises and sections. You need: lesson 01, and the training loop of
+# lesson 00.*
 #
 # The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is
 # two lines of code, and one of them is usually wrong. After this lesson you can
 #
-# - say which bytes follow the micro-batch and which do not, before you cut anything;
+# - say which bytes follow the micro-batch and which do not;
 # - divide by the right number, so that the result is exactly the full batch's gradient;
 # - put stepping, zeroing, clipping and logging in their places, to the last incomplete window;
 # - find out whether the trainer that you use gets it right, and fix it if it does not.
@@ -48,48 +49,6 @@ from gradmem_lib.course import claims, models, text_batch, texts
 #
 # Some documents call the first of them mini-batch. When you read "batch size", ask: *how much goes through at once?*
 #
-# Recipes give the global batch in tokens. A well-known recipe updates on 524,288 of them. You have a card that holds
-# micro-batches of 4 sequences of 2048 tokens.
-
-# %%
-question = "524,288 tokens an update, 4 × 2048 at once: how many micro-batches?"
-guess_a = predict_first("3.a", question, unit="micro-batches")
-
-# %% [markdown]
-# ### Exercise 3.1 · from tokens per update to micro-batches
-#
-# ●○○ · 4 minutes · trains: micro-batch, accumulation and GPUs, with remainders
-#
-# Write `plan_window(tokens_per_update, micro_batch, seq_len, gpus)`. It returns two numbers: how many micro-batches
-# each GPU needs so that an update sees *at least* that many tokens, and how many tokens the update then sees.
-#
-# <details><summary>Hint 1: at once</summary>
-#
-# `gpus` cards work at the same time, each on `micro_batch` sequences of `seq_len` tokens.
-#
-# <details><summary>Hint 2: remainders</summary>
-#
-# "At least" means that you round up: `math.ceil`, or `-(-a // b)`.
-#
-# </details></details>
-
-
-# %%
-def plan_window(tokens_per_update, micro_batch, seq_len, gpus):
-    ### BEGIN SOLUTION
-    at_once = micro_batch * seq_len * gpus
-    steps = -(-tokens_per_update // at_once)
-    return steps, steps * at_once
-    ### END SOLUTION
-
-
-plan_window = check("3.1", plan_window)
-
-# %%
-guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 2048, 1)[0])
-claims.show("C34")
-
-# %% [markdown]
 # ## 2 · What shrinks, and what does not
 #
 # Here is a tiny Llama and 16 sequences of 64 tokens, of which 63 are predicted. `split` cuts them into micro-batches,
@@ -149,16 +108,12 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 # The activations shrink with the micro-batch, and the other two columns do not. The peak follows the activations for
 # a while. Then it moves into backward, and then into the optimizer's step, where no activation is left.
 #
-# In the upper rows the peak is in *forward*, a few operations before the loss, the first of lesson 01's three
-# moments. Why? In lesson 01 the model computed its own loss and shifted the labels. `next_token_loss` cuts the
-# last position off the logits instead, and that makes a copy. So when forward ends, three tensors as wide as the
-# vocabulary are alive: the logits, their copy, and the log-softmax. Backward has three such tensors as well, each one
-# position shorter. (One row is cut without a copy, and takes less than half of what two rows take.)
-#
-# This settles four claims. (C18's mini-batch is a micro-batch.)
+# The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record, on
+# one thread of a CPU, 4 micro-batches cost nothing, and 16 cost time. On a large GPU, a micro-batch that cannot fill the
+# GPU leaves it waiting. Take the largest micro-batch that fits.
 
 # %%
-claims.show("C08", "C09", "C22", "C18")
+claims.show("C09")
 
 # %% [markdown]
 # ## 3 · Is it the same gradient?
@@ -239,8 +194,8 @@ error = relative_error(gradient(smol, real, 2), gradient(smol, real, 1))
 print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {error:.1f}")
 
 # %% [markdown]
-# It is. The way out is to **add up sums, and divide by one number**: the
-# items of the whole window. For a language model the items are the tokens that are *predicted*.
+# It is. The way out is to **add up sums, and divide by one number**: the items of the whole window. For a language model
+# the items are the tokens that are *predicted*.
 #
 # ### Exercise 3.2 · what counts as an item
 #
@@ -285,11 +240,11 @@ count_targets = check("3.2", count_targets)
 #
 # <details><summary>Hint 2: the gradient</summary>
 #
-# `(loss / total).backward()` for each micro-batch.
+# What part of the mean over all items is this micro-batch's sum? Call `backward()` on that part, before the next forward.
 #
-# <details><summary>Hint 3: the returned loss</summary>
+# <details><summary>Hint 3: in code</summary>
 #
-# Add up `loss.item()`, and divide that sum by the total as well.
+# `(loss / total).backward()` for each micro-batch. The sum of all `loss.item()`, divided by the total, is what you return.
 #
 # </details></details></details>
 
@@ -313,8 +268,6 @@ accumulate = check("3.3", accumulate)
 claims.show("C10")
 
 # %% [markdown]
-# The claim holds for equal counts, as in its own example.
-#
 # ## 5 · Asking for the total without a second pass
 #
 # Your function may run every forward twice, only to count. There are two ways around it. You can count the labels
@@ -328,20 +281,6 @@ loss, items = accumulate_gradients(
 print(items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
 
 # %% [markdown]
-# Does the peak grow with the number of micro-batches?
-
-# %%
-first = next(split(batch, 1))
-for k in (1, 2, 3, 20):
-    with MemoryTracker(model, live=False) as tracker:
-        accumulate_gradients([first] * k, lambda micro: next_token_loss(model, micro))
-    model.zero_grad()
-    print(f"{k:>3} micro-batches: {tracker.peak.total:,} bytes")
-
-# %% [markdown]
-# From the second micro-batch on, it does not grow by a byte. A single one needs less, because no gradients are there
-# yet during its forward.
-#
 # ## 6 · The loop around it
 #
 # When do you step, and when do you zero? And what about the end of the epoch, if 7 micro-batches do not fill windows of
@@ -384,39 +323,38 @@ def train(model, optimizer, micro_batches, window, loss_and_count):
 train = check("3.4", train)
 
 # %% [markdown]
-# Two more things happen once a window:
+# Three more things happen once a window:
 #
 # - **Clipping** needs the complete gradient: after the last backward, before the step. With a `GradScaler` (for
 #   float16), `scaler.unscale_(optimizer)` comes before it.
 # - **Logging** uses the same division as training. A loop that divides by K and logs afterwards shows a loss that looks
 #   K times as good as it is.
-
-# %%
-claims.show("C35")
-
-# %% [markdown]
+# - **Several processes** exchange their gradients. `DistributedDataParallel` does it in every backward, unless its
+#   `no_sync()` switches that off. (An optional section tries it.)
+#
 # ## 7 · What accumulation cannot make equal
 #
 # So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance
 # over the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS
 # norm, so you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is
-# no mistake: another full batch would draw other masks, too.
-#
-# Should the learning rate grow with the batch? Our check of claim C31 takes four times the batch on a noisy linear
-# regression. To end where the small batch ended, SGD needs four times the rate. Adam needs twice the rate, the root
-# of four: its step does not grow with the gradient, but as the gradient gets *less noisy*, and noise falls with the
-# root of the batch. Both rules fail where little noise is left.
+# no mistake: another full batch would draw other masks, too. (An optional section measures it.)
 
 # %%
-claims.show("C30", "C31")
+claims.show("C30")
 
 # %% [markdown]
 # ## 8 · What Trainer does
 #
 # Hugging Face's `Trainer` accumulates for you. It counts the labels of the window and gives the number to the model as
-# `num_items_in_batch`, and the model divides by it. Does every model? The next cell takes one update on four examples,
-# once as one batch and once in 4 accumulation steps. It prints how many times larger the loss and the gradient's norm
-# are in 4 steps.
+# `num_items_in_batch`, and the model divides by it. Does every model? Take one update on four examples, once as one
+# batch and once in 4 accumulation steps. `trainer_factors` runs these lines twice, with a K of 1 and of 4:
+#
+# ```
+# args = TrainingArguments(per_device_train_batch_size=4 // K, gradient_accumulation_steps=K, ...)
+# Trainer(model, args, train_dataset=four_examples).train()
+# ```
+#
+# It returns how many times larger `Trainer` logs the loss and the gradient's norm in 4 steps.
 
 # %%
 question = "A BERT classifier in 4 accumulation steps: gradient how many times too large?"
@@ -437,53 +375,23 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
 # divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
-# Adam and clipping make up for a gradient's size. The attribute `accepts_loss_kwargs`, set
-# before the `Trainer` is built, tells it the truth.
+# Adam and clipping make up for a gradient's size. `model.accepts_loss_kwargs = False`, set before the `Trainer` is built,
+# tells it the truth. Then `Trainer` divides by the accumulation steps itself. (Exercise 3.8, at the end, asks any model
+# whether it needs this.)
 #
-# ### Exercise 3.8 · fix a Trainer run
+# ## 9 · What you can now do
 #
-# ●●○ · 6 minutes · trains: asking a model whether it uses the number of items
+# - **Activations follow the micro-batch. Nothing else does.** Gradients are as large as ever, and live longer.
+# - **Sum, then divide once**, by the items of the whole window: predicted tokens, without padding, after the shift.
+# - **`loss / K` is right only for equal counts.** With lengths that differ, it is another objective.
+# - **Step, zero, clip and log once a window**, the last incomplete one included.
+# - **A trainer may not do what you think.** Compare one update at 1 and at K steps.
 #
-# Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
-# `Trainer` will divide by the accumulation steps itself. If the model uses the number, leave it alone. Return the
-# model. Do not decide by the model's name: ask the model.
+# Accumulation cannot help where one sequence does not fit. Lesson 04 makes the activations of a sequence smaller.
 #
-# <details><summary>Hint 1: how to ask</summary>
+# ## Optional: two processes
 #
-# Call `model(**batch, num_items_in_batch=torch.tensor(n))` with two different n, and compare the losses. Do it in eval
-# mode: dropout would make any two losses differ.
-#
-# </details>
-
-
-# %%
-def mended(model, batch):
-    ### BEGIN SOLUTION
-    model.eval()
-    few = model(**batch, num_items_in_batch=torch.tensor(1)).loss
-    many = model(**batch, num_items_in_batch=torch.tensor(1000)).loss
-    model.train()
-    if few.item() == many.item():
-        model.accepts_loss_kwargs = False
-    return model
-    ### END SOLUTION
-
-
-mended = check("3.8", mended)
-
-# %%
-for kind in kinds:
-    print(f"{kind:<32}", trainer_factors(kind, steps=4, prepare=mended))
-
-# %% [markdown]
-# All factors are 1 now. `Trainer` takes the mean of the micro-batches' means, which is right for classifiers whose
-# micro-batches have equally many examples. A language model would have section 4's error again.
-#
-# There is a second question: **does the loss that your `Trainer` computes use the number?** A `compute_loss` of your
-# own that returns a mean ignores it: the Llama's gradient is then 4.8 times too large. Return the sum, divided by
-# `num_items_in_batch`.
-#
-# ## 9 · Two processes
+# Lesson 10, about several cards, does not need this section.
 #
 # On several GPUs each process accumulates its own window, and `DistributedDataParallel` (DDP) takes the **mean of the
 # processes' gradients**. The next script runs in two processes, with the ranks 0 and 1. Rank 0 gets the
@@ -540,7 +448,7 @@ print("relative error:", error)
 guess_f.reveal(measured=error)
 
 # %% [markdown]
-# It is section 4's trap: the mean gives both processes the same weight.
+# It is the trap of section 4: the mean gives both processes the same weight.
 #
 # **Now you.** Change the marked line so that the error becomes 0, and run its cell again. Try `items = 212` first. Why
 # is the error 0.5 then?
@@ -563,31 +471,98 @@ loop = "accumulate_gradients(mine, lambda micro: next_token_loss(ddp, micro), mo
 print("accumulate_gradients: error below 1e-12:", error_of(loop) < 1e-12)
 
 # %% [markdown]
-# ## 10 · What it costs in time
+# ## Optional: dropout and drop path
 #
-# The same tokens go through the same matrix products, in more, smaller operations. In our record, on one thread of
-# a CPU, 4 micro-batches cost nothing, and 16 cost time. A large GPU is the other extreme: a micro-batch that cannot
-# fill it leaves it waiting. Take the largest micro-batch that fits.
+# Dropout draws new numbers in each forward. **Drop path** does so too: for some rows it leaves out a whole branch of a
+# block (stochastic depth, Huang et al. 2016). Here is a classifier in plain PyTorch with both. The next cell compares its
+# gradient with that of one forward of all rows: in 4 pieces, and with a checkpoint on each block. All three start from the
+# same random state.
 
 # %%
-claims.show("C16", "C29")
+from gradmem_lib import checkpoint_layers
+from gradmem_lib.course import labelled_rows, residual_net
+
+net, labelled = residual_net(dtype=torch.float64), labelled_rows(16, dtype=torch.float64)
+
+
+def classify(micro):
+    outputs = net(micro["x"])
+    loss = nn.functional.cross_entropy(outputs, micro["labels"], reduction="sum")
+    return loss, len(outputs)
+
+
+def gradient_of(pieces, seed=0):
+    torch.manual_seed(seed)
+    accumulate_gradients(split(labelled, 16 // pieces), classify)
+    return take_gradient(net)
+
+
+# %%
+whole = gradient_of(pieces=1)
+print(f"in 4 pieces: error {relative_error(gradient_of(pieces=4), whole):.2f}")
+with checkpoint_layers(net.blocks, every=1):
+    print(f"checkpoints: error {relative_error(gradient_of(pieces=1), whole):.2f}")
+print(f"other seed:  error {relative_error(gradient_of(pieces=1, seed=1), whole):.2f}")
+net.eval()
+error = relative_error(gradient_of(pieces=4), gradient_of(pieces=1))
+print("evaluation mode, in 4 pieces: error below 1e-12:", error < 1e-12)
 
 # %% [markdown]
-# ## 11 · What you can now do
+# Checkpoints are exact: the second run of a block draws the numbers of its first. Accumulation is off, because each piece
+# draws numbers of its own. It is off about as far as the full batch with another seed. So neither is wrong: both are
+# gradients of the same model with other masks. **"The same gradient" means: the same for the same masks, and the same on
+# average over all masks.** The last line is how you test a loop: with all masks switched off.
 #
-# - **Activations follow the micro-batch. Nothing else does.** Gradients are as large as ever, and live longer.
-# - **Sum, then divide once**, by the items of the whole window: predicted tokens, without padding, after the shift.
-# - **`loss / K` is right only for equal counts.** With lengths that differ, it is another objective.
-# - **Step, zero, clip and log once a window**, the last incomplete one included.
-# - **A trainer may not do what you think.** Compare one update at 1 and at K steps.
-# - **Several processes**: exchange gradients once a window (`no_sync`), divide by the count of all processes, and
-#   multiply by their number.
+# ### Exercise 3.9 · a fair test of your loop
 #
-# Accumulation cannot help where one sequence does not fit. Lesson 04 makes the activations of a sequence smaller.
+# ●●○ · 6 minutes · optional · trains: comparing gradients where layers draw random numbers
 #
+# Write `fair_error(model, batch, accumulate)`: the relative error of the gradient in pieces of 3 rows, compared with one
+# forward of all rows. `accumulate(pieces)` leaves the gradient of a list of pieces in `.grad`, and `split(batch, 3)` cuts
+# the batch. Dropout and drop path must not disturb the comparison. Afterwards each module is in the mode in which it was,
+# and no gradient is left.
+#
+# <details><summary>Hint 1: what disturbs?</summary>
+#
+# The layers that draw numbers do so in training mode alone.
+#
+# <details><summary>Hint 2: the modes afterwards</summary>
+#
+# `model.train()` puts *every* module into training mode, and some part may have been in evaluation mode before.
+# `module.training` is a mode that you can note, and set.
+#
+# <details><summary>Hint 3: in code</summary>
+#
+# `modes = {module: module.training for module in model.modules()}`, then `model.eval()`. Measure twice, with
+# `model.zero_grad()` before each and after the last. Then set each `module.training` to its mode.
+#
+# </details></details></details>
+
+
+# %%
+def fair_error(model, batch, accumulate):
+    ### BEGIN SOLUTION
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    gradients = []
+    for pieces in ([batch], list(split(batch, 3))):
+        model.zero_grad()
+        accumulate(pieces)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    for module, mode in modes.items():
+        module.training = mode
+    once, cut = gradients
+    return ((cut - once).norm() / once.norm()).item()
+    ### END SOLUTION
+
+
+fair_error = check("3.9", fair_error)
+
+# %% [markdown]
 # ## Optional: losses that compare rows
 #
-# Nothing later needs this section. A search model learns to find the answer to a question. Its loss compares each
+# A search model learns to find the answer to a question. Its loss compares each
 # question with *all* answers of the batch: the right answer must be more similar to the question than the 15 others. Random
 # tokens stand for text here.
 
@@ -651,10 +626,96 @@ for way in (at_once, in_pieces, in_two_passes):
 # the pieces: the embeddings, and what the loss keeps of them. The price is a second forward. For a loss of your own,
 # `check_pieces_add_up` says whether pieces are allowed.
 #
-# ## More practice
+# ## Optional: more practice
 #
-# Nothing later needs these three exercises. The last is most like your own work.
+# Exercise 3.7 is most like your own work.
 #
+# Recipes give the global batch in tokens. A well-known recipe updates on 524,288 of them. You have a card that holds
+# micro-batches of 4 sequences of 2048 tokens.
+
+# %%
+question = "524,288 tokens an update, 4 × 2048 at once: how many micro-batches?"
+guess_a = predict_first("3.a", question, unit="micro-batches")
+
+# %% [markdown]
+# ### Exercise 3.1 · from tokens per update to micro-batches
+#
+# ●○○ · 4 minutes · optional · trains: micro-batch, accumulation and GPUs, with remainders
+#
+# Write `plan_window(tokens_per_update, micro_batch, seq_len, gpus)`. It returns two numbers: how many micro-batches
+# each GPU needs so that an update sees *at least* that many tokens, and how many tokens the update then sees.
+#
+# <details><summary>Hint 1: at once</summary>
+#
+# `gpus` cards work at the same time, each on `micro_batch` sequences of `seq_len` tokens.
+#
+# <details><summary>Hint 2: remainders</summary>
+#
+# "At least" means that you round up: `math.ceil`, or `-(-a // b)`.
+#
+# </details></details>
+
+
+# %%
+def plan_window(tokens_per_update, micro_batch, seq_len, gpus):
+    ### BEGIN SOLUTION
+    at_once = micro_batch * seq_len * gpus
+    steps = -(-tokens_per_update // at_once)
+    return steps, steps * at_once
+    ### END SOLUTION
+
+
+plan_window = check("3.1", plan_window)
+
+# %%
+guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 2048, 1)[0])
+
+
+# %% [markdown]
+# ### Exercise 3.8 · fix a Trainer run
+#
+# ●●○ · 6 minutes · optional · trains: asking a model whether it uses the number of items
+#
+# Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
+# `Trainer` will divide by the accumulation steps itself. If the model uses the number, leave it alone. Return the
+# model. Do not decide by the model's name: ask the model.
+#
+# <details><summary>Hint 1: how to ask</summary>
+#
+# Call `model(**batch, num_items_in_batch=torch.tensor(n))` with two different n, and compare the losses. Do it in eval
+# mode: dropout would make any two losses differ.
+#
+# </details>
+
+
+# %%
+def mended(model, batch):
+    ### BEGIN SOLUTION
+    model.eval()
+    few = model(**batch, num_items_in_batch=torch.tensor(1)).loss
+    many = model(**batch, num_items_in_batch=torch.tensor(1000)).loss
+    model.train()
+    if few.item() == many.item():
+        model.accepts_loss_kwargs = False
+    return model
+    ### END SOLUTION
+
+
+mended = check("3.8", mended)
+
+# %%
+for kind in kinds:
+    print(f"{kind:<32}", trainer_factors(kind, steps=4, prepare=mended))
+
+# %% [markdown]
+# All factors are 1 now. `Trainer` takes the mean of the micro-batches' means, which is right for classifiers whose
+# micro-batches have equally many examples. A language model would have section 4's error again.
+#
+# There is a second question: **does the loss that your `Trainer` computes use the number?** A `compute_loss` of your
+# own that returns a mean ignores it: the Llama's gradient is then 4.8 times too large. Return the sum, divided by
+# `num_items_in_batch`.
+
+# %% [markdown]
 # ### Exercise 3.5 · the loss to log
 #
 # ●○○ · 3 minutes · optional · trains: weighting what is logged as what is trained

@@ -13,15 +13,15 @@
 # %% [markdown]
 # # 04 · Gradient checkpointing
 #
-# *60 minutes, and 17 more for optional exercises. You need: lesson 01, and a rough idea of `torch.autograd.Function` (you
-# will write one).*
+# *60 minutes, and 55 more for optional exercises and sections. You need: lesson 01, and a rough idea of
+# `torch.autograd.Function` (you will write one).*
 #
 # Why does forward store so much? Because backward will need it. But most of it could be computed again, from much less.
 # This trade of work for memory is called gradient checkpointing. Its famous rule, a checkpoint every √n layers, is
 # wrong for most models that people train. After this lesson you can
 #
 # - write a checkpoint yourself, and say what PyTorch's does better;
-# - find the best segments for *your* model, equal or not, and know when √n is not it;
+# - find the best segments for *your* model, and know when √n is not it;
 # - say before you run it where checkpointing will not help.
 
 # %%
@@ -82,8 +82,8 @@ guess_a = predict_first(
 #
 # <details><summary>Hint 2: backward, the second run</summary>
 #
-# `(x,) = ctx.saved_tensors`. Autograd is off here too, so run the layer under `with torch.enable_grad():`. Start from
-# `x.detach().requires_grad_()`. Otherwise backward continues into the layers before this one.
+# `(x,) = ctx.saved_tensors`. Autograd is off here too, and `torch.enable_grad()` switches it on. Start the second run from
+# a tensor that has the numbers of `x`, and no graph behind it. Otherwise backward continues into the layers before.
 #
 # <details><summary>Hint 3: backward, the gradients</summary>
 #
@@ -152,39 +152,7 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 #
 # **Waiting boundaries, one layer in full, and gradients on their way**: the rest of this lesson follows from this sum.
 #
-# ## 2 · Random numbers
-#
-# What if a layer that runs twice has *dropout*? The next two cells compare the weights' gradients under your checkpoint,
-# and under PyTorch's, with those under none.
-
-
-# %%
-def with_dropout():
-    torch.manual_seed(0)
-    parts = [(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
-    return nn.Sequential(*(nn.Sequential(*part) for part in parts))
-
-
-def gradient_of(net, run=lambda layer, x: layer(x)):
-    torch.manual_seed(1)
-    net.zero_grad()
-    forward(run, net, inputs).square().sum().backward()
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-# %%
-net = with_dropout()
-right = gradient_of(net)
-off = (gradient_of(net, Checkpoint.apply) - right).norm() / right.norm()
-theirs = gradient_of(net, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
-print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}")
-
-# %% [markdown]
-# Your second run drops other values. Backward then computes the gradient of a network that never ran. It is off by a
-# tenth, and nothing warns you. PyTorch's checkpoint notes the state of the random number generator before the first
-# run, and runs again from that state. Yours will do so in exercise 4.2.
-#
-# ## 3 · PyTorch's own
+# ## 2 · PyTorch's own
 #
 # `torch.utils.checkpoint.checkpoint(run, x, use_reentrant=...)` comes in two kinds. With `True` it is an
 # `autograd.Function` like yours. It calls backward *inside* backward, so it enters autograd's engine a second time: it
@@ -199,20 +167,29 @@ print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}
 # | notices a second run that differs | no | where shapes or dtypes differ |
 #
 # The first row is a trap: behind a frozen embedding, no layer under a reentrant checkpoint learns (exercise 4.3). From
-# here on we use `use_reentrant=False`. Two things to watch with either kind: **batch norm** updates its running
-# statistics twice a step, and a second run that computes other *values* goes unnoticed.
-
-# %%
-claims.show("C42")
-
-# %% [markdown]
-# ## 4 · Segments
+# here on we use `use_reentrant=False`.
+#
+# What if a layer that runs twice has *dropout*? PyTorch's checkpoint notes the state of the random number generator
+# before the first run, and runs again from that state. Yours drops other values in its second run. Backward then computes
+# the gradient of a network that never ran, and nothing warns you. (An optional section measures it, and exercise 4.2
+# corrects it.) Two things to watch with PyTorch's, too: **batch norm** updates its running statistics twice a step, and
+# a second run that computes other *values* goes unnoticed.
+#
+# ## 3 · Segments
 #
 # With n layers, one checkpoint a layer keeps n boundaries. With k layers in one checkpoint, only n / k boundaries are
 # kept. But when backward reaches such a **segment**, all its k layers are in memory at once.
 #
-# `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches a real step: in its picture,
-# layers go from bottom to top, and time from left to right.
+# `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches a real step, in these lines:
+#
+# ```
+# register_module_forward_pre_hook(enter)  # which layer runs now?
+# register_module_forward_hook(leave)
+# with Watch(observe):  # what does each operation make, and when is it freed?
+#     step()
+# ```
+#
+# In its picture, layers go from bottom to top, and time from left to right.
 
 # %%
 from gradmem_lib import explore_schedule, record_schedule, show_schedule
@@ -235,7 +212,7 @@ show_schedule(threes, title="9 layers in segments of 3")
 explore_schedule()
 
 # %% [markdown]
-# ## 5 · √n, where it is right
+# ## 4 · √n, where it is right
 #
 # One formula gives all these peaks.
 #
@@ -302,17 +279,18 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 # The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
 # its gradient) your formula is right to the byte. *More checkpoints, more memory* holds only on the left arm, where
 # segments are shorter than the best. *More checkpoints, less recomputation* is not true of calls: each layer runs
-# once more for any k. It is true of operations, as section 8 shows.
+# once more for any k. This is up to a third more work, and up to half beside frozen weights. (An optional section counts
+# it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
-# segment that runs again.** So do not measure after forward. Seven claims about this:
+# segment that runs again.** So do not measure after forward. Two claims about this:
 
 # %%
-claims.show("C26", "C27", "C19", "C21", "C28", "C40", "C50")
+claims.show("C27", "C21")
 
 # %% [markdown]
-# ## 6 · A real Transformer
+# ## 5 · A real Transformer
 #
 # If a layer keeps more than its input, a segment costs more and a boundary costs the same. Where is the bottom of the U
 # then?
@@ -412,7 +390,43 @@ guess_c.reveal(
 # a, do not look it up**, as `"best"` did. (Transformers' `every_n_layers=k` is something else: it checkpoints one
 # layer in k, and *keeps* the others.)
 #
-# ## 7 · Beyond √n: long segments first
+# ## 6 · Where it does not help
+#
+# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. How much lower is the peak?
+
+# %%
+guess_d = predict_first("4.d", "A checkpoint a layer: the peak falls by?", unit="percent")
+
+# %%
+smol.requires_grad_(True)
+high = []
+for every in ([30], 1):
+    with checkpoint_layers(smol, every), MemoryTracker(smol, live=False) as tracker:
+        smol(input_ids=ids, labels=ids).loss.backward()
+    high.append(tracker.peak.total)
+    kept = max(tracker.timeline.by_category["activations"])
+    print(f"most activations {kept:>11,}, peak {high[-1]:>13,}")
+    smol.zero_grad()
+guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
+
+# %% [markdown]
+# Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
+# bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
+# save. So ask where the peak is before you choose a technique. Shallow networks win little too: with 4 layers, one
+# segment is a quarter.
+#
+# ## 7 · What you can now do
+#
+# - **The peak is earlier boundaries and one whole segment**, or all boundaries and the logits, where those are wide.
+# - **k = √(n·x/a).** √n is right where a ≈ x. Trained Transformers have a ≈ 20 x or more: one layer a segment, or
+#   two.
+# - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
+#
+# `with checkpoint_layers(model, every="best"):` measures a and x for you. If the vocabulary is large, try a few
+# longer segments as well. You can read it now: `gradmem_lib/techniques/checkpointing.py`. Lesson 05 puts all techniques
+# together.
+#
+# ## Optional: beyond √n, with long segments first
 #
 # The *first* segment runs again last, when all other boundaries are gone. The last segment runs again first, when all
 # boundaries are still there. So why should the two be equally long? `"best"` made the first ones longer.
@@ -461,18 +475,19 @@ for segments in ([64], [1] * 64, [4] * 16, unequal):
 # ### What comes after the layers
 #
 # After its last layer a model has logits and a loss, and all boundaries wait there. SmolLM2's logits are far wider
-# than a boundary. The next cell measures its whole step:
+# than a boundary. The next cell measures its whole step, with frozen weights again:
 
 # %%
+smol.requires_grad_(False)
 print("boundaries:", table(lambda: smol(inputs_embeds=embeds, labels=ids).loss.backward()))
 
 # %% [markdown]
-# Now segments of five win, the opposite of section 6, because fewer boundaries wait at the loss. `"best"` looks at
+# Now segments of five win, the opposite of section 5, because fewer boundaries wait at the loss. `"best"` looks at
 # the layers alone. It never peaks higher than one checkpoint a layer, and here it is not the lowest.
 #
 # ### Exercise 4.7 · 64 layers, their logits and a card
 #
-# ●●● · 10 minutes · trains: choosing segments of unequal length where what comes after the layers counts too
+# ●●● · 10 minutes · optional · trains: choosing segments of unequal length where what comes after the layers counts too
 #
 # Write `train_step(layers, x)`: forward and backward of `layers(x).square().mean()`, returning the loss as a float. The
 # first 63 layers have a = 5 x. The last one is a head, whose logits are five times as wide as a boundary. The peak must
@@ -536,7 +551,7 @@ with MemoryTracker(stack, budget=card, title="64 layers and their logits"):
 # %% [markdown]
 # Each tooth almost fills the card.
 #
-# ## 8 · What it costs
+# ## Optional: what it costs
 #
 # Many texts say "one extra forward, 33 % more work". This assumes that backward costs two forwards: one for the
 # gradients of the inputs, one for those of the weights. With frozen weights there is no second one.
@@ -562,53 +577,43 @@ for every in (1, 4, 32):
 # it is *less*: PyTorch stops the second run as soon as the last missing tensor is there, and so spares the last product
 # of each segment.
 #
-# Work is not time: the last two claims quote times of one machine. Measure yours.
+# Work is not time. Measure yours.
 
 # %%
-claims.show("C20", "C39", "C41", "C15")
+claims.show("C20")
 
 # %% [markdown]
-# ## 9 · Where it does not help
+# ## Optional: random numbers
 #
-# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. How much lower is the peak?
+# What if a layer that runs twice has *dropout*? The next two cells compare the weights' gradients under your checkpoint,
+# and under PyTorch's, with those under none.
+
 
 # %%
-guess_d = predict_first("4.d", "A checkpoint a layer: the peak falls by?", unit="percent")
+def with_dropout():
+    torch.manual_seed(0)
+    parts = [(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
+    return nn.Sequential(*(nn.Sequential(*part) for part in parts))
+
+
+def gradient_of(net, run=lambda layer, x: layer(x)):
+    torch.manual_seed(1)
+    net.zero_grad()
+    forward(run, net, inputs).square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
 
 # %%
-smol.requires_grad_(True)
-high = []
-for every in ([30], 1):
-    with checkpoint_layers(smol, every), MemoryTracker(smol, live=False) as tracker:
-        smol(input_ids=ids, labels=ids).loss.backward()
-    high.append(tracker.peak.total)
-    kept = max(tracker.timeline.by_category["activations"])
-    print(f"most activations {kept:>11,}, peak {high[-1]:>13,}")
-    smol.zero_grad()
-guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
+net = with_dropout()
+right = gradient_of(net)
+off = (gradient_of(net, Checkpoint.apply) - right).norm() / right.norm()
+theirs = gradient_of(net, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}")
 
 # %% [markdown]
-# Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
-# bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win little too: with 4 layers, one
-# segment is a quarter. A claim of lesson 03 is about checkpoints too:
-
-# %%
-claims.show("C30")
-
-# %% [markdown]
-# ## 10 · What you can now do
-#
-# - **The peak is earlier boundaries and one whole segment**, or all boundaries and the logits.
-# - **k = √(n·x/a).** √n is right where a ≈ x. Trained Transformers have a ≈ 20 x or more: one layer a segment, or
-#   two.
-# - **Long segments first**: √(2·a·x·n) instead of 2·√(a·x·n), for the same one extra forward.
-# - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
-#
-# `with checkpoint_layers(model, every="best"):` measures a and x for you. If the vocabulary is large, try a few
-# longer segments as well. Lesson 05 puts all techniques together.
-#
-# ## More practice
+# Your second run drops other values, so the gradient is off by a tenth. PyTorch's checkpoint runs again from the random
+# state of the first run, and is exact. The same is true of drop path, which leaves out whole branches: lesson 03 measures
+# it. Yours will be exact after exercise 4.2.
 #
 # ### Exercise 4.2 · the same random numbers twice
 #
@@ -644,6 +649,8 @@ class SafeCheckpoint(torch.autograd.Function):
 SafeCheckpoint = check("4.2", SafeCheckpoint)
 
 # %% [markdown]
+# ## Optional: more practice
+#
 # ### Exercise 4.3 · the gradient that never came
 #
 # ●○○ · 5 minutes · optional · trains: why a reentrant checkpoint needs an input that requires a gradient

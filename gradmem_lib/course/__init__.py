@@ -20,6 +20,7 @@ _HOMES = {
     "lessons.lesson_11.puzzles": "puzzle",
     "lessons.lesson_11.stars": "stars",
     "lessons.shared.hf_trainer": "quiet_arguments trainer_factors",
+    "lessons.shared.residual_net": "labelled_rows residual_net",
     "lessons.shared.settings": "text_batch",
     "machine.run_ranks": "RanksFailed run_ranks",
     "machine.torchrun": "torchrun",

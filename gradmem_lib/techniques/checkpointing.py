@@ -1,4 +1,20 @@
-"""Layers that run in checkpointed segments while they train, by a schedule from ``schedules``."""
+"""Layers that run in checkpointed segments while they train, by a schedule from ``schedules``.
+
+For a chain of layers, all of it would be this loop:
+
+    for start in range(0, len(layers), k):
+        segment = layers[start : start + k]  # an nn.Sequential
+        x = checkpoint(segment, x, use_reentrant=False)
+
+But the loop over layers is the model's own, and is not rewritten here. So each layer's *call* is
+replaced: the call of a segment's first layer runs the whole segment in one checkpoint, and the
+calls of the others hand its output on.
+
+Read ``checkpoint_layers`` first, which makes a ``_Segments`` for each list of layers. Of
+``_Segments``, read ``call`` (one call of a layer) and ``_run`` (one segment): they are lesson 04.
+``_choose_schedule`` and ``_measure`` belong to ``"best"``. The rest refuses what would give a wrong
+gradient: layers called out of order, inputs changed in place, caches.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +144,15 @@ class _Segments:
     """One list of layers, and how it runs.
 
     The model calls layer 0, 1, 2, ...; the call of a segment's first layer computes the whole
-    segment, and the calls of the others only hand its output on. While such calls are expected,
-    ``pending`` is (the next layer, the segment's end, its output, its arguments without the input).
+    segment, and the calls of the others only hand its output on. With segments of 3:
+
+        call of layer 0: runs layers 0, 1 and 2 in one checkpoint, returns layer 2's output
+        call of layer 1: returns its input, which is that output
+        call of layer 2: the same
+        call of layer 3: runs layers 3, 4 and 5 in one checkpoint, ...
+
+    While such calls are expected, ``pending`` is (the next layer, the segment's end, its output,
+    its arguments without the input).
     """
 
     layers: list[nn.Module]
@@ -181,11 +204,12 @@ class _Segments:
             self.warned = True
             warnings.warn(CACHE_WARNING, stacklevel=2)
         x, rest = _split_input(args, kwargs)
-        if self.measured is not None:
+        if self.measured is not None:  # "best" is measuring: no segments yet
             return self._measure(i, x, rest, pending)
         if self.segments is None and not self.per_layer_this_forward:
             self._choose_schedule(partial(self._measure_in_order, i, x, rest))
         schedule = [1] * len(self.layers) if self.per_layer_this_forward else self.segments
+        # The segment of layer i: ``item`` of the schedule, from layer ``start`` to before ``stop``.
         ends = list(accumulate(map(total_layers, schedule)))
         index = bisect(ends, i)
         item, stop = schedule[index], ends[index]
@@ -193,7 +217,7 @@ class _Segments:
         if kept and isinstance(item, int):
             return self._run(1, i, x, rest)  # nothing runs again
         start = stop - total_layers(item)
-        if i == start:
+        if i == start:  # the whole segment runs now
             run = partial(self._run, item, start, rest=rest)
             before = _version(x)
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
@@ -205,7 +229,7 @@ class _Segments:
                 "in order, each with the last one's output and the same other arguments: begin a "
                 f"new segment at layer {i}, or use every=1"
             )
-        else:
+        else:  # the segment has run: hand its output on
             out, rest = pending[2:]
         if i + 1 < stop:
             self.pending = i + 1, stop, out, rest

@@ -9,6 +9,7 @@ gradmem_lib.course.ledger --write`` turns them into docs/ledger.md.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -25,6 +26,7 @@ __all__ = [
     "answered",
     "answers",
     "find",
+    "lesson_of",
     "page",
     "show",
 ]
@@ -70,6 +72,12 @@ def answered() -> list[str]:
     """Ids of the claims that have an answer, in order."""
     _load_lessons()
     return sorted(_ANSWERS)
+
+
+def lesson_of(claim_id: str) -> str:
+    """The number of the lesson that a claim's answer belongs to, such as "04"."""
+    _load_lessons()
+    return re.search(r"\.lesson_(\d\d)\.", _ANSWERS[claim_id].__module__)[1]
 
 
 @cache

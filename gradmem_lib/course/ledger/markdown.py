@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from ..machine.course_files import IMPORT_ROOT
+from . import lesson_of
 from .display import OPEN, value, with_claimed
 from .finding import VERDICTS, Finding
 from .table import CLAIMS, DOCUMENTS, Claim
@@ -95,8 +96,15 @@ def _figures(finding: Finding) -> list[str]:
     return lines
 
 
+def _where(claim: Claim, lessons: list[str]) -> str:
+    """The lessons that show a claim or, if none does, the lesson that is about it."""
+    if lessons:
+        return f"Shown in lesson {' and '.join(lessons)}."
+    return f"Shown here alone: lesson {lesson_of(claim.id)} is about it."
+
+
 def _entry(claim: Claim, finding: Finding, lessons: list[str]) -> list[str]:
-    where = f"Shown in lesson {' and '.join(lessons)}." if lessons else "No lesson shows it yet."
+    where = _where(claim, lessons)
     rows = [f"| {name} | {value(number)} |" for name, number in finding.figures.items()]
     verdict, summary = (
         finding.verdict.capitalize(),

@@ -1,0 +1,197 @@
+"""Lesson 03's exercise about layers that draw random numbers: a fair test of an accumulation."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ....techniques.accumulation import accumulate_gradients, split
+from ...judge.exercise import Exercise, Mistake
+from ..shared.residual_net import labelled_rows, residual_net
+from ..shared.settings import gradients_of
+
+ROWS, PIECE = 12, 3
+
+
+def fair_error(model, batch, accumulate) -> float:
+    """The relative error of the gradient of ``batch`` in pieces of 3 rows, with all layers in
+    evaluation mode.
+
+    Afterwards each module is in the mode in which it was, and no gradient is left.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    gradients = []
+    for pieces in ([batch], list(split(batch, PIECE))):
+        model.zero_grad()
+        accumulate(pieces)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    for module, mode in modes.items():
+        module.training = mode
+    once, cut = gradients
+    return ((cut - once).norm() / once.norm()).item()
+
+
+def _answer(
+    model, batch, accumulate, *, evaluate=True, back=True, size=PIECE, zero=True, end=True, ratio=0
+):
+    """A wrong ``fair_error``: what it does otherwise."""
+    modes = {module: module.training for module in model.modules()}
+    if evaluate:
+        model.eval()
+    gradients = []
+    for pieces in ([batch], list(split(batch, size))):
+        if zero:
+            model.zero_grad()
+        accumulate(pieces)
+        gradients.append(gradients_of(model))
+    if end:
+        model.zero_grad()
+    if back == "all":
+        model.train()
+    elif back:
+        for module, mode in modes.items():
+            module.training = mode
+    once, cut = gradients
+    off = (cut - once).norm().item()
+    lengths = (cut.norm() / once.norm() - 1).abs().item()
+    return [off / once.norm().item(), off, lengths, off / cut.norm().item()][ratio]
+
+
+def _setting():
+    model = residual_net(dtype=torch.float64)
+    model.blocks[0].eval()  # it was so before, and stays so
+    return model, labelled_rows(ROWS, dtype=torch.float64)
+
+
+def _ways(model):
+    """Ways to accumulate, by name: two that are right, and two that are not."""
+
+    def summed(micro):
+        outputs = model(micro["x"])
+        return F.cross_entropy(outputs, micro["labels"], reduction="sum"), len(outputs)
+
+    def whole_windows(pieces):
+        accumulate_gradients(pieces, summed)
+
+    def first_piece_counts_double(pieces):
+        for i, piece in enumerate(pieces):
+            loss, _ = summed(piece)
+            weight = 2 if i == 0 and len(pieces) > 1 else 1
+            (weight * loss / ROWS).backward()
+
+    def compares_rows(pieces):
+        for piece in pieces:
+            outputs = model(piece["x"])
+            spread = (outputs - outputs.mean(dim=0)).square().sum()
+            (spread / ROWS).backward()
+
+    def loss_by_k(pieces):
+        for piece in pieces:
+            loss, count = summed(piece)
+            (loss / count / len(pieces)).backward()
+
+    return {
+        "a loop that divides once": whole_windows,
+        "equal pieces and loss / K": loss_by_k,
+        "a loop that counts the first piece double": first_piece_counts_double,
+        "a loss that compares the rows of a piece": compares_rows,
+    }
+
+
+def _observe(candidate):
+    found = {}
+    for name in _ways(nn.Module()):
+        model, batch = _setting()
+        model.zero_grad()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            error = candidate(model, batch, _ways(model)[name])
+        found[name] = {
+            "error": round(float(error), 6),
+            "modules in training mode": sum(module.training for module in model.modules()),
+            "gradients that are left": sum(
+                p.grad is not None and bool(p.grad.any()) for p in model.parameters()
+            ),
+        }
+    return found
+
+
+_DRAWS = (
+    "dropout and drop path draw other numbers in each forward, so even a right loop is off: switch "
+    "these layers off for the comparison, by model.eval()."
+)
+_MODES = (
+    "the model is not as it was: note `training` of each module before model.eval(), and set it "
+    "again, since a block that was in evaluation mode has to stay there."
+)
+
+
+def _explain(got, expected):
+    right = "a loop that divides once"
+    if got[right]["error"] > 0.05:
+        return _DRAWS
+    if any(seen["gradients that are left"] for seen in got.values()):
+        return "gradients are left behind: zero them when both are compared."
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="3.9",
+        title="a fair test of your loop",
+        difficulty=2,
+        minutes=6,
+        trains="comparing gradients where layers draw random numbers",
+        reference=fair_error,
+        observe=_observe,
+        explain=_explain,
+        changes=("model.mode",),
+        mistakes=(
+            Mistake("in training mode", partial(_answer, evaluate=False), _DRAWS),
+            Mistake("left in evaluation mode", partial(_answer, back=False), _MODES),
+            Mistake("all in training mode afterwards", partial(_answer, back="all"), _MODES),
+            Mistake(
+                "not zeroed between the two",
+                partial(_answer, zero=False),
+                (
+                    "the second gradient is added to the first one: call zero_grad between the two "
+                    "measurements."
+                ),
+            ),
+            Mistake(
+                "an absolute difference",
+                partial(_answer, ratio=1),
+                (
+                    "this is the length of the difference: divide it by the length of the full "
+                    "batch's gradient."
+                ),
+            ),
+            Mistake(
+                "lengths compared",
+                partial(_answer, ratio=2),
+                (
+                    "this compares the lengths of the two gradients: two of the same length may "
+                    "point elsewhere, so take the length of their difference."
+                ),
+            ),
+            Mistake(
+                "divided by the gradient in pieces",
+                partial(_answer, ratio=3),
+                (
+                    "this divides by the length of the gradient in pieces: divide by that of the "
+                    "full batch's."
+                ),
+            ),
+            Mistake(
+                "not cut",
+                partial(_answer, size=ROWS),
+                "the batch is not cut: the second gradient must be that of pieces of 3 rows.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,182 @@
+"""Lesson 05's exercise on a model in plain PyTorch: which technique leaves a step with dropout as
+it is?
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ....techniques.checkpointing import checkpoint_layers
+from ...judge.exercise import Exercise, Mistake, Seen, measure
+from ..shared.residual_net import labelled_rows, residual_net
+from ..shared.settings import flat
+
+RANDOM_CARD = "1.1 MiB"
+ROWS = 64
+
+
+def random_setting():
+    """A residual net with dropout and drop path in training mode, its SGD, and 64 labelled rows."""
+    model = residual_net(blocks=12, width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    return model, optimizer, labelled_rows(ROWS, width=32)
+
+
+def same_step(model, optimizer, batch) -> float:
+    """One update on all rows of ``batch``, with a checkpoint on each block; the loss."""
+    with checkpoint_layers(model.blocks, every=1):
+        loss = F.cross_entropy(model(batch["x"]), batch["labels"])
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _update(model, optimizer, batch, *, pieces=1, every=None, mode=True, step=True, zero=True):
+    """A wrong ``same_step``: in pieces, with or without checkpoints, in another mode."""
+    model.train(mode)
+    rows = len(batch["x"]) // pieces
+    total = 0.0
+    for start in range(0, len(batch["x"]), rows):
+        part = slice(start, start + rows)
+        loss = F.cross_entropy(model(batch["x"][part]), batch["labels"][part]) / pieces
+        loss.backward()
+        total += loss.item()
+    if step:
+        optimizer.step()
+    if zero:
+        optimizer.zero_grad()
+    model.train()
+    return total
+
+
+def _other_numbers(model, optimizer, batch):
+    """Checkpoints whose second run draws other random numbers."""
+    x = batch["x"]
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+    loss = F.cross_entropy(model.head(x), batch["labels"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _left_on(model, optimizer, batch):
+    checkpoint_layers(model.blocks, every=1)
+    return _update(model, optimizer, batch)
+
+
+_EVALUATION = "the model is in evaluation mode: then it trains without dropout and drop path."
+_PIECES = (
+    "this is another update: each piece is a forward of its own, and draws other numbers for "
+    "dropout and drop path. Keep all rows together."
+)
+
+
+def _observe(candidate):
+    model, optimizer, batch = random_setting()
+    before = flat(model.parameters())
+    rows: list[int] = []  # of each forward of the head
+    modes: list[bool] = []
+
+    def note(head, args, outputs):
+        rows.append(len(outputs))
+        modes.append(all(module.training for module in model.modules()))
+
+    def run():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return candidate(model, optimizer, batch)
+
+    hook = model.head.register_forward_hook(note)
+    try:
+        measured = measure(run, budget=RANDOM_CARD, model=model, optimizer=optimizer)
+    finally:
+        hook.remove()
+    cases = {
+        "the card": measured,
+        "the update": {
+            "change of the weights": flat(model.parameters()) - before,
+            "gradients that are left": sum(p.grad is not None for p in model.parameters()),
+        },
+    }
+    return Seen(cases, rows=rows, modes=modes)
+
+
+def _explain(got, expected):
+    rows = got.notes["rows"]
+    if not all(got.notes["modes"]):
+        return _EVALUATION
+    if sum(rows) >= ROWS and any(n < ROWS for n in rows):
+        return _PIECES
+    if sum(rows) < ROWS:
+        return f"the update sees {sum(rows)} of the {ROWS} rows: it must be one of all rows."
+    if got["the update"]["gradients that are left"]:
+        return "gradients are left behind: call optimizer.zero_grad() after the step."
+    moved, right = (seen["the update"]["change of the weights"] for seen in (got, expected))
+    times = (moved.norm() / right.norm()).item()
+    same_direction = torch.allclose(moved, times * right, rtol=1e-3, atol=1e-6)
+    if same_direction and times and abs(times - 1) > 0.01:
+        return (
+            f"the weights move {times:.3g} times as far as they should: take one step, with the "
+            "mean loss as it is."
+        )
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="5.10",
+        title="the same step on a smaller card",
+        difficulty=2,
+        minutes=6,
+        trains="choosing between pieces and checkpoints where layers draw random numbers",
+        reference=same_step,
+        observe=_observe,
+        explain=_explain,
+        changes=("model", "optimizer"),
+        mistakes=(
+            Mistake(
+                "as it was",
+                _update,
+                (
+                    "the step is right, and too large for the card: what forward keeps of 12 "
+                    "blocks has to be smaller."
+                ),
+            ),
+            Mistake(
+                "in four pieces",
+                partial(_update, pieces=4),
+                _PIECES,
+            ),
+            Mistake(
+                "in pieces of one row",
+                partial(_update, pieces=64),
+                _PIECES,
+            ),
+            Mistake(
+                "in evaluation mode",
+                partial(_update, mode=False),
+                _EVALUATION,
+            ),
+            Mistake(
+                "other numbers in the second run",
+                _other_numbers,
+                (
+                    "the second run of a block draws other numbers than the first: leave "
+                    "preserve_rng_state as it is."
+                ),
+            ),
+            Mistake(
+                "no update",
+                partial(_update, step=False),
+                "the weights have not moved: call optimizer.step() once, after backward.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,432 @@
+"""What lessons 00 to 05 say in figures, orders and optima, recomputed from what their cells printed
+or from code.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import pairwise
+from math import sqrt
+
+import pytest
+import torch
+from lesson_facts import lessons
+from support.paths import ROOT
+
+from gradmem_lib import BudgetExceeded, MemoryTracker, accounting
+from gradmem_lib.course import models
+from gradmem_lib.units import MiB
+
+SMOLLM2 = 134_515_008  # parameters
+VOCABULARY, HIDDEN = 49_152, 576  # of SmolLM2
+
+
+class Lesson:
+    """What a lesson says, and what its stored cells printed."""
+
+    def __init__(self, number: str):
+        found = next(lesson for lesson in lessons() if lesson.number == number)
+        prose = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
+        self.text = " ".join(" ".join(prose).split())
+        self.printed = found.printed
+
+    def says(self, sentence: str) -> bool:
+        return sentence in self.text
+
+    def figures(self, pattern: str) -> list[list[float]]:
+        """The numbers in the groups of every place where the pattern matches."""
+        found = re.findall(pattern, self.printed, re.MULTILINE)
+        assert found, pattern
+        rows = [(row,) if isinstance(row, str) else row for row in found]
+        return [[float(number.replace(",", "")) for number in row] for row in rows]
+
+    def answer(self, id: str) -> float:
+        """What a prediction measured."""
+        table = self.printed.partition(f"Prediction {id}\n")[2]
+        return float(re.search(r"measured +([\d,.]+)", table)[1].replace(",", ""))
+
+
+@cache
+def lesson(number: str) -> Lesson:
+    return Lesson(number)
+
+
+# 00
+
+
+def test_00_the_largest_batch_that_fits():
+    said = lesson("00")
+    assert said.says("Four sequences fit, and five do not.")
+    model = models.tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = torch.randint(0, 8192, (16, 128), generator=torch.Generator().manual_seed(0))
+
+    def train(batch):
+        loss = model(input_ids=ids[:batch], labels=ids[:batch]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    train(1)  # makes the states
+    for batch, fits in ((4, True), (5, False)):
+        with MemoryTracker(model, optimizer, budget="192 MiB", live=False):
+            if fits:
+                train(batch)
+            else:
+                with pytest.raises(BudgetExceeded):
+                    train(batch)
+    assert said.figures(r"^([\d,]+) bytes by your formula") == [[ids.nbytes]]
+    assert said.says("the batch that we train on is 16 sequences of 128 token numbers, each stored")
+
+
+def test_00_the_peak_is_where_no_gradient_is():
+    said = lesson("00")
+    assert said.says("there is no gradient yet, so the line names none")
+    line = next(line for line in said.printed.splitlines() if " bytes in backward (" in line)
+    assert "gradients" not in line
+    (before, after), *_ = said.figures(r"^([\d,]+) bytes live before .*, ([\d,]+) bytes after it")
+    assert before == after and said.says("Nothing was left behind.")
+
+
+# 01
+
+
+def test_01_sixteen_bytes_a_parameter_and_the_step_counters():
+    said = lesson("01")
+    model = models.tiny_llama()
+    n, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
+    assert said.answer("1.a") == 16 * n + 4 * tensors
+    assert said.says("sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for")
+
+
+def test_01_the_peak_of_smollm2_is_two_tables_above_what_stays():
+    said = lesson("01")
+    table = 4 * VOCABULARY * HIDDEN
+    assert said.says(f"A band of temporaries, {table / MiB:.0f} MiB high")
+    assert said.says(f"three tensors of {table / MiB:.0f} MiB are alive: both gradients and their")
+    # what stays has one of the three, the gradient that is there when the second one comes
+    over = said.answer("1.b") - 16 * SMOLLM2
+    assert 2 * table <= over < 2 * table + 4000  # counters and token ids, too
+    phases = next(line for line in said.printed.splitlines() if "most bytes in each phase" in line)
+    backward, step = re.search(r"'backward': (\d+), 'optimizer_step': (\d+)", phases).groups()
+    assert abs(int(backward) - int(step)) < 100
+    assert said.says("backward and the optimizer's step are almost level")
+
+
+def test_01_which_moment_wins_depends_on_the_tokens():
+    said = lesson("01")
+    rows = re.findall(r"^(\d+) × (\d+) +(optimizer_step|backward) ", said.printed, re.MULTILINE)
+    tokens = [int(batch) * int(length) for batch, length, _ in rows]
+    phases = [phase for *_, phase in rows]
+    assert tokens == sorted(tokens)
+    assert phases == sorted(phases, reverse=True) and len(set(phases)) == 2
+    assert said.says("With few tokens the peak is in the optimizer's step, with many at the loss")
+    largest = said.figures(r"^ +([\d,]+) (?:activations|temporaries).* aten\.")
+    assert largest == [[4 * 8 * 256 * 8192]] * 3
+    assert said.says("The three largest tensors have one size")
+    assert said.says("8 × 256 × 8192 numbers of 4 bytes")
+    [[spike]] = said.figures(r"SmolLM2 at 8 × 1024 tokens: ([\d.]+) GiB")
+    assert spike == 3 * 4 * 8 * 1024 * VOCABULARY / 2**30
+    assert said.says("A model of half a gigabyte asks for gigabytes")
+    assert round(4 * SMOLLM2 / 1e9, 1) == 0.5
+
+
+def test_01_what_a_block_saves():
+    said = lesson("01")
+    tokens, hidden, wide, heads = 2 * 128, 256, 688, 8
+    assert said.says("T = 2 × 128 tokens, hidden size h = 256, MLP width f = 688")
+    assert said.says(f"The block's input has T·h numbers, which are {4 * tokens * hidden:,} bytes")
+    rows = [
+        2 * tokens * hidden + tokens,
+        tokens * hidden,
+        4 * tokens * hidden + tokens * heads,
+        2 * tokens * hidden + tokens,
+        tokens * hidden,
+        4 * tokens * wide,
+    ]
+    assert 4 * sum(rows) == said.answer("1.d")
+    assert said.says("about 10 T·h + 4 T·f numbers")
+    assert 10 * tokens * hidden + 4 * tokens * wide == pytest.approx(sum(rows), rel=0.01)
+    lines = said.figures(r"^2 × (\d+) +fused +([\d,]+) eager +([\d,]+)")
+    for (_, fused, eager), (_, fused_2, eager_2) in pairwise(lines):
+        assert fused_2 == 2 * fused and eager_2 > 2 * eager
+    assert said.says("With fused attention, twice the sequence takes twice the bytes.")
+
+
+def test_01_precision_recipes():
+    said = lesson("01")
+    rows = {
+        name: [float(part.replace(",", "")) for part in rest.split()]
+        for name, rest in re.findall(
+            r"^(float32|bf16|autocast-bf16) +((?:[\d]+,[\d,]+ *){4})$", said.printed, re.MULTILINE
+        )
+    }
+    full, half, autocast = (rows[name] for name in ("float32", "bf16", "autocast-bf16"))
+    assert sum(half[:3]) == pytest.approx(sum(full[:3]) / 2, rel=1e-4)
+    assert 0.8 * full[3] < half[3] < full[3] < autocast[3]
+    assert autocast[:3] == full[:3]
+    assert said.says("takes only a little off the activations")
+    assert said.says("Autocast halves *nothing* of the residents, while its activations *grow*.")
+    shape = accounting.SHAPES["Llama-2-7B"]
+    per_parameter = {}
+    for recipe in ("float32", "autocast-bf16", "bf16", "float32-master"):
+        kept = sum(accounting.resident_bytes(shape, precision=recipe).values())
+        per_parameter[recipe] = round(kept / shape.parameters, 3)
+    assert per_parameter == {"float32": 16, "autocast-bf16": 16, "bf16": 8, "float32-master": 16}
+    assert said.says("16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with")
+
+
+def test_01_thirty_lines_count_as_the_tracker_does():
+    said = lesson("01")
+    [[small]] = said.figures(r"^peak by thirty lines +([\d,]+)")
+    [[tracker]] = said.figures(r"^peak by MemoryTracker +([\d,]+)")
+    assert small == tracker and said.says("The two peaks are the same, to the byte.")
+    [[still]] = said.figures(r"^alive by thirty lines +([\d,]+)")
+    [[none]] = said.figures(r"^alive by MemoryTracker +([\d,]+)")
+    assert (still, none) == (4 * MiB, 0) and said.says("Thirty lines still count 4 MiB")
+    source = (ROOT / "solutions" / "01_memory_accounting.py").read_text(encoding="utf-8")
+    section = source.partition("# ## Optional: a tracker in thirty lines")[2]
+    classes = section.partition("That is all.")[0]
+    code = [line for line in classes.splitlines() if line.strip() and not line.startswith("#")]
+    assert 25 <= len(code) <= 34
+
+
+def test_01_dropout_almost_triples_what_an_mlp_saves():
+    from gradmem_lib.course.lessons.lesson_01.exercises_dropout import mlp_bytes
+
+    ratio = mlp_bytes(16, 8, True) / mlp_bytes(16, 8, False)
+    assert 2.7 < ratio < 3
+    assert lesson("01").says("almost three times as much as in evaluation mode")
+
+
+# 02
+
+
+def test_02_where_v_stops():
+    said = lesson("02")
+    table = {int(step): row for step, *row in said.figures(r"^ +(\d+)" + r" +([\d.e-]+)" * 3 + "$")}
+    assert table[2000][1] == table[10000][1] == 0.5 == said.answer("2.c") / 100
+    gap = (torch.nextafter(torch.tensor(0.5).bfloat16(), torch.tensor(1.0).bfloat16()) - 0.5).item()
+    assert said.says(f"half a gap is {gap / 2:.5f}, more than 0.001")
+    assert said.says(rf"$0.01 / \sqrt{{0.5}} = {0.01 / sqrt(table[10000][1]):.3f}$ lr long")
+    slow = table[10000][0]
+    assert said.says(rf"$0.01 / \sqrt{{{slow:g}}} = {0.01 / sqrt(slow):.1f}$ lr")
+    assert said.says("0.98, not 1, is rounding") and table[2000][2] == 0.98
+    assert all(table[step][1] > table[step][0] for step in (100, 400, 500))
+    assert said.says("v in bf16 is *above* float32's in the first 500 steps")
+
+
+def test_02_where_the_fused_kernel_stops():
+    said = lesson("02")
+    [[stops, after]] = said.figures(r"^v after 2000 steps: ([\d.]+), after 4000: ([\d.]+)$")
+    assert stops == after == 0.25 == said.answer("2.c") / 100 / 2
+    assert said.says(f"at 0.25 it is 0.001 · (1 − 0.25) = {0.001 * (1 - stops):.5f}")
+    gap = 2.0**-2 / 128  # bf16 has 128 numbers from 1/4 to 1/2
+    assert said.says(f"half a gap is {gap / 2:.5f}")
+    smaller = said.figures(r"^v \* [\d.]+ +is smaller than v for (\d+) of the 128 numbers$")
+    assert smaller == [[0], [128]] and said.says("With 0.999, none becomes smaller")
+
+
+def test_02_what_a_step_needs():
+    said = lesson("02")
+    needs = dict(re.findall(r"^(plain|foreach|fused) +([\d.]+) ×", said.printed, re.MULTILINE))
+    assert float(needs["fused"]) == 0 and float(needs["plain"]) == 2
+    assert said.says("none (`fused`), two copies of the largest parameter (PyTorch's loop)")
+    assert said.answer("2.d") == 4 * sum(p.numel() for p in models.tiny_llama().parameters())
+    assert said.figures(r"^exercise 2.4 needs ([\d.]+) ×") == [[5]]
+    assert said.says("Written as in the hints, it needs five.")
+    assert said.figures(r"^your step needs ([\d.]+) ×") == [[1]]
+    assert said.answer("2.b") == 8 * SMOLLM2
+    assert round(said.answer("2.a"), 1) == round(1 / sqrt(0.001), 1)
+    assert said.figures(r"^first step: ([\d.]+) along the valley, ([\d.]+) across") == [[0.2, 0.2]]
+
+
+# 03
+
+
+def test_03_what_shrinks():
+    said = lesson("03")
+    rows = said.figures(r"^ *(\d+) × (\d+) +([\d,]+) +([\d,]+) +([\d,]+) ([\d,]+) in \w+")
+    kept = [row[2] for row in rows]
+    assert kept == sorted(kept, reverse=True)
+    assert len({tuple(row[3:5]) for row in rows}) == 1
+    assert said.says("The activations shrink with the micro-batch, and the other two columns do")
+    four = next(row for row in rows if row[1] == 4)
+    assert four[2] == pytest.approx(kept[0] / 4, rel=0.01)
+    phases = re.findall(r"^ *\d+ × \d+ .* in (\w+)$", said.printed, re.MULTILINE)
+    assert list(dict.fromkeys(phases)) == ["forward", "backward", "optimizer_step"]
+
+
+def test_03_the_trap():
+    said = lesson("03")
+    assert said.answer("3.c") > 1 and said.says("The error is larger than the gradient.")
+    factors = [row[0] for row in said.figures(r"× ([\d.]+)$") if row[0] < 10][:4]
+    assert said.says(f"counts {factors[0]:.1f} times as much as it should")
+    assert factors[3] < 0.5 and said.says("a token of the longest less than half")
+    assert sum(n - 1 for n in (8, 16, 64, 128)) == 212 == 22 + 190
+    assert said.answer("3.e") == 4
+    assert said.says("off by **exactly the number of accumulation steps**")
+
+
+def test_03_the_recorded_times():
+    from gradmem_lib.course.ledger import find
+
+    said = lesson("03")
+    assert said.says("4 micro-batches cost nothing, and 16 cost time")
+    record = r"recorded time of (\d+) accumulated micro-batches / .*CPU"
+    times = {}
+    for name, value in find("C16").figures.items():
+        if match := re.match(record, name):
+            times[int(match[1])] = float(value)
+    assert times[4] <= 1.02 < 1.1 < times[16]
+
+
+def test_03_dropout_and_drop_path():
+    said = lesson("03")
+    [[pieces]] = said.figures(r"^in 4 pieces: error ([\d.]+)$")
+    [[checkpoints]] = said.figures(r"^checkpoints: error ([\d.]+)$")
+    [[other]] = said.figures(r"^other seed: +error ([\d.]+)$")
+    assert checkpoints == 0 and said.says("Checkpoints are exact")
+    assert 0.75 < pieces / other < 1.33
+    assert said.says("It is off about as far as the full batch with another seed.")
+    assert "evaluation mode, in 4 pieces: error below 1e-12: True" in said.printed
+
+
+def test_03_gradients_are_the_same_on_average_over_all_masks():
+    """In pieces and at once, over many draws: the means come together as the draws grow."""
+    from gradmem_lib.course import labelled_rows, residual_net
+
+    net, batch = residual_net(blocks=1, width=4, dtype=torch.float64), labelled_rows(8, width=4)
+    x, labels = batch["x"].double(), batch["labels"]
+
+    def gradient(pieces):
+        net.zero_grad()
+        for part in torch.arange(8).chunk(pieces):
+            loss = torch.nn.functional.cross_entropy(net(x[part]), labels[part], reduction="sum")
+            (loss / 8).backward()
+        return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+    draws = 400
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        once, cut = (sum(gradient(pieces) for _ in range(draws)) / draws for pieces in (1, 4))
+        single = gradient(4) - gradient(1)
+    assert (once - cut).norm() < 0.1 * once.norm() < single.norm()
+    assert lesson("03").says("the same on average over all masks")
+
+
+# 04
+
+
+def test_04_boundaries_and_peaks():
+    said = lesson("04")
+    [[after]] = said.figures(r"^alive after forward: (\d+) boundaries$")
+    assert after == 16 * 5 + 1 and said.answer("4.a") == 16 + 1
+    [[yours]] = said.figures(r"^peak with your checkpoint: (\d+) boundaries$")
+    assert yours == 16 + 5 + 9 and said.says("Your peak, 16 + 5 + 9 = 30,")
+    rows = said.figures(r"^ +(\d+) +([\d,]+) +([\d,]+)  █")
+    assert all(formula == measured for _, formula, measured in rows)
+    assert min(rows, key=lambda row: row[2])[0] == 8 == said.answer("4.b") == sqrt(64)
+    assert said.says("your formula is right to the byte")
+
+
+def test_04_where_the_root_of_n_is_not_it():
+    said = lesson("04")
+    rows = said.figures(r"^\S+ +(\d+) layers +([\d.]+) +(\d+): ([\d.]+) +(\d+): ([\d.]+)$")
+    assert all(ratio > 20 for _, ratio, *_ in rows)
+    assert said.says("A block keeps more than twenty times its input.")
+    assert all(1 < sqrt(n / ratio) < 2 for n, ratio, *_ in rows)
+    times = [root / best for *_, root, _, best in rows]
+    assert min(times) > 1.9 and max(times) < 3 and said.says("√n needs two to three times as much")
+    found = dict(re.findall(r"(\d|'best'): ([\d.]+)", said.printed.split("boundaries: {")[1]))
+    one, two, five = (float(found[k]) for k in "125")
+    assert two < one < five and one < 1.1 * two
+    assert said.says("pairs of layers are a little better than single ones")
+    head = dict(re.findall(r"(\d|'best'): ([\d.]+)", said.printed.split("boundaries: {")[2]))
+    one, two, five, best = (float(head[k]) for k in ("1", "2", "5", "'best'"))
+    assert five < two < one and five < best <= one
+    assert said.says("Now segments of five win, the opposite of section 5")
+
+
+def test_04_long_segments_first():
+    said = lesson("04")
+    rows = said.figures(r"^ *(\d+) boundaries, +(\d+) more calls: ([\d]+)")
+    _, ones, fours, unequal = rows
+    assert unequal[0] < fours[0] < ones[0]
+    assert 0.16 < 1 - unequal[0] / fours[0] < 0.2 and said.says("almost a fifth less")
+    assert (unequal[1], fours[1]) == (63, 60) and said.says("63 more calls instead of 60")
+    assert round(100 * (1 - 1 / sqrt(2))) == 29 and said.says("you save 29 %")
+
+
+def test_04_the_price():
+    said = lesson("04")
+    rows = said.figures(r"^segments of +\d+: trained \+([\d.]+)%, frozen \+([\d.]+)%$")
+    trained, frozen = zip(*rows, strict=True)
+    assert max(trained) <= 100 / 3 and max(frozen) <= 50
+    assert round(max(trained)) == 33 and max(frozen) > 49
+    assert list(trained) == sorted(trained) and list(frozen) == sorted(frozen)
+    assert said.says("up to 33 % where all weights are trained, and up to 50 % where they are")
+    assert said.says("up to a third more work, and up to half beside frozen weights")
+    [[yours, theirs]] = said.figures(r"^relative error: yours ([\d.]+), PyTorch's ([\d.]+)$")
+    assert (yours, theirs) == (0.1, 0) and said.says("so the gradient is off by a tenth")
+
+
+def test_04_where_it_does_not_help():
+    said = lesson("04")
+    (kept, peak), (less, same) = said.figures(r"^most activations +([\d,]+), peak +([\d,]+)$")
+    assert peak == same and said.answer("4.d") == 0 and said.says("Not at all, although")
+    assert 0.2 < less / kept < 0.3 and said.says("the activations fell to about a quarter")
+
+
+# 05
+
+
+def test_05_where_the_bytes_are():
+    said = lesson("05")
+    rows = re.findall(r"^\{.*?\} (\{'parameters'.*\})$", said.printed, re.MULTILINE)
+    parts = [{k: int(v) for k, v in re.findall(r"'(\w+)': (\d+)", row)} for row in rows]
+    naive, cut, rerun = parts
+    shrinks = naive["activations"] + naive["temporaries"]
+    assert shrinks > sum(naive.values()) / 2
+    assert said.says("More than half of the peak is activations and the logits' temporaries.")
+    assert "gradients" not in naive and cut["gradients"] == rerun["gradients"] == 513
+    assert said.says("Accumulation keeps 513 MiB of gradients")
+    card = 0.8 * 1024
+    assert naive["parameters"] + rerun["gradients"] > card
+    assert said.says("weights and gradients alone, 513 MiB each, are more than the card")
+    assert round(4 * SMOLLM2 / MiB) == 513
+
+
+def test_05_bars():
+    said = lesson("05")
+    card = 0.8 * 1024
+    measured = [peak for (peak,) in said.figures(r"^measured +([\d,.]+) MiB, in")]
+    predicted = [peak for (peak,) in said.figures(r"^predicted +([\d,.]+) MiB, in")]
+    naive, pieces, checkpointed, autocast, bf16, eight, adafactor, torchs, *rest = measured
+    lora, without, chunks, final = rest
+    assert all(abs(a - b) < 0.3 for a, b in zip(measured, predicted, strict=True))
+    assert checkpointed == pieces and said.says("**The peak does not move.**")
+    assert said.answer("5.c") == 0 and said.answer("5.d") == 0 and autocast >= checkpointed
+    assert bf16 == pytest.approx(checkpointed / 2, rel=0.01)
+    assert eight < adafactor and said.says("Adafactor's peak is the higher one")
+    assert torchs < card < eight and said.says("**The run fits**, with every weight trained.")
+    assert lora < card / 2 < without and said.says("**The peak is less than half of the card.**")
+    assert chunks < card / 2 and said.says("more than half of the card's 819 MiB is free")
+    assert final < card and final < naive / 4
+    assert said.says("until it needs less than a quarter of the memory")
+    [[share]] = said.figures(r"^([\d.]+)% of the naive run's peak")
+    assert share == pytest.approx(100 * final / naive, abs=0.1)
+    rows = {int(n): peaks for n, *peaks in said.figures(r"^ +(\d) +([\d,]+) MiB +([\d,]+) MiB$")}
+    assert rows[4][0] < card < rows[4][1] and card < rows[8][0]
+    assert said.says("Four rows at a time fit, if the loss is in chunks")
+
+
+def test_05_the_embedding_and_the_dtype_of_loading():
+    said = lesson("05")
+    share = VOCABULARY * HIDDEN / SMOLLM2
+    assert 0.19 < share < 0.22 and said.says("the embedding is a fifth of this model")
+    loaded = said.figures(r"^loaded in torch\.\w+, bf16=\w+: ([\d,]+)$")
+    assert loaded[2] == loaded[3] and loaded[1] > loaded[0]
+    assert said.says("The last two lines are equal.")
+    assert torch.finfo(torch.bfloat16).eps == 1 / 128 and said.says("In bf16 that is 1/128")
