@@ -259,7 +259,13 @@ def _may_run_twice(statement: ast.stmt) -> bool:
     """Whether a second run of a statement changes nothing, as that of ``zero_grad()``."""
     called = getattr(getattr(statement, "value", None), "func", None)
     name = called.attr if isinstance(called, ast.Attribute) else ""
-    return name in ("zero_grad", "eval", "train", "requires_grad_", "copy_", "__init__")
+    return name in _SAME_TWICE
+
+
+_SAME_TWICE = (
+    *("zero_grad", "eval", "train", "requires_grad_", "float", "copy_", "set_rng_state", "save"),
+    *("activation_checkpointing_enable", "__init__"),
+)
 
 
 def _independent(first: ast.stmt, second: ast.stmt) -> bool:
