@@ -227,9 +227,21 @@ def switches() -> dict[str, Any]:
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
         "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the choice of attention kernels": _attention_kernels(),
+        "modes that watch operations": course_compat.dispatch_modes(),
         "hooks on every module": course_compat.global_hooks(),
         "saved-tensor hooks": course_compat.saved_tensor_hooks(),
     }
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Which kernels ``scaled_dot_product_attention`` may choose. The CPU asks the same switches."""
+    kernels = torch.backends.cuda
+    return (
+        kernels.flash_sdp_enabled(),
+        kernels.mem_efficient_sdp_enabled(),
+        kernels.math_sdp_enabled(),
+    )
 
 
 def autocast_nesting() -> int:
@@ -280,7 +292,7 @@ def _how(name: str, before: Any, now: Any) -> str:
         return _autocast(before, now)
     if name in ("gradients", "autocast's cache"):
         return "on" if now else "off"
-    if name.startswith("the "):
+    if name.startswith("the ") and not isinstance(now, tuple):
         return f"at {now}"
     return "changed"
 
@@ -356,6 +368,13 @@ def restore(before: dict[str, Any]) -> None:
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
     torch.set_float32_matmul_precision(before["the precision of float32 products"])
+    flash, mem_efficient, math = before["the choice of attention kernels"]
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.backends.cuda.enable_mem_efficient_sdp(mem_efficient)
+    torch.backends.cuda.enable_math_sdp(math)
+    for mode in reversed(now["modes that watch operations"]):
+        if mode not in before["modes that watch operations"]:
+            mode.__exit__(None, None, None)
     course_compat.restore_global_hooks(before["hooks on every module"])
     course_compat.restore_saved_tensor_hooks(before["saved-tensor hooks"])
 

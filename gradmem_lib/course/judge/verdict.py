@@ -154,7 +154,8 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
     from . import side_effects
 
     watch = _Watch(exercise)
-    subject = watch.around(candidate) if inspect.isroutine(candidate) else candidate
+    is_called = callable(candidate) and not isinstance(candidate, type)
+    subject = watch.around(candidate) if is_called else candidate
     began = time.monotonic()
     try:
         with _undisturbed(), time_limit.stopped_after(limit) if limit else contextlib.nullcontext():

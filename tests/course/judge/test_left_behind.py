@@ -6,12 +6,14 @@ import random
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy
 import pytest
 import torch
 from course.judge.toy_exercise import AREA, area, exercise_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from gradmem_lib.course.judge.side_effects import process_state
 from gradmem_lib.course.judge.verdict import PASSED, judge
@@ -54,6 +56,11 @@ def prints_arrays_short():
             "the precision of float32 products at medium",
         ),
         (lambda: torch.set_num_threads(2), "the number of threads at 2"),
+        (
+            lambda: torch.backends.cuda.enable_flash_sdp(False),
+            "the choice of attention kernels changed",
+        ),
+        (lambda: FlopCounterMode().__enter__(), "modes that watch operations changed"),
     ],
 )
 def test_the_state_of_the_process_is_told_and_put_back(leave, said):
@@ -186,6 +193,19 @@ def test_what_an_answer_leaves_on_weights_is_told(leave, said, changes):
     assert f"your code leaves {said}" in judge(exercise, answer).line
     # What the reference leaves, an answer may leave.
     assert judge(replace(exercise, reference=answer), answer).outcome == PASSED
+
+
+class Evaluates:
+    """An answer that is an object, as a helper class makes one."""
+
+    def __call__(self, model, weights):
+        model.eval()
+        return count(model, weights)
+
+
+@pytest.mark.parametrize("answer", [Evaluates(), partial(Evaluates.__call__, None)])
+def test_an_answer_is_watched_in_any_form(answer):
+    assert "`model` with eval mode on" in judge(COUNTING, answer).line
 
 
 def test_weights_keep_their_dtype_even_where_they_may_change():

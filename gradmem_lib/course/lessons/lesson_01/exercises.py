@@ -209,6 +209,8 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     sliced = nn.Sequential(nn.Linear(4, 8), _FirstColumnSquared())
     wide = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(torch.bfloat16)
     twice = nn.Sequential(nn.Linear(4, 8), _TwoColumns())
+    # The first and the last parameter are saved too, as a first Linear's weight and a bias are not.
+    normed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.LayerNorm(6))
     # A storage that nothing keeps is free at once, and one of the same size gets its address.
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
     return {
@@ -216,6 +218,7 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "a slice of a large tensor": (sliced, torch.randn(6, 4)),
         "a bf16 MLP": (wide, torch.randn(32, 16, dtype=torch.bfloat16)),
         "two slices of one tensor": (twice, torch.randn(6, 4)),
+        "a norm at both ends": (normed, torch.randn(5, 4)),
         _DEEP: (deep, torch.randn(16, 64)),
     }
 

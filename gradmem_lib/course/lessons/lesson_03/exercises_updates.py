@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -30,37 +29,59 @@ def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) ->
     return norm.item()
 
 
-def _clips(model, optimizer, micro_batches, loss_and_count, max_norm, *, wrong):
-    parameters, total = (
-        list(model.parameters()),
-        sum(loss_and_count(micro)[1] for micro in micro_batches),
-    )
-    kept = [torch.zeros_like(p) for p in parameters]
+def _clips_inside(model, optimizer, micro_batches, loss_and_count, max_norm):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
     for micro in micro_batches:
-        (loss_and_count(micro)[0] / (1 if wrong == "the sum" else total)).backward()
-        if wrong in ("inside", "each"):
-            norm = clip_grad_norm_(parameters, max_norm)
-        if wrong == "each":
-            kept = [held + p.grad for held, p in zip(kept, parameters, strict=True)]
-            optimizer.zero_grad()
-    if wrong == "too late":
-        optimizer.step()
-    if wrong == "each":
-        for held, parameter in zip(kept, parameters, strict=True):
-            parameter.grad = held
-    elif wrong == "values":
-        norm = flat(p.grad for p in parameters).norm()
-        clip_grad_value_(parameters, max_norm)
-    elif wrong != "inside":
-        norm = clip_grad_norm_(
-            parameters, max_norm / (len(micro_batches) if wrong == "max_norm / K" else 1)
-        )
-    if wrong == "the sum":
-        for parameter in parameters:
-            parameter.grad /= total
-    if wrong != "too late":
-        optimizer.step()
+        (loss_and_count(micro)[0] / total).backward()
+        norm = clip_grad_norm_(model.parameters(), max_norm)
+    step_and_zero(optimizer)
+    return norm.item()
+
+
+def _clips_each(model, optimizer, micro_batches, loss_and_count, max_norm):
+    parameters = list(model.parameters())
+    kept = [torch.zeros_like(p) for p in parameters]
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    for micro in micro_batches:
+        (loss_and_count(micro)[0] / total).backward()
+        norm = clip_grad_norm_(parameters, max_norm)
+        kept = [held + p.grad for held, p in zip(kept, parameters, strict=True)]
+        optimizer.zero_grad()
+    for held, parameter in zip(kept, parameters, strict=True):
+        parameter.grad = held
+    step_and_zero(optimizer)
+    return norm.item()
+
+
+def _clips_too_late(model, optimizer, micro_batches, loss_and_count, max_norm):
+    accumulate(micro_batches, loss_and_count)
+    optimizer.step()
+    norm = clip_grad_norm_(model.parameters(), max_norm)
     optimizer.zero_grad()
+    return norm.item()
+
+
+def _clips_the_sum(model, optimizer, micro_batches, loss_and_count, max_norm):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    for micro in micro_batches:
+        loss_and_count(micro)[0].backward()
+    norm = clip_grad_norm_(model.parameters(), max_norm)
+    for parameter in model.parameters():
+        parameter.grad /= total
+    step_and_zero(optimizer)
+    return norm.item()
+
+
+def _clips_to_a_share(model, optimizer, micro_batches, loss_and_count, max_norm):
+    share = max_norm / len(micro_batches)
+    return clipped_update(model, optimizer, micro_batches, loss_and_count, share)
+
+
+def _clips_values(model, optimizer, micro_batches, loss_and_count, max_norm):
+    accumulate(micro_batches, loss_and_count)
+    norm = gradients_of(model).norm()
+    clip_grad_value_(model.parameters(), max_norm)
+    step_and_zero(optimizer)
     return norm.item()
 
 
@@ -319,7 +340,7 @@ EXERCISES = (
         mistakes=(
             Mistake(
                 "inside",
-                partial(_clips, wrong="inside"),
+                _clips_inside,
                 (
                     "this clips inside the window: the accumulated gradient is clipped again and "
                     "again, and early micro-batches lose most."
@@ -327,7 +348,7 @@ EXERCISES = (
             ),
             Mistake(
                 "each",
-                partial(_clips, wrong="each"),
+                _clips_each,
                 (
                     "this clips each micro-batch by itself: their sum is not the clipped "
                     "gradient, and can be longer than max_norm."
@@ -335,7 +356,7 @@ EXERCISES = (
             ),
             Mistake(
                 "too late",
-                partial(_clips, wrong="too late"),
+                _clips_too_late,
                 (
                     "the update used the unclipped gradient: clip after the last backward and "
                     "before the step."
@@ -343,12 +364,12 @@ EXERCISES = (
             ),
             Mistake(
                 "the sum",
-                partial(_clips, wrong="the sum"),
+                _clips_the_sum,
                 "this clips before dividing: max_norm is meant for the norm of the mean.",
             ),
             Mistake(
                 "max_norm / K",
-                partial(_clips, wrong="max_norm / K"),
+                _clips_to_a_share,
                 (
                     "this clips to max_norm / K: the gradient is that of one update, so it gets "
                     "the whole max_norm."
@@ -356,7 +377,7 @@ EXERCISES = (
             ),
             Mistake(
                 "values",
-                partial(_clips, wrong="values"),
+                _clips_values,
                 (
                     "this clips each number by itself, which changes the gradient's direction: "
                     "clip its norm."

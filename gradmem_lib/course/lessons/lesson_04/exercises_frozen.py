@@ -86,40 +86,49 @@ _NO_NODE = (
 
 
 def _explain_frozen(got, expected):
-    for name, n in got["forward calls"].items():
+    calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
+    for name, n in calls.items():
         if n > 2:
             return (
-                f"{name.removeprefix('of ')} runs {n} times, but with a checkpoint it runs "
+                f"{name} runs {n} times, but with a checkpoint it runs "
                 "twice: call each layer once, inside its checkpoint."
             )
     gradients, right = (next(iter(seen.values())) for seen in (got, expected))
     if any(difference(gradients[name], right[name]) for name in right):
         learns = [name for name in right if gradients[name].any()]
-        if missing := [
-            name.removeprefix("of ") for name, n in got["forward calls"].items() if not n
-        ]:
+        return _why_no_gradient(got, calls, learns, list(right))
+    return _why_not_checkpointed(got, expected, calls)
+
+
+def _why_no_gradient(got, calls, learns, names) -> str | None:
+    """``learns``: which of the gradients in ``names`` are not 0."""
+    missing = [name for name, n in calls.items() if not n]
+    if missing:
+        runs = "runs" if len(missing) == 1 else "run"
+        return (
+            f"{' and '.join(missing)} never {runs}: x goes through all layers, one after the other."
+        )
+    if got["segments"]["layers that run again together"] == [4] and learns == names:
+        return "the layers run in the wrong order: begin with the first one."
+    if learns == ["gradient of the head"]:
+        if got["the first layer's input"]["requires a gradient"]:
             return (
-                f"{' and '.join(missing)} never {'runs' if len(missing) == 1 else 'run'}: x "
-                "goes through all layers, one after the other."
+                "no layer gets a gradient, though the first one's input requires one: are "
+                "the checkpoints under torch.no_grad()?"
             )
-        if got["segments"]["layers that run again together"] == [4] and learns == list(right):
-            return "the layers run in the wrong order: begin with the first one."
-        if learns == ["gradient of the head"]:
-            if got["the first layer's input"]["requires a gradient"]:
-                return (
-                    "no layer gets a gradient, though the first one's input requires one: are "
-                    "the checkpoints under torch.no_grad()?"
-                )
-            return _NO_NODE
-        if cut := [name.removeprefix("gradient of ") for name in right if name not in learns]:
-            gets = "gets no gradient, though a later one does"
-            gets = gets if len(cut) == 1 else gets.replace("gets", "get")
-            return (
-                f"{' and '.join(cut)} {gets}: pass each layer's output to the next one, and do "
-                "not detach it."
-            )
+        return _NO_NODE
+    cut = [name.removeprefix("gradient of ") for name in names if name not in learns]
+    if not cut:
         return None
-    calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
+    gets = "gets" if len(cut) == 1 else "get"
+    return (
+        f"{' and '.join(cut)} {gets} no gradient, though a later one does: pass each layer's "
+        "output to the next one, and do not detach it."
+    )
+
+
+def _why_not_checkpointed(got, expected, calls) -> str | None:
+    """What is said where all gradients are right."""
     once = [name for name, n in calls.items() if n == 1]
     if once and len(once) < len(calls):
         return (

@@ -99,6 +99,7 @@ _CHAINS = {
     "1 layer, a = x": (1, 1000, 1000),
     "50 layers, a = 9 x": (50, 27_000, 3000),
     "13 layers, a = 5 x": (13, 5000, 1000),
+    "16 layers, a = x = 1": (16, 1, 1),  # k is larger than a and x here
 }
 
 

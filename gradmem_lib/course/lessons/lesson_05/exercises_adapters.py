@@ -189,7 +189,8 @@ def _observe_lora(candidate):
 
 def _other_adapters(candidate) -> dict:
     model, _ = lora_setting()
-    optimizer = candidate(model, ("o_proj", "up_proj"), 3, 0.002)
+    # The head is the model's last module, and in none of its layers.
+    optimizer = candidate(model, ("o_proj", "lm_head"), 3, 0.002)
     adapters = {
         name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
     }

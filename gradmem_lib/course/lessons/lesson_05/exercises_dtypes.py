@@ -107,42 +107,53 @@ def _observe_states(candidate):
 
 def _explain_states(got, expected):
     if got["the batches"] != expected["the batches"]:
-        seen = ", ".join(
-            str(i + 1) for i in got["the batches"]["in the order in which they are seen"]
-        )
+        order = got["the batches"]["in the order in which they are seen"]
+        seen = ", ".join(str(i + 1) for i in order)
         return (
             f"each batch makes one update, in order: the model sees batch {seen or 'none'}, but "
             "should see 1, 2, 3."
         )
-    if any(
-        "float16" in dtype and "bfloat16" not in dtype
-        for dtype in got["products"]["dtypes, forward by forward"]
-    ):
-        return (
-            "matrices are multiplied in float16, but bfloat16 was asked for: "
-            "torch.autocast('cpu', dtype=torch.bfloat16)."
-        )
-    if "bfloat16" in got["the weights"]["dtypes"] and "bfloat16" not in got["the states"]["dtypes"]:
+    says = _why_dtypes(got, expected) or _why_settings(got, expected)
+    if says:
+        return says
+    same = [name for name in expected if difference(got[name], expected[name]) is None]
+    if len(same) < len(expected) - 1:
+        return None
+    return _why_gradients(got.notes["moments"], expected.notes["moments"])
+
+
+def _why_dtypes(got, expected) -> str | None:
+    """What is said of the dtypes of products, weights and states."""
+    for dtype in got["products"]["dtypes, forward by forward"]:
+        if "float16" in dtype and "bfloat16" not in dtype:
+            return (
+                "matrices are multiplied in float16, but bfloat16 was asked for: "
+                "torch.autocast('cpu', dtype=torch.bfloat16)."
+            )
+    wide_states = "bfloat16" not in got["the states"]["dtypes"]
+    if "bfloat16" in got["the weights"]["dtypes"] and wide_states:
         return (
             "the states are float32, but the weights are bf16 in the end: cast once, before the "
             "optimizer is made, and do not cast back."
         )
-    if (
-        got["the states"]["how many"] != expected["the states"]["how many"]
-        and "bfloat16" not in got["the states"]["dtypes"]
-    ):
+    if got["the states"]["how many"] != expected["the states"]["how many"] and wide_states:
         return (
             "AdamW keeps two states for each weight here: this optimizer keeps another number "
             "(amsgrad, or another kind?)."
         )
+    return None
+
+
+def _why_settings(got, expected) -> str | None:
     if got["the learning rate"] != expected["the learning rate"]:
         return "the learning rate is not the one that was given: pass lr=lr to AdamW."
     if got["the weight decay"] != expected["the weight decay"]:
         return "the weight decay is not AdamW's default, 0.01: this is Adam, or another setting."
-    same = [name for name in expected if difference(got[name], expected[name]) is None]
-    if len(same) < len(expected) - 1:
-        return None
-    mine, right = got.notes["moments"], expected.notes["moments"]
+    return None
+
+
+def _why_gradients(mine, right) -> str | None:
+    """What is said of AdamW's first moments, which have the size of the gradients."""
     along = (mine @ right / right.square().sum()).item() if mine.shape == right.shape else math.nan
     if along < 0:
         return "the gradients have the wrong sign: this increases the loss."

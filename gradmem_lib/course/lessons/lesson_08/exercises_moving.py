@@ -159,6 +159,14 @@ def _kept_by_shape(candidate, folder: str) -> dict[str, int]:
     }
 
 
+def _kept_inside(candidate, folder: str) -> dict[str, int]:
+    """1 if a weight stays in memory that does not begin where its storage begins."""
+    weight = nn.Parameter(torch.ones(48)[24:].view(6, 4))
+    disk = candidate(folder, [weight])
+    back = disk.unpack(disk.pack(weight))
+    return {"stays (1 is yes)": int(back.data_ptr() == weight.data_ptr())}
+
+
 def _observe_disk(candidate):
     new = tempfile.TemporaryDirectory
     with new() as small, new() as another, new() as folder:
@@ -168,6 +176,7 @@ def _observe_disk(candidate):
         if trip["of 27, come back as they were"] < notes["packed"]:
             return Seen(found, **notes)
         found["an activation of a weight's shape"] = _kept_by_shape(candidate, another)
+        found["a weight that begins inside a larger storage"] = _kept_inside(candidate, another)
         model, ids = disk_setting()
         disk = candidate(folder, list(model.parameters()))
         sizes: list[int] = []
@@ -320,18 +329,9 @@ def _observe_tiled(candidate):
 
 def _explain_tiled(got, expected):
     mine, right = got["22 tokens in 4 tiles"], expected["22 tokens in 4 tiles"]
-    if mine["output"].ndim != right["output"].ndim:
-        return (
-            f"the output has {mine['output'].ndim} dimensions, and mlp(x) has "
-            f"{right['output'].ndim}: join the tiles along the tokens, as torch.cat does."
-        )
-    if mine["output"].shape[1] < 22:
-        return (
-            "tokens are left out: where `tiles` does not divide the number of tokens, some "
-            "tiles have one more."
-        )
-    if difference(mine["output"], right["output"]):
-        return "the output is not mlp(x): join the tiles in their order, along the tokens."
+    says = _why_output(mine["output"], right["output"])
+    if says:
+        return says
     if not mine["gradients of the weights"].any():
         return "the weights get no gradient: the output is detached, or made under no_grad."
     if not mine["gradient of x"].any():
@@ -342,6 +342,27 @@ def _explain_tiled(got, expected):
             "this is a reentrant checkpoint, which needs an input that requires a gradient: "
             "use_reentrant=False."
         )
+    return _why_runs(mine, got["dropout"])
+
+
+def _why_output(mine, right) -> str | None:
+    if mine.ndim != right.ndim:
+        return (
+            f"the output has {mine.ndim} dimensions, and mlp(x) has "
+            f"{right.ndim}: join the tiles along the tokens, as torch.cat does."
+        )
+    if mine.shape[1] < 22:
+        return (
+            "tokens are left out: where `tiles` does not divide the number of tokens, some "
+            "tiles have one more."
+        )
+    if difference(mine, right):
+        return "the output is not mlp(x): join the tiles in their order, along the tokens."
+    return None
+
+
+def _why_runs(mine, dropout) -> str | None:
+    """How often the MLP runs, and with which random numbers."""
     if mine["tiles beyond those asked for"]:
         return (
             "the MLP runs more often than asked for: x.split(n) takes the length of a tile, and "
@@ -349,7 +370,7 @@ def _explain_tiled(got, expected):
         )
     if mine["runs again beyond one a tile"]:
         return "each tile runs again more than once: there is a checkpoint around the checkpoints."
-    if any(got["dropout"].values()):
+    if any(dropout.values()):
         return (
             "dropout draws other random numbers in the second run: leave preserve_rng_state at "
             "its default, True."

@@ -99,38 +99,25 @@ def _explain_quantize(got, expected):
             "them."
         )
     wrong = [case for case in expected if difference(got[case], expected[case])]
-    zeros = "indices in blocks of zeros"
-    if all(not difference(got[case] | {zeros: 0}, expected[case] | {zeros: 0}) for case in wrong):
-        return _ZEROS
-    if any(got[case]["back"].isnan().any() for case in wrong):
-        return (
-            "back is not a number where a block is all zeros, because of 0 / 0: divide such a "
-            "block by another number, as absmax.clamp(min=1e-30) does."
-        )
+    says = _why_zeros(got, expected, wrong)
+    if says:
+        return says
     if wrong and set(wrong) <= set(list(expected)[3:5]):
         return (
             "small numbers are lost: absmax is clamped to, or increased by, a larger number "
             "than they are; 1e-30 is small enough."
         )
     mine, right = got[wrong[0]], expected[wrong[0]]
-    if len(mine["back"].flatten()) > len(right["back"]):
-        return "the padding is still there: cut indices and back to the length of x."
-    if len(mine["absmax, one a block"]) < len(right["absmax, one a block"]):
-        return "the last block is missing: it may be shorter than the others."
-    if len(mine["absmax, one a block"]) == len(right["back"]):
-        return "return indices, absmax and back, in this order."
-    if difference(mine["absmax, one a block"], right["absmax, one a block"]):
-        return (
-            "these are not the blocks' absmax values: a block is `block` numbers in a row, and "
-            "its absmax is their largest magnitude, so take abs() first."
-        )
+    says = _why_blocks(mine, right)
+    if says:
+        return says
     wanted = [case for case in expected if case != "returned"]
     if all(not difference(got[case]["back"], expected[case]["back"]) for case in wanted):
-        return (
-            "back is right, but it was not made from these indices: uint8 goes from 0 to 255."
-            if mine["bytes an index"] == 1
-            else None
-        )
+        if mine["bytes an index"] == 1:
+            return (
+                "back is right, but it was not made from these indices: uint8 goes from 0 to 255."
+            )
+        return None
     if not difference(mine["indices"], right["indices"]):
         return (
             "the indices are right, but back is not: each number is code[index] times its "
@@ -140,6 +127,36 @@ def _explain_quantize(got, expected):
         "an index is not that of the nearest value of `code`: divide by the block's absmax "
         "first, and use the middle between two values as the border."
     )
+
+
+def _why_zeros(got, expected, wrong) -> str | None:
+    """What is said of blocks of zeros, if they alone are wrong, or give nan."""
+    zeros = "indices in blocks of zeros"
+    if all(not difference(got[case] | {zeros: 0}, expected[case] | {zeros: 0}) for case in wrong):
+        return _ZEROS
+    if any(got[case]["back"].isnan().any() for case in wrong):
+        return (
+            "back is not a number where a block is all zeros, because of 0 / 0: divide such a "
+            "block by another number, as absmax.clamp(min=1e-30) does."
+        )
+    return None
+
+
+def _why_blocks(mine, right) -> str | None:
+    """What is said of the number of blocks, and of their absmax."""
+    absmax, wanted = (seen["absmax, one a block"] for seen in (mine, right))
+    if len(mine["back"].flatten()) > len(right["back"]):
+        return "the padding is still there: cut indices and back to the length of x."
+    if len(absmax) < len(wanted):
+        return "the last block is missing: it may be shorter than the others."
+    if len(absmax) == len(right["back"]):
+        return "return indices, absmax and back, in this order."
+    if difference(absmax, wanted):
+        return (
+            "these are not the blocks' absmax values: a block is `block` numbers in a row, and "
+            "its absmax is their largest magnitude, so take abs() first."
+        )
+    return None
 
 
 def adafactor_second_moment(grad, row, column, beta2, eps) -> Tensor:

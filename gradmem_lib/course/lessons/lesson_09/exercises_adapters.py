@@ -144,6 +144,17 @@ _WRITTEN = (
 def _explain_lora(got, expected):
     name = next(iter(expected))
     mine, right = got[name], expected[name]
+    says = _why_trained(mine, right)
+    if says:
+        return says
+    over = got["the card"].over and not expected["the card"].over
+    if over and difference(mine, right, 1e-4) is None:
+        return _WRITTEN
+    return _why_start(mine, right) or _why_added(got, expected)
+
+
+def _why_trained(mine, right) -> str | None:
+    """What is said of the parameters that are trained."""
     if not mine["numbers trained"]:
         return (
             "there is nothing to train: a tensor becomes a parameter of its module by nn.Parameter."
@@ -152,13 +163,13 @@ def _explain_lora(got, expected):
         return "the base is trained as well: base.requires_grad_(False)."
     if mine["numbers trained"] < right["numbers trained"]:
         return "only one of the two matrices is trained: both A and B must be parameters."
-    if (got["the card"].over and not expected["the card"].over) and difference(
-        mine, right, 1e-4
-    ) is None:
-        return _WRITTEN
-    changed = difference(
-        mine["output before the first update"], right["output before the first update"], 1e-4
-    )
+    return None
+
+
+def _why_start(mine, right) -> str | None:
+    """What is said of the outputs and matrices before the first update."""
+    before = "output before the first update"
+    changed = difference(mine[before], right[before], 1e-4)
     if changed and mine["matrices with a gradient, step 1"] == 2:
         return _FROM_THE_BASE
     if changed:
@@ -176,24 +187,28 @@ def _explain_lora(got, expected):
             "x gets no gradient from the base, so the layers before it learn nothing: the base "
             "must be frozen, but not under no_grad."
         )
+    return None
+
+
+def _why_added(got, expected) -> str | None:
+    """What is said of what A and B add: by which factor it is wrong, if by one."""
     factors = []
     for case in got:
-        added, wanted = (
-            seen[case].get("what A and B add") if case != "the card" else None
-            for seen in (got, expected)
-        )
-        if added is not None and wanted is not None:
-            factors.append((added * wanted).sum() / wanted.square().sum())
-            if difference(added, factors[-1] * wanted, 1e-4):
-                return None
-    wrong = [factor.item() for factor in factors if abs(factor - 1) > 1e-3]
+        if case == "the card":
+            continue
+        added, wanted = (seen[case].get("what A and B add") for seen in (got, expected))
+        if added is None or wanted is None:
+            continue
+        factor = (added * wanted).sum() / wanted.square().sum()
+        if difference(added, factor * wanted, 1e-4):
+            return None
+        factors.append(factor.item())
+    wrong = [factor for factor in factors if abs(factor - 1) > 1e-3]
+    if not wrong:
+        return None
     return (
-        (
-            f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / "
-            "rank, a fraction."
-        )
-        if wrong
-        else None
+        f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / "
+        "rank, a fraction."
     )
 
 

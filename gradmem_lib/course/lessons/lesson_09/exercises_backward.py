@@ -149,9 +149,11 @@ def _explain(got, expected):
     above, right = got["a norm above max_norm"], expected["a norm above max_norm"]
     if above["norm"] is None:
         return "return the norm of the whole gradient, before it was clipped."
-    norm, whole = above["norm"], right["norm"]
-    moves, wanted = (seen["change of the weights, in learning rates"] for seen in (above, right))
-    if difference(above["norm"], right["norm"] ** 2, 1e-3) is None:
+    return _why_norm(above["norm"], right["norm"]) or _why_moves(got, expected)
+
+
+def _why_norm(norm, whole) -> str | None:
+    if difference(norm, whole**2, 1e-3) is None:
         return "this is the sum of the squares, and not the norm: the root is missing."
     if abs(norm / whole - math.sqrt(2)) < 1e-3:
         return "the squares of both passes are in the norm: measure only in the first pass."
@@ -162,19 +164,25 @@ def _explain(got, expected):
             "the norm is that of all gradients as one vector: add up the squares of all "
             "numbers, then take the root."
         )
+    return None
+
+
+def _why_moves(got, expected) -> str | None:
+    """What is said of how the weights move, where the norm is right."""
+    change = "change of the weights, in learning rates"
+    moves, wanted = (seen["a norm above max_norm"][change] for seen in (got, expected))
+    below, unclipped = (seen["below"][change] for seen in (got, expected))
+    over = got["the card"].over
     along = (moves @ wanted / wanted.square().sum()).item()
     if abs(along + 1) < 1e-3:
         return "the step has the wrong sign: it increases the loss."
-    below, unclipped = (
-        seen["below"]["change of the weights, in learning rates"] for seen in (got, expected)
-    )
     if abs(along - 10) < 1e-2 and difference(below, unclipped, 1e-3) is None:
         return "max_norm has no effect: the step uses the unclipped gradient."
-    if got["the card"].over and difference(moves, wanted) is None:
+    if over and difference(moves, wanted) is None:
         return _WAITS
     if abs(along - 100) < 0.1:
         return "lr has no effect: each parameter moves by lr * factor * gradient."
-    if difference(moves, wanted, 1e-3) and not got["the card"].over:
+    if difference(moves, wanted, 1e-3) and not over:
         return (
             "the weights are wrong: the first pass only measures, and the second moves each "
             "weight by lr * factor * gradient."

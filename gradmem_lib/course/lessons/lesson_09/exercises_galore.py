@@ -170,22 +170,26 @@ def _explain(got, expected):
             "`state` has no tensor: keep P and both moments in `state`, which is the same dict "
             "in each call for one matrix."
         )
-    first = "step 1, in lr * scale"
-    if not any(got[name][first].any() for name in names):
+    if not any(got[name][_FIRST].any() for name in names):
         return (
             "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
         )
-    kept, wanted = (
-        [seen[name]["bytes kept in state"] for name in names] for seen in (got, expected)
-    )
     moves = [key for key in got[names[0]] if key.startswith("step")]
-    alike = {
-        name: [
-            key for key in moves if difference(got[name][key], expected[name][key], 1e-4) is None
-        ]
-        for name in names
-    }
-    everywhere = all(alike[name] == moves for name in names)
+    right = {}
+    for name in names:
+        mine, wanted = got[name], expected[name]
+        right[name] = [key for key in moves if difference(mine[key], wanted[key], 1e-4) is None]
+    everywhere = all(right[name] == moves for name in names)
+    return _why_kept(got, expected, everywhere=everywhere) or _why_steps(right)
+
+
+_FIRST = "step 1, in lr * scale"
+
+
+def _why_kept(got, expected, *, everywhere) -> str | None:
+    """What is said of the tensors in ``state``. ``everywhere``: the weights are right."""
+    bytes_kept = "bytes kept in state"
+    kept, wanted = ([seen[name][bytes_kept] for name in CASES] for seen in (got, expected))
     if kept != wanted and list(got.notes["own"].values()) == wanted:
         return "P is a view, and a view keeps all of the storage that it was cut from: .clone() it."
     if everywhere and any(mine > right for mine, right in zip(kept, wanted, strict=True)):
@@ -198,17 +202,23 @@ def _explain(got, expected):
             "the weights are right, but P or a moment is not in `state`: keep them there, "
             "because the next call gets the same dict."
         )
-    if all(first in alike[name] for name in names):
+    return None
+
+
+def _why_steps(right) -> str:
+    """``right``: which steps are right, for the wide matrix and for the tall one."""
+    wide, tall = right.values()
+    if _FIRST in wide and _FIRST in tall:
         return (
             "the first step is right, but a later one is not: look at how P, its renewal and "
             "the moments change from call to call."
         )
-    if first in alike[names[0]] and not alike[names[1]]:
+    if _FIRST in wide and not tall:
         return (
             "the wide matrix is right, but the tall one is not: there the small gradient is G @ "
             "P, and P comes from Vh, which has the directions in its rows."
         )
-    if first in alike[names[1]] and not alike[names[0]]:
+    if _FIRST in tall and not wide:
         return (
             "the tall matrix is right, but the wide one is not: there the small gradient is P.T @ "
             "G, and P has a row for each row."

@@ -182,6 +182,36 @@ def _momentum_of(share: float) -> str:
 
 
 def _explain_lion(got, expected):
+    says = _why_state(got, expected)
+    if says:
+        return says
+    if got["gradients that step() has changed"]:
+        return (
+            "step() changes gradients: it may only read p.grad, and the caller calls zero_grad()."
+        )
+    begin = expected.notes["begin"]
+    first, second = (
+        got[step]["weights"] - expected[step]["weights"]
+        for step in ("after step 1", "after step 2")
+    )
+    says = _why_still(got, begin) or _why_first(got, expected, first, begin)
+    if says:
+        return says
+    kept, momentum = (seen["step 1"]["what is kept"] for seen in (got, expected))
+    if difference(kept, momentum, 1e-3):
+        return _why_momentum(kept, momentum)
+    if second[:400].abs().max() > 1e-3:
+        return (
+            "the step takes the sign of another blend: beta1 * m + (1 - beta1) * g, with m from "
+            "before it is updated."
+        )
+    if second[430:].any():
+        return "a parameter without a gradient stops the loop: skip only this parameter."
+    return None
+
+
+def _why_state(got, expected) -> str | None:
+    """What is said of the tensors in ``self.state``."""
     tensors, wanted = (seen["self.state"]["tensors a parameter"] for seen in (got, expected))
     if not any(tensors):
         return (
@@ -203,83 +233,86 @@ def _explain_lion(got, expected):
             "the state of a bf16 parameter has another dtype than the parameter: "
             "torch.zeros_like(p) keeps it."
         )
-    if got["gradients that step() has changed"]:
-        return (
-            "step() changes gradients: it may only read p.grad, and the caller calls zero_grad()."
-        )
-    far, wanted = (
-        seen["step 1"]["how far the weights of the first group go"] for seen in (got, expected)
-    )
-    begin = expected.notes["begin"]
-    if not far.any() and not torch.equal(got["after step 6"]["weights"][:400], begin[:400]):
+    return None
+
+
+_FAR = "how far the weights of the first group go"
+
+
+def _why_still(got, begin) -> str | None:
+    """What is said where no weight of the first group moves in the first step."""
+    if got["step 1"][_FAR].any():
+        return None
+    if not torch.equal(got["after step 6"]["weights"][:400], begin[:400]):
         return (
             "nothing moves in the first step, where m is 0: take the sign of the blend, which "
             "includes the gradient."
         )
-    if not far.any():
+    return "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
+
+
+def _why_first(got, expected, off, begin) -> str | None:
+    """What is said of the weights after the first step. ``off``: what is too much in each weight,
+    which was ``begin``. The second group begins at 400.
+    """
+    if off[:400].abs().max() > 1e-3:
+        return _why_step(got, expected, off[:400] / begin[:400])
+    if off[400:].abs().max() > 1e-6:
+        return _why_decay(off[400:], begin[400:])
+    return None
+
+
+def _why_step(got, expected, share) -> str:
+    """What is said of the first group, which has no decay. ``share``: by which share of itself
+    each weight is off.
+    """
+    far, wanted = (seen["step 1"][_FAR] for seen in (got, expected))
+    if (share - share[0]).abs().max() < 1e-3:
+        return "p shrinks in a group without decay: the factor 1 - lr * weight_decay is 1 there."
+    if difference(far, wanted) and (far - far[0]).abs().max() < 1e-4:
         return (
-            "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
+            f"each weight moves by {far[0]:.3g} where lr is 0.1: a step is lr times a sign, "
+            "and nothing else."
         )
-    steps = ("after step 1", "after step 2")
-    first, second = (got[step]["weights"] - expected[step]["weights"] for step in steps)
-    if first[:400].abs().max() > 1e-3:
-        share = first[:400] / begin[:400]
-        if (share - share[0]).abs().max() < 1e-3:
-            return (
-                "p shrinks in a group without decay: the factor 1 - lr * weight_decay is 1 there."
-            )
-        if difference(far, wanted) and (far - far[0]).abs().max() < 1e-4:
-            return (
-                f"each weight moves by {far[0]:.3g} where lr is 0.1: a step is lr times a sign, "
-                "and nothing else."
-            )
-        if difference(far, wanted):
-            return "the weights do not move by lr: a step is lr times a sign, and nothing else."
-        return "the weights move in the wrong direction: subtract the sign."
-    rest = first[400:]
-    if rest.abs().max() > 1e-6:
-        share = rest / begin[400:]
-        if (share - 0.03 * 0.5).abs().max() < 1e-3:
-            return (
-                "p does not shrink: multiply it by 1 - lr * weight_decay before the step by the "
-                "sign."
-            )
-        if (share - share[0]).abs().max() < 1e-3:
-            return (
-                "p shrinks by the wrong factor: use 1 - lr * weight_decay, with both numbers "
-                "from its own group."
-            )
-        if (rest - 0.03 * 0.5 * (begin[400:] - 1)).abs().max() < 1e-3:
-            return (
-                "lr * weight_decay itself is subtracted: subtract this share of p, by p.mul_(1 "
-                "- lr * weight_decay)."
-            )
-        if rest.abs().max() - rest.abs().min() < 1e-6:
-            return "p must shrink first, and then move by the sign."
-        return "the second group moves wrongly: read lr and weight_decay from its own `group`."
-    kept, momentum = (seen["step 1"]["what is kept"] for seen in (got, expected))
-    if difference(kept, momentum, 1e-3):
-        share = (kept @ momentum / momentum.square().sum()).item()
-        if not difference(kept, share * momentum, 1e-3):
-            return _momentum_of(0.05 * share)
-        if (kept.abs() - kept[0].abs()).abs().max() < 1e-4:
-            return (
-                "the momentum takes the gradient's sign: it becomes beta2 * m + (1 - beta2) * "
-                "g, with g itself."
-            )
+    if difference(far, wanted):
+        return "the weights do not move by lr: a step is lr times a sign, and nothing else."
+    return "the weights move in the wrong direction: subtract the sign."
+
+
+def _why_decay(off, begin) -> str:
+    """What is said of the second group, which has lr 0.03 and a decay of 0.5."""
+    share = off / begin
+    if (share - 0.03 * 0.5).abs().max() < 1e-3:
         return (
-            "another momentum is kept: it starts at zeros, and becomes beta2 * m + (1 - beta2) "
-            "* g, from the old m."
+            "p does not shrink: multiply it by 1 - lr * weight_decay before the step by the sign."
         )
-    if second[:400].abs().max() > 1e-3:
+    if (share - share[0]).abs().max() < 1e-3:
         return (
-            "the step takes the sign of another blend: beta1 * m + (1 - beta1) * g, with m from "
-            "before it is updated."
+            "p shrinks by the wrong factor: use 1 - lr * weight_decay, with both numbers "
+            "from its own group."
+        )
+    if (off - 0.03 * 0.5 * (begin - 1)).abs().max() < 1e-3:
+        return (
+            "lr * weight_decay itself is subtracted: subtract this share of p, by p.mul_(1 "
+            "- lr * weight_decay)."
+        )
+    if off.abs().max() - off.abs().min() < 1e-6:
+        return "p must shrink first, and then move by the sign."
+    return "the second group moves wrongly: read lr and weight_decay from its own `group`."
+
+
+def _why_momentum(kept, momentum) -> str:
+    share = (kept @ momentum / momentum.square().sum()).item()
+    if not difference(kept, share * momentum, 1e-3):
+        return _momentum_of(0.05 * share)
+    if (kept.abs() - kept[0].abs()).abs().max() < 1e-4:
+        return (
+            "the momentum takes the gradient's sign: it becomes beta2 * m + (1 - beta2) * "
+            "g, with g itself."
         )
     return (
-        "a parameter without a gradient stops the loop: skip only this parameter."
-        if second[430:].any()
-        else None
+        "another momentum is kept: it starts at zeros, and becomes beta2 * m + (1 - beta2) "
+        "* g, from the old m."
     )
 
 

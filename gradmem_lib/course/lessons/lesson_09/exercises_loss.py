@@ -129,53 +129,57 @@ def _explain(got, expected):
                 "None for labels and cap. If forward takes them by autograd, it must also cut and "
                 "multiply inside torch.enable_grad(): a piece that is cut outside has no graph."
             )
-    ratio = (mine["loss"] / right["loss"]).item()
-    labels = _batch(150, 6, 20, torch.float64, 3)[2]
-    if abs(ratio / int((labels != IGNORED).sum()) - 1) < 1e-6:
-        return (
-            "this is the sum over the tokens: divide it, and the gradients, by the number of "
-            "labels that are not -100."
-        )
-    hidden, weight, _ = _batch(150, 6, 20, torch.float64, 3)
-    with torch.no_grad():
-        z = hidden @ weight.T
-        logits = 2 * torch.tanh(z / 2)
-        bent = [
-            F.cross_entropy(other, labels)
-            for other in (z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30))
-        ]
-        every = (
-            F.cross_entropy(logits, labels.clamp(min=0), reduction="sum")
-            / (labels != IGNORED).sum()
-        )
-    if any(difference(mine["loss"], other) is None for other in bent):
-        return "the logits are wrong: use cap * tanh(z / cap), with the given cap."
-    if difference(mine["loss"], every) is None:
-        return (
-            "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
-        )
-    if got["the card"].over and difference(got[name], expected[name]) is None:
+    says = _why_loss(mine["loss"], right["loss"])
+    if says:
+        return says
+    if got["the card"].over and difference(mine, right) is None:
         return _WHOLE
     if mine["matrix products in backward"]:
         return (
             "backward computes again: forward makes both gradients, and backward multiplies "
             "them by a number."
         )
-    if right["hidden.grad"][-1].any() and not mine["hidden.grad"][-1].any():
+    return _why_gradients(mine, right)
+
+
+def _why_loss(loss, right) -> str | None:
+    hidden, weight, labels = _batch(150, 6, 20, torch.float64, 3)
+    count = (labels != IGNORED).sum()
+    if abs((loss / right).item() / int(count) - 1) < 1e-6:
+        return (
+            "this is the sum over the tokens: divide it, and the gradients, by the number of "
+            "labels that are not -100."
+        )
+    with torch.no_grad():
+        z = hidden @ weight.T
+        logits = 2 * torch.tanh(z / 2)
+        bent = (z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30))
+        others = [F.cross_entropy(other, labels) for other in bent]
+        every = F.cross_entropy(logits, labels.clamp(min=0), reduction="sum") / count
+    if any(difference(loss, other) is None for other in others):
+        return "the logits are wrong: use cap * tanh(z / cap), with the given cap."
+    if difference(loss, every) is None:
+        return (
+            "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
+        )
+    return None
+
+
+def _why_gradients(mine, right) -> str | None:
+    hidden, wanted = mine["hidden.grad"], right["hidden.grad"]
+    if wanted[-1].any() and not hidden[-1].any():
         return "the last rows are left out: the last chunk may be shorter than the others."
-    if difference(mine["hidden.grad"], 2 * right["hidden.grad"]) is None:
+    if difference(hidden, 2 * wanted) is None:
         return (
             "the gradients are added twice, by backward and by the chunks: detach() hidden and "
             "weight in forward."
         )
-    if all(
-        difference(mine[part], right[part]) is None for part in ("loss", "hidden.grad")
-    ) and difference(mine["weight.grad"], right["weight.grad"]):
+    alike = [part for part in mine if difference(mine[part], right[part]) is None]
+    if {"loss", "hidden.grad"} <= set(alike) and "weight.grad" not in alike:
         return "weight.grad is not the sum over all chunks: every chunk adds its own."
-    mine, right = mine["hidden.grad"], right["hidden.grad"]
-    there = right.abs().amax(1) > 0
-    shares = (mine * right).sum(1)[there] / right.square().sum(1)[there]
-    parallel = torch.allclose(mine[there], shares[:, None] * right[there])
+    there = wanted.abs().amax(1) > 0
+    shares = (hidden * wanted).sum(1)[there] / wanted.square().sum(1)[there]
+    parallel = torch.allclose(hidden[there], shares[:, None] * wanted[there])
     return _MEANS if parallel and shares.max() > 1.01 * shares.min() > 0 else None
 
 

@@ -4,12 +4,14 @@ engine around a model.
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ....compat import TorchDispatchMode, fake_process_group
@@ -305,7 +307,18 @@ def _observe_wrap(candidate):
     found["weights that stay whole"] = len(whole)
     found["all-gathers beyond 20"] = max(0, gathers - 20)
     found["a rank"] = Measured(None, tracker.peak.total, WRAP_CARD)
-    return found | {"gathered again in backward (1 is yes)": int(gathers > 9)}
+    found["gathered again in backward (1 is yes)"] = int(gathers > 9)
+    return found | {"layers that are units": len(_layers_among_units(model))}
+
+
+def _layers_among_units(model) -> set[str]:
+    """The numbers of the layers that are units of ``fully_shard``, or have such units inside."""
+    found = set()
+    for name, module in model.named_modules():
+        layer = re.match(r"model\.layers\.(\d+)", name)
+        if layer and isinstance(module, FSDPModule):
+            found.add(layer[1])
+    return found
 
 
 def _explain_wrap(got, expected):
@@ -327,6 +340,12 @@ def _explain_wrap(got, expected):
     if got["all-gathers beyond 20"]:
         return (
             "too many small all-gathers: one layer is one unit, so fully_shard takes a whole layer."
+        )
+    units, layers = got["layers that are units"], expected["layers that are units"]
+    if units < layers:
+        return (
+            f"only {units} of the {layers} layers are units: call fully_shard on each of them "
+            "before you call it on the model."
         )
     return None
 

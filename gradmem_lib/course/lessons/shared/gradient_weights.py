@@ -72,21 +72,7 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
     # 1: every mean has the weight 1 / K
     by_count = [ratio * count / total * k for ratio, count in used]
     if _same(by_count):
-        if math.isclose(by_count[0], k, rel_tol=1e-3):
-            return (
-                f"this adds up the means of the micro-batches: with {k} of them the {what} is "
-                f"about {k} times too large."
-            )
-        if math.isclose(by_count[0], k / total, rel_tol=1e-3):
-            return (
-                "means are divided by the total here, as if they were sums: a mean is already "
-                "divided by its own count, so multiply it by that count first."
-            )
-        return (
-            f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a "
-            "token of a short one then counts more than one of a long one; divide sums by the "
-            "total."
-        )
+        return _mean_of_means(by_count[0], counts, what)
     running = [sum(counts[: i + 1]) for i in range(k) if counts[i]]
     if _same([ratio / total * so_far for (ratio, _), so_far in zip(used, running, strict=True)]):
         return (
@@ -104,6 +90,26 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
             "multiplied by it."
         )
     return None
+
+
+def _mean_of_means(weight: float, counts: Sequence[int], what: str) -> str:
+    """What is said where each mean has the same weight, here times K."""
+    k, total = len(counts), sum(counts)
+    if math.isclose(weight, k, rel_tol=1e-3):
+        return (
+            f"this adds up the means of the micro-batches: with {k} of them the {what} is "
+            f"about {k} times too large."
+        )
+    if math.isclose(weight, k / total, rel_tol=1e-3):
+        return (
+            "means are divided by the total here, as if they were sums: a mean is already "
+            "divided by its own count, so multiply it by that count first."
+        )
+    return (
+        f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a "
+        "token of a short one then counts more than one of a long one; divide sums by the "
+        "total."
+    )
 
 
 def _missing(gone: list[int], k: int, what: str) -> str:
