@@ -65,24 +65,28 @@ def take_shots(folder: Path) -> list[str]:
     """Screenshots in ``folder``; returns their names."""
     write_notebook(folder / NAME)
     names = []
-    with chromium() as browser:
-        with Lab(folder) as lab:
-            for where in RUNS:
-                with open_in(browser, lab, where) as notebook:
-                    notebook.run_all(seconds=600)
-                    notebook.panel.locator(".gm-explorer svg").first.wait_for()
-                    notebook.page.screenshot(path=folder / f"{where.name}.png")
-                    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
-                    names.append(where.name)
-                    if where is RUNS[0]:
-                        names += as_others_see(notebook, folder)
-                        write_spoken(notebook, folder)
-            for where in RUNS[:2]:
-                with open_in(browser, lab, where) as notebook:
-                    notebook.page.screenshot(path=folder / f"reopened, {where.name}.png")
-                names.append(f"reopened, {where.name}")
+    with chromium() as browser, Lab(folder) as lab:
+        for where in RUNS:
+            with open_in(browser, lab, where) as notebook:
+                names += shots_of_a_run(notebook, folder, where)
+        for where in RUNS[:2]:
+            with open_in(browser, lab, where) as notebook:
+                notebook.page.screenshot(path=folder / f"reopened, {where.name}.png")
+            names.append(f"reopened, {where.name}")
         names.append(convert(browser, folder))
     return names
+
+
+def shots_of_a_run(notebook: Notebook, folder: Path, where: Surrounding) -> list[str]:
+    """Runs all cells, takes screenshots and saves the notebook; returns the screenshots' names."""
+    notebook.run_all(seconds=600)
+    notebook.panel.locator(".gm-explorer svg").first.wait_for()
+    notebook.page.screenshot(path=folder / f"{where.name}.png")
+    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
+    if where is not RUNS[0]:
+        return [where.name]
+    write_spoken(notebook, folder)
+    return [where.name, *as_others_see(notebook, folder)]
 
 
 def as_others_see(notebook: Notebook, folder: Path) -> list[str]:
