@@ -178,7 +178,7 @@ function render({ model, el }) {
     peakPhase.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
     dot.style.display = frame.finished || lost ? "none" : "";
     canvas.dataset.recording = !frame.finished && !lost;
-    nowBox.style.visibility = frame.finished ? "hidden" : ""; // its place stays
+    head.classList.toggle("gm-done", frame.finished);
     const source = at >= 0 ? frame.parts.map((part) => part[at]) : frame.finished ? peak.parts : current.parts;
     const total = at >= 0 ? frame.totals[at] : frame.finished ? peak.total : current.total;
     when.textContent = at >= 0 ? `operation ${grouped(frame.op[at])}` : frame.finished ? "at the peak" : "now";

@@ -206,7 +206,7 @@ def _draw(chart: Waterfall) -> Figure:
         )
     _axis(axes, top, factor, unit)
     if chart.budget is not None:
-        _budget_line(axes, chart.budget, top, factor)
+        _budget_line(axes, chart.budget, top, (factor, unit))
     _head(figure, height, chart.title, any(bar.seconds_per_token is not None for bar in bars))
     return figure
 
@@ -314,14 +314,17 @@ def _axis(axes, top: float, factor: int, unit: str) -> None:
         axes.xaxis.label.set_x(1.11)
 
 
-def _budget_line(axes, budget: int, top: float, factor: int) -> None:
+def _budget_line(axes, budget: int, top: float, scale: tuple[int, str]) -> None:
+    factor, _ = scale
     inside = budget <= top
     at = budget / factor if inside else axes.get_xlim()[1]
     if inside:
         axes.axvline(at, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
     late = at > 0.75 * axes.get_xlim()[1]
+    # In the axis's unit where it stands on the axis, so that the two can be compared.
+    label = short(budget, scale) if inside else f"{short(budget)} (beyond this picture)"
     axes.annotate(
-        f"budget {short(budget)}" + ("" if inside else " (beyond this picture)"),
+        f"budget {label}",
         (at, 1),
         xycoords=("data", "axes fraction"),
         xytext=(3 if late else -3, 3),

@@ -1,7 +1,8 @@
 """Each kind of widget in each surrounding, as screenshots on one page to look at: ``make gallery``.
 
 The notebook runs in JupyterLab in a light and a dark theme, in a narrow window and at 150 %, is
-then opened again without its kernel, and is converted to a page.
+then opened again without its kernel, and is converted to a page. The light run is also shown as
+people see it who do not tell all colours apart, and as a screen reader is told of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from gradmem_lib.view.waterfall import Waterfall
 Waterfall(budget="2 MiB").add("ten steps", tracker.peak).add("the same again", tracker.peak)
 """
 HEIGHT = 4000  # CSS pixels, enough for all cells
+# Chromium's names for kinds of colour blindness.
+VISIONS = ("deuteranopia", "protanopia", "tritanopia", "achromatopsia")
 
 
 @dataclass(frozen=True)
@@ -62,21 +65,45 @@ def take_shots(folder: Path) -> list[str]:
     """Screenshots in ``folder``; returns their names."""
     write_notebook(folder / NAME)
     names = []
-    with chromium() as browser:
-        with Lab(folder) as lab:
-            for where in RUNS:
-                with open_in(browser, lab, where) as notebook:
-                    notebook.run_all(seconds=600)
-                    notebook.panel.locator(".gm-explorer svg").first.wait_for()
-                    notebook.page.screenshot(path=folder / f"{where.name}.png")
-                    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
-                names.append(where.name)
-            for where in RUNS[:2]:
-                with open_in(browser, lab, where) as notebook:
-                    notebook.page.screenshot(path=folder / f"reopened, {where.name}.png")
-                names.append(f"reopened, {where.name}")
+    with chromium() as browser, Lab(folder) as lab:
+        for where in RUNS:
+            with open_in(browser, lab, where) as notebook:
+                names += shots_of_a_run(notebook, folder, where)
+        for where in RUNS[:2]:
+            with open_in(browser, lab, where) as notebook:
+                notebook.page.screenshot(path=folder / f"reopened, {where.name}.png")
+            names.append(f"reopened, {where.name}")
         names.append(convert(browser, folder))
     return names
+
+
+def shots_of_a_run(notebook: Notebook, folder: Path, where: Surrounding) -> list[str]:
+    """Runs all cells, takes screenshots and saves the notebook; returns the screenshots' names."""
+    notebook.run_all(seconds=600)
+    notebook.panel.locator(".gm-explorer svg").first.wait_for()
+    notebook.page.screenshot(path=folder / f"{where.name}.png")
+    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
+    if where is not RUNS[0]:
+        return [where.name]
+    write_spoken(notebook, folder)
+    return [where.name, *as_others_see(notebook, folder)]
+
+
+def as_others_see(notebook: Notebook, folder: Path) -> list[str]:
+    """Screenshots of the same page under each of ``VISIONS``; returns their names."""
+    chromium_itself = notebook.context.new_cdp_session(notebook.page)
+    for vision in VISIONS:
+        chromium_itself.send("Emulation.setEmulatedVisionDeficiency", {"type": vision})
+        notebook.page.screenshot(path=folder / f"{vision}.png")
+    chromium_itself.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
+    return list(VISIONS)
+
+
+def write_spoken(notebook: Notebook, folder: Path) -> None:
+    """What a screen reader is told of each output, in ``spoken.txt``."""
+    outputs = notebook.panel.locator(".jp-OutputArea-output").all()
+    spoken = "\n\n".join(output.aria_snapshot() for output in outputs)
+    (folder / "spoken.txt").write_text(spoken + "\n", encoding="utf-8")
 
 
 def convert(browser, folder: Path) -> str:
@@ -100,7 +127,8 @@ def main(folder: Path) -> None:
         for name in take_shots(folder)
     )
     page = folder / "index.html"
-    page.write_text(f"<title>Gallery</title>{figures}", encoding="utf-8")
+    spoken = '<p><a href="spoken.txt">What a screen reader is told</a></p>'
+    page.write_text(f"<title>Gallery</title>{spoken}{figures}", encoding="utf-8")
     print(f"To look at: {page}")
 
 

@@ -199,7 +199,7 @@ def test_a_restart_ends_the_recording_on_the_page(browser, lab):
 
 
 def test_keyboard_and_mouse_read_the_timeline(browser, lab):
-    with Notebook(browser, lab, "after.ipynb") as notebook:
+    with Notebook(browser, lab, "after.ipynb", width=900) as notebook:
         notebook.run_all()
         output = notebook.output(2)
         canvas, spoken = output.locator("canvas.gm-canvas"), output.locator(".gm-read")
@@ -210,6 +210,8 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
             *output.locator("tbody td").all_inner_texts(),
         ]
         assert ", ".join(shown) == notebook.output(3).inner_text().strip()
+        figure = output.locator(".gm-figure").first
+        assert figure.evaluate("node => node.scrollWidth <= node.clientWidth"), "nothing is cut"
         canvas.focus()
         active = "() => jupyterapp.shell.currentWidget.content.activeCellIndex"
         cell, said = notebook.page.evaluate(active), []

@@ -174,3 +174,10 @@ def test_the_unit_stands_apart_from_the_last_number(budget):
     unit, last = (t.get_window_extent() for t in (axis.label, axis.get_ticklabels()[-1]))
     assert last.x1 < unit.x0 or unit.x1 < last.x0
     assert unit.x1 < figure.bbox.width * 0.82
+
+
+def test_the_budget_is_in_the_axis_unit():
+    chart = Waterfall(budget=int(0.8 * 2**30)).add("one", snapshot(parameters=3350))
+    axes = chart.plot().axes[0]
+    assert axes.xaxis.label.get_text() == "GiB"
+    assert "budget 0.80 GiB" in [text.get_text() for text in axes.texts]
