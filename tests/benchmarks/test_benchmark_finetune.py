@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import pytest
 import torch
@@ -17,19 +16,13 @@ from gradmem_lib.training.step import step
 
 
 @pytest.fixture
-def tune(load, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    module = load("gpu_finetune")
-    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
-    return module
+def tune(load_writing_elsewhere):
+    return load_writing_elsewhere("gpu_finetune")
 
 
 @pytest.fixture
-def ways(load, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    module = load("finetune")
-    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
-    return module
+def ways(load_writing_elsewhere):
+    return load_writing_elsewhere("finetune")
 
 
 def test_fine_tuning_without_a_card_says_so_and_writes_nothing(tune, capsys, tmp_path, monkeypatch):
