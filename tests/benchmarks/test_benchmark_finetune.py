@@ -238,7 +238,7 @@ def test_fine_tuning_keeps_its_time(tune, monkeypatch, tmp_path, capsys):
     )
 
 
-def test_three_ways_on_the_cpu(ways, tmp_path, capsys):
+def test_three_ways_on_the_cpu(ways, tmp_path, capsys, monkeypatch):
     found = ways.three_ways(dry=True, steps=2)
     assert list(found["ways"]) == [ways.NAIVE, ways.DEFAULTS, ways.OURS]
     assert found["holds"]["same rows in the same order"]
@@ -251,7 +251,20 @@ def test_three_ways_on_the_cpu(ways, tmp_path, capsys):
     assert found["to naive"][ways.NAIVE] == {"peak bytes": 1.0, "tokens/s": 1.0}
     assert found["holds"]["peak at most a quarter of naive's"]
     json.dumps(found)
+    asked = []
+
+    def as_found(dry, steps):
+        asked.append((dry, steps))
+        return found
+
+    monkeypatch.setattr(ways, "three_ways", as_found)
+    capsys.readouterr()
     assert ways.main(["--dry-run", "--steps", "1"]) == 0 and not list(tmp_path.iterdir())
+    assert asked == [(True, 1)]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        f"{promise}: {'yes' if ok else 'NO'}" for promise, ok in found["holds"].items()
+    ]
 
 
 def test_the_combined_form_is_the_first_that_fits(ways):
