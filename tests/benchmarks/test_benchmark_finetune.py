@@ -91,9 +91,10 @@ def test_none_is_found_where_none_works(tune):
 def test_running_out_of_memory_is_a_result_and_smaller_ones_are_tried(tune, monkeypatch):
     """A first try three times too large: the cap stops it, and the answer is the same."""
     place, cap, far = tune.DryRun(), tune.MiB, float("inf")
-    right = tune.questions(place)[0].answer(place, "ours, LoRA", cap, far)
+    question = tune.questions(place)[0]  # its predictions serve both answers
+    right = question.answer(place, "ours, LoRA", cap, far)
     monkeypatch.setattr(tune, "MARGIN", 3.0)
-    found = tune.questions(place)[0].answer(place, "ours, LoRA", cap, far)
+    found = question.answer(place, "ours, LoRA", cap, far)
     assert found["largest"] == right["largest"] and found["allocated"] == right["allocated"] <= cap
     assert found["next"]["size"] == right["next"]["size"] and "out of memory" in found["next"]
     assert found["next"]["predicted"] > cap and place.cap is None
