@@ -54,7 +54,10 @@ def candidates() -> list[Recipe]:
 
 def first_that_fits(forms: Sequence[Recipe], needs: Callable[[Recipe], int], room: float) -> Recipe:
     """The first that is predicted to need at most ``room`` bytes, else the one that needs least."""
-    return next((form for form in forms if needs(form) <= room), None) or min(forms, key=needs)
+    for form in forms:
+        if needs(form) <= room:
+            return form
+    return min(forms, key=needs)
 
 
 def cpu_data(dry: bool, steps: int):
@@ -94,7 +97,7 @@ def loss_on(model, rows) -> float:
     return sum(losses) / len(rows)
 
 
-def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, memory):
+def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, *, steps: int, memory):
     """A ``Trainer`` of ``way``.
 
     Ours brings a ``MemoryCallback`` of its own; the others get ``memory``.
@@ -134,14 +137,14 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, m
     return trainer
 
 
-def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, steps: int) -> dict:
+def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, *, steps: int) -> dict:
     """One way from a fresh model to its held-out loss."""
     from gradmem_lib.course.material.smollm2_runs import Clock
     from gradmem_lib.training.trainer import MemoryCallback
 
     model, clock, own = fresh(), Clock(), MemoryCallback(live=False)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(way, model, recipe, rows, folder, steps, own)
+        trainer = trainer_of(way, model, recipe, rows, folder, steps=steps, memory=own)
         before = loss_on(model, held_out)
         trainer.add_callback(clock)
         with own:
@@ -182,9 +185,8 @@ def three_ways(dry: bool, steps: int) -> dict:
     for way, says in predicted.items():
         gc.collect()
         rows = train_rows()
-        found[way] = trained_on_cpu(way, ours, fresh, rows, held_out, steps) | {
-            "predicted bytes": says
-        }
+        found[way] = trained_on_cpu(way, ours, fresh, rows, held_out, steps=steps)
+        found[way]["predicted bytes"] = says
         orders.append(rows.order)
         print(shown_way(way, found[way]), flush=True)
     return {

@@ -3,8 +3,8 @@ public name of ours.
 
 All of them were seen in torch 2.13.0 and transformers 5.23.0. They are also in 2.11.0 and 5.17.0,
 except where a comment says otherwise. When a new version moves a name, change this file.
-tests/test_compat.py fails for a private name in any other file. transformers is imported only
-inside the functions that need it.
+tests/repository/test_compat.py fails for a private name in any other file. transformers is imported
+only inside the functions that need it.
 """
 
 import os

@@ -68,3 +68,16 @@ def load(monkeypatch):
         return module
 
     return loaded
+
+
+@pytest.fixture
+def load_writing_elsewhere(load, monkeypatch, tmp_path):
+    """A benchmark as a module, by its name; what it records lies in ``tmp_path``."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def loaded(name: str):
+        module = load(name)
+        monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
+        return module
+
+    return loaded

@@ -129,38 +129,44 @@ def strip_solution(source: str, where: str) -> str:
     for number, line in enumerate(source.split("\n"), 1):
         here = f"{where}, line {number}"
         if begin := BEGIN.fullmatch(line):
-            if opened:
-                raise Problem(
-                    f"{here}: BEGIN SOLUTION inside the block that line {opened} opened; close "
-                    "that first"
-                )
-            if not begin[1]:
-                raise Problem(
-                    f"{here}: BEGIN SOLUTION at the left margin, where its stub would stop Run "
-                    "All; put it inside a function, or mark a value with `name = value  # "
-                    "SOLUTION`"
-                )
+            kept += stub(begin[1], opened, here)
             opened = number
-            kept += [f"{begin[1]}# your code here", f"{begin[1]}raise NotImplementedError"]
         elif END.fullmatch(line):
             if not opened:
                 raise Problem(f"{here}: END SOLUTION without a BEGIN SOLUTION before it")
             opened = 0
-        elif opened:
-            continue
-        elif value := VALUE.fullmatch(line):
-            kept.append(f"{value[1]} ...  # your value here")
-        elif STRAY.fullmatch(line):
-            raise Problem(
-                f"{here}: a SOLUTION mark that is none of the known forms: {line.strip()}"
-            )
-        else:
-            kept.append(line)
+        elif not opened:
+            kept.append(learners_line(line, here))
     if opened:
         raise Problem(
             f"{where}, line {opened}: BEGIN SOLUTION is never closed; add ### END SOLUTION"
         )
     return "\n".join(kept)
+
+
+def stub(indent: str, opened: int, here: str) -> list[str]:
+    """What a lesson has in place of a block that begins at ``here``; ``opened`` is the line of a
+    block that is open already, or 0.
+    """
+    if opened:
+        raise Problem(
+            f"{here}: BEGIN SOLUTION inside the block that line {opened} opened; close that first"
+        )
+    if not indent:
+        raise Problem(
+            f"{here}: BEGIN SOLUTION at the left margin, where its stub would stop Run All; put it "
+            "inside a function, or mark a value with `name = value  # SOLUTION`"
+        )
+    return [f"{indent}# your code here", f"{indent}raise NotImplementedError"]
+
+
+def learners_line(line: str, here: str) -> str:
+    """A line outside blocks, without the value that it marks as a solution."""
+    if value := VALUE.fullmatch(line):
+        return f"{value[1]} ...  # your value here"
+    if STRAY.fullmatch(line):
+        raise Problem(f"{here}: a SOLUTION mark that is none of the known forms: {line.strip()}")
+    return line
 
 
 def check_python(source: str, where: str) -> None:
@@ -213,11 +219,9 @@ def without_widget(output: NotebookNode) -> NotebookNode:
     another form as well.
     """
     data = output.get("data", {})
-    return (
-        NotebookNode(output, data={k: data[k] for k in data if k != WIDGET_VIEW})
-        if len(data) > 1
-        else output
-    )
+    if len(data) <= 1:
+        return output
+    return NotebookNode(output, data={k: data[k] for k in data if k != WIDGET_VIEW})
 
 
 def to_text(notebook: NotebookNode) -> str:

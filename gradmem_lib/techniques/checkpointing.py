@@ -11,7 +11,8 @@ replaced: the call of a segment's first layer runs the whole segment in one chec
 calls of the others hand its output on.
 
 Read ``checkpoint_layers`` first, which makes a ``_Segments`` for each list of layers. Of
-``_Segments``, read ``call`` (one call of a layer) and ``_run`` (one segment): they are lesson 04.
+``_Segments``, read ``call`` (one call of a layer), ``_begin_segment`` and ``_run`` (one segment):
+they are lesson 04.
 ``_choose_schedule`` and ``_measure`` belong to ``"best"``. The rest refuses what would give a wrong
 gradient: layers called out of order, inputs changed in place, caches.
 """
@@ -208,31 +209,40 @@ class _Segments:
             return self._measure(i, x, rest, pending)
         if self.segments is None and not self.per_layer_this_forward:
             self._choose_schedule(partial(self._measure_in_order, i, x, rest))
-        schedule = [1] * len(self.layers) if self.per_layer_this_forward else self.segments
-        # The segment of layer i: ``item`` of the schedule, from layer ``start`` to before ``stop``.
-        ends = list(accumulate(map(total_layers, schedule)))
-        index = bisect(ends, i)
-        item, stop = schedule[index], ends[index]
+        item, start, stop = self._segment_of(i)
         kept = self.keep_last and stop == len(self.layers)
         if kept and isinstance(item, int):
             return self._run(1, i, x, rest)  # nothing runs again
-        start = stop - total_layers(item)
         if i == start:  # the whole segment runs now
-            run = partial(self._run, item, start, rest=rest)
-            before = _version(x)
-            out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
-            if not kept and _version(x) != before:
-                raise RuntimeError(_IN_PLACE.format(i))
-        elif problem := self._problem(i, x, rest, pending):
-            raise RuntimeError(
-                f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
-                "in order, each with the last one's output and the same other arguments: begin a "
-                f"new segment at layer {i}, or use every=1"
-            )
+            out = self._begin_segment(item, start, x, rest, kept=kept)
         else:  # the segment has run: hand its output on
+            self._refuse_unless_continued(i, start, x, rest, pending)
             out, rest = pending[2:]
         if i + 1 < stop:
             self.pending = i + 1, stop, out, rest
+        return out
+
+    def _segment_of(self, i: int) -> tuple[int | Schedule, int, int]:
+        """Layer ``i``'s segment in this forward: its item of the schedule, its first layer, and the
+        layer after its last.
+        """
+        schedule = [1] * len(self.layers) if self.per_layer_this_forward else self.segments
+        ends = list(accumulate(map(total_layers, schedule)))
+        index = bisect(ends, i)
+        item, stop = schedule[index], ends[index]
+        return item, stop - total_layers(item), stop
+
+    def _begin_segment(
+        self, item: int | Schedule, start: int, x: Any, rest: tuple, *, kept: bool
+    ) -> Any:
+        """The output of a whole segment, in a checkpoint unless it is ``kept``."""
+        run = partial(self._run, item, start, rest=rest)
+        if kept:
+            return run(x)
+        before = _version(x)
+        out = checkpoint(run, x, use_reentrant=False)
+        if _version(x) != before:  # a second run would begin with another input
+            raise RuntimeError(_IN_PLACE.format(start))
         return out
 
     def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, pending: Any) -> Any:
@@ -275,6 +285,17 @@ class _Segments:
         if not isinstance(out, tuple) or self.passes_tuple_through:
             return False
         return any(part is not None for part in out[1:])
+
+    def _refuse_unless_continued(
+        self, i: int, start: int, x: Any, rest: tuple, pending: tuple | None
+    ) -> None:
+        problem = self._problem(i, x, rest, pending)
+        if problem:
+            raise RuntimeError(
+                f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
+                "in order, each with the last one's output and the same other arguments: begin a "
+                f"new segment at layer {i}, or use every=1"
+            )
 
     def _problem(self, i: int, x: Any, rest: tuple, pending: tuple | None) -> str | None:
         """The reason why this call of layer ``i`` does not continue a segment; None if it does."""

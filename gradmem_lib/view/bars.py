@@ -160,7 +160,8 @@ def bar_svg(
         for i, (label, parts) in enumerate(bars.items())
     ]
     shapes += [layout.axis(), layout.legend()]
-    start = frame(key, width, layout.foot + 50, 13, title, f"{words}.{card_lines}", patterns)
+    words = f"{words}.{card_lines}"
+    start = frame(key, width, layout.foot + 50, 13, title=title, words=words, defs=patterns)
     return f"{start}{''.join(shapes)}</svg>"
 
 

@@ -167,7 +167,7 @@ def _bar_svg(parts: dict[str, int], width: int = 760) -> str:
         shapes.append(f'<rect x="2" y="{y - 10}" width="12" height="12" fill="{color}"/>')
         shapes.append(svg_text(20, y, f"{NAMES[name]}, {format_bytes(nbytes)}", size=12))
         x += share
-    start = svg_frame(key, width, height, 13, "Where the memory is", words + ".", "")
+    start = svg_frame(key, width, height, 13, title="Where the memory is", words=words + ".")
     return f"{start}{''.join(shapes)}</svg>"
 
 

@@ -45,9 +45,10 @@ def schedule_svg(record: ScheduleRecord, settings: dict, curve: dict[int, Schedu
     hatches = "".join(_svg_hatch(key, look) for look in HATCHES)
     layout = _Layout(key, record)
     shapes = [*layout.grid(), *layout.bytes()]
-    shapes += _svg_curve(record, settings, curve, RIGHT, TOP, VIEW_WIDTH - 10 - RIGHT, 150)
+    shapes += _Curve(record, settings, curve).shapes()
     shapes += layout.legend()
-    start = frame(key, VIEW_WIDTH, VIEW_HEIGHT, 11, summary(record), words, hatches)
+    title = summary(record)
+    start = frame(key, VIEW_WIDTH, VIEW_HEIGHT, 11, title=title, words=words, defs=hatches)
     return f"{start}{''.join(shapes)}</svg>"
 
 
@@ -137,11 +138,10 @@ class _Layout:
                 yield f'<path class="gm-{name}" d="{shape}" {_svg_paint(self.key, name)}/>'
                 base = base + live[name]
         at = peak_column(record)
-        peak_x, peak_y, side = (
-            self.x(at),
-            bytes_y(record.peak),
-            -1 if at > 0.7 * len(record.events) else 1,
-        )
+        peak_x, peak_y = self.x(at), bytes_y(record.peak)
+        side, anchor = 1, "start"
+        if at > 0.7 * len(record.events):
+            side, anchor = -1, "end"  # to the left of the peak, where there is room
         yield (
             f'<path d="M{peak_x:.1f} {TOP}V{peak_y:.1f}" stroke="currentColor" '
             'stroke-dasharray="3 3"/>'
@@ -150,7 +150,7 @@ class _Layout:
         yield (
             f'<text x="{peak_x + 8 * side:.1f}" y="{peak_y - 4:.1f}" font-size="12" '
             'font-weight="700" fill="currentColor" '
-            f'text-anchor="{"end" if side < 0 else "start"}" {svg_halo(5)}>peak '
+            f'text-anchor="{anchor}" {svg_halo(5)}>peak '
             f"{record.peak / BOUNDARY:.0f}</text>"
         )
         yield svg_text(LEFT, LOW_TOP - 9, "live bytes, in boundaries")
@@ -184,68 +184,104 @@ class _Layout:
         )
 
 
-def _svg_curve(
-    record, settings: dict, curve: dict, left: float, top: float, width: float, height: float
-) -> list[str]:
+# The curve's axes: its left edge, its right edge, the vertical axis, its top and its foot.
+CURVE_RIGHT, CURVE_AXIS = VIEW_WIDTH - 10, RIGHT + 20
+CURVE_TOP, CURVE_HEIGHT = TOP, 150
+CURVE_FOOT = CURVE_TOP + CURVE_HEIGHT
+
+
+@dataclass(frozen=True)
+class _Curve:
     """The curve of peak against segment length, as far as it is measured, and the point of the
     current settings.
     """
-    depth = settings["depth"]
-    highest = max([r.peak for r in curve.values()] + [record.peak]) * 1.12
 
-    def px(k: float) -> float:  # logarithmic, since the curve turns at short segments
-        return left + 26 + math.log(k) / math.log(depth) * (width - 34)
+    record: ScheduleRecord
+    settings: dict
+    curve: dict[int, ScheduleRecord]
 
-    def py(nbytes: float) -> float:
-        return top + height - nbytes / highest * height
+    @property
+    def highest(self) -> float:
+        """The bytes at the top of the picture."""
+        peaks = [self.record.peak, *(record.peak for record in self.curve.values())]
+        return max(peaks) * 1.12
 
-    out = [
-        svg_text(left, top - 13, "peak by length of equal segments"),
-        (
-            f'<path d="M{left + 20} {top}V{top + height}H{left + width}" fill="none" '
+    def x(self, length: float) -> float:
+        # logarithmic, since the curve turns at short segments
+        share = math.log(length) / math.log(self.settings["depth"])
+        return RIGHT + 26 + share * (CURVE_RIGHT - RIGHT - 34)
+
+    def y(self, nbytes: float) -> float:
+        return CURVE_FOOT - nbytes / self.highest * CURVE_HEIGHT
+
+    def shapes(self) -> Iterator[str]:
+        yield from self.axes()
+        yield from self.line()
+        if self.settings["schedule"] == "equal segments":
+            yield self.point()
+        else:
+            yield from self.level()
+
+    def axes(self) -> Iterator[str]:
+        yield svg_text(RIGHT, CURVE_TOP - 13, "peak by length of equal segments")
+        yield (
+            f'<path d="M{CURVE_AXIS} {CURVE_TOP}V{CURVE_FOOT}H{CURVE_RIGHT}" fill="none" '
             'stroke="currentColor" opacity=".35"/>'
-        ),
-    ]
-    step = nice_step(highest / BOUNDARY, 4)
-    for i in range(int(highest / BOUNDARY / step) + 1):
-        y = py(i * step * BOUNDARY)
-        out.append(svg_text(left + 16, y + 4, f"{i * step:g}", anchor="end"))
-        out.append(
-            f'<path d="M{left + 20} {y:.1f}H{left + width}" stroke="currentColor" opacity=".12"/>'
         )
-    last = -100.0
-    for k in (1, 2, 4, 8, 16, 32, 64):
-        if k <= depth and px(k) - last > 20:
-            out.append(svg_text(px(k), top + height + 14, str(k), anchor="middle"))
-            last = px(k)
-    points = [(px(k), py(curve[k].peak)) for k in sorted(curve)]
-    if points:
+        step = nice_step(self.highest / BOUNDARY, 4)
+        for i in range(int(self.highest / BOUNDARY / step) + 1):
+            y = self.y(i * step * BOUNDARY)
+            yield svg_text(RIGHT + 16, y + 4, f"{i * step:g}", anchor="end")
+            yield (
+                f'<path d="M{CURVE_AXIS} {y:.1f}H{CURVE_RIGHT}" stroke="currentColor" '
+                'opacity=".12"/>'
+            )
+        last = -100.0
+        for length in (1, 2, 4, 8, 16, 32, 64):
+            if length > self.settings["depth"]:
+                break
+            x = self.x(length)
+            if x - last > 20:  # the numbers do not touch
+                yield svg_text(x, CURVE_FOOT + 14, str(length), anchor="middle")
+                last = x
+
+    def line(self) -> Iterator[str]:
+        points = [
+            (self.x(length), self.y(self.curve[length].peak)) for length in sorted(self.curve)
+        ]
+        if not points:
+            return
         line = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in points)
-        out.append(f'<path d="M{line}" fill="none" stroke="{_BLUE_BOTH}" stroke-width="1.6"/>')
-        out.append(f'<g fill="{_BLUE_BOTH}">{dots}</g>')
-    y = py(record.peak)
-    if settings["schedule"] == "equal segments":
-        out.append(
-            f'<circle class="gm-here" cx="{px(settings["segment"]):.1f}" cy="{y:.1f}" r="5.5" '
+        yield f'<path d="M{line}" fill="none" stroke="{_BLUE_BOTH}" stroke-width="1.6"/>'
+        yield f'<g fill="{_BLUE_BOTH}">{dots}</g>'
+
+    def point(self) -> str:
+        """Where the current length is."""
+        x, y = self.x(self.settings["segment"]), self.y(self.record.peak)
+        return (
+            f'<circle class="gm-here" cx="{x:.1f}" cy="{y:.1f}" r="5.5" '
             f'fill="{COLORS["inputs"]}" stroke="currentColor" stroke-width="1.5"/>'
         )
-    else:
-        out.append(
-            f'<path class="gm-here" d="M{left + 20} {y:.1f}H{left + width}" '
+
+    def level(self) -> Iterator[str]:
+        """The peak of a schedule that has no length of its own, as a line with its name."""
+        schedule, y = self.settings["schedule"], self.y(self.record.peak)
+        yield (
+            f'<path class="gm-here" d="M{CURVE_AXIS} {y:.1f}H{CURVE_RIGHT}" '
             f'stroke="{COLORS["inputs"]}" stroke-width="2.5" stroke-dasharray="7 3"/>'
         )
         # On the side without the curve: no point is below the best, and none is above "no
         # checkpoint".
-        best = settings["schedule"] == "best segments"
-        out.append(
-            f'<text x="{left + (width if best else 26)}" '
-            f'y="{y + 13 if best and y + 16 < top + height else y - 5:.1f}" '
-            f'text-anchor="{"end" if best else "start"}" font-weight="700" fill="currentColor" '
-            f"{svg_halo(5)}>"
-            f"{settings['schedule']}</text>"
+        x, anchor, baseline = RIGHT + 26, "start", f"{y - 5:.1f}"
+        if schedule == "best segments":
+            x, anchor = CURVE_RIGHT, "end"
+            if y + 16 < CURVE_FOOT:
+                baseline = f"{y + 13:.1f}"
+        yield (
+            f'<text x="{x}" y="{baseline}" text-anchor="{anchor}" font-weight="700" '
+            f'fill="currentColor" {svg_halo(5)}>{schedule}</text>'
         )
-    return out
 
 
 def _svg_steps(x: np.ndarray, low: np.ndarray, high: np.ndarray, end: float) -> str:

@@ -16,27 +16,31 @@ ALARM_BOTH = "#e0483f"
 def svg_label(name: str, nbytes: int, x: float, y: float, w: float, bar: int) -> str:
     """The part's name and size inside its box, as far as they fit."""
     size = format_bytes(nbytes)
-    dark = is_dark(COLORS[name])
-    ink, halo = ("#ffffff", COLORS[name]) if dark else ("#14181f", COLORS[name])
-    lines = [text for text in (name, size) if len(text) * 6.4 + 10 < w]
-    if len(lines) < 2:
-        lines = [size] if len(size) * 6.4 + 8 < w else []
+    middle, center = x + w / 2, y + bar / 2
+    widest = max(len(name), len(size))
+    # A letter is about 6.4 pixels wide.
+    if widest * 6.4 + 10 < w:
+        lines = {center - 3: name, center + 12: size}
+    elif len(size) * 6.4 + 8 < w:
+        lines = {center + 4.5: size}
+    else:
+        lines = {}
+    ink = "#ffffff" if is_dark(COLORS[name]) else "#14181f"
+    halo = COLORS[name]
     return "".join(
-        f'<text x="{x + w / 2:.1f}" y="{y + bar / 2 + (4.5 if len(lines) == 1 else -3 + 15 * i)}" '
-        'text-anchor="middle" '
+        f'<text x="{middle:.1f}" y="{baseline}" text-anchor="middle" '
         f'font-size="11.5" fill="{ink}" pointer-events="none" '
         f'style="paint-order:stroke;stroke:{halo};stroke-width:3.5px;stroke-linejoin:round">{text}</text>'
-        for i, text in enumerate(lines)
+        for baseline, text in lines.items()
     )
 
 
 def svg_pattern(key: str, name: str) -> str:
+    """The part's colour and hatch, as a ``<pattern>`` that boxes are filled with."""
     color, hatch = COLORS[name], HATCHES[name][:1]
-    ink = (
-        'stroke="#fff" stroke-opacity=".45"'
-        if is_dark(color)
-        else 'stroke="#10141c" stroke-opacity=".3"'
-    )
+    ink = 'stroke="#10141c" stroke-opacity=".3"'
+    if is_dark(color):
+        ink = 'stroke="#fff" stroke-opacity=".45"'
     marks = {
         "": "",
         "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
@@ -51,7 +55,9 @@ def svg_pattern(key: str, name: str) -> str:
     )
 
 
-def frame(key: str, width: int, height: int, font: int, title: str, words: str, defs: str) -> str:
+def frame(
+    key: str, width: int, height: int, font: int, *, title: str, words: str, defs: str = ""
+) -> str:
     """The start of an ``<svg>`` that follows the page's colours and shrinks with it; ``title`` and
     ``words`` are read out.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import pytest
 import torch
@@ -17,19 +16,13 @@ from gradmem_lib.training.step import step
 
 
 @pytest.fixture
-def tune(load, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    module = load("gpu_finetune")
-    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
-    return module
+def tune(load_writing_elsewhere):
+    return load_writing_elsewhere("gpu_finetune")
 
 
 @pytest.fixture
-def ways(load, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    module = load("finetune")
-    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
-    return module
+def ways(load_writing_elsewhere):
+    return load_writing_elsewhere("finetune")
 
 
 def test_fine_tuning_without_a_card_says_so_and_writes_nothing(tune, capsys, tmp_path, monkeypatch):
@@ -98,9 +91,10 @@ def test_none_is_found_where_none_works(tune):
 def test_running_out_of_memory_is_a_result_and_smaller_ones_are_tried(tune, monkeypatch):
     """A first try three times too large: the cap stops it, and the answer is the same."""
     place, cap, far = tune.DryRun(), tune.MiB, float("inf")
-    right = tune.questions(place)[0].answer(place, "ours, LoRA", cap, far)
+    question = tune.questions(place)[0]  # its predictions serve both answers
+    right = question.answer(place, "ours, LoRA", cap, far)
     monkeypatch.setattr(tune, "MARGIN", 3.0)
-    found = tune.questions(place)[0].answer(place, "ours, LoRA", cap, far)
+    found = question.answer(place, "ours, LoRA", cap, far)
     assert found["largest"] == right["largest"] and found["allocated"] == right["allocated"] <= cap
     assert found["next"]["size"] == right["next"]["size"] and "out of memory" in found["next"]
     assert found["next"]["predicted"] > cap and place.cap is None
@@ -245,7 +239,7 @@ def test_fine_tuning_keeps_its_time(tune, monkeypatch, tmp_path, capsys):
     )
 
 
-def test_three_ways_on_the_cpu(ways, tmp_path, capsys):
+def test_three_ways_on_the_cpu(ways, tmp_path, capsys, monkeypatch):
     found = ways.three_ways(dry=True, steps=2)
     assert list(found["ways"]) == [ways.NAIVE, ways.DEFAULTS, ways.OURS]
     assert found["holds"]["same rows in the same order"]
@@ -258,7 +252,20 @@ def test_three_ways_on_the_cpu(ways, tmp_path, capsys):
     assert found["to naive"][ways.NAIVE] == {"peak bytes": 1.0, "tokens/s": 1.0}
     assert found["holds"]["peak at most a quarter of naive's"]
     json.dumps(found)
+    asked = []
+
+    def as_found(dry, steps):
+        asked.append((dry, steps))
+        return found
+
+    monkeypatch.setattr(ways, "three_ways", as_found)
+    capsys.readouterr()
     assert ways.main(["--dry-run", "--steps", "1"]) == 0 and not list(tmp_path.iterdir())
+    assert asked == [(True, 1)]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        f"{promise}: {'yes' if ok else 'NO'}" for promise, ok in found["holds"].items()
+    ]
 
 
 def test_the_combined_form_is_the_first_that_fits(ways):

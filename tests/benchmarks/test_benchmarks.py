@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,11 +21,8 @@ from gradmem_lib.training.recipe import Recipe
 
 
 @pytest.fixture
-def gpu(load, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    module = load("gpu_predict")
-    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
-    return module
+def gpu(load_writing_elsewhere):
+    return load_writing_elsewhere("gpu_predict")
 
 
 def test_enough_cases_of_every_kind(gpu):

@@ -302,25 +302,24 @@ WITHOUT_TORCH = [
 ]
 
 
-@pytest.mark.parametrize("words", WITHOUT_TORCH, ids=" ".join)
-def test_what_needs_no_torch_does_not_import_it(words):
+def assert_needs_no_torch(statements: str) -> None:
+    """In a new Python, where ``main`` is imported, ``statements`` do not import torch."""
     code = (
-        "import sys\nfrom gradmem_lib.__main__ import main\n"
-        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        f"import sys\nfrom gradmem_lib.__main__ import main\n{statements}\n"
         "sys.exit(7 if 'torch' in sys.modules else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("words", WITHOUT_TORCH, ids=" ".join)
+def test_what_needs_no_torch_does_not_import_it(words):
+    assert_needs_no_torch(f"try:\n    main({words!r})\nexcept SystemExit:\n    pass")
 
 
 def test_a_class_board_of_an_empty_folder_needs_no_torch(tmp_path):
-    code = (
-        "import sys\nfrom gradmem_lib.__main__ import main\n"
-        f"main(['class', {str(tmp_path)!r}, '--once', '--out', {str(tmp_path / 'b.html')!r}])\n"
-        "sys.exit(7 if 'torch' in sys.modules else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    words = ["class", str(tmp_path), "--once", "--out", str(tmp_path / "b.html")]
+    assert_needs_no_torch(f"main({words!r})")
 
 
 def test_progress_is_one_screen_with_its_signs_explained(capsys):

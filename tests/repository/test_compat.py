@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from support.families import tiny_config
 from torch import nn
 
 import gradmem_lib
 from gradmem_lib import compat
+from gradmem_lib.course.machine import compat as machine_compat
 
 HOME = Path(gradmem_lib.__file__).parent
 FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
@@ -110,6 +113,20 @@ def test_no_class_overrides_a_private_method_of_another_library(file):
             assert not OWN & vars(cls).keys() & {n for base in bases for n in vars(base)}, (
                 f"{file}: {name}"
             )
+
+
+def test_names_that_have_a_default_are_still_those_of_transformers():
+    """A name that transformers has changed would be read as its default, without an error."""
+    config = tiny_config("llama")
+    model = machine_compat.model_from_config(
+        transformers.LlamaForCausalLM, config, attn_implementation="eager"
+    )
+    assert compat.attention_of(model) == "eager"
+    assert compat.takes_fused_attention(model)
+    assert not compat.takes_fused_attention(transformers.PreTrainedModel)
+    for reentrant in (True, False):
+        machine_compat.enable_checkpointing(model, {"use_reentrant": reentrant})
+        assert compat.checkpoints_reentrant(model.model.layers[0]) == reentrant
 
 
 def test_a_storage_has_one_key_whoever_looks():

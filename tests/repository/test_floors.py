@@ -4,25 +4,28 @@ import-linter follows import statements. A name in a string reaches up without o
 """
 
 import ast
+import fnmatch
+import json
 import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.paths import ROOT
 
-FLOORS = (
-    ("hf_names",),
-    ("units", "rows", "optimizers", "names", "compat", "display"),
-    ("measure",),
-    ("techniques",),
-    ("training",),
-    ("prediction",),
-    ("planning",),
-    ("view",),
-    ("run",),
-    ("course",),
-)
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = {c["name"]: c for c in PYPROJECT["tool"]["importlinter"]["contracts"]}
+# A floor is a line such as "units : rows : optimizers".
+FLOORS = {
+    name
+    for line in CONTRACTS["The floors of the library"]["layers"]
+    for name in line.split(" : ")
+    if name != "__main__"
+}
+EXCEPTIONS = PYPROJECT["tool"]["ruff"]["lint"]["per-file-ignores"]
 LIBRARY = ROOT / "gradmem_lib"
 BELOW_THE_COURSE = sorted(
     path
@@ -61,11 +64,10 @@ def strings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 @pytest.mark.parametrize("path", BELOW_THE_COURSE, ids=short)
 def test_no_file_below_the_course_reaches_up_by_a_name_in_a_string(path):
-    floors = {name for names in FLOORS for name in names}
     tree = parsed(path)
     for constant in strings(tree):
         for name in re.findall(r"\bgradmem_lib\.(\w+)", constant.value):
-            assert name not in floors, (short(path), constant.lineno)
+            assert name not in FLOORS, (short(path), constant.lineno)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -108,6 +110,39 @@ def test_no_loop_hides_in_an_expression_whose_result_is_dropped(path):
         if isinstance(node, ast.Expr) and hides_a_loop(node.value)
     ]
     assert not dropped, f"{short(path)}: write a loop in lines {dropped}"
+
+
+@pytest.fixture(scope="module")
+def broken_rules() -> set[tuple[str, str]]:
+    """Files and the rules that they break, as ruff says without any exception."""
+    command = [sys.executable, "-m", "ruff", "check", "--output-format=json"]
+    command += [
+        "--config",
+        "lint.per-file-ignores={}",
+        "gradmem_lib",
+        "benchmarks",
+        "tests",
+        "tools",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    broken = json.loads(done.stdout)
+    return {(short(Path(found["filename"])), found["code"]) for found in broken}
+
+
+def patterns(text: str) -> list[str]:
+    """``{a,b}/**`` as ``a/**`` and ``b/**``."""
+    braces = re.fullmatch(r"\{(.*)\}(.*)", text)
+    if braces is None:
+        return [text]
+    return [start + braces[2] for start in braces[1].split(",")]
+
+
+@pytest.mark.parametrize("files", EXCEPTIONS)
+def test_an_exception_to_the_linters_rules_is_needed(files, broken_rules):
+    for rule in EXCEPTIONS[files]:
+        breaks = [file for file, code in broken_rules if code == rule]
+        for pattern in patterns(files):
+            assert fnmatch.filter(breaks, pattern), f"{pattern} does not break {rule} any more"
 
 
 @pytest.mark.parametrize("folder", ["gradmem_lib/course", "tests"])

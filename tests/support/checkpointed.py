@@ -19,40 +19,18 @@ def weighted(y):
 
 
 N = 6
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": N,
+    "num_attention_heads": 2,
+}
+LLAMA_LIKE = SIZES | {"vocab_size": 50, "num_key_value_heads": 1, "attention_dropout": 0.2}
 HF = {
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=N,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            attention_dropout=0.2,
-        )
-    ),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=N,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            attention_dropout=0.2,
-        )
-    ),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_LIKE)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA_LIKE)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=N,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            attention_dropout=0.2,
-        )
+        transformers.Qwen3Config(**LLAMA_LIKE, head_dim=8)
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -66,21 +44,11 @@ HF = {
         )
     ),
     "bert": lambda: transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=N,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=32,
-        )
+        transformers.BertConfig(**SIZES, vocab_size=50, max_position_embeddings=32)
     ),
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=N,
-            num_attention_heads=2,
-            intermediate_size=24,
+            **SIZES,
             image_size=8,
             patch_size=4,
             hidden_dropout_prob=0.2,

@@ -248,6 +248,14 @@ PICTURES = {
     "siglip": TWO,
     "clip": TWO | {"projection_dim": 16},
 }
+CONVOLUTIONS = {
+    "conv_dim": [8, 8],
+    "conv_stride": [4, 4],
+    "conv_kernel": [4, 4],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
 SOUNDS = {
     "whisper": PAIR
     | {
@@ -256,22 +264,8 @@ SOUNDS = {
         "max_target_positions": 64,
         "pad_token_id": 0,
     },
-    "wav2vec2": {
-        "conv_dim": [8, 8],
-        "conv_stride": [4, 4],
-        "conv_kernel": [4, 4],
-        "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 4,
-        "num_conv_pos_embedding_groups": 2,
-    },
-    "hubert": {
-        "conv_dim": [8, 8],
-        "conv_stride": [4, 4],
-        "conv_kernel": [4, 4],
-        "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 4,
-        "num_conv_pos_embedding_groups": 2,
-    },
+    "wav2vec2": CONVOLUTIONS,
+    "hubert": CONVOLUTIONS,
 }
 KINDS = {
     "text": TEXT,

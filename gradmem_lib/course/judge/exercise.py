@@ -69,9 +69,7 @@ class Exercise:
 
 
 class Unseen(str):
-    """The key of a case that is never printed, so that a table copied from messages is no
-    answer.
-    """
+    """The key of a hidden case: it is never shown, so that answers cannot be hard-coded."""
 
 
 @dataclass(frozen=True)

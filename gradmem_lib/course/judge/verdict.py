@@ -3,7 +3,7 @@
 An exercise's ``observe`` runs a candidate on the exercise's cases and returns what it did, as
 numbers, tensors, or dicts of those. The reference and the known mistakes are candidates too. So an
 answer is right when it is observed to do what the reference does, however it is written, and a
-wrong one that does what a known mistake does can be told its name.
+wrong answer that behaves like a known mistake gets that mistake's message.
 """
 
 from __future__ import annotations

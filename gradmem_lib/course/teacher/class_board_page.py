@@ -300,20 +300,10 @@ def _picture(id: str, unit: str, guesses: list, line: float | None, words: str) 
 
     counts = Counter(min(int((value - low) / (high - low) * _BINS), _BINS - 1) for value in drawn)
     tall = (floor - 42) / max(counts.values(), default=1)
-    parts = [
-        frame(f"g{id.replace('.', '')}", _WIDE, _HIGH, 13, f"Guesses of prediction {id}", words, "")
-    ]
+    title = f"Guesses of prediction {id}"
+    parts = [frame(f"g{id.replace('.', '')}", _WIDE, _HIGH, 13, title=title, words=words)]
     if line is not None:
-        at = x(place(line))
-        anchor = "middle"
-        if at < _WIDE * 0.3:
-            anchor = "start"
-        elif at > _WIDE * 0.7:
-            anchor = "end"
-        parts.append(f'<path d="M{at:.1f} 22V{floor}" stroke="{ALARM_BOTH}" stroke-width="3"/>')
-        parts.append(
-            svg_text(at, 15, f"measured {_human(line, unit)}", anchor=anchor, size=13, weight=700)
-        )
+        parts.append(_measured_line(x(place(line)), floor, f"measured {_human(line, unit)}"))
     for i, n in counts.items():
         left, top = _LEFT + i * step, floor - n * tall
         parts.append(
@@ -327,6 +317,17 @@ def _picture(id: str, unit: str, guesses: list, line: float | None, words: str) 
         parts.append(f'<path d="M{x(value):.1f} {floor}v5" stroke="currentColor"/>')
         parts.append(svg_text(x(value), floor + 20, name, anchor="middle", size=13))
     return "".join(parts) + "</svg>", len(guesses) - len(drawn)
+
+
+def _measured_line(at: float, floor: float, words: str) -> str:
+    """The line of the measured value, with ``words`` on the side where they have room."""
+    anchor = "middle"
+    if at < _WIDE * 0.3:
+        anchor = "start"
+    elif at > _WIDE * 0.7:
+        anchor = "end"
+    line = f'<path d="M{at:.1f} 22V{floor}" stroke="{ALARM_BOTH}" stroke-width="3"/>'
+    return line + svg_text(at, 15, words, anchor=anchor, size=13, weight=700)
 
 
 def _ticks(low: float, high: float, unit: str, log: bool) -> list[tuple[float, str]]:

@@ -56,6 +56,12 @@ def test_every_exercise_has_three_right_and_six_wrong_answers_in_the_bank():
     assert not few
 
 
+@pytest.mark.parametrize("bank", BANKS, ids=lambda bank: bank.__name__.rpartition(".")[2])
+def test_a_file_has_the_answers_of_the_lesson_that_it_is_named_by(bank):
+    of = {f"lesson_{int(id.partition('.')[0]):02}" for id in (*bank.RIGHT, *bank.WRONG)}
+    assert of == {bank.__name__.rpartition(".")[2]}
+
+
 @pytest.mark.parametrize("id", CHOSEN)
 def test_right_answers_pass_in_any_form(id):
     expected = of_reference(get(id))

@@ -175,6 +175,16 @@ def causal_mask(batch_size, seq_len, dtype, attention):
     )
 
 
+def assert_block_saves(run, own, model, batch, precision, attention) -> None:
+    """What ``run``, one block of ``model``, saves besides its ``own`` tensors is what the formula
+    says for a batch of (rows, tokens).
+    """
+    _, measured = saved_tensors(run, own)
+    shape = Shape.from_config(model.config)
+    items = accounting.block_activations(shape, *batch, precision=precision, attention=attention)
+    assert sum(items.values()) == measured
+
+
 @pytest.mark.parametrize("attention", ["fused", "eager"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("size", LLAMA_SIZES)
@@ -200,12 +210,8 @@ def test_llama_block_saves_exactly_this(size, precision, attention):
         with compute(precision):
             return model.model.layers[0](x, attention_mask=mask, position_embeddings=tables)
 
-    _, measured = saved_tensors(run, (*model.parameters(), *tables))
-    shape = Shape.from_config(model.config)
-    items = accounting.block_activations(
-        shape, batch_size, seq_len, precision=precision, attention=attention
-    )
-    assert sum(items.values()) == measured
+    own = (*model.parameters(), *tables)
+    assert_block_saves(run, own, model, (batch_size, seq_len), precision, attention)
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
@@ -229,12 +235,8 @@ def test_gpt2_block_saves_exactly_this(size, precision, attention):
         with compute(precision):
             return model.transformer.h[0](x, attention_mask=mask)
 
-    _, measured = saved_tensors(run, model.parameters())
-    shape = Shape.from_config(model.config)
-    items = accounting.block_activations(
-        shape, batch_size, seq_len, precision=precision, attention=attention
-    )
-    assert sum(items.values()) == measured
+    own = model.parameters()
+    assert_block_saves(run, own, model, (batch_size, seq_len), precision, attention)
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])

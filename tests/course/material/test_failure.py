@@ -22,57 +22,96 @@ def asking(*requests: int):
     return SimpleNamespace(target="cuda", requests=lambda: requests)
 
 
-def simulated(requests, capacity):
-    """(the request that fails, or None; the segments): every block is a list [bytes, the request's
-    number or None].
+def rounded(request: int) -> int:
+    """The bytes of the block that a request gets."""
+    return max(512, (request + 511) // 512 * 512)
+
+
+def segment_for(size: int) -> int:
+    """The bytes of a new segment for a block of ``size`` bytes."""
+    if size <= MiB:
+        return 2 * MiB
+    if size < 10 * MiB:
+        return 20 * MiB
+    return (size + 2 * MiB - 1) // (2 * MiB) * 2 * MiB
+
+
+class Simulated:
+    """PyTorch's caching allocator, written anew: ``segments`` are lists of blocks in their order,
+    and a block is a list [bytes, the request's number or None].
     """
-    segments: list[list[list]] = []
 
-    def reserved():
-        return sum(size for segment in segments for size, _ in segment)
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.segments: list[list[list]] = []
 
+    def free(self, number: int) -> None:
+        for segment in self.segments:
+            for block in segment:
+                if block[1] == number:
+                    block[1] = None
+            self.join_free_blocks(segment)
+
+    def join_free_blocks(self, segment: list[list]) -> None:
+        i = 1
+        while i < len(segment):
+            if segment[i - 1][1] is None and segment[i][1] is None:
+                segment[i - 1][0] += segment.pop(i)[0]
+            else:
+                i += 1
+
+    def alloc(self, size: int, number: int) -> bool:
+        """Whether a block of ``size`` bytes was found or made."""
+        fitting = self.fitting_blocks(size)
+        if not fitting:
+            new = segment_for(size)
+            if not self.has_room(new):
+                return False
+            self.segments.append([[new, None]])
+            fitting = [(new, len(self.segments) - 1, 0)]
+        total, s, b = min(fitting)
+        rest = total - size
+        least = 512 if size <= MiB else MiB + 1  # a smaller rest is not cut off
+        if rest >= least:
+            self.segments[s][b : b + 1] = [[size, number], [rest, None]]
+        else:
+            self.segments[s][b] = [total, number]
+        return True
+
+    def fitting_blocks(self, size: int) -> list[tuple[int, int, int]]:
+        """The free blocks that are large enough: their bytes, segment and place in it."""
+        found = []
+        for s, segment in enumerate(self.segments):
+            for_small = sum(total for total, _ in segment) == 2 * MiB
+            if for_small != (size <= MiB):
+                continue
+            for b, (total, owner) in enumerate(segment):
+                if owner is None and total >= size:
+                    found.append((total, s, b))
+        return found
+
+    def has_room(self, new: int) -> bool:
+        """Whether a new segment fits, if need be once the unused ones are given back."""
+        if self.reserved() + new > self.capacity:
+            self.segments = [s for s in self.segments if any(owner is not None for _, owner in s)]
+        return self.reserved() + new <= self.capacity
+
+    def reserved(self) -> int:
+        return sum(size for segment in self.segments for size, _ in segment)
+
+
+def simulated(requests, capacity):
+    """(the request that fails, or None; the segments)."""
+    allocator = Simulated(capacity)
     number = 0
     for request in requests:
         if request < 0:
-            for segment in segments:
-                for block in segment:
-                    block[1] = None if block[1] == -1 - request else block[1]
-                i = 1
-                while i < len(segment):
-                    if segment[i - 1][1] is None and segment[i][1] is None:
-                        segment[i - 1][0] += segment.pop(i)[0]
-                    else:
-                        i += 1
+            allocator.free(-1 - request)
             continue
-        size = max(512, (request + 511) // 512 * 512)
-        small = size <= MiB
-        fitting = [
-            (block[0], s, b)
-            for s, segment in enumerate(segments)
-            for b, block in enumerate(segment)
-            if block[1] is None
-            and block[0] >= size
-            and (sum(x for x, _ in segment) == 2 * MiB) == small
-        ]
-        if not fitting:
-            if small:
-                new = 2 * MiB
-            elif size < 10 * MiB:
-                new = 20 * MiB
-            else:
-                new = (size + 2 * MiB - 1) // (2 * MiB) * 2 * MiB
-            if reserved() + new > capacity:
-                segments[:] = [s for s in segments if any(owner is not None for _, owner in s)]
-            if reserved() + new > capacity:
-                return number, segments
-            segments.append([[new, None]])
-            fitting = [(new, len(segments) - 1, 0)]
-        total, s, b = min(fitting)
-        rest = total - size
-        keep = rest >= 512 if small else rest > MiB
-        segments[s][b : b + 1] = [[size, number], [rest, None]] if keep else [[total, number]]
+        if not allocator.alloc(rounded(request), number):
+            return number, allocator.segments
         number += 1
-    return None, segments
+    return None, allocator.segments
 
 
 def random_requests(seed: int) -> list[int]:

@@ -16,7 +16,7 @@ from ...ledger import Finding, answers
 from ...ledger.finding import about, fits
 from ...machine.compat import enable_checkpointing
 from ..shared.claim_runs import silent, tiny, token_ids
-from .exercises_shards import Calls
+from .exercises_shards import CollectiveLog
 from .exercises_two_cards import seventy_peak, two_cards
 
 MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentrant=True": True}
@@ -85,7 +85,7 @@ def second_step(
             )
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
-        with Calls() as calls, MemoryTracker(model, live=False) as tracker:
+        with CollectiveLog() as calls, MemoryTracker(model, live=False) as tracker:
             model(input_ids=ids, labels=ids).loss.backward()
     return calls.count("allgather"), tracker.peak.total, model
 

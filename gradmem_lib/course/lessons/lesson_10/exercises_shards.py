@@ -120,7 +120,7 @@ def _all_reduced(whole):
     return whole.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
 
 
-class Calls(TorchDispatchMode):
+class CollectiveLog(TorchDispatchMode):
     """Names of the collective calls that are made."""
 
     def __init__(self):
@@ -196,7 +196,7 @@ def _observe_layer(candidate):
         }
     with fake_process_group(4, 0):
         chain, x = _chain(candidate)
-        with Calls() as calls, MemoryTracker(chain, live=False) as tracker:
+        with CollectiveLog() as calls, MemoryTracker(chain, live=False) as tracker:
             chain(x).square().mean().backward()
     found["all-reduces"] = calls.count("allreduce")
     found["six layers on one of 4 ranks"] = Measured(None, tracker.peak.total, SHARD_CARD)
@@ -288,11 +288,11 @@ def _gradients(candidate) -> dict:
     return {"gradients on rank 0": first, "gradients on rank 1": last}
 
 
-def step_on_a_rank(candidate) -> tuple[nn.Module, Calls, MemoryTracker]:
+def step_on_a_rank(candidate) -> tuple[nn.Module, CollectiveLog, MemoryTracker]:
     """A forward and a backward of the tiny Llama on rank 0 of 2."""
     model, ids = wrap_setting()
     model = candidate(model, init_device_mesh("cpu", (2,)))
-    with Calls() as calls, MemoryTracker(model, live=False) as tracker:
+    with CollectiveLog() as calls, MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids[:2], labels=ids[:2]).loss.backward()
     return model, calls, tracker
 

@@ -1,4 +1,4 @@
-"""Answers to the exercises of lesson 03 as people write them; see answers_numbers.py."""
+"""Answers to the exercises of lesson 03 as people write them; see lesson_00.py."""
 
 import math
 from functools import partial

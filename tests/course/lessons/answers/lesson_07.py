@@ -1,4 +1,4 @@
-"""Answers to the exercises of lesson 07 as people write them; see answers_numbers.py."""
+"""Answers to the exercises of lesson 07 as people write them; see lesson_00.py."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Answers to the exercises of lesson 08 as people write them; see answers_numbers.py."""
+"""Answers to the exercises of lesson 08 as people write them; see lesson_00.py."""
 
 import bisect
 import io
@@ -9,6 +9,7 @@ import uuid
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from support.families import OLDER
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +21,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import FlopCounterMode
+
+from gradmem_lib.course.lessons.lesson_08 import exercises as lesson_08
+from gradmem_lib.course.lessons.lesson_08 import exercises_moving, exercises_numbers
 
 RIGHT, WRONG, aten = {}, {}, torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
@@ -53,6 +57,16 @@ class _Policy:
         return next(self.turns[ctx.is_recompute]) if op in PRODUCTS else False
 
 
+RIGHT["8.1"] = {
+    "counts": lambda: _policy(),
+    "an object": lambda: _Policy(),
+    "by name": lambda: _policy(is_product=lambda op: "mm" in str(op)),
+    "prefers": lambda: _policy(
+        save=CheckpointPolicy.PREFER_SAVE, rest=CheckpointPolicy.MUST_RECOMPUTE
+    ),
+}
+
+
 SHARED = _policy()
 
 
@@ -68,14 +82,6 @@ def _by_kind():
     return policy
 
 
-RIGHT["8.1"] = {
-    "counts": lambda: _policy(),
-    "an object": lambda: _Policy(),
-    "by name": lambda: _policy(is_product=lambda op: "mm" in str(op)),
-    "prefers": lambda: _policy(
-        save=CheckpointPolicy.PREFER_SAVE, rest=CheckpointPolicy.MUST_RECOMPUTE
-    ),
-}
 WRONG["8.1"] = {
     "every second operation": (lambda: _policy(is_product=lambda op: True), "operation"),
     "the others": (lambda: _policy(odd=0), "first"),
@@ -94,6 +100,37 @@ WRONG["8.1"] = {
     "contexts": (lambda: create_selective_checkpoint_contexts(_policy()), "policy itself|called"),
     "mm alone": (lambda: _policy(is_product=lambda op: op == aten.mm.default), "addmm|bmm"),
     "keeps nothing": (lambda: lambda ctx, op, *args, **kwargs: AGAIN, "nothing is kept|no product"),
+}
+
+
+def _counting_policy(*, counted=lambda op: op in PRODUCTS, again=True, rest=AGAIN):
+    def make():
+        counts = [0, 0]
+
+        def policy(ctx, op, *args, **kwargs):
+            if not counted(op) or (ctx.is_recompute and not again):
+                return rest
+            counts[ctx.is_recompute] += 1
+            return SAVE if counts[ctx.is_recompute] % 2 else AGAIN
+
+        return policy
+
+    return make
+
+
+WRONG["8.1"] |= {
+    "attention counts too": (
+        _counting_policy(counted=lambda op: op in PRODUCTS or "attention" in str(op)),
+        "fused attention is counted as a product",
+    ),
+    "None for the rest": (
+        _counting_policy(rest=None),
+        "the policy returns None for some operations",
+    ),
+    "nothing in the second run": (
+        _counting_policy(again=False),
+        "the second run gets other answers",
+    ),
 }
 
 
@@ -143,6 +180,9 @@ def _by_mode(plain, checkpointed):
     return torch.tensor(more.total - less.total)
 
 
+RIGHT["8.2"] = {"mapping": _repeated, "plain products": _as_plain_products, "a mode": _by_mode}
+
+
 def _blind(plain, checkpointed):
     with FlopCounterMode(display=False) as less:
         plain()
@@ -151,7 +191,6 @@ def _blind(plain, checkpointed):
     return more.get_total_flops() - less.get_total_flops()
 
 
-RIGHT["8.2"] = {"mapping": _repeated, "plain products": _as_plain_products, "a mode": _by_mode}
 WRONG["8.2"] = {
     "blind": (_blind, "fused attention"),
     "blind by overload": (partial(_repeated, op=FUSED.default), "fused attention"),
@@ -173,6 +212,93 @@ WRONG["8.2"] = {
     "a share": (
         partial(_repeated, of=lambda more, less: more / less - 1),
         "share|fraction|operations",
+    ),
+}
+
+
+def _flops(of):
+    def formula(query, key, value, *args, out_val=None, **kwargs):
+        return of(*query, key[2])
+
+    return lambda plain, checkpointed: (
+        _operations(checkpointed, formula) - _operations(plain, formula)
+    )
+
+
+RIGHT["8.2"] |= {"from both shapes": _flops(lambda b, h, q, d, k: 4 * b * h * q * d * k)}
+
+
+def _one_counter(plain, checkpointed):
+    return _operations(lambda: (plain(), checkpointed()), lesson_08.fused_operations)
+
+
+WRONG["8.2"] |= {
+    "no rows": (_flops(lambda b, h, q, d, k: 4 * h * q * d * k), "leaves out the rows"),
+    "no size": (_flops(lambda b, h, q, d, k: 4 * b * h * q * k), "leaves out the size of a head"),
+    "four products": (_flops(lambda b, h, q, d, k: 8 * b * h * q * d * k), "counts twice"),
+    "one counter": (_one_counter, "the sum of both steps is counted"),
+    "not called": (lambda plain, checkpointed: 0, "no operation is counted"),
+}
+
+
+def _operations_by(step, formula):
+    with FlopCounterMode(
+        display=False, custom_mapping={FUSED: formula} if formula else {}
+    ) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def _difference(of, *, first=True, second=True):
+    """``of(rows, heads, queries, size, keys)``: the formula, which the plain step's counter has,
+    and the other step's.
+    """
+
+    def formula(query, key, value, *args, out_val=None, **kwargs):
+        return of(*query, key[2])
+
+    return lambda plain, again: (
+        _operations_by(again, second and formula) - _operations_by(plain, first and formula)
+    )
+
+
+def _exact(rows, heads, queries, size, keys):
+    return 4 * rows * heads * queries * size * keys
+
+
+def _with(formula):
+    return lambda plain, again: _operations_by(again, formula) - _operations_by(plain, formula)
+
+
+def _not_called(plain, again):
+    counters = []
+    for step in (plain, again):
+        with FlopCounterMode(display=False, custom_mapping={FUSED: lambda *_, **__: 0}) as counter:
+            step()
+        counters.append(counter)
+    return counters[1].get_total_flops - counters[0].get_total_flops
+
+
+WRONG["8.2"] |= {
+    "fewer arguments": (_with(lambda query, key, value, *args: 0), r"\*\*kwargs"),
+    "shapes of shapes": (
+        _with(lambda query, *rest, **kwargs: query.shape[0]),
+        "are shapes, not tensors",
+    ),
+    "no return": (_with(lambda *shapes, **kwargs: None), "returns nothing"),
+    "the number itself": (_with(4), "without calling it"),
+    "total not called": (_not_called, "call it"),
+    "keys squared": (_difference(lambda b, h, q, d, k: 4 * b * h * k * k * d), "squares the keys"),
+    "size for keys": (_difference(lambda b, h, q, d, k: 4 * b * h * q * d * d), r"key\[2\]"),
+    "a quarter": (_difference(lambda b, h, q, d, k: b * h * q * d * k), "a quarter"),
+    "softmax too": (
+        _difference(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k),
+        "must return 3,600, but returns 3,750",
+    ),
+    "one counter with it": (_difference(_exact, first=False), "one of the two counters"),
+    "the other counter with it": (
+        _difference(_exact, second=False),
+        r"given only to plain\(\)'s counter",
     ),
 }
 
@@ -209,10 +335,6 @@ class _Disk:
         if packed not in self.kept:
             self.kept[packed] = torch.load(packed)
         return self.kept[packed]
-
-
-def _disk(**switches):
-    return type("Disk", (_Disk,), switches)
 
 
 class _Paths:
@@ -276,6 +398,13 @@ class _Once(_Disk):
         )
 
 
+RIGHT["8.3"] = {"plain": _Disk, "paths": _Paths, "bytes": _Numpy, "once": _Once}
+
+
+def _disk(**switches):
+    return type("Disk", (_Disk,), switches)
+
+
 class _Memory(_Disk):
     def pack(self, tensor):
         if tensor.untyped_storage().data_ptr() in self.weights:
@@ -304,7 +433,6 @@ class _Returns(_Disk):
         return packed
 
 
-RIGHT["8.3"] = {"plain": _Disk, "paths": _Paths, "bytes": _Numpy, "once": _Once}
 WRONG["8.3"] = {
     "keeps": (_disk(keeps=True), "kept|alive"),
     "whole storage": (_disk(clones=False), "storage|clone"),
@@ -317,6 +445,47 @@ WRONG["8.3"] = {
     "in memory": (_Memory, "folder|file"),
     "identity": (_Identity, "nothing is moved|no file"),
     "names alone": (_Returns, "unpack"),
+}
+
+
+class _NumpyFiles(exercises_moving.Disk):
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.stay:
+            return tensor
+        self.number += 1
+        path = f"{self.folder}/{self.number}.npy"
+        np.save(path, tensor.detach().numpy())
+        return path
+
+    def unpack(self, packed):
+        return packed if isinstance(packed, torch.Tensor) else torch.from_numpy(np.load(packed))
+
+
+RIGHT["8.3"] |= {"numpy files": _NumpyFiles}
+
+
+class _ByShape(exercises_moving.Disk):
+    def __init__(self, folder, weights):
+        super().__init__(folder, weights)
+        self.shapes = {shape for w in weights for shape in (w.shape, w.shape[::-1])}
+
+    def pack(self, tensor):
+        return tensor if tensor.shape in self.shapes else super().pack(tensor)
+
+
+class _InNumpy(exercises_moving.Disk):
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.stay:
+            return tensor
+        return tensor.detach().clone().numpy()
+
+    def unpack(self, packed):
+        return packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)
+
+
+WRONG["8.3"] |= {
+    "a weight's shape": (_ByShape, "an activation that has a weight's shape stays"),
+    "numpy": (_InNumpy, "no file appears"),
 }
 
 
@@ -374,15 +543,6 @@ def _between(peak, layers, budget, *, low=0, high=None, fits=lambda found, budge
     return low
 
 
-def _scanned(peak, layers, budget):
-    return next(k for k in range(layers + 1) if peak(k) <= budget)
-
-
-def _straight(peak, layers, budget):
-    most, least = peak(0), peak(layers)
-    return max(0, math.ceil((most - budget) / (most - least) * layers))
-
-
 RIGHT["8.5"] = {
     "loop": _bisected,
     "recursive": _recursive,
@@ -393,6 +553,17 @@ RIGHT["8.5"] = {
         0 if peak(0) <= budget else _between(peak, layers, budget, low=1)
     ),
 }
+
+
+def _scanned(peak, layers, budget):
+    return next(k for k in range(layers + 1) if peak(k) <= budget)
+
+
+def _straight(peak, layers, budget):
+    most, least = peak(0), peak(layers)
+    return max(0, math.ceil((most - budget) / (most - least) * layers))
+
+
 WRONG["8.5"] = {
     "scan": (_scanned, "one after another|calls"),
     "below": (partial(_between, fits=lambda found, budget: found < budget), "exactly|at most"),
@@ -416,14 +587,62 @@ WRONG["8.5"] = {
 }
 
 
+def _halve(peak, layers, budget, number=int, asks=1, up=1):
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) // 2
+        if max([peak(middle) for _ in range(asks)]) <= budget:
+            high = middle
+        else:
+            low = middle + up
+    return number(low)
+
+
+RIGHT["8.5"] |= {
+    "a tensor": lambda peak, layers, budget: _halve(peak, layers, budget, torch.tensor),
+    "numpy": lambda peak, layers, budget: _halve(peak, layers, budget, np.int64),
+}
+
+
+def _largest(peak, layers, budget):
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if peak(middle) <= budget else (low, middle - 1)
+    return low
+
+
+WRONG["8.5"] |= {
+    "asks twice": (
+        lambda *given: _halve(*given, asks=2),
+        "the number is right, but it took more than 8",
+    ),
+    "never ends": (lambda *given: _halve(*given, up=0), "does not get smaller"),
+    "the largest that fits": (_largest, "the search ends in the wrong place"),
+    "steps of eight": (
+        lambda peak, layers, budget: next(
+            k for k in [*range(0, layers, 8), layers] if peak(k) <= budget
+        ),
+        "the search ends in the wrong place",
+    ),
+}
+
+
+def _others(peak, layers, budget):
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if peak(middle) <= budget else (middle + 1, high)
+    return layers - low
+
+
+WRONG["8.5"] |= {"those that stay": (_others, "layers that do not run again")}
+
+
 def _tiled(mlp, x, tiles, *, dim=1, run=None, cut=None, join=torch.cat):
     parts = cut(x, tiles) if cut else x.tensor_split(tiles, dim=dim)
     run = run or partial(checkpoint, use_reentrant=False)
     return join([run(mlp, part) for part in parts], dim=dim)
-
-
-def _plain(mlp, part):
-    return mlp(part)
 
 
 def _tiled_into(mlp, x, tiles):
@@ -432,6 +651,20 @@ def _tiled_into(mlp, x, tiles):
     for start in range(0, x.shape[1], size):
         out.append(checkpoint(mlp, x[:, start : start + size], use_reentrant=False))
     return torch.cat(out, 1)
+
+
+RIGHT["8.6"] = {
+    "chunk": lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.chunk(tiles, 1)),
+    "tensor_split": _tiled,
+    "slices": _tiled_into,
+    "split": lambda mlp, x, tiles: _tiled(
+        mlp, x, tiles, cut=lambda x, tiles: x.split(-(-x.shape[1] // tiles), 1)
+    ),
+}
+
+
+def _plain(mlp, part):
+    return mlp(part)
 
 
 def _tiled_twice(mlp, x, tiles):
@@ -443,14 +676,6 @@ def _even(x, tiles):
     return [x[:, i * size : (i + 1) * size] for i in range(tiles)]
 
 
-RIGHT["8.6"] = {
-    "chunk": lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.chunk(tiles, 1)),
-    "tensor_split": _tiled,
-    "slices": _tiled_into,
-    "split": lambda mlp, x, tiles: _tiled(
-        mlp, x, tiles, cut=lambda x, tiles: x.split(-(-x.shape[1] // tiles), 1)
-    ),
-}
 WRONG["8.6"] = {
     "no checkpoint": (partial(_tiled, run=_plain), "checkpoint"),
     "whole": (lambda mlp, x, tiles: checkpoint(mlp, x, use_reentrant=False), "whole|tile|at once"),
@@ -468,6 +693,32 @@ WRONG["8.6"] = {
         "number of tiles|tokens each|length|runs",
     ),
     "reentrant": (partial(_tiled, run=partial(checkpoint, use_reentrant=True)), "reentrant"),
+}
+
+
+def _tiles(dim=1, joined=1, join=torch.cat, **settings):
+    def tiled(mlp, x, tiles):
+        settings.setdefault("use_reentrant", False)
+        return join(
+            [checkpoint(mlp, part, **settings) for part in x.tensor_split(tiles, dim)], joined
+        )
+
+    return tiled
+
+
+WRONG["8.6"] |= {
+    "other random numbers": (
+        _tiles(preserve_rng_state=False),
+        "dropout draws other random numbers",
+    ),
+    "checkpoint of checkpoints": (
+        lambda mlp, x, tiles: checkpoint(lambda x: _tiles()(mlp, x, tiles), x, use_reentrant=False),
+        "a checkpoint around the checkpoints",
+    ),
+    "joined along rows": (_tiles(joined=0), "not joined along the dimension"),
+    "stacked": (_tiles(join=torch.stack), "not joined along the dimension"),
+    "the width is cut": (_tiles(2, 2), "the width is cut, so"),
+    "x detached": (lambda mlp, x, tiles: _tiles()(mlp, x.detach(), tiles), "x gets no gradient"),
 }
 
 
@@ -525,4 +776,36 @@ WRONG["8.7"] = {
     "always bf16": (lambda c, r, t, b: _cache(c, r, t, 2), "bytes_per_number|two bytes"),
     "square": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens|square"),
     "queries too": (partial(_cache, both=3), "queries"),
+}
+
+
+def _changed_cache(of):
+    return lambda config, rows, tokens, width: of(
+        exercises_numbers.kv_cache(config, rows, tokens, width), config, tokens
+    )
+
+
+WRONG["8.7"] |= {
+    "one token": (
+        _changed_cache(lambda right, config, tokens: right // tokens),
+        "one token is counted",
+    ),
+    "one token fewer": (
+        _changed_cache(lambda right, config, tokens: right // tokens * (tokens - 1)),
+        "the last token is missing",
+    ),
+    "queries": (
+        _changed_cache(
+            lambda right, config, tokens: (
+                right + right // 2 // config.num_key_value_heads * config.num_attention_heads
+            )
+        ),
+        "queries are counted as well",
+    ),
+    "heads of one number": (
+        _changed_cache(lambda right, config, tokens: right // config.head_dim),
+        "the width of a head is missing",
+    ),
+    "MiB": (_changed_cache(lambda right, config, tokens: right / 2**20), "return bytes"),
+    "bits": (_changed_cache(lambda right, config, tokens: 8 * right), "these are bits"),
 }

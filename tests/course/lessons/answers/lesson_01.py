@@ -1,0 +1,314 @@
+"""Answers to the exercises of lesson 01 as people write them; see lesson_00.py."""
+
+import math
+
+import numpy as np
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+RIGHT, WRONG = {}, {}
+
+
+def _bytes(p):
+    return p.numel() * p.element_size()
+
+
+def _resident(model, *, parameters=_bytes, trained=lambda p: p.requires_grad, moments=2, step=4):
+    held = [p for p in model.parameters() if trained(p)]
+    gradients = sum(map(_bytes, held))
+    return {
+        "parameters": sum(map(parameters, model.parameters())),
+        "gradients": gradients,
+        "optimizer": moments * gradients + step * len(held),
+    }
+
+
+def _measured(model):
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()
+    found = {
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        "optimizer": sum(v.nbytes for state in optimizer.state.values() for v in state.values()),
+    }
+    model.zero_grad()
+    return found
+
+
+RIGHT["1.1"] = {
+    "measured": _measured,
+    "named": lambda model: _resident(model, parameters=lambda p: p.nbytes),
+    "floats": lambda model: {k: float(v) for k, v in _resident(model).items()},
+}
+WRONG["1.1"] = {
+    "no counters": (lambda model: _resident(model, step=0), "step counter"),
+    "eight": (lambda model: _resident(model, step=8), "step counters have 8 bytes"),
+    "one moment": (lambda model: _resident(model, moments=1), "one moment"),
+    "frozen": (lambda model: _resident(model, trained=lambda p: True), "frozen"),
+    "4 bytes": (
+        lambda model: _resident(model, parameters=lambda p: 4 * p.numel()),
+        "bf16 MLP, entry 'parameters'",
+    ),
+    "frozen moments": (
+        lambda model: (
+            _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}
+        ),
+        "neither gradient",
+    ),
+    "trained alone": (
+        lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]},
+        "take memory too",
+    ),
+    "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
+    "buffers": (lambda model: _resident(model) | {"buffers": 0}, "this name was not asked for"),
+}
+
+
+def _saved(
+    model,
+    x,
+    size=lambda t: t.untyped_storage().nbytes(),
+    key=lambda t: t.untyped_storage().data_ptr(),
+    own=None,
+):
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()} if own is None else own
+    return sum(
+        {key(t): size(t) for t in kept if t.untyped_storage().data_ptr() not in own}.values()
+    )
+
+
+RIGHT["1.2"] = {
+    "storages": _saved,
+    "float": lambda model, x: float(_saved(model, x)),
+    "tensor": lambda model, x: torch.tensor(_saved(model, x)),
+}
+WRONG["1.2"] = {
+    "views": (
+        lambda model, x: _saved(model, x, key=lambda t: t.data_ptr(), size=lambda t: t.nbytes),
+        "view|slice",
+    ),
+    "parameters": (lambda model, x: _saved(model, x, own=()), "parameters"),
+    "no input": (lambda model, x: _saved(model, x) - x.nbytes, "input is left out"),
+    "output too": (lambda model, x: _saved(model, x) + model(x).nbytes, "output is counted too"),
+    "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1024 times too small|fraction"),
+    "nothing": (lambda model, x: 0, "the answer is 0 for all"),
+}
+
+
+def _packed(size, *, key=lambda t: t.untyped_storage().data_ptr(), own=False, again=False):
+    """``saved_bytes`` by a hook that writes a saved tensor's ``size`` down under its ``key``, or
+    each time ``again``.
+    """
+
+    def saved(model, x):
+        counted, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(t):
+            if own or t.untyped_storage().data_ptr() not in weights:
+                counted[len(counted) if again else key(t)] = size(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(x)
+        return sum(counted.values())
+
+    return saved
+
+
+def _storage_bytes(t):
+    return t.untyped_storage().nbytes()
+
+
+WRONG["1.2"] |= {
+    "each time, weights too": (
+        _packed(_storage_bytes, own=True, again=True),
+        "not yet: this counts a storage as often.*And this counts the parameters",
+    ),
+    "each time, of the view": (
+        _packed(lambda t: t.nbytes, again=True),
+        "not yet: this counts a storage as often",
+    ),
+    "weights too, of the view": (
+        _packed(lambda t: t.nbytes, own=True),
+        "not yet: this counts the parameters too",
+    ),
+    "weights too, elements": (
+        _packed(lambda t: _storage_bytes(t) // t.itemsize, own=True),
+        "not yet: this counts the parameters.*And this counts elements",
+    ),
+    "elements of the view": (
+        _packed(torch.numel),
+        "not yet: this counts the view.*And this counts elements",
+    ),
+    "all of it": (
+        _packed(torch.numel, own=True, again=True),
+        "not yet: this counts a storage.*And this counts the parameters.*And this counts elements",
+    ),
+}
+
+RIGHT["1.3"] = {
+    "difference": lambda b, s, h: b * h * (s * s - s) * 4,
+    "numpy": lambda b, s, h: np.int64(4) * b * h * s * (s - 1),
+    "comb": lambda b, s, h: 8 * b * h * math.comb(s, 2),
+}
+WRONG["1.3"] = {
+    "bf16": (lambda b, s, h: 2 * b * h * s * (s - 1), "2 bytes a number"),
+    "per head dimension": (lambda b, s, h: 4 * b * s * (s - 1), "one head"),
+    "three squares": (lambda b, s, h: 12 * b * h * s * s - 4 * b * h * s, "3 times the softmax"),
+    "two log-sum-exps": (lambda b, s, h: 4 * b * h * s * (s - 2), "log-sum-exp has 8"),
+    "cube": (lambda b, s, h: 4 * b * h * s**3, "twice the `seq_len`"),
+    "no batch": (lambda b, s, h: 4 * h * s * s - 4 * h * s, "one sequence|`batch`"),
+}
+
+RIGHT["1.4"] = {
+    "loop": lambda b, s, v: sum(4 * b * s * v for _ in "abc"),
+    "mb": lambda b, s, v: 12.0 * b * s * v,
+    "tensor": lambda b, s, v: 3 * torch.empty(b, s, v, device="meta").nbytes,
+}
+WRONG["1.4"] = {
+    "two": (lambda b, s, v: 8 * b * s * v, "two tensors"),
+    "four": (lambda b, s, v: 16 * b * s * v, "16 bytes a logit"),
+    "no vocab": (lambda b, s, v: 12 * b * s, "`vocab` has no effect"),
+    "shifted": (lambda b, s, v: 12 * b * (s - 1) * v, "last position"),
+    "square": (lambda b, s, v: 12 * b * s * s * v, "twice the `seq_len`"),
+    "pairs": (lambda b, s, v: [4 * b * s * v] * 3, "return one number"),
+}
+
+
+_PER = {"float32": 16, "bf16": 8, "autocast-bf16": 16, "float32-master": 16}
+
+RIGHT["1.5"] = {
+    "table": _PER.get,
+    "if": lambda recipe: 8 if recipe == "bf16" else 16,
+    "words": lambda recipe: 16 >> (recipe == "bf16"),
+}
+WRONG["1.5"] = {
+    "bf16 master": (lambda recipe: _PER[recipe] - 4 * (recipe == "float32-master"), "master"),
+    "weights": (lambda recipe: _PER[recipe] // 4, "gradient and its two moments|4 times too small"),
+    "half moments": (
+        lambda recipe: _PER[recipe] - 4 * (recipe == "autocast-bf16"),
+        "autocast-bf16: 4 bytes too few",
+    ),
+    "double": (lambda recipe: 2 * _PER[recipe], "2 times too large"),
+    "always": (lambda recipe: 16, "bf16"),
+    "key": (lambda recipe: {"fp32": 16}[recipe], "KeyError"),
+}
+
+
+def _train(
+    model, optimizer, batches, *, keep=lambda losses, out: losses.append(out.loss.item()), **options
+):
+    losses = []
+    for ids in batches:
+        if options.get("first", False):
+            optimizer.zero_grad()
+        out = model(input_ids=ids, labels=ids)
+        loss = out.loss
+        keep(losses, out)
+        if not options.get("hold"):
+            del out
+        loss.backward()
+        if options.get("step", True):
+            optimizer.step()
+        if options.get("zero", True) and not options.get("first", False):
+            optimizer.zero_grad()
+        del loss
+    return losses
+
+
+RIGHT["1.6"] = {
+    "zero first": lambda m, o, b: _train(m, o, b, first=True),
+    "detached losses": lambda m, o, b: _train(
+        m, o, b, keep=lambda kept, out: kept.append(out.loss.detach())
+    ),
+    "array": lambda m, o, b: np.array(_train(m, o, b)),
+}
+
+
+def _first_loss(model, optimizer, batches):
+    return _train(model, optimizer, batches)[:1]
+
+
+def _same_batch(model, optimizer, batches):
+    return _train(model, optimizer, [batches[0]] * len(batches))
+
+
+WRONG["1.6"] = {
+    "holds the output": (lambda m, o, b: _train(m, o, b, hold=True), "output is still alive"),
+    "no zero": (lambda m, o, b: _train(m, o, b, zero=False), "zero_grad"),
+    "no step": (lambda m, o, b: _train(m, o, b, step=False), "step"),
+    "first loss": (_first_loss, "there must be 3 entries"),
+    "same batch": (_same_batch, "item 1"),
+    "graphs": (
+        lambda m, o, b: _train(m, o, b, keep=lambda kept, out: kept.append(out.logits)),
+        "got a tensor",
+    ),
+}
+
+
+def _gpt2(b, s, hidden, heads, size=4, norm=2, **rows):
+    t, x = b * s, b * s * hidden
+    counts = {"ln_1": x + norm * t, "attn.c_attn": x, "attn": 4 * x + t * heads, "attn.c_proj": 0}
+    counts |= {"attn.resid_dropout": x, "ln_2": x + norm * t, "mlp.c_fc": x}
+    counts |= {"mlp.act": 4 * x, "mlp.c_proj": 4 * x, "mlp.dropout": x}
+    counts |= {name.replace("__", "."): count(t, x) for name, count in rows.items()}
+    return {name: size * count for name, count in counts.items()}
+
+
+def _asked_of_torch(b, s, hidden, heads):
+    norm = _saved(torch.nn.LayerNorm(hidden), torch.randn(b, s, hidden))
+    inner = torch.empty(b, s, 4 * hidden, device="meta").nbytes
+    found = {
+        "attn": inner + torch.empty(b, heads, s).nbytes,
+        "attn.c_proj": 0,
+        "ln_1": norm,
+        "ln_2": norm,
+    }
+    found |= dict.fromkeys(("mlp.act", "mlp.c_proj"), inner)
+    return found | dict.fromkeys(
+        ("attn.c_attn", "attn.resid_dropout", "mlp.c_fc", "mlp.dropout"), inner // 4
+    )
+
+
+RIGHT["1.7"] = {
+    "formula": _gpt2,
+    "asked of torch": _asked_of_torch,
+    "numpy": lambda *sizes: {name: np.float64(n) for name, n in _gpt2(*sizes).items()},
+    "backwards": lambda *sizes: dict(reversed(_gpt2(*sizes).items())),
+}
+WRONG["1.7"] = {
+    "outputs": (
+        lambda *a: _gpt2(*a, attn__c_attn=lambda t, x: 3 * x, mlp__c_fc=lambda t, x: 4 * x),
+        r"attn\.c_attn.*3 \* hidden",
+    ),
+    "the result twice": (
+        lambda *a: _gpt2(*a, attn__c_proj=lambda t, x: x),
+        "counted already|twice",
+    ),
+    "a narrow GELU": (lambda *a: _gpt2(*a, mlp__act=lambda t, x: x), r"mlp\.act.*4 \* hidden"),
+    "no dropout": (
+        lambda *a: _gpt2(*a, attn__resid_dropout=lambda t, x: 0, mlp__dropout=lambda t, x: 0),
+        "mask",
+    ),
+    "a bit of dropout": (
+        lambda *a: _gpt2(
+            *a, attn__resid_dropout=lambda t, x: x / 4, mlp__dropout=lambda t, x: x / 4
+        ),
+        "byte",
+    ),
+    "scores": (
+        lambda b, s, h, n: _gpt2(b, s, h, n, attn=lambda t, x: 4 * x + n * t * s),
+        r"scores|square",
+    ),
+    "no log-sum-exp": (lambda *a: _gpt2(*a, attn=lambda t, x: 4 * x), "log-sum-exp"),
+    "one sum": (lambda *a: sum(_gpt2(*a).values()), "a dict"),
+    "bf16": (lambda *a: _gpt2(*a, size=2), "2 times too small|half"),
+    "no mean": (lambda *a: _gpt2(*a, norm=1), r"ln_1.*mean"),
+    "one sequence": (lambda b, s, h, n: _gpt2(1, s, h, n), "batch"),
+    "empty": (lambda *a: {}, "ln_1|missing|entries"),
+}
