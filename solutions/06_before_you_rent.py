@@ -113,7 +113,7 @@ for name in ("context", "others"):
 print("in pieces:", found["in_pieces"])
 
 # %%
-print(said)
+print(said.to_text(80))
 
 # %% [markdown]
 # A smaller batch would change 218 MiB, the tensors. The other process holds 25 times as much, and nothing in your script
