@@ -609,6 +609,9 @@ except BudgetExceeded as error:
     print(error)
 
 # %% [markdown]
+# The error finds the graphs of several forwards. It takes them for losses that wait for one backward, but here `backward`
+# runs after each forward. So which graphs are they?
+#
 # ### Exercise 3.9 · a window that keeps its graphs
 #
 # ●●○ · 6 minutes · optional · trains: finding the graph that no backward frees

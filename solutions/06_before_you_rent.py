@@ -516,7 +516,10 @@ for name, option in options.items():
 # %%
 from gradmem_lib.course import evaluation_leak_setting
 
+small, held_out = evaluation_leak_setting()
 
+
+# %%
 def evaluate(model, batches):  # 1
     model.eval()  # 2
     outputs = []  # 3
@@ -531,7 +534,6 @@ def evaluate(model, batches):  # 1
 
 
 # %%
-small, held_out = evaluation_leak_setting()
 try:
     with MemoryTracker(small, budget="1 MiB", live=False):
         evaluate(small, held_out)
@@ -540,6 +542,7 @@ except BudgetExceeded as exceeded:
 
 # %% [markdown]
 # A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step.
+# The error's line says where the logits were *made*. Which line *keeps* them?
 # (A forward without `no_grad` has the same symptom. Exercise 5.7 of lesson 05 is about it.)
 #
 # ### Exercise 6.7 · an evaluation that collects
