@@ -17,9 +17,14 @@ import torch
 from torch import nn
 
 from ...judge.compare import Measured, describe, difference, plain
-from ...judge.exercise import Mistake, Unseen, measure
+from ...judge.exercise import Mistake, Unseen, measure, outside_torch
 from .settings import flat
 
+OUTSIDE = "outside of tensors"
+KEPT_OUTSIDE = (
+    "numbers of every batch are kept in arrays or lists: no tracker sees these bytes, and in the "
+    "host's memory they grow all the same. Keep what the result needs."
+)
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
 HIDDEN, WEIGHTS = Unseen("other batches"), "the weights afterwards"
 
@@ -43,7 +48,8 @@ class Leak:
     for its ``def``. ``innocent``: for other lines, why they are not to blame. ``setting``: the
     script's arguments for a number of batches, the model first, made afresh. ``batches``: how many
     the lesson has, and ``counted`` their name. ``budget``: bytes, such as "2 MiB". ``stays``: what
-    is said of a script that still keeps too much.
+    is said of a script that still keeps too much. ``outside``: bytes that Python and numpy may
+    hold, which no tracker sees; 0: they are not counted.
     """
 
     script: Callable[..., Any]
@@ -55,6 +61,7 @@ class Leak:
     counted: str = "batches"
     budget: str
     stays: str
+    outside: int = 0
 
     @property
     def shown(self) -> str:
@@ -63,11 +70,16 @@ class Leak:
 
     def observe(self, candidate: Callable[[], Any]) -> dict[str, Any]:
         line, script = _answer_of(candidate)
-        return {
+        found = {
             "the line": self._says_of(line),
             self.shown: self._run(script, self.batches),
             HIDDEN: self._run(script, self.batches // 2 + 1),
         }
+        if self.outside:
+            arguments = self.setting(self.batches)
+            nbytes = outside_torch(lambda: script(*arguments))
+            found[OUTSIDE] = Measured(None, nbytes, self.outside, says=KEPT_OUTSIDE)
+        return found
 
     def _says_of(self, line: int) -> str:
         """Empty for the right line. (A text, so that no message gives the right number away.)"""
@@ -146,6 +158,8 @@ def _answer_of(candidate: Callable[[], Any]) -> tuple[int, Callable[..., Any]]:
     line, script = plain(given[0]), given[1]
     if callable(given[0]) and not callable(script):
         raise TypeError(f"the line comes first: {TWO_THINGS}")
+    if isinstance(line, float) and line.is_integer():
+        line = int(line)
     if isinstance(line, bool) or not isinstance(line, Integral):
         raise TypeError(f"the line must be a whole number, not {describe(given[0])}: {TWO_THINGS}")
     if not callable(script):

@@ -141,6 +141,12 @@ WRONG["1.8"] = {
     "the line that makes it": (answer(4, history_of(numbers)), "line 4 makes the outputs"),
     "the last line": (answer(10, history_of(numbers)), "after the last batch"),
     "a line that does nothing": (answer(3, history_of(numbers)), "line 3 keeps no tensor"),
+    "in numpy": (
+        answer(
+            9, history_of(lambda loss, out: (loss.item(), out.detach().numpy().copy()), to_numbers)
+        ),
+        "arrays",
+    ),
     "half the rows": (answer(9, half_a_batch), "the updates are others|trains"),
     "no gradients": (answer(9, under_no_grad), "no_grad around a training step"),
     "the loss alone": (
@@ -438,6 +444,11 @@ def means_of_batches(kept, labels):
     return torch.stack(means).mean().item()
 
 
+def of_arrays(kept, labels):
+    found = torch.cat([torch.from_numpy(logits.argmax(-1)) for logits in kept])
+    return (found == torch.cat(labels)).float().mean().item()
+
+
 def argmax(logits):
     return logits.argmax(-1)
 
@@ -450,6 +461,7 @@ RIGHT["6.7"] = {
     "argmax": answer(7, evaluates(argmax)),
     "counted": answer(7, counted),
     "lists": answer(7, to_lists),
+    "a whole float": answer(7.0, counted),
     "smaller batches too": answer(7, evaluates(argmax, size=4)),
 }
 WRONG["6.7"] = {
@@ -467,6 +479,10 @@ WRONG["6.7"] = {
     "probabilities": (answer(7, evaluates(lambda logits: logits.softmax(-1))), "1,000 numbers"),
     "with a graph": (answer(7, evaluates(lambda logits: logits, graph=True)), "no_grad|1,000"),
     "mean of means": (answer(7, evaluates(argmax, mean=means_of_batches)), "means"),
+    "in numpy": (
+        answer(7, evaluates(lambda logits: logits.numpy().copy(), mean=of_arrays)),
+        "arrays",
+    ),
     "half the data": (answer(7, half_the_data), "first batches|something else"),
     "left in eval": (answer(7, evaluates(argmax, back=False)), "eval mode"),
     "line 6": (answer(6, counted), "take their place"),
