@@ -617,7 +617,7 @@ except BudgetExceeded as error:
     print(error)
 
 # %% [markdown]
-# Each tooth of the picture begins a little higher than the one before. The error's line says where the tensors were
+# Each tooth of the picture begins a little higher than the one before. The error's lines say where the tensors were
 # *made*. Which line *keeps* them?
 #
 # ### Exercise 1.8 · a history that grows

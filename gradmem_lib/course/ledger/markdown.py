@@ -96,7 +96,7 @@ def _figures(finding: Finding) -> list[str]:
 
 
 def _entry(claim: Claim, finding: Finding, lessons: list[str]) -> list[str]:
-    where = f"Shown in lesson {' and '.join(lessons)}." if lessons else "No lesson shows it yet."
+    where = f"Shown in lesson {' and '.join(lessons)}." if lessons else "No lesson shows it."
     rows = [f"| {name} | {value(number)} |" for name, number in finding.figures.items()]
     verdict, summary = (
         finding.verdict.capitalize(),

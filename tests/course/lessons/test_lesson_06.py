@@ -153,6 +153,10 @@ CAUSES = {
         (programs.metrics_with_their_graph, "Bytes grow from step to step"),
         (partial(traced, exercises_leak_01.LEAK), "Bytes grow from step to step"),
     ],
+    "accumulation saves too little": [
+        (programs.losses_added_up, "Losses are added up before one backward"),
+        (partial(traced, exercises_leak_03.LEAK), "Losses are added up before one backward"),
+    ],
     "it fails in the first step": [
         (programs.first_step, "The first optimizer step makes its states")
     ],
