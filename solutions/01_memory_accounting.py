@@ -626,6 +626,85 @@ with SmallTracker() as small, MemoryTracker(live=False) as tracker:
 # Thirty lines still count 4 MiB that are gone. `gradmem_lib/measure/` has the rest, and `tracker.py` is a good place to
 # begin.
 #
+# ## Optional: a history that grows
+#
+# Nothing later needs this section. The script below trains a small network, and keeps a history of losses and outputs.
+# Its first steps fit, and a later one does not. The numbers at the ends of the lines are for the exercise.
+
+# %%
+import torch.nn.functional as F
+
+from gradmem_lib.course import history_setting
+
+
+# %%
+def with_history(model, optimizer, batches):  # 1
+    history = []  # 2
+    for x, y in batches:  # 3
+        out = model(x)  # 4
+        loss = F.mse_loss(out, y)  # 5
+        loss.backward()  # 6
+        optimizer.step()  # 7
+        optimizer.zero_grad()  # 8
+        history.append((loss, out))  # 9
+    return [(loss.item(), out.mean().item()) for loss, out in history]  # 10
+
+
+# %%
+net, net_adam, pairs = history_setting()
+try:
+    with MemoryTracker(net, net_adam, budget="2 MiB", title="a history, out of memory"):
+        with_history(net, net_adam, pairs)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# Each tooth of the picture begins a little higher than the one before. The error's lines say where the tensors were
+# *made*. Which line *keeps* them?
+#
+# ### Exercise 1.9 · a history that grows
+#
+# ●○○ · 5 minutes · optional · trains: telling the line that makes a tensor from the line that keeps it
+#
+# Write `history_leak()`. It returns two things: the number of the line that keeps tensors which no later line needs, and
+# the fixed script, a function with the same arguments. The fixed script returns the same history, trains the same
+# weights, and stays within the budget, however many batches there are.
+#
+# <details><summary>Hint 1: after the step</summary>
+#
+# In the next step, `out` and `loss` name new tensors. The old ones are freed, unless something else refers to them.
+#
+# <details><summary>Hint 2: a tensor or a number</summary>
+#
+# What does the last line need of each batch? `detach()` returns a tensor with the same storage. `.item()` returns a
+# number of Python.
+#
+# </details></details>
+
+
+# %%
+def history_leak():
+    """(the number of the line, the fixed script)."""
+    ### BEGIN SOLUTION
+
+    def fixed(model, optimizer, batches):
+        history = []
+        for x, y in batches:
+            out = model(x)
+            loss = F.mse_loss(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append((loss.item(), out.mean().item()))
+        return history
+
+    return 9, fixed
+    ### END SOLUTION
+
+
+history_leak = check("1.9", history_leak)
+
+# %% [markdown]
 # ## Optional: more practice
 #
 # ### Exercise 1.7 · the table of a GPT-2 block

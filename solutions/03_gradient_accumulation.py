@@ -626,6 +626,73 @@ for way in (at_once, in_pieces, in_two_passes):
 # the pieces: the embeddings, and what the loss keeps of them. The price is a second forward. For a loss of your own,
 # `check_pieces_add_up` says whether pieces are allowed.
 #
+# ## Optional: a window that keeps its graphs
+#
+# Nothing later needs this section. The script below accumulates: `backward` runs after each micro-batch, and frees its
+# graph. The script also returns the mean entropy of the predictions, which says how unsure the model is. The window has
+# 16 micro-batches, and the memory runs out in a late one.
+
+# %%
+from torch.nn.functional import cross_entropy
+
+from gradmem_lib import BudgetExceeded, split
+from gradmem_lib.course import window_setting
+
+
+# %%
+def with_entropy(model, optimizer, batch):  # 1
+    entropy, rows = 0.0, len(batch[1])  # 2
+    for x, y in split(batch, 8):  # 3
+        logits = model(x)  # 4
+        loss = cross_entropy(logits, y, reduction="sum") / rows  # 5
+        loss.backward()  # 6
+        p = logits.softmax(-1)  # 7
+        entropy = entropy - (p * p.log()).sum() / rows  # 8
+    optimizer.step()  # 9
+    optimizer.zero_grad()  # 10
+    return entropy.item()  # 11
+
+
+# %%
+net, net_sgd, batch = window_setting()
+try:
+    with MemoryTracker(net, net_sgd, budget="2 MiB", live=False):
+        with_entropy(net, net_sgd, batch)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# The error finds the graphs of several forwards. It takes them for losses that wait for one backward, but here `backward`
+# runs after each forward. So which graphs are they?
+#
+# ### Exercise 3.10 · a window that keeps its graphs
+#
+# ●●○ · 6 minutes · optional · trains: finding the graph that no backward frees
+#
+# Write `window_leak()`. It returns two things: the number of the line that keeps tensors which no later line needs, and
+# the fixed script. The fixed script returns the same entropy, trains the same weights, and stays within 2 MiB.
+#
+# <details><summary>Hint 1: which graph?</summary>
+#
+# `backward` frees the graph that it goes through. Which tensor of the script has a graph that no `backward` goes
+# through?
+#
+# <details><summary>Hint 2: until when?</summary>
+#
+# A sum of tensors with graphs has a graph itself, and refers to all of theirs. A sum of numbers does not.
+#
+# </details></details>
+
+
+# %%
+def window_leak():
+    """(the number of the line, the fixed script)."""
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_03/exercises_leak.py
+
+
+window_leak = check("3.10", window_leak)
+
+# %% [markdown]
 # ## Optional: more practice
 #
 # Exercise 3.7 is most like your own work.

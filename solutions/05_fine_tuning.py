@@ -551,6 +551,79 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # Next is lesson 06: your error message, your model, your card.
 #
+# ## Optional: a checkpoint that stays
+#
+# Nothing later needs this section. Here is a loop without a trainer. `file` is the open checkpoint of a run that
+# stopped after two of six batches. The run fits in 3.75 MiB if it starts from the beginning. Resumed, it does not.
+
+# %%
+import torch.nn.functional as F
+
+from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib.course import resume_setting
+
+
+# %%
+def train_on(model, optimizer, batches):
+    losses = []
+    for x, y in batches:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# %%
+def resume(model, optimizer, file, batches):  # 1
+    saved = torch.load(file)  # 2
+    model.load_state_dict(saved["model"])  # 3
+    optimizer.load_state_dict(saved["optimizer"])  # 4
+    return train_on(model, optimizer, batches[saved["step"] :])  # 5
+
+
+# %%
+net, net_adam, file, batches = resume_setting()
+try:
+    with MemoryTracker(net, net_adam, budget="3.75 MiB", live=False):
+        resume(net, net_adam, file, batches)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# The error finds a second copy of the weights. Saving can make one, too: `copy.deepcopy(model)` for the best model, or a
+# clone of each tensor of the state dict. Write such a copy to a file, or keep it on the host, and delete it.
+#
+# ### Exercise 5.11 · a checkpoint that stays
+#
+# ●○○ · 5 minutes · optional · trains: knowing what a resumed run holds twice, and until when
+#
+# Write `resume_leak()`. It returns two things: the number of the line that keeps tensors which the training does not
+# need, and the fixed script. The fixed script returns the same losses, trains the same weights, and stays within
+# 3.75 MiB.
+#
+# <details><summary>Hint 1: what is copied?</summary>
+#
+# `model.load_state_dict` copies each loaded weight into the model's own. `optimizer.load_state_dict` uses the loaded
+# states themselves, if dtype and device are right.
+#
+# <details><summary>Hint 2: until when?</summary>
+#
+# A function's name keeps its tensors until the function returns, or until `del`. Read first what you need of it later.
+#
+# </details></details>
+
+
+# %%
+def resume_leak():
+    """(the number of the line, the fixed script)."""
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_leak.py
+
+
+resume_leak = check("5.11", resume_leak)
+
+# %% [markdown]
 # ## Optional: more practice
 
 # %% [markdown]

@@ -32,36 +32,57 @@ _NOT_KNOWN = 2**60  # the driver writes 2**64 - 1 bytes for a figure that it doe
 _STARTS = {
     "cuda": r"CUDAoutofmemory\.?Triedtoallocate",
     "hip": r"HIPoutofmemory\.?Triedtoallocate",
+    "npu": r"NPUoutofmemory\.?Triedtoallocate",
+    # The backend cudaMallocAsync, which writes five lines of its own.
+    "async": r"Allocationondevice\d*wouldexceedallowedmemory",
     "xpu": r"XPUoutofmemory|CurrentplatformcanNOTallocatememoryblock",
-    "mps": r"MPSbackendoutofmemory",
+    "mps": r"MPSbackendoutofmemory|Invalidbuffersize:[\d.]+[KMGT]i?B",
     "budget": r"outofbudgetby[\d,]+bytes",
     "host": (
         r"DefaultCPUAllocator:(?:can'tallocatememory|notenoughmemory)"
         r"|Unabletoallocate[\d.]+[KMGT]iBforanarray|noderunninglowonmemory"
+        r"|WinError1455|unabletommap\d+bytes"
     ),
     "no figures": (
         r"(?:CUDA|HIP|CUDAdriver)error:outofmemory"
         r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate)"
         r"|cudaruntimeerror\(2\):outofmemory|CUDAfailedwitherroroutofmemory"
-        r"|Erroroutofmemoryatline|Cudafailure2?'outofmemory'|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
-        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        r"|Erroroutofmemoryatline|Cudafailure\d?'outofmemory'|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Allocationondevice(?!\d*would)|FailedtoCUDAcalloc"
+        r"|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|PI_ERROR_OUT_OF_RESOURCES"
+        r"|notenoughGPUvideomemory|CallbackErrorOutOfMemory"
     ),
-    "vllm": r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization",
-    "killed": r"exitcode:?-9\b|SIGKILL|signal9\b|oom-kill",
+    "vllm": (
+        r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization"
+        r"|KVcacheisneeded,whichislargerthan"
+    ),
+    "shared memory": r"workersareoutofsharedmemory|unabletowritetofile</torch_",
+    "other library": (
+        r"RESOURCE_?EXHAUSTED|(?<!ResourceExhaustedError:)OOMwhenallocatingtensor|BFCArena"
+        r"|Allocator\(GPU_\d+_bfc\)|cudaMallocfailed:outofmemory"
+        r"|(?<!EXHAUSTED:)Outofmemoryallocating[\d,]+bytes"
+    ),
+    "killed": (
+        r"exitcode:?-9\b|exitcode:?137\b|SIGKILL|signal9\b|killedbysignal:Killed"
+        r"|oom.?kill|\d{3,}Killed(?=\w)"
+    ),
 }
 _START = re.compile(
     "|".join(f"(?P<{name.replace(' ', '_')}>{words})" for name, words in _STARTS.items()),
     re.IGNORECASE,
 )
+FOLLOW = ("no figures", "vllm", "other library")  # they say less than a message with figures
+SEVERAL_LINES = ("other library", "killed")  # one error writes several lines that begin as one
 _LONGEST = 1500  # characters of one message without white space
 
 # The figures of a message, each by the words that stand beside it.
 _FIGURES = {
-    "asked": rf"[Tt]riedtoallocate{_SIZE}",
-    "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}",
-    "free": rf"{_SIZE}free;|{_SIZE}isfree",
+    "asked": rf"[Tt]riedtoallocate{_SIZE}|Requested:{_SIZE}|Invalidbuffersize:{_SIZE}",
+    "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}|Devicelimit:{_SIZE}",
+    "free": rf"{_SIZE}free;|{_SIZE}isfree|Free\(accordingtoCUDA\):{_SIZE}",
     "allowed": rf"{_SIZE}allowed;|maxallowed:{_SIZE}",
-    "allocated": rf"{_SIZE}alreadyallocated|{_SIZE}isallocatedbyPyTorch|MPSallocated:{_SIZE}",
+    "allocated": rf"{_SIZE}alreadyallocated|{_SIZE}isallocatedbyPyTorch|MPSallocated:{_SIZE}"
+    rf"|Currentlyallocated:{_SIZE}",
     "reserved": rf"{_SIZE}reservedintotal",
     "cached": rf"{_SIZE}cached\)",
     "idle": rf"{_SIZE}isreservedbyPyTorchbutunallocated",
@@ -105,6 +126,11 @@ class ErrorText:
     unknown_process: bool = False
     setting: str = ""
     version: str = ""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it ends before the figures of PyTorch."""
+        return self.free is not None and self.allocated is None
 
     @property
     def reserved(self) -> int | None:
@@ -193,10 +219,11 @@ def read_error(text: str) -> ErrorText | None:
     if not found:
         return None
     causes = [error for error in found if error[0] != "killed"] or found
-    with_figures = [error for error in causes if error[0] not in ("no figures", "vllm")]
+    with_figures = [error for error in causes if error[0] not in FOLLOW]
     told = with_figures or causes
     kind, line, label, message = min(told, key=lambda error: error[1])
-    return _read_message(kind, line, label, len(told), message)
+    count = 1 if kind in SEVERAL_LINES else len(told)
+    return _read_message(kind, line, label, count, message)
 
 
 def _read_message(kind: str, line: int, stream: str, count: int, message: str) -> ErrorText:
@@ -225,6 +252,8 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
     if kind == "host":
         words = rf"youtriedtoallocate([\d,]+)(bytes)|Unabletoallocate{_SIZE}foranarray"
         figures["asked"] = _figure(words, message)
+    if kind == "other library":
+        figures["asked"] = _figure(r"allocat(?:e|ing)([\d,]+)(bytes)", message)
     setting, version = _version(kind, message, cached is not None)
     return ErrorText(
         kind,
@@ -275,6 +304,8 @@ def _version(kind: str, message: str, has_cached: bool) -> tuple[str, str]:
     """(the setting that the message names, the versions of PyTorch that write so)."""
     named = re.search(r"(PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF)", message)
     variable = named[1] if named else ""
+    if kind == "npu":
+        return "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True", ""
     if kind not in ("cuda", "hip"):
         return "", ""
     if has_cached or "reservedintotal" in message:

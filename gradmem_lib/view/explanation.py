@@ -16,6 +16,7 @@ from .svg import frame as svg_frame
 from .svg import svg_text
 
 CONTEXT = 1 * GiB  # CUDA's own bytes in a process stay below this, in most programs
+SMALL_CARD = 0.5  # of a card: where a context takes more, the card is too small for it
 LARGE = 0.25  # of the card: a request so large says more than the rest does
 NAMES = {
     "asked": "the request that was refused",
@@ -28,6 +29,7 @@ NAMES = {
     "context": "this process outside PyTorch's allocator",
     "other_processes": "other processes",
     "outside": "outside PyTorch's allocator",
+    "rest": "the rest, which the message does not divide",
     "free": "free",
 }
 # (sign of the text bar, colour) of each part, in the order of the bar.
@@ -38,6 +40,7 @@ PARTS = {
     "context": ("c", "#1b9880"),
     "other_processes": ("x", "#bd2b52"),
     "outside": ("x", "#bd2b52"),
+    "rest": ("?", "#7a5195"),
     "free": (".", "#b4bfcd"),
 }
 ASK = (
@@ -227,8 +230,10 @@ def _figures(error: ErrorText) -> dict[str, int]:
         if error.outside is not None:
             rest = error.outside - error.other_processes
             found["context"] = rest if rest > 0 else None
-    else:
+    elif error.outside is not None:
         found["outside"] = error.outside
+    elif error.total is not None and error.free is not None:
+        found["rest"] = max(0, error.total - error.free - (error.allocated or 0))
     if error.other_processes:
         found["other_processes"] = error.other_processes
     found["free"] = error.free
@@ -237,7 +242,7 @@ def _figures(error: ErrorText) -> dict[str, int]:
 
 def _cases(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -> list[tuple[str, str]]:
     """(the case, its sentence) of all cases that hold, the one that decides first."""
-    if error.kind not in ("cuda", "hip", "xpu"):
+    if error.kind not in ("cuda", "hip", "xpu", "npu", "async"):
         return [_case_of_kind(error)]
     if error.asked is None or error.total is None:
         return [
@@ -257,6 +262,7 @@ def _main_case(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -
     return (
         _beyond_the_card(error)
         or _not_the_cards_size(error)
+        or _not_divided(error, figures)
         or _fragmented(error, is_windows=is_windows)
         or _held_by_others(error, figures)
         or _full(error)
@@ -312,6 +318,26 @@ def _not_the_cards_size(error: ErrorText) -> tuple[str, str] | None:
     return None
 
 
+def _not_divided(error: ErrorText, figures: dict[str, int]) -> tuple[str, str] | None:
+    """Messages that do not say what PyTorch has reserved."""
+    if "rest" not in figures:
+        return None
+    rest, total = format_bytes(figures["rest"]), format_bytes(error.total)
+    if error.is_cut_off:
+        return (
+            "cut off",
+            f"The message ends before PyTorch's own figures, so that nobody can say who holds the "
+            f"{rest} of {total} that are not free: give the whole message, up to "
+            '"reserved by PyTorch but unallocated".',
+        )
+    return (
+        "not divided",
+        f"PyTorch's tensors take {format_bytes(error.allocated)} of {total}. This is the message "
+        f"of the backend cudaMallocAsync, which does not divide the rest: {rest} are idle bytes of "
+        "its pool, the context, and other processes. nvidia-smi shows the processes.",
+    )
+
+
 def _fragmented(error: ErrorText, *, is_windows: bool) -> tuple[str, str] | None:
     asked, total, free, idle = error.asked, error.total, error.free or 0, error.idle or 0
     request = format_bytes(asked)
@@ -343,7 +369,7 @@ def _held_by_others(error: ErrorText, figures: dict[str, int]) -> tuple[str, str
             "Find them by nvidia-smi and end those that you do not need (often a notebook's kernel "
             "or an earlier run).",
         )
-    if max(outside, context) > CONTEXT + 0.02 * total:
+    if max(outside, context) > min(CONTEXT + 0.02 * total, SMALL_CARD * total):
         held = format_bytes(max(outside, context))
         whose = (
             "by another process, by the context of this one, or by a library of this process that "
@@ -464,52 +490,75 @@ def _further_cases(error: ErrorText, figures: dict[str, int]) -> list[tuple[str,
     return found
 
 
+# The errors of which nothing has to be computed.
+SENTENCES = {
+    "shared memory": (
+        "The loader's workers hand over batches in the host's shared memory (/dev/shm), and this "
+        "is full. It is not the card's. Start a container with more of it (docker run "
+        "--shm-size=8g, or --ipc=host), or use fewer workers and smaller batches."
+    ),
+    "killed": (
+        "A process was killed by signal 9 without an error of its own. In most cases the "
+        "system ended it because the computer's memory (not the card's) was full: `dmesg` says "
+        'so in a line with "Out of memory". Use fewer loader workers, or load the model on one '
+        "rank at a time. If an error of PyTorch stands above in the log, give that part too."
+    ),
+    "vllm": (
+        "This is vLLM's plan, not a request: the model and its profile run leave no room for "
+        "the cache in the share of the card that gpu_memory_utilization gives. Raise it if the "
+        "card is otherwise free, lower max_model_len, or take a smaller model."
+    ),
+    "no figures": (
+        "This error comes from the driver or from a library, and has no figures: the memory was "
+        "asked for outside PyTorch's allocator (a context, cuBLAS, NCCL, bitsandbytes), or by a "
+        "call that failed earlier. Most often another process has filled the card before this one "
+        "began: look at nvidia-smi. If there is a line with "
+        '"Tried to allocate", give that one, too.'
+    ),
+}
+
+
 def _case_of_kind(error: ErrorText) -> tuple[str, str]:
     """The errors that have no sum of a card."""
+    if error.kind in SENTENCES:
+        return error.kind, SENTENCES[error.kind]
     if error.kind == "mps":
         return _case_of_mps(error)
     if error.kind == "budget":
-        if error.total is None:
-            return "budget", "This is BudgetExceeded of this library: give all lines of it."
-        return (
-            "budget",
-            f"This is the budget of MemoryTracker ({format_bytes(error.total)}), not a card's "
-            "limit. The message itself names the holders and what could bring the moment within "
-            "the budget.",
-        )
+        return _case_of_budget(error)
+    amount = "" if error.asked is None else f" {format_bytes(error.asked)} were asked for."
     if error.kind == "host":
-        amount = "" if error.asked is None else f" {format_bytes(error.asked)} were asked for."
         return (
             "host",
             f"This is the computer's own memory, not the card's.{amount} Read data and checkpoints "
             "in parts, use fewer loader workers, or load on one rank at a time.",
         )
-    if error.kind == "killed":
-        return (
-            "killed",
-            "A process was killed by signal 9 without an error of its own. In most cases the "
-            "system ended it because the computer's memory (not the card's) was full: `dmesg` says "
-            'so in a line with "Out of memory". Use fewer loader workers, or load the model on one '
-            "rank at a time. If an error of PyTorch stands above in the log, give that part too.",
-        )
-    if error.kind == "vllm":
-        return (
-            "vllm",
-            "This is vLLM's plan, not a request: the model and its profile run leave no room for "
-            "the cache in the share of the card that gpu_memory_utilization gives. Raise it if the "
-            "card is otherwise free, lower max_model_len, or take a smaller model.",
-        )
     return (
-        "no figures",
-        "This error comes from the driver or from a library, and has no figures: the memory was "
-        "asked for outside PyTorch's allocator (a context, cuBLAS, NCCL, bitsandbytes), or by a "
-        "call that failed earlier. Most often another process has filled the card before this one "
-        "began: look at nvidia-smi. If there is a line with "
-        '"Tried to allocate", give that one, too.',
+        "other library",
+        "This error is not PyTorch's: JAX and XLA, TensorFlow, ONNX Runtime, CuPy, llama.cpp and "
+        f"others have allocators of their own.{amount} Who holds the memory cannot be read from it "
+        "here.",
+    )
+
+
+def _case_of_budget(error: ErrorText) -> tuple[str, str]:
+    if error.total is None:
+        return "budget", "This is BudgetExceeded of this library: give all lines of it."
+    return (
+        "budget",
+        f"This is the budget of MemoryTracker ({format_bytes(error.total)}), not a card's limit. "
+        "The message itself names the holders and what could bring the moment within the budget.",
     )
 
 
 def _case_of_mps(error: ErrorText) -> tuple[str, str]:
+    if "Invalidbuffersize" in error.message:
+        return (
+            "mps",
+            f"Apple's GPU: one tensor of {format_bytes(error.asked)} is more than Metal gives to "
+            "one buffer. Free memory does not change that: this tensor must become smaller. "
+            "Attention that is not fused, and logits, are the usual ones.",
+        )
     if error.allowed is None or error.allocated is None or error.asked is None:
         return (
             "mps",

@@ -288,6 +288,160 @@ MESSAGES = {
         dict(asked=12 * G, total=None),
         ["host"],
     ),
+    "1 GiB card": (
+        "RuntimeError: CUDA out of memory. Tried to allocate 72.00 MiB (GPU 0; 1024.00 MiB total "
+        "capacity; 378.05 MiB already allocated; 0 bytes free; 418.00 MiB reserved in total by "
+        "PyTorch)",
+        dict(asked=72 * M, total=1 * G, allocated=378.05 * M, free=0, idle=39.95 * M),
+        ["outside"],
+    ),
+    "2 GiB card": (
+        "CUDA out of memory. Tried to allocate 264.00 MiB (GPU 0; 2.00 GiB total capacity; 788.51 "
+        "MiB already allocated; 145.93 MiB free; 1.02 GiB reserved in total by PyTorch)",
+        dict(asked=264 * M, total=2 * G, allocated=788.51 * M, free=145.93 * M),
+        ["in pieces"],
+    ),
+    "1.1, KiB cached": (
+        "RuntimeError: CUDA out of memory. Tried to allocate 25.00 MiB (GPU 0; 3.94 GiB total "
+        "capacity; 3.14 GiB already allocated; 21.56 MiB free; 634.00 KiB cached)",
+        dict(asked=25 * M, total=3.94 * G, allocated=3.14 * G, free=21.56 * M, idle=634 * K),
+        ["full"],
+    ),
+    "1.3, free is more": (
+        "RuntimeError: CUDA out of memory. Tried to allocate 8.13 GiB (GPU 0; 10.76 GiB total "
+        "capacity; 643.57 MiB already allocated; 8.20 GiB free; 32.43 MiB cached)",
+        dict(asked=8.13 * G, total=10.76 * G, free=8.2 * G, idle=32.43 * M),
+        ["enough is free", "outside"],
+    ),
+    "2.0, larger": (
+        "CUDA out of memory. Tried to allocate 10.73 GiB (GPU 0; 8.00 GiB total capacity; 17.20 "
+        "GiB already allocated; 0 bytes free; 19.15 GiB reserved in total by PyTorch)" + OLD_HINT,
+        dict(asked=10.73 * G, total=8 * G, allocated=17.2 * G, free=0),
+        ["larger than the card"],
+    ),
+    "2.0, others": (
+        "CUDA out of memory. Tried to allocate 1.69 GiB (GPU 0; 14.56 GiB total capacity; 649.97 "
+        "MiB already allocated; 1.31 GiB free; 1.01 GiB reserved in total by PyTorch)" + OLD_HINT,
+        dict(asked=1.69 * G, total=14.56 * G, allocated=649.97 * M, free=1.31 * G),
+        ["outside"],
+    ),
+    "2.1, Windows, shared memory": (
+        "CUDA out of memory. Tried to allocate 27.12 GiB. GPU 0 has a total capacty of 11.99 GiB "
+        "of which 0 bytes is free. Of the allocated memory 16.16 GiB is allocated by PyTorch, and "
+        "144.59 MiB is reserved by PyTorch but unallocated." + SPLIT_HINT,
+        dict(asked=27.12 * G, total=11.99 * G, free=0, allocated=16.16 * G, idle=144.59 * M),
+        ["larger than the card"],
+    ),
+    "cudaMallocAsync": (
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated "
+        "    : 15.16 GiB\nRequested               : 512.00 KiB\nDevice limit            : 15.99 "
+        "GiB\nFree (according to CUDA): 0 bytes\nPyTorch limit (set by user-supplied memory "
+        "fraction)\n                        : 17179869184.00 GiB",
+        dict(asked=512 * K, total=15.99 * G, free=0, allocated=15.16 * G, idle=None),
+        ["not divided"],
+    ),
+    "cudaMallocAsync, others": (
+        "torch.cuda.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of "
+        "memory)\nCurrently allocated     : 6.89 GiB\nRequested               : 320.00 MiB\n"
+        "Device limit            : 23.69 GiB\nFree (according to CUDA): 2.94 MiB\nPyTorch limit "
+        "(set by user-supplied memory fraction)\n                        : 17179869184.00 GiB",
+        dict(asked=320 * M, total=23.69 * G, free=2.94 * M, allocated=6.89 * G),
+        ["not divided"],
+    ),
+    "NPU": (
+        "RuntimeError: NPU out of memory. Tried to allocate 5.03 GiB (NPU 3; 60.96 GiB total "
+        "capacity; 49.47 GiB already allocated; 49.47 GiB current active; 1.32 GiB free; 57.55 GiB "
+        "reserved in total by PyTorch) If reserved memory is >> allocated memory try setting "
+        "max_split_size_mb to avoid fragmentation.",
+        dict(asked=5.03 * G, total=60.96 * G, allocated=49.47 * G, free=1.32 * G, idle=8.08 * G),
+        ["in pieces"],
+    ),
+    "NPU, full": (
+        "RuntimeError: NPU out of memory. Tried to allocate 30.00 MiB (NPU 3; 60.96 GiB total "
+        "capacity; 60.34 GiB already allocated; 60.34 GiB current active; 14.24 MiB free; 60.60 "
+        "GiB reserved in total by PyTorch)",
+        dict(asked=30 * M, total=60.96 * G, allocated=60.34 * G, free=14.24 * M, idle=0.26 * G),
+        ["in pieces"],
+    ),
+    "cut off before PyTorch": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 13.00 GiB. GPU 0 has a "
+        "total capacity of 79.15 GiB of which 8.13 GiB is free.",
+        dict(asked=13 * G, total=79.15 * G, free=8.13 * G, allocated=None),
+        ["cut off"],
+    ),
+    "JAX": (
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to "
+        "allocate 7406166528 bytes.",
+        dict(asked=7406166528, total=None),
+        ["other library"],
+    ),
+    "JAX, allocating": (
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 20029400304 bytes.",
+        dict(asked=20029400304, count=1),
+        ["other library"],
+    ),
+    "TensorFlow": (
+        "(0) Resource exhausted: Out of memory while trying to allocate 68852648264 bytes.",
+        dict(asked=68852648264),
+        ["other library"],
+    ),
+    "TensorFlow, a tensor": (
+        "ResourceExhaustedError: OOM when allocating tensor with shape[64,512,512] and type float "
+        "on /job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc",
+        dict(asked=None, count=1),
+        ["other library"],
+    ),
+    "NCCL's warning": (
+        "[0] enqueue.cc:1085 NCCL WARN Cuda failure 'out of memory'",
+        dict(asked=None),
+        ["no figures"],
+    ),
+    "cuDNN": (
+        "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        dict(asked=None),
+        ["no figures"],
+    ),
+    "Level Zero": (
+        "RuntimeError: Native API failed. Native API returns: 39 "
+        "(UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        dict(asked=None),
+        ["no figures"],
+    ),
+    "MPS, one buffer": (
+        "RuntimeError: Invalid buffer size: 24.00 GB",
+        dict(asked=24 * G, total=None),
+        ["mps"],
+    ),
+    "host, Windows": (
+        "OSError: [WinError 1455] The paging file is too small for this operation to complete. "
+        "Error loading torch_cuda.dll or one of its dependencies.",
+        dict(asked=None),
+        ["host"],
+    ),
+    "loader, killed": (
+        "RuntimeError: DataLoader worker (pid 2637) is killed by signal: Killed.",
+        dict(asked=None, count=1),
+        ["killed"],
+    ),
+    "loader, shared memory": (
+        "RuntimeError: DataLoader worker (pid 4321) is killed by signal: Bus error. It is possible "
+        "that dataloader's workers are out of shared memory. Please try to raise your shared "
+        "memory limit.",
+        dict(asked=None),
+        ["shared memory"],
+    ),
+    "Slurm": (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=1234.0. Some of the step tasks "
+        "have been OOM Killed.",
+        dict(asked=None, count=1),
+        ["killed"],
+    ),
+    "vLLM, one request": (
+        "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 "
+        "GiB KV cache is needed, which is larger than the available KV cache memory (9.37 GiB).",
+        dict(asked=None),
+        ["vllm"],
+    ),
     "vLLM": (
         "ValueError: No available memory for the cache blocks. Try increasing "
         "`gpu_memory_utilization` when initializing the engine.",
@@ -487,7 +641,7 @@ def test_the_bar_is_the_sum_of_the_card():
     for name, (text, _, _) in MESSAGES.items():
         explanation = explain(text)
         error = explanation.error
-        if error.total and error.free is not None and error.allocated <= error.total:
+        if error.total and error.free is not None and (error.allocated or 0) <= error.total:
             total = sum(explanation.parts().values())
             assert abs(total - error.total) <= 0.02 * error.total, name
         width = max(len(line) for line in explanation.to_text(80).splitlines())

@@ -1,13 +1,32 @@
 """What lesson 06 says in figures that none of its cells prints."""
 
+import inspect
 import math
+import re
+from functools import partial
 
 import pytest
+import torch
+from support import oom_programs as programs
 from support.paths import ROOT
 
-from gradmem_lib import MemoryTracker, Recipe, find_card, known_model, predict
+from gradmem_lib import (
+    BudgetExceeded,
+    MemoryTracker,
+    Recipe,
+    diagnose,
+    explain,
+    find_card,
+    known_model,
+    predict,
+)
 from gradmem_lib.course.ledger import published
+from gradmem_lib.course.lessons.lesson_01 import exercises_leak as exercises_leak_01
+from gradmem_lib.course.lessons.lesson_03 import exercises_leak as exercises_leak_03
+from gradmem_lib.course.lessons.lesson_05 import exercises_leak as exercises_leak_05
+from gradmem_lib.course.lessons.lesson_06 import exercises_leak
 from gradmem_lib.course.lessons.lesson_06 import exercises_models as exercises
+from gradmem_lib.course.lessons.lesson_06.exercises_numbers import REAL_MESSAGE, read_error
 from gradmem_lib.prediction.allocator import CONTEXT
 from gradmem_lib.units import GiB, MiB
 
@@ -96,3 +115,152 @@ def test_what_it_says_of_the_published_rows():
         and f"torchtune's LoRA, is {100 * off[worst]:.1f} % too high" in TEXT
     )
     assert sum(abs(error) < 0.01 for error in off.values()) > len(off) / 2
+
+
+# The table of symptoms.
+
+LESSONS = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("solutions/[0-9]*.py")}
+MESSAGE = " ".join(
+    re.search(r'message = """(.*?)"""', SOURCE.read_text(encoding="utf-8"), re.DOTALL)[1].split()
+)
+
+
+def symptoms() -> dict[str, tuple[str, str]]:
+    """What one sees: the cause, and where it is taught."""
+    text = SOURCE.read_text(encoding="utf-8")
+    table = text.partition("| what you see |")[2].partition("\n#\n")[0]
+    rows = [line.strip("# |").split(" | ") for line in table.splitlines()[2:]]
+    return {seen: (cause, where) for seen, cause, where in rows}
+
+
+def first_cause(program) -> str:
+    return diagnose(program()).causes[0].name
+
+
+def traced(leak) -> MemoryTracker:
+    model, *rest = leak.setting(leak.batches)
+    optimizer = rest[0] if isinstance(rest[0], torch.optim.Optimizer) else None
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        leak.script(model, *rest)
+    return tracker
+
+
+# For each symptom: programs that have it, with the cause that `diagnose` names first.
+CAUSES = {
+    "memory grows in every step": [
+        (programs.losses_in_a_list, "Bytes grow from step to step"),
+        (programs.outputs_in_a_list, "Bytes grow from step to step"),
+        (programs.metrics_with_their_graph, "Bytes grow from step to step"),
+        (partial(traced, exercises_leak_01.LEAK), "Bytes grow from step to step"),
+    ],
+    "accumulation saves too little": [
+        (programs.losses_added_up, "Losses are added up before one backward"),
+        (partial(traced, exercises_leak_03.LEAK), "Losses are added up before one backward"),
+    ],
+    "it fails in the first step": [
+        (programs.first_step, "The first optimizer step makes its states")
+    ],
+    "it fails only in evaluation": [
+        (programs.logits_in_a_list, "An evaluation collects its results"),
+        (programs.validation_with_gradients, "A forward's graph is never used"),
+        (partial(traced, exercises_leak.LEAK), "An evaluation collects its results"),
+    ],
+    "it fails only after a resume": [
+        (programs.checkpoint_after_resume, "The weights are there more than once"),
+        (partial(traced, exercises_leak_05.LEAK), "The weights are there more than once"),
+    ],
+    "it fails when it saves": [
+        (programs.deepcopy_at_save, "The weights are there more than once"),
+        (programs.cloned_state_dict, "The weights are there more than once"),
+    ],
+    "LoRA or QLoRA saves too little": [
+        (programs.frozen_float32, "Weights are wider than needed"),
+        (programs.reentrant_on_frozen_inputs, "Checkpointing is on and does nothing"),
+    ],
+}
+
+
+def test_each_symptom_has_a_program_or_a_message():
+    assert set(symptoms()) == {
+        *CAUSES,
+        "it fails only on a colleague's card",
+        "`nvidia-smi` shows more than PyTorch",
+    }
+
+
+@pytest.mark.parametrize("symptom", CAUSES)
+def test_the_cause_in_the_table_is_the_one_that_is_found(symptom):
+    assert symptom in symptoms()
+    assert [first_cause(program) for program, _ in CAUSES[symptom]] == [
+        cause for _, cause in CAUSES[symptom]
+    ]
+
+
+def test_what_the_table_says_of_other_cards_and_of_nvidia_smi_is_in_the_messages():
+    said = explain(MESSAGE)
+    assert said.cases[0] == "other process"
+    assert tuple(read_error(*REAL_MESSAGE)) == ("context", "others", "in_pieces")
+    assert said.figures["other_processes"] > 20 * said.figures["allocated"]
+    # The card is not full of this run's tensors: on an empty one, they would be 3 per cent of it.
+    assert said.figures["allocated"] < 0.03 * said.figures["total"]
+    error = said.error
+    process = error.this_process
+    assert process > error.reserved  # what nvidia-smi shows, and what PyTorch counts
+    assert process == said.figures["context"] + error.allocated + error.idle
+
+
+def test_the_real_message_is_the_one_that_the_check_knows():
+    error = explain(MESSAGE).error
+    read = error.asked, error.total, error.free, error.this_process, error.allocated, error.idle
+    assert read == REAL_MESSAGE
+    found = read_error(*REAL_MESSAGE)
+    figures = explain(MESSAGE).figures
+    assert found["context"] == figures["context"]
+    # A message rounds its figures, so that a sum of them may be off by a hundredth of a GiB.
+    assert found["others"] == pytest.approx(figures["other_processes"], abs=0.02 * GiB)
+    others = figures["other_processes"] / figures["allocated"]
+    assert f"holds {others:.0f} times as much" in TEXT
+    assert f"would change {figures['allocated'] / MiB:.0f} MiB" in TEXT
+    assert f"The {figures['context'] / GiB:.1f} GiB of this process outside PyTorch" in TEXT
+
+
+def test_each_row_leads_to_a_section_or_an_exercise_that_is_there():
+    for cause, where in symptoms().values():
+        assert cause
+        links = re.findall(r"\[lesson (\d\d)\]\((\w+)\.ipynb\), \"([^\"]+)\"", where)
+        below = re.findall(r"below, \"([^\"]+)\"", where)
+        assert links or below
+        places = [(name, title) for _, name, title in links]
+        places += [(SOURCE.stem, title) for title in below]
+        for number, name, _ in links:
+            assert name.startswith(number)
+        for name, title in places:
+            heading = rf"^# ##+ (?:\d+ · |Exercise [\d.]+ · |Optional: ){re.escape(title)}$"
+            assert re.search(heading, LESSONS[name], re.MULTILINE), (name, title)
+
+
+@pytest.mark.parametrize(
+    "leak, name",
+    [
+        (exercises_leak_01.LEAK, "01_memory_accounting"),
+        (exercises_leak_03.LEAK, "03_gradient_accumulation"),
+        (exercises_leak_05.LEAK, "05_fine_tuning"),
+        (exercises_leak.LEAK, "06_before_you_rent"),
+    ],
+    ids=["1.9", "3.10", "5.11", "6.7"],
+)
+def test_the_script_of_a_leak_is_the_one_in_its_lesson_and_runs_out_of_memory(leak, name):
+    function = leak.script.__name__
+    shown = re.search(
+        rf"^def {function}\(.*?\n(?=\n\n|\Z)", LESSONS[name], re.DOTALL | re.MULTILINE
+    )[0]
+    lines = shown.rstrip().splitlines()
+    assert [int(line.rpartition("# ")[2]) for line in lines] == list(range(1, len(lines) + 1))
+    bare = [line.rpartition("  # ")[0] for line in lines]
+    own = inspect.getsource(leak.script).rstrip().splitlines()
+    del own[1]  # its docstring
+    assert bare == own
+    assert f'budget="{leak.budget}"' in LESSONS[name]
+    model, *rest = leak.setting(leak.batches)
+    with pytest.raises(BudgetExceeded), MemoryTracker(model, budget=leak.budget, live=False):
+        leak.script(model, *rest)

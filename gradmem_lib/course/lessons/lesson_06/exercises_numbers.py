@@ -8,7 +8,7 @@ import copy
 from ast import literal_eval
 from functools import partial
 
-from ....units import MiB
+from ....units import GiB, MiB
 from ...judge.compare import describe
 from ...judge.exercise import Exercise, Mistake, Unseen, calls
 
@@ -54,6 +54,16 @@ def _error(asked, total, context, allocated, idle, others=0) -> tuple[int, ...]:
         n * MiB for n in (asked, total, total - process - others, process, allocated, idle)
     )
 
+
+# The message that the lesson begins with, as it is printed, in the order of ``read_error``.
+REAL_MESSAGE = (
+    24 * MiB,
+    round(7.60 * GiB),
+    round(15.38 * MiB),
+    round(2.19 * GiB),
+    round(217.80 * MiB),
+    round(8.20 * MiB),
+)
 
 MOMENTS = ("forward", "backward", "optimizer_step")
 GROW = ("activations", "temporaries", "other")
@@ -190,6 +200,7 @@ EXERCISES = (
         reference=read_error,
         explain=_explain_error,
         observe=calls(
+            REAL_MESSAGE,
             _error(192, 4096, 500, 3290, 123),
             _error(3072, 24_210, 430, 20_100, 600, 900),
             _error(790, 8_000, 510, 6_700, 330),  # asked for to the byte

@@ -1,0 +1,165 @@
+"""Lesson 05's leak: a checkpoint that is still in memory while the resumed run trains."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...judge.exercise import Exercise, Mistake
+from ..shared.leaks import Leak, adamw, new_net
+
+RESUME_BUDGET = "3.75 MiB"
+ROWS, OUTPUTS, BATCHES, DONE = 16, 1000, 6, 2
+
+
+def resume_setting(
+    batches: int = BATCHES,
+) -> tuple[nn.Module, torch.optim.Optimizer, io.BytesIO, list]:
+    """A new model and its AdamW, the open checkpoint of a run after two batches, and all batches
+    of that run.
+    """
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(batches, ROWS, 64, generator=generator)
+    targets = torch.randn(batches, ROWS, OUTPUTS, generator=generator)
+    given = list(zip(inputs, targets, strict=True))
+    net = new_net(OUTPUTS)
+    optimizer = adamw(net)
+    for x, y in given[:DONE]:
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    file = io.BytesIO()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": DONE}
+    torch.save(state, file)
+    file.seek(0)
+    fresh = new_net(OUTPUTS)
+    return fresh, adamw(fresh), file, given
+
+
+def train_on(model, optimizer, batches):
+    """One step on each batch; the losses."""
+    losses = []
+    for x, y in batches:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def resume(model, optimizer, file, batches):
+    """The script of the lesson, line by line."""
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return train_on(model, optimizer, batches[saved["step"] :])
+
+
+def resume_leak():
+    """The line that keeps the checkpoint alive, and a script that lets it go."""
+
+    def fixed(model, optimizer, file, batches):
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        rest = batches[saved["step"] :]
+        del saved
+        return train_on(model, optimizer, rest)
+
+    return 2, fixed
+
+
+def _resumes(*, model_too=True, states_too=True, assign=False, from_start=False):
+    """A script that differs from the right one in what it loads."""
+
+    def script(model, optimizer, file, batches):
+        saved = torch.load(file)
+        if model_too:
+            model.load_state_dict(saved["model"], assign=assign)
+        if states_too:
+            optimizer.load_state_dict(saved["optimizer"])
+        rest = batches if from_start else batches[saved["step"] :]
+        del saved
+        return train_on(model, optimizer, rest)
+
+    return script
+
+
+LEAK = Leak(
+    script=resume,
+    fixed=resume_leak()[1],
+    line=2,
+    setting=resume_setting,
+    batches=BATCHES,
+    budget=RESUME_BUDGET,
+    stays=(
+        "the loaded weights are still there while the model trains: `saved` refers to them until "
+        "the function returns, unless you delete it before the training. The loaded states are no "
+        "copy, since the optimizer uses these very tensors."
+    ),
+    innocent={
+        3: (
+            "line 3 copies the loaded weights into the model's own, and keeps nothing: look for "
+            "the name through which the loaded ones stay alive."
+        ),
+        4: (
+            "line 4 gives the loaded states to the optimizer, which uses these very tensors: they "
+            "are no second copy. Look for what is there twice."
+        ),
+        5: (
+            "line 5 needs a number of the checkpoint, and no tensor, and trains: look for the name "
+            "that keeps the whole checkpoint until then."
+        ),
+    },
+)
+
+
+EXERCISES = (
+    Exercise(
+        id="5.11",
+        title="a checkpoint that stays",
+        difficulty=1,
+        minutes=5,
+        trains="knowing what a resumed run holds twice, and until when",
+        reference=resume_leak,
+        observe=LEAK.observe,
+        explain=LEAK.explain,
+        mistakes=(
+            LEAK.as_it_was(),
+            Mistake(
+                "assigned",
+                LEAK.with_fix(_resumes(assign=True)),
+                (
+                    "assign=True gives the model the loaded tensors, and the optimizer still "
+                    "updates the ones from before: the model no longer learns."
+                ),
+            ),
+            Mistake(
+                "no weights",
+                LEAK.with_fix(_resumes(model_too=False)),
+                "the loaded weights never reach the model: the run begins with new ones.",
+            ),
+            Mistake(
+                "no states",
+                LEAK.with_fix(_resumes(states_too=False)),
+                (
+                    "the loaded states never reach the optimizer: AdamW begins with moments of "
+                    "zero, and the updates are others."
+                ),
+            ),
+            Mistake(
+                "from the start",
+                LEAK.with_fix(_resumes(from_start=True)),
+                (
+                    "the run begins with the first batch again: read the step of the checkpoint "
+                    "before you delete it."
+                ),
+            ),
+            *LEAK.wrong_lines(),
+        ),
+    ),
+)

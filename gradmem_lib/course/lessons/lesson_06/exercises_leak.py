@@ -1,0 +1,182 @@
+"""Lesson 06's leak: an evaluation that collects logits until its end."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...judge.exercise import Exercise, Mistake
+from ..shared.leaks import Leak, new_net
+
+EVALUATION_BUDGET = "1 MiB"
+ROWS, CLASSES, BATCHES, LAST = 16, 1000, 40, 5
+
+
+def evaluation_leak_setting(batches: int = BATCHES) -> tuple[nn.Module, list]:
+    """A small classifier of 1,000 classes in training mode, and batches of 16 rows with their
+    labels; the last one has 5.
+    """
+    generator = torch.Generator().manual_seed(6)
+    net = new_net(CLASSES)
+    x = torch.randn(batches * ROWS, 64, generator=generator)
+    with torch.no_grad():
+        found = net(x).argmax(-1)
+    wrong = torch.rand(len(found), generator=generator) < torch.linspace(0, 1, len(found))
+    labels = torch.where(wrong, CLASSES - 1 - found, found)
+    given = list(zip(x.split(ROWS), labels.split(ROWS), strict=True))
+    given[-1] = (given[-1][0][:LAST], given[-1][1][:LAST])
+    return net, given
+
+
+def _evaluates(
+    keep=lambda logits: logits, *, size=ROWS, first=0, means=False, grad=False, back=True
+):
+    """A script that differs from the lesson's in what it keeps, or in what people change first."""
+
+    def script(model, batches):
+        model.eval()
+        outputs, labels = [], []
+        for x, y in batches[: first or len(batches)]:
+            for rows, right in zip(x.split(size), y.split(size), strict=True):
+                with torch.set_grad_enabled(grad):
+                    logits = model(rows)
+                outputs.append(keep(logits))
+                labels.append(right)
+        if back:
+            model.train()
+        hits = []
+        for kept, right in zip(outputs, labels, strict=True):
+            found = kept.argmax(-1) if kept.ndim == 2 else kept
+            hits.append((found == right).float())
+        if means:
+            return torch.stack([hit.mean() for hit in hits]).mean().item()
+        return torch.cat(hits).mean().item()
+
+    return script
+
+
+def evaluate(model, batches):
+    """The script of the lesson, line by line."""
+    model.eval()
+    outputs = []
+    with torch.no_grad():
+        for x, _ in batches:
+            logits = model(x)
+            outputs.append(logits)
+    predictions = torch.cat(outputs).argmax(-1)
+    labels = torch.cat([y for _, y in batches])
+    model.train()
+    return (predictions == labels).float().mean().item()
+
+
+def logits_leak():
+    """The line that keeps the logits, and an evaluation that keeps one number of each row."""
+
+    def fixed(model, batches):
+        model.eval()
+        outputs = []
+        with torch.no_grad():
+            for x, _ in batches:
+                outputs.append(model(x).argmax(-1))
+        predictions = torch.cat(outputs)
+        labels = torch.cat([y for _, y in batches])
+        model.train()
+        return (predictions == labels).float().mean().item()
+
+    return 7, fixed
+
+
+LEAK = Leak(
+    script=evaluate,
+    fixed=logits_leak()[1],
+    line=7,
+    setting=evaluation_leak_setting,
+    batches=BATCHES,
+    budget=EVALUATION_BUDGET,
+    outside=200_000,
+    stays=(
+        "1,000 numbers of every row are still kept until the end. The accuracy needs one of them, "
+        "the largest's place: logits.argmax(-1), before the list."
+    ),
+    innocent={
+        2: (
+            "model.eval() switches dropout off, and keeps nothing: look for what is there after "
+            "each batch."
+        ),
+        4: "no graph is recorded, thanks to line 4: look for what is there after each batch.",
+        6: (
+            "line 6 makes the logits of one batch: the next batch's would take their place, if "
+            "nothing else kept them."
+        ),
+        8: (
+            "line 8 copies all logits into one tensor, which doubles them, but they have been kept "
+            "before: look for the line that does so."
+        ),
+        9: "line 9 keeps one number of each row: look for a line that keeps a thousand.",
+    },
+)
+
+
+def _argmax(logits):
+    return logits.argmax(-1)
+
+
+EXERCISES = (
+    Exercise(
+        id="6.7",
+        title="an evaluation that collects",
+        difficulty=1,
+        minutes=5,
+        trains="keeping of each batch what the result needs, and no more",
+        reference=logits_leak,
+        observe=LEAK.observe,
+        explain=LEAK.explain,
+        mistakes=(
+            LEAK.as_it_was(),
+            Mistake(
+                "half the bytes",
+                LEAK.with_fix(_evaluates(lambda logits: logits.bfloat16())),
+                (
+                    "the logits are narrower, but all of them are still kept: a data set twice as "
+                    "long would need the same bytes again. And rounded logits may have another "
+                    "largest one."
+                ),
+            ),
+            Mistake(
+                "smaller batches",
+                LEAK.with_fix(_evaluates(size=ROWS // 4)),
+                (
+                    "the batches are smaller, and there are more of them: the list has the same "
+                    "logits at its end."
+                ),
+            ),
+            Mistake(
+                "a graph too",
+                LEAK.with_fix(_evaluates(grad=True)),
+                (
+                    "without no_grad the list keeps each batch's graph as well, and with it the "
+                    "activations."
+                ),
+            ),
+            Mistake(
+                "the first batches",
+                LEAK.with_fix(_evaluates(_argmax, first=5)),
+                "only the first batches are evaluated: the accuracy is that of other rows.",
+            ),
+            Mistake(
+                "mean of means",
+                LEAK.with_fix(_evaluates(_argmax, means=True)),
+                (
+                    "this is a mean of the batches' means: the last batch has 5 rows, and the "
+                    "others have 16; count hits and rows."
+                ),
+            ),
+            Mistake(
+                "left in eval",
+                LEAK.with_fix(_evaluates(_argmax, back=False)),
+                "the model is left in eval mode: what the script does at its end belongs to it.",
+            ),
+            *LEAK.wrong_lines(),
+        ),
+    ),
+)

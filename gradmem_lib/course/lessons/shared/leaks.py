@@ -1,0 +1,209 @@
+"""Leaks to find: a short script that needs more and more memory, or more than it should.
+
+An answer returns two things: the number of the line that keeps tensors which no later line needs,
+and the fixed script, a function. The fixed script is run, and must return what the script returned,
+train the same weights, and stay within a budget that the script exceeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...judge.compare import Measured, describe, difference, plain
+from ...judge.exercise import Mistake, Unseen, measure, outside_torch
+from .settings import flat
+
+OUTSIDE = "outside of tensors"
+KEPT_OUTSIDE = (
+    "numbers of every batch are kept in arrays or lists: no tracker sees these bytes, and in the "
+    "host's memory they grow all the same. Keep what the result needs."
+)
+TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
+HIDDEN, WEIGHTS = Unseen("other batches"), "the weights afterwards"
+
+# What people call to get memory back, and what it does.
+_FREES_NOTHING = {
+    "collect": (
+        "gc.collect() frees what nothing refers to any more, and something still refers to these "
+        "tensors. "
+    ),
+    "empty_cache": (
+        "empty_cache() gives back blocks without a tensor, and these blocks have tensors in them. "
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leak:
+    """A script that keeps what it does not need.
+
+    ``script``: as it was. ``fixed``: a right one. ``line``: the line that keeps the tensors, from 1
+    for its ``def``. ``innocent``: for other lines, why they are not to blame. ``setting``: the
+    script's arguments for a number of batches, the model first, made afresh. ``batches``: how many
+    the lesson has, and ``counted`` their name. ``budget``: bytes, such as "2 MiB". ``stays``: what
+    is said of a script that still keeps too much. ``outside``: bytes that Python and numpy may
+    hold, which no tracker sees; 0: they are not counted.
+    """
+
+    script: Callable[..., Any]
+    fixed: Callable[..., Any]
+    line: int
+    innocent: Mapping[int, str]
+    setting: Callable[[int], tuple]
+    batches: int
+    counted: str = "batches"
+    budget: str
+    stays: str
+    outside: int = 0
+
+    @property
+    def shown(self) -> str:
+        """The name of the lesson's own case."""
+        return f"{self.batches} {self.counted}"
+
+    def observe(self, candidate: Callable[[], Any]) -> dict[str, Any]:
+        line, script = _answer_of(candidate)
+        found = {
+            "the line": self._says_of(line),
+            self.shown: self._run(script, self.batches),
+            HIDDEN: self._run(script, self.batches // 2 + 1),
+        }
+        if self.outside:
+            arguments = self.setting(self.batches)
+            nbytes = outside_torch(lambda: script(*arguments))
+            found[OUTSIDE] = Measured(None, nbytes, self.outside, says=KEPT_OUTSIDE)
+        return found
+
+    def _says_of(self, line: int) -> str:
+        """Empty for the right line. (A text, so that no message gives the right number away.)"""
+        if line == self.line:
+            return ""
+        other = (
+            f"line {line} keeps no tensor that a later line does not need: look for a name or a "
+            "list through which tensors stay alive."
+        )
+        return self.innocent.get(line, other)
+
+    def _run(self, script: Callable[..., Any], batches: int) -> Measured:
+        arguments = self.setting(batches)
+        model = arguments[0]
+        optimizers = [a for a in arguments if isinstance(a, torch.optim.Optimizer)]
+        run = measure(
+            lambda: script(*arguments),
+            budget=self.budget,
+            model=model,
+            optimizer=optimizers[0] if optimizers else None,
+        )
+        done = {
+            "returned": run.value,
+            WEIGHTS: flat(model.parameters()),
+            "in train mode (1 is yes)": int(model.training),
+        }
+        names = _names_in(script)
+        called = [says for name, says in _FREES_NOTHING.items() if name in names]
+        if run.over and called:
+            says = f"{called[0]}The script peaks at {run.peak:,} bytes of {run.budget:,}."
+            return replace(run, value=done, says=says)
+        return replace(run, value=done)
+
+    def explain(self, got: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+        """The line first, then the weights, the bytes, and what is returned."""
+        if got["the line"]:
+            return got["the line"]
+        mine, right = got[self.shown].value, expected[self.shown].value
+        if difference(mine[WEIGHTS], right[WEIGHTS]) is not None:
+            return (
+                "the weights at the end are not those that the script trains: a fix changes what "
+                "is kept, and no update."
+            )
+        if got[self.shown].over or got[HIDDEN].over:
+            return self.stays
+        if difference(mine["returned"], right["returned"]) is not None:
+            return (
+                "your script returns something else than the script does: only its bytes may "
+                "change."
+            )
+        return None
+
+    def with_fix(self, script: Callable[..., Any], line: int = 0) -> Callable[[], tuple]:
+        """An answer with this script, and the right line if no other is given."""
+
+        def answer():
+            return line or self.line, script
+
+        return answer
+
+    def as_it_was(self) -> Mistake:
+        return Mistake("as it was", self.with_fix(self.script), self.stays)
+
+    def wrong_lines(self) -> tuple[Mistake, ...]:
+        """The right fix, with each of the lines that people name instead."""
+        return tuple(
+            Mistake(f"line {line}", self.with_fix(self.fixed, line), says)
+            for line, says in self.innocent.items()
+        )
+
+
+def _answer_of(candidate: Callable[[], Any]) -> tuple[int, Callable[..., Any]]:
+    given = candidate()
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(TWO_THINGS)
+    line, script = plain(given[0]), given[1]
+    if callable(given[0]) and not callable(script):
+        raise TypeError(f"the line comes first: {TWO_THINGS}")
+    if isinstance(line, float) and line.is_integer():
+        line = int(line)
+    if isinstance(line, bool) or not isinstance(line, Integral):
+        raise TypeError(f"the line must be a whole number, not {describe(given[0])}: {TWO_THINGS}")
+    if not callable(script):
+        raise TypeError(
+            f"the fixed script must be a function, not {describe(script)}: give the function "
+            "itself, without calling it"
+        )
+    return int(line), script
+
+
+def _names_in(script: Callable[..., Any]) -> set[str]:
+    """The names of functions and attributes in its code."""
+    waiting = [getattr(script, "__code__", None)]
+    names: set[str] = set()
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            names |= set(code.co_names)
+            waiting += code.co_consts
+    return names
+
+
+class Net(nn.Module):
+    """64 features to ``outputs``, through 128."""
+
+    def __init__(self, outputs: int = 64):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, 64); the result: (rows, outputs)."""
+        return self.body(x)
+
+
+def new_net(outputs: int = 64) -> Net:
+    """The same weights each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net(outputs)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
