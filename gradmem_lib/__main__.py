@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import re
+import shutil
 import sys
 import textwrap
 import threading
@@ -20,7 +21,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
+from .names import (
+    ATTENTION,
+    CHECKPOINTING,
+    LOOP_KEEPS,
+    OFFLOAD,
+    OPTIMIZERS,
+    PRECISIONS,
+    SELECTIVE,
+    SHARDING,
+    ZERO_GRAD,
+)
 
 WIDTH = 80
 RUN_DOES = """\
@@ -68,6 +79,25 @@ def saying(what: str):
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def progress_line():
+    """A function that shows a sentence in the last line of a terminal, in place of the one before;
+    elsewhere it shows nothing.
+    """
+
+    def show(sentence: str) -> None:
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{sentence[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")
+        if sys.stderr.isatty():
+            print("\r", end="", file=sys.stderr, flush=True)
 
 
 def _lab(options: argparse.Namespace) -> int:
@@ -220,10 +250,12 @@ def _beside(options: argparse.Namespace) -> int:
 
 def _predicted(options: argparse.Namespace) -> tuple[str, Any]:
     from .planning.models import find_model
+    from .prediction.loop import Loop
     from .prediction.predict import predict
     from .training.recipe import Recipe
 
     recipe = Recipe(**{name: getattr(options, name) for name in Recipe.__dataclass_fields__})
+    loop = Loop(**{name: getattr(options, name) for name in Loop.__dataclass_fields__})
     config, title = find_model(options.model)
     prediction = predict(
         config,
@@ -233,6 +265,8 @@ def _predicted(options: argparse.Namespace) -> tuple[str, Any]:
         target=options.target,
         ranks=options.ranks,
         rank=options.rank,
+        loop=loop,
+        rope_factor=options.rope_factor,
     )
     return title, prediction
 
@@ -274,6 +308,12 @@ def _one_of(names: Iterable[str], *, or_none: bool = False) -> Callable[[str], s
         return text
 
     return read
+
+
+def _with_spaces(names: Iterable[str]) -> Callable[[str], str | None]:
+    """A reader of one of these names, which a command line writes with dashes for spaces."""
+    dashed = _one_of([name.replace(" ", "-") for name in names])
+    return lambda text: dashed(text.replace(" ", "-")).replace("-", " ")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -339,15 +379,18 @@ def _as_text(title: str, prediction, ranks: int) -> str:
 def _plan(options: argparse.Namespace) -> int:
     from .planning.plan import plan
 
-    made = plan(
-        options.model,
-        card=options.card,
-        seq_len=options.seq_len,
-        global_batch=options.global_batch,
-        method=options.method,
-        target=options.target,
-        cards=options.cards,
-    )
+    with progress_line() as show:
+        made = plan(
+            options.model,
+            card=options.card,
+            seq_len=options.seq_len,
+            global_batch=options.global_batch,
+            method=options.method,
+            target=options.target,
+            cards=options.cards,
+            margin=options.margin,
+            notify=show,
+        )
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
     else:
@@ -617,6 +660,7 @@ def _add_explain(commands) -> None:
     add("--model", help=_MODEL)
     add("--batch-size", type=_count, metavar="N", help="rows of one optimizer step")
     _add_recipe(add)
+    _add_loop(add)
     explain.set_defaults(
         run=_explain, command=_beside, says="predicting the step ...", ranks=None, rank=0
     )
@@ -628,6 +672,7 @@ def _add_predict(commands) -> None:
     add("model", help=_MODEL)
     add("--batch-size", type=_count, required=True, metavar="N", help="rows of one optimizer step")
     _add_recipe(add)
+    _add_loop(add)
     add(
         "--ranks",
         type=_count,
@@ -726,6 +771,36 @@ def _add_recipe(add) -> None:
     )
 
 
+def _add_loop(add) -> None:
+    """Every option but the first one is a field of ``Loop``, by the same name."""
+    add(
+        "--rope-factor",
+        type=float,
+        metavar="F",
+        help="RoPE scaling: the model takes F times as many tokens in a row as its config says",
+    )
+    add(
+        "--zero-grad",
+        type=_with_spaces(ZERO_GRAD),
+        default=ZERO_GRAD[0],
+        metavar="W",
+        help="where the loop frees gradients: "
+        + ", ".join(name.replace(" ", "-") for name in ZERO_GRAD),
+    )
+    add(
+        "--keeps",
+        type=_one_of(LOOP_KEEPS, or_none=True),
+        metavar="K",
+        help="what a variable of the loop holds until the next step: " + ", ".join(LOOP_KEEPS),
+    )
+    add("--clips", action="store_true", help="clip the norm of the gradients before the step")
+    add(
+        "--shifted-logits",
+        action="store_true",
+        help="the loss of transformers before 4.45, with float32 copies of the logits",
+    )
+
+
 def _add_plan(commands) -> None:
     plan = commands.add_parser(
         "plan", help="the recipe that fits a card, and why faster ones do not"
@@ -754,6 +829,12 @@ def _add_plan(commands) -> None:
         default="cuda",
         metavar="T",
         help="cuda (the default) or cpu",
+    )
+    add(
+        "--margin",
+        type=float,
+        metavar="M",
+        help="share of what is needed that stays free (0.03; several cards 0.045; 0: none)",
     )
     add("--json", action="store_true", help="print JSON")
     plan.set_defaults(

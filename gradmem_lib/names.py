@@ -177,6 +177,11 @@ class OffloadSpec:
     shards: bool = False
 
 
+# Where a loop frees the gradients, and what a variable of it holds until the next step.
+ZERO_GRAD = ("after step", "before forward", "before backward")
+LOOP_KEEPS = ("loss", "outputs")
+
+
 OFFLOAD: dict[str, OffloadSpec] = Rows(
     "offload",
     OffloadSpec,

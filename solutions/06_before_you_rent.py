@@ -391,7 +391,12 @@ claims.show("C54")
 from gradmem_lib import plan
 
 found = plan(
-    "Llama-2-7B", card="RTX 4060 Ti 16GB", seq_len=2048, global_batch=8, method="qlora"
+    "Llama-2-7B",
+    card="RTX 4060 Ti 16GB",
+    seq_len=2048,
+    global_batch=8,
+    method="qlora",
+    margin=0,
 )
 print(found.best)
 print("The next faster one does not fit:", found.next_faster)

@@ -294,6 +294,28 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     return (1 - 1 / cards) * times * sent
 
 
+@dataclass(frozen=True)
+class Cost:
+    """The estimated time of a training step, for each token: five terms, in seconds.
+
+    ``products``: operations in matrix products at half the data sheet's rate. ``weights``: in each
+    micro-batch, bytes of weights and gradients at its bandwidth. ``optimizer_step``: the same for
+    weights, gradients and states. ``between_cards``: what the cards send each other. ``bus``: what
+    is offloaded, in both directions together. Elementwise work, kernel launches and waiting are
+    left out.
+    """
+
+    products: float
+    weights: float
+    optimizer_step: float
+    between_cards: float
+    bus: float
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.weights + self.optimizer_step + self.between_cards + self.bus
+
+
 def seconds_per_token(
     work: Work,
     recipe: Recipe,
@@ -301,60 +323,93 @@ def seconds_per_token(
     micro_batch: int,
     seq_len: int,
     offload_bytes: float | None = None,
-    cards=1,
+    cards: int = 1,
 ) -> float:
+    """The sum of the terms of ``cost_per_token``."""
+    return cost_per_token(work, recipe, card, micro_batch, seq_len, offload_bytes, cards).seconds
+
+
+def cost_per_token(
+    work: Work,
+    recipe: Recipe,
+    card: Card,
+    micro_batch: int,
+    seq_len: int,
+    offload_bytes: float | None = None,
+    cards: int = 1,
+) -> Cost:
     """The estimated time of a training step, for each token.
 
-    It is the sum of: operations in matrix products at half the data sheet's rate; bytes of weights,
-    gradients and states at its bandwidth; ``offload_bytes`` of the token over the bus, in both
-    directions together; and what ``cards`` send each other. Without ``offload_bytes``, its lower
-    bound is computed from the sizes. ``micro_batch`` is that of one card.
+    ``micro_batch`` is that of one card. ``offload_bytes``: bytes of the token that cross the bus;
+    ``None``: their lower bound, from the sizes.
 
-    Elementwise work, kernel launches and waiting are left out. Use it to compare recipes, not to
-    schedule a run.
+    Use it to compare recipes, not to schedule a run.
     """
+    if offload_bytes is None:
+        offload_bytes = _offload_bytes_per_token(work, recipe)
     tokens = micro_batch * seq_len
+    tokens_of_step = tokens * recipe.accumulation
+    # If the host steps, its memory is assumed to be as fast for each card as the bus.
+    rate_of_step = card.bus if recipe.offloads_shards else card.bandwidth
+    sent = sent_bytes(work, recipe, cards) if cards > 1 else 0.0
+    of_one_card = {
+        "products": _operations_per_token(work, recipe, seq_len) / _rate(recipe, card),
+        "weights": _bytes_of_micro_batch(work, recipe) / card.bandwidth / tokens,
+        "optimizer_step": _bytes_of_step(work, recipe, cards) / rate_of_step / tokens_of_step,
+        "between_cards": seconds_between(sent, card) / tokens_of_step,
+        "bus": seconds_over_bus(offload_bytes, card),
+    }
+    return Cost(**{term: seconds / cards for term, seconds in of_one_card.items()})
+
+
+def _operations_per_token(work: Work, recipe: Recipe, seq_len: int) -> float:
+    """Operations in matrix products: forward, backward, and what is recomputed."""
     attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
     layers = 2 * (work.matrices + work.experts) + attention
     forward = layers + 2 * work.head
-    recomputed = recompute_fraction(work, recipe)
-    trained, backward = work.trained(recipe), 2 * forward
+    backward = 2 * forward
     if work.adapts(recipe):
+        trained = work.trained(recipe)
         forward += 2 * trained
         backward = forward + attention + 2 * trained
-    half = _width_of_activations(recipe) < FLOAT32
-    if half and not card.bf16:
-        half = recipe.autocast_dtype == torch.float16
-    rate = FLOPS_UTILIZATION * (card.half if half else card.single)
+    recomputed = recompute_fraction(work, recipe)
     scores = recomputed
     if recipe.checkpointing in SELECTIVE:
         scores = 1 if SELECTIVE[recipe.checkpointing].attention else 0
-    operations = (
-        forward + backward + recomputed * (layers - attention) + scores * attention
-    ) / rate
+    return forward + backward + recomputed * (layers - attention) + scores * attention
 
-    width = work.bytes_each(recipe)[1]
+
+def _rate(recipe: Recipe, card: Card) -> float:
+    """Operations a second that training reaches on ``card``."""
+    half = _width_of_activations(recipe) < FLOAT32
+    if half and not card.bf16:
+        half = recipe.autocast_dtype == torch.float16
+    return FLOPS_UTILIZATION * (card.half if half else card.single)
+
+
+def _bytes_of_micro_batch(work: Work, recipe: Recipe) -> float:
+    """Bytes of weights and gradients that one micro-batch reads and writes."""
     bytes_read = _gathered(work, recipe) * work.parameters
     if recipe.autocast_dtype:
         bytes_read += (2 + 2) * (work.matrices + work.head)
     if recipe.quantized_base:
         bytes_read += (0.5 + 2) * work.matrices
-    micro = (2 + recomputed) * bytes_read + 3 * width * trained
+    width = work.bytes_each(recipe)[1]
+    return (2 + recompute_fraction(work, recipe)) * bytes_read + 3 * width * work.trained(recipe)
+
+
+def _bytes_of_step(work: Work, recipe: Recipe, cards: int) -> float:
+    """Bytes that the optimizer reads and writes on each card, once a step."""
     # Weights are read and written, gradients are read; then come the states.
+    width = work.bytes_each(recipe)[1]
     row = OPTIMIZERS[recipe.optimizer]
     states = row.bytes_of_a_step(_state_width(recipe, width), recipe.momentum)
     if recipe.keeps_masters:
         states += 2 * FLOAT32
-    step = (3 * width + states) * trained
+    trained = work.trained(recipe)
     if recipe.shards_states:
-        step /= cards
-    # If the host steps, its memory is assumed to be as fast for each card as the bus.
-    stepped = step / recipe.accumulation / (card.bus if recipe.offloads_shards else card.bandwidth)
-    sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
-    if offload_bytes is None:
-        offload_bytes = _offload_bytes_per_token(work, recipe)
-    transfer_seconds = (micro / card.bandwidth + stepped + seconds_between(sent, card)) / tokens
-    return (operations + transfer_seconds + seconds_over_bus(offload_bytes, card)) / cards
+        trained /= cards
+    return (3 * width + states) * trained
 
 
 def _offload_bytes_per_token(work: Work, recipe: Recipe) -> float:

@@ -1,5 +1,6 @@
 """One way to train, with the bytes and the time that it needs; and the order of several ways."""
 
+import math
 from dataclasses import dataclass
 
 from .. import optimizers
@@ -7,6 +8,7 @@ from ..names import PRECISIONS
 from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
+from .cost import Cost
 
 # What is trained: every weight, low-rank additions to a frozen model, or such additions to a frozen
 # model in 4 bits.
@@ -25,6 +27,8 @@ class Option:
     ``needs``: the sum of all. ``spare``: the bytes that the card has left (negative: missing).
     ``seconds``: the estimated time of one token. With several ``cards``, micro-batch and bytes are
     those of each card, and the time is that of all. ``has_adapters``: the model came with adapters.
+    ``margin``: the share of ``needs`` that has to stay free besides. ``cost``: the terms of
+    ``seconds``, if they are known.
     """
 
     recipe: Recipe
@@ -35,6 +39,8 @@ class Option:
     parts: dict[str, int]
     cards: int = 1
     has_adapters: bool = False
+    margin: float = 0.0
+    cost: Cost | None = None
 
     @property
     def needs(self) -> int:
@@ -45,8 +51,13 @@ class Option:
         return self.card_bytes - self.needs
 
     @property
+    def kept_free(self) -> int:
+        """The bytes of the margin."""
+        return math.ceil(self.margin * self.needs)
+
+    @property
     def fits(self) -> bool:
-        return self.spare >= 0
+        return self.spare >= self.kept_free
 
     def __str__(self) -> str:
         cards = f" x {self.cards} cards" if self.cards > 1 else ""
@@ -57,6 +68,11 @@ class Option:
 
     def why_not(self) -> str:
         """Why it does not fit, in bytes."""
+        if 0 <= self.spare < self.kept_free:
+            return (
+                f"leaves {format_bytes(self.spare)}, and the margin of {self.margin:.1%} is "
+                f"{format_bytes(self.kept_free)} (margin=0, --margin 0: none)"
+            )
         peak = self.prediction.peak
         parts = {n: b for n, b in peak.by_category.items() if b >= 0.02 * peak.total} | self.parts
         held = ", ".join(
@@ -104,7 +120,9 @@ def describe(recipe: Recipe, has_adapters: bool = False) -> str:
 
 def changes(recipe: Recipe) -> tuple[int, ...]:
     """How much training differs from plain AdamW on float32 weights, as a tuple that can be
-    compared. The last two entries do not change the result.
+    compared: the method, whether the optimizer steps in backward (then there is no ``Trainer``, no
+    clipping and no accumulation), whether weights are rounded, and the optimizer. Chunks of the
+    loss change nothing.
 
     Raises ``ValueError`` for an optimizer that ``plan`` does not try.
     """
@@ -113,12 +131,13 @@ def changes(recipe: Recipe) -> tuple[int, ...]:
             f"a plan does not compare optimizer={recipe.optimizer!r}: choose one of "
             f"{', '.join(map(repr, OPTIMIZERS))}"
         )
-    chosen = (
+    exact = recipe.precision is None or PRECISIONS[recipe.precision].exact_weights
+    return (
         METHODS.index(method_of(recipe)),
-        recipe.precision is not None and not PRECISIONS[recipe.precision].exact_weights,
+        int(recipe.in_backward),
+        int(not exact),
         OPTIMIZERS.index(recipe.optimizer),
     )
-    return *chosen, recipe.in_backward, recipe.chunked_loss
 
 
 def ordered(options: list[Option]) -> list[Option]:
@@ -131,13 +150,20 @@ def ordered(options: list[Option]) -> list[Option]:
     found: list[Option] = []
     while rest:
         equal = [o for o in rest if o.seconds <= rest[0].seconds * EQUAL_TIME]
-        found += sorted(equal, key=lambda o: (changes(o.recipe), o.seconds))
+        found += sorted(equal, key=_changes_then_time)
         rest = rest[len(equal) :]
     return found
 
 
+def _changes_then_time(option: Option) -> tuple:
+    """Of two that are as fast, the one whose loss is whole comes first."""
+    return changes(option.recipe), option.seconds, option.recipe.chunked_loss
+
+
 def _dominated(option: Option, by: Option) -> bool:
     """Whether ``by`` is better in time or bytes, no worse in the other, and changes no more."""
-    better = (*changes(by.recipe)[:3], by.seconds, by.needs)
-    worse = (*changes(option.recipe)[:3], option.seconds, option.needs)
+    better, worse = (
+        (*changes(one.recipe), one.recipe.chunked_loss, one.seconds, one.needs)
+        for one in (by, option)
+    )
     return better != worse and all(a <= b for a, b in zip(better, worse, strict=True))

@@ -1,11 +1,15 @@
 """``plan``: the ways to train a model that fit a card."""
 
+from collections.abc import Callable
+
 from ..names import check_choice
+from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
 from .cards import CARDS, Card, find_card
 from .cost import count, with_adapters
+from .margin import check_margin
 from .models import find_model
-from .options import METHODS
+from .options import METHODS, Option
 from .report import Plan
 from .search import Search
 
@@ -19,6 +23,8 @@ def plan(
     method: str | None = None,
     target: str = "cuda",
     cards: int = 1,
+    margin: float | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why
     faster ways do not fit.
@@ -36,13 +42,19 @@ def plan(
             budget.
         cards: the number of such cards in one machine that train together. Each key of ``SHARDING``
             is tried.
+        margin: the share of the needed bytes that has to stay free besides, since a prediction for
+            a card may be off. ``None``: as much as published runs were off (3 %; 4.5 % for several
+            cards), and 0 for target "cpu", whose bytes are exact. ``0``: none.
+        notify: called with a sentence after each prediction.
 
     It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's
-    Adafactor; steps in backward if nothing else fits), checkpoints (none, one layer in two, all),
-    the loss whole or in chunks, and every micro-batch that divides the global batch. To replace the
-    checkpoints of the best recipe, it tries as few layers as fit, parts of each layer, or the
-    host's memory, if these are faster. If nothing fits, it moves the inputs of checkpoints to the
-    host, or the shards of several cards. Attention is fused if the model can: eager attention needs
+    Adafactor; each also with steps in backward), the loss whole or in chunks, every micro-batch
+    that divides the global batch, and what is recomputed: nothing, the first k layers for each k,
+    all layers, one layer in two, or a part of each layer; or activations wait in the host's memory.
+    The first answer is the fastest of all that fit, by estimate, with two exceptions. A recipe that
+    changes training more than another one has to be faster by more than 10 %, since a time is an
+    estimate. And what moves the inputs of checkpoints, or the shards of several cards, to the host
+    is tried only if nothing else fits. Attention is fused if the model can: eager attention needs
     more bytes and more time. On one card, ``float32-master`` is not tried, since it holds as many
     bytes as mixed precision, and ``adamw-stochastic`` as many as AdamW in bf16. On several cards,
     the loss is not in chunks, and only AdamW steps in backward.
@@ -62,7 +74,9 @@ def plan(
     config, title = find_model(model_or_config)
     work = with_adapters(count(config), model_or_config, method)
     seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
-    search = Search(work, found, seq_len, global_batch, target, cards)
+    margin = check_margin(margin, target, cards)
+    search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
+    search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = list(METHODS) if method == "any" else [method]
     search.find(methods)
@@ -76,6 +90,7 @@ def plan(
         method=method,
         target=target,
         cards=cards,
+        margin=margin,
         fits=fits,
         refused=search.refused(),
         ruled_out=search.ruled_out,
@@ -90,45 +105,70 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
     card, or more cards.
     """
     refused = search.refused()
-    closest, advice = refused[0], []
-
-    def first(name: str, values: list[int], recipe, more: str = "") -> None:
-        for value in values:
-            sizes = {n: getattr(search, n) for n in ("seq_len", "global_batch", "target", "cards")}
-            other = Search(search.work, search.card, **sizes | {name: value})
-            candidate = recipe or other.least_resident_recipes(methods[-1:])[0]
-            if other.may_fit(candidate) and (option := other.option(candidate)).fits:
-                same = ", by the same recipe" if recipe else ""
-                line = (
-                    f"{name}={value} would fit{same}: {option} needs {format_bytes(option.needs)}."
-                )
-                advice.append(line + more)
-                return
-
-    for method in () if search.has_adapters else METHODS[METHODS.index(methods[-1]) + 1 :]:
-        candidate = search.least_resident_recipes([method])[0]
-        if search.may_fit(candidate) and (option := search.option(candidate)).fits:
-            advice.append(
-                f"method={method!r} would fit: {option} needs {format_bytes(option.needs)}."
-            )
-            break
-    if in_backward := [option for option in refused if option.recipe.in_backward]:
+    closest = refused[0]
+    advice = _another_method(search, methods[-1])
+    in_backward = [option for option in refused if option.recipe.in_backward]
+    if in_backward:
         fewer = range(search.global_batch - search.cards, 0, -search.cards)
         rows = [n for n in fewer if search.global_batch % n == 0]
-        why = (
-            " An optimizer that steps in backward cannot accumulate: its batch goes through in "
-            "one piece."
-        )
-        first("global_batch", rows, in_backward[0].recipe, why)
-    first("seq_len", [n for n in (search.seq_len // 2, search.seq_len // 4) if n], closest.recipe)
-    card = min(
-        (c for c in CARDS.values() if c.nbytes >= closest.needs),
-        key=lambda c: c.nbytes,
-        default=None,
-    )
-    no_card = f"No card of the table has {format_bytes(closest.needs)}: this model needs several."
-    advice.append(f"{card.name} would do: {format_bytes(card.nbytes)}." if card else no_card)
-    first(
-        "cards", [n for n in (2, 4, 8) if n > search.cards and search.global_batch % n == 0], None
-    )
-    return advice
+        for line in _first_that_fits(search, "global_batch", rows, in_backward[0].recipe):
+            why = (
+                "An optimizer that steps in backward cannot accumulate: its batch goes through in "
+                "one piece."
+            )
+            advice.append(f"{line} {why}")
+    shorter = [n for n in (search.seq_len // 2, search.seq_len // 4) if n]
+    advice += _first_that_fits(search, "seq_len", shorter, closest.recipe)
+    advice.append(_larger_card(closest))
+    more = [n for n in (2, 4, 8) if n > search.cards and search.global_batch % n == 0]
+    return advice + _first_that_fits(search, "cards", more, None, methods[-1])
+
+
+def _another_method(search: Search, method: str) -> list[str]:
+    """The first method after ``method`` that would fit."""
+    if search.has_adapters:
+        return []
+    for other in METHODS[METHODS.index(method) + 1 :]:
+        recipe = search.least_resident_recipes([other])[0]
+        if not search.may_fit(recipe):
+            continue
+        option = search.option(recipe)
+        if option.fits:
+            return [f"method={other!r} would fit: {option} needs {format_bytes(option.needs)}."]
+    return []
+
+
+def _first_that_fits(
+    search: Search, name: str, values: list[int], recipe: Recipe | None, method: str = ""
+) -> list[str]:
+    """The first of ``values`` for the search's size ``name`` with which ``recipe`` would fit; for
+    ``None``, the recipe of ``method`` that holds the fewest bytes.
+    """
+    for value in values:
+        sizes = {
+            "seq_len": search.seq_len,
+            "global_batch": search.global_batch,
+            "target": search.target,
+            "cards": search.cards,
+            "margin": search.margin,
+        }
+        other = Search(search.work, search.card, **sizes | {name: value})
+        candidate = recipe or other.least_resident_recipes([method])[0]
+        if not other.may_fit(candidate):
+            continue
+        option = other.option(candidate)
+        if option.fits:
+            same = ", by the same recipe" if recipe else ""
+            needs = format_bytes(option.needs)
+            return [f"{name}={value} would fit{same}: {option} needs {needs}."]
+    return []
+
+
+def _larger_card(closest: Option) -> str:
+    """The smallest card of the table that has room for ``closest``."""
+    needed = closest.needs + closest.kept_free
+    large_enough = [card for card in CARDS.values() if card.nbytes >= needed]
+    if not large_enough:
+        return f"No card of the table has {format_bytes(needed)}: this model needs several."
+    card = min(large_enough, key=lambda card: card.nbytes)
+    return f"{card.name} would do: {format_bytes(card.nbytes)}."

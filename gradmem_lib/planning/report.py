@@ -1,10 +1,11 @@
 """The result of a plan: the recipes that fit, fastest first, and why the others do not fit."""
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..display import pictures
+from ..training.recipe import Recipe
 from .cards import Card
 from .options import Option, RuledOut
 
@@ -16,7 +17,8 @@ class Plan:
 
     Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by needed bytes)
     were predicted. ``ruled_out`` was not predicted: weights, gradients and states alone are too
-    much. ``advice``: if nothing fits, changes that would fit.
+    much. ``advice``: if nothing fits, changes that would fit. ``margin``: the share of the needed
+    bytes that stays free besides.
     """
 
     title: str
@@ -32,6 +34,7 @@ class Plan:
     given: Any
     config: Any
     cards: int = 1
+    margin: float = 0.0
 
     @property
     def best(self) -> Option | None:
@@ -45,9 +48,14 @@ class Plan:
 
     @property
     def next_faster(self) -> Option | None:
-        """The slowest of the options that would be faster than ``best`` but do not fit."""
-        faster = [o for o in self.refused if self.best and o.seconds < self.best.seconds]
-        return max(faster, key=lambda o: o.seconds, default=None)
+        """Of the options that would be faster than ``best`` but do not fit, the slowest one; those
+        of its own micro-batch, method, precision, optimizer and loss come first.
+        """
+        if self.best is None:
+            return None
+        kind = _kind(self.best)
+        faster = [option for option in self.refused if option.seconds < self.best.seconds]
+        return max(faster, key=lambda o: (_kind(o) == kind, o.seconds), default=None)
 
     @property
     def code(self) -> str:
@@ -70,3 +78,8 @@ class Plan:
     def to_dict(self) -> dict:
         """Plain values for JSON."""
         return pictures().plan_dict(self)
+
+
+def _kind(option: Option) -> Recipe:
+    """The option's recipe without what it recomputes or moves."""
+    return replace(option.recipe, checkpointing=None, every_n_layers=None, offload=None)

@@ -1,12 +1,18 @@
-"""The search for recipes that fit: it starts with the fastest, and does not predict those that
-surely need too much.
+"""The search for the fastest recipe that fits.
+
+Recipes come in *lines*. Those of a line differ only in how many layers run again in backward: each
+is slower than the one before it, and needs fewer bytes. So the fastest one that fits is found by
+bisection. Lines of the fewest bytes are searched first. Then a line whose recipes are all slower
+than the best one so far need not be searched, and neither need one whose bytes are too many by
+their lower bound. What is left is predicted, so nothing that is faster is missed.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from transformers import PreTrainedModel
 
@@ -26,23 +32,21 @@ from ..names import (
 from ..optimizers import OPTIMIZERS as ROWS
 from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
+from ..techniques.layers import find_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes
 from . import cost
 from .cards import Card
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 
-# Checkpoints, each with less memory than the one before. Older transformers cannot checkpoint one
-# layer in two.
+# One layer in two is checkpointed. Older transformers cannot do that.
 _HALF = []
 if checkpointing_name(PreTrainedModel) == CHECKPOINTING_METHODS[0]:
     _HALF = [{"every_n_layers": 2}]
-CHECKPOINTS: list[dict] = [{}, *_HALF, {"checkpointing": "per-layer"}]
-# Alternatives to these, once the fastest recipe is known: recompute parts of layers, or offload
-# activations.
-ALTERNATIVES: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
-ALTERNATIVES.append({"offload": "activations"})
-MAX_ALTERNATIVES = 2  # only the fastest of these, since each takes a prediction
+PER_LAYER = {"checkpointing": "per-layer"}
+# Recompute parts of each layer. Or offload activations, for a card.
+PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
+OFFLOADED = {"offload": "activations"}
 
 
 class Search:
@@ -52,17 +56,62 @@ class Search:
     """
 
     def __init__(
-        self, work: cost.Work, card: Card, seq_len, global_batch: int, target: str, cards: int = 1
+        self,
+        work: cost.Work,
+        card: Card,
+        seq_len: int,
+        global_batch: int,
+        target: str,
+        cards: int = 1,
+        *,
+        margin: float = 0.0,
     ):
         self.work, self.card, self.target, self.cards = work, card, target, cards
+        self.margin = margin
         self.has_adapters = work.adapter_parameters is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
         self.chunked = work.chunked and cards == 1  # chunks bypass the code that averages gradients
+        self.schedules = self._schedules()
+        self.alternatives = self._alternatives()
         self.ruled_out: list[RuledOut] = []
+        self.notify: Callable[[str], None] | None = None
         self._known: dict[Recipe, Option] = {}
         # The bytes for live tensors and the allocator.
         overhead = cost.overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
-        self.available = card.nbytes - sum(overhead.values())
+        self.available = card.nbytes / (1 + margin) - sum(overhead.values())
+
+    # An option that changes training more has to be faster by this factor than one that changes it
+    # less.
+    equal_time = EQUAL_TIME
+
+    def allows(self, recipe: Recipe) -> bool:
+        """Whether ``recipe`` may be tried."""
+        return True
+
+    def _schedules(self) -> list[dict]:
+        """How many layers run again: none, the first k, all. Each needs less memory than the one
+        before.
+        """
+        firsts: list[dict] = _HALF
+        if self._layers_are_listed():
+            firsts = [{"checkpointing": f"first-{k}"} for k in range(1, self.work.layers)]
+        return [{}, *firsts, PER_LAYER]
+
+    def _alternatives(self) -> list[dict]:
+        """What keeps fewer activations in another way than by layers that run again."""
+        alternatives = list(PARTS)
+        if self._layers_are_listed():
+            alternatives += _HALF
+        if self.target == "cuda":
+            alternatives.append(OFFLOADED)
+        return alternatives
+
+    def _layers_are_listed(self) -> bool:
+        """Whether the layers can run again one by one."""
+        try:
+            return bool(find_layers(self.work.source.skeleton))
+        except ValueError:
+            return False
 
     def option(self, recipe: Recipe) -> Option:
         """``recipe``, predicted.
@@ -77,12 +126,33 @@ class Search:
             capability = self.card.capability
             parts = cost.overhead_of_prediction(prediction, capability, replay, self.cards)
             tokens = self.rows * self.seq_len
-            seconds = self.seconds(recipe, prediction.offload_traffic_bytes / tokens)
-            rows, more = self.rows // recipe.accumulation, (self.cards, self.has_adapters)
-            self._known[recipe] = Option(
-                recipe, rows, seconds, self.card.nbytes, prediction, parts, *more
+            estimate = self.cost(recipe, prediction.offload_traffic_bytes / tokens)
+            rows = self.rows // recipe.accumulation
+            option = Option(
+                recipe,
+                rows,
+                estimate.seconds,
+                self.card.nbytes,
+                prediction,
+                parts,
+                self.cards,
+                self.has_adapters,
+                self.margin,
+                estimate,
             )
+            self._known[recipe] = option
+            if self.notify is not None:
+                self.notify(self._progress())
         return self._known[recipe]
+
+    def _progress(self) -> str:
+        """What has been found so far, in a sentence."""
+        number = len(self._known)
+        predicted = f"{number} recipe{'s' if number > 1 else ''} predicted"
+        found = self.fits()
+        if not found:
+            return f"{predicted}, and none fits yet"
+        return f"{predicted}; the best so far: {1e6 * found[0].seconds:.1f} us/token, {found[0]}"
 
     def fits(self) -> list[Option]:
         """The predicted options that fit, in order, each recipe with its largest micro-batch."""
@@ -96,8 +166,12 @@ class Search:
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def seconds(self, recipe: Recipe, offload_bytes: float | None = None) -> float:
+        return self.cost(recipe, offload_bytes).seconds
+
+    def cost(self, recipe: Recipe, offload_bytes: float | None = None) -> cost.Cost:
+        """The estimated time of a token, with the lower bound of what is offloaded for ``None``."""
         sizes = self.rows // recipe.accumulation, self.seq_len, offload_bytes, self.cards
-        return cost.seconds_per_token(self.work, recipe, self.card, *sizes)
+        return cost.cost_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, starting with those that change training least.
@@ -128,130 +202,136 @@ class Search:
                         base, precision=precision, optimizer=optimizer, in_backward=in_backward
                     )
 
-    def variants(self, family: Recipe) -> list[Recipe]:
-        """The family's recipes with its own kind of loss, fastest first.
-
-        The last needs the fewest bytes of those in pieces.
+    def lines(self, family: Recipe) -> list[list[Recipe]]:
+        """The family's recipes with its own kind of loss, in lines: those of a line need less
+        memory one after the other, and take more time. Lines of the fewest bytes come first.
         """
-        pieces = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+        pieces = [n for n in range(self.rows, 0, -1) if self.rows % n == 0]
         adapts = self.work.adapts(family)
-        variants = [
-            {
-                "sharding": sharding,
-                "precision": _precision(family, not adapts and sharding),
-                "accumulation": n,
-                **checkpointing,
-            }
-            for sharding in (SHARDING if self.cards > 1 else (None,))
-            if sharding not in ("zero1", "zero2") or not adapts  # with adapters, these shard little
-            for checkpointing in CHECKPOINTS
-            for n in (pieces[:1] if family.in_backward else pieces)
-        ]
-        return sorted(_possible(family, variants), key=self.seconds)
+        lines: list[list[Recipe]] = []
+        for sharding in SHARDING if self.cards > 1 else (None,):
+            if sharding in ("zero1", "zero2") and adapts:
+                continue  # with adapters, these shard little
+            precision = _precision(family, not adapts and sharding)
+            for n in [1] if family.in_backward else pieces:
+                same = {"sharding": sharding, "precision": precision, "accumulation": n}
+                lines.append(_possible(family, [same | how for how in self.schedules]))
+                lines += [[one] for one in _possible(family, [same | a for a in self.alternatives])]
+        allowed = [[recipe for recipe in line if self.allows(recipe)] for line in lines]
+        return sorted(filter(None, allowed), key=self._rank_of_line)
+
+    def _rank_of_line(self, line: list[Recipe]) -> tuple:
+        """Less for lines of fewer bytes: shards, small micro-batches, and several schedules."""
+        held = sum(self.residents(line[-1]).values())
+        return held, -line[-1].accumulation, len(line) == 1
+
+    def variants(self, family: Recipe) -> list[Recipe]:
+        """The family's recipes with its own kind of loss, fastest first."""
+        return sorted(chain.from_iterable(self.lines(family)), key=self.seconds)
 
     def residents(self, recipe: Recipe) -> dict[str, int]:
         return cost.resident_bytes(self.work, recipe, self.cards)
 
     def least_resident_variant(self, family: Recipe) -> Recipe:
-        """The slowest of the family's variants with the fewest resident bytes."""
+        """The slowest of the family's variants with the fewest resident bytes. It moves nothing to
+        the host.
+        """
+        variants = [variant for variant in self.variants(family) if variant.offload is None]
         return min(
-            reversed(self.variants(family)),
+            reversed(variants),
             key=lambda variant: sum(self.residents(variant).values()),
         )
 
-    def run(self, method: str) -> None:
-        """Look for the fastest variant of each family.
-
-        Families that cannot be, or need not be, predicted are ``ruled_out``.
-        """
+    def find(self, methods: list[str]) -> None:
+        """Try all that a plan tries. What changes training less comes first."""
         best: Option | None = None
-        for family in self.families(method):
-            if family.in_backward and best is not None and not best.recipe.in_backward:
-                continue
-            smallest = self.least_resident_variant(family)
-            held = sum(self.residents(smallest).values())
-            if held > self.card.nbytes:
-                shown = smallest if self.cards > 1 else family
-                why = self._describe_excess(smallest)
-                self.ruled_out.append(RuledOut(shown, held, why, self.has_adapters))
-                continue
-            try:
-                best = self._fastest(family, best) or best
-                if self.chunked:
-                    best = self._fastest(replace(family, chunked_loss=True), best) or best
-            except CannotTrace as error:
-                self.ruled_out.append(RuledOut(family, held, str(error), self.has_adapters))
+        for method in methods:
+            for family in self.families(method):
+                best = self._search(family, best) or best
+        if best is None:
+            self._try_host_offload(methods)
+            if found := self.fits():
+                self._try_larger_micro_batches(found[0])
 
-    def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
-        """The first of the family's variants that fits.
-
-        If a ``best`` exists, which changes training less, it must be faster.
+    def _search(self, family: Recipe, best: Option | None) -> Option | None:
+        """The fastest recipe of ``family`` that fits, if it is faster than ``best``, which changes
+        training less. A family that cannot be predicted is ``ruled_out``.
         """
-        limit = best.seconds / EQUAL_TIME if best else math.inf
-        variants = (variant for variant in self.variants(family) if self.seconds(variant) < limit)
-        return next((self.option(variant) for variant in variants if self._fits(variant)), None)
+        limit = best.seconds / self.equal_time if best else math.inf
+        smallest = self.least_resident_variant(family)
+        held = sum(self.residents(smallest).values())
+        if held > self.card.nbytes:
+            shown = smallest if self.cards > 1 else family
+            why = self._describe_excess(smallest)
+            self.ruled_out.append(RuledOut(shown, held, why, self.has_adapters))
+            return None
+        try:
+            return self._fastest(family, limit)
+        except CannotTrace as error:
+            self.ruled_out.append(RuledOut(family, held, str(error), self.has_adapters))
+            return None
+
+    def _fastest(self, family: Recipe, limit: float) -> Option | None:
+        """The family's fastest recipe that fits and takes less than ``limit`` seconds a token.
+
+        Of two that are as fast, it is the one whose loss is whole.
+        """
+        losses = [True, False] if self.chunked else [False]
+        lines: list[list[Recipe]] = []
+        for chunked in losses:
+            lines += self.lines(replace(family, chunked_loss=chunked))
+        bar = limit, False  # seconds and chunks of the recipe to beat
+        best: Option | None = None
+        not_traced: CannotTrace | None = None
+        # If the fastest of all fits, there is nothing to search.
+        fastest = min((line[0] for line in lines), key=self._time_and_chunks)
+        for line in [[fastest], *lines]:
+            faster = [recipe for recipe in line if self._time_and_chunks(recipe) < bar]
+            try:
+                found = self._first_that_fits(faster)
+            except ValueError:  # the model has no such part, or its layers cannot run one by one
+                continue
+            except CannotTrace as error:  # others of the family may be predicted
+                not_traced = error
+                continue
+            if found and (found.seconds, found.recipe.chunked_loss) < bar:
+                best, bar = found, (found.seconds, found.recipe.chunked_loss)
+        if best is None and not_traced is not None:
+            raise not_traced
+        return best
+
+    def _time_and_chunks(self, recipe: Recipe) -> tuple[float, bool]:
+        return self.seconds(recipe), recipe.chunked_loss
+
+    def _first_that_fits(self, line: list[Recipe]) -> Option | None:
+        """The first recipe of ``line`` that fits. Each needs less than the one before it."""
+        line = list(line)
+        # Only the last ones may need a little more than those before them, since a checkpoint
+        # keeps its input.
+        while line and not self._live_bytes_fit(line[-1]):
+            known = self._known.get(line.pop())
+            if (
+                known is None
+                or not line
+                or self._live_bytes(line[-1]) >= known.prediction.peak.total
+            ):
+                return None
+        start = bisect_left(line, True, key=self._live_bytes_fit)
+        # What the allocator reserves besides does not shrink evenly: try one after the other.
+        for recipe in line[start:]:
+            option = self.option(recipe)
+            if option.fits:
+                return option
+        return None
+
+    def _live_bytes(self, recipe: Recipe) -> int:
+        return self.option(recipe).prediction.peak.total
+
+    def _live_bytes_fit(self, recipe: Recipe) -> bool:
+        return self.may_fit(recipe) and self._live_bytes(recipe) <= self.available
 
     def _fits(self, recipe: Recipe) -> bool:
         return self.may_fit(recipe) and self.option(recipe).fits
-
-    def find(self, methods: list[str]) -> None:
-        """Try all that a plan tries."""
-        for name in methods:
-            self.run(name)
-        if found := self.fits():
-            self.refine(found[0])
-        else:
-            self._try_host_offload(methods)
-        if found := self.fits():
-            self._try_larger_micro_batches(found[0])
-
-    def refine(self, best: Option) -> None:
-        """Replace the checkpoints of ``best`` by fewer ones or by offloading.
-
-        This happens if the replacement is faster and fits.
-        """
-        plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
-        if best.recipe == plain:
-            return
-        schedules = [f"first-{k}" for k in range(1, self.work.layers)]
-        for n in [1] if plain.in_backward else range(best.recipe.accumulation, self.rows + 1):
-            if self.rows % n != 0:
-                continue
-            variants = [replace(plain, accumulation=n, checkpointing=k) for k in schedules]
-            variants = [variant for variant in variants if self.seconds(variant) < best.seconds]
-            # raised if layers cannot be recomputed one by one
-            with suppress(ValueError, CannotTrace):
-                fewest = self._fewest(
-                    variants, self._known.get(replace(plain, accumulation=n)), best
-                )
-                best = self.option(variants[fewest]) if fewest < len(variants) else best
-        variants = _possible(plain, ALTERNATIVES[: None if self.target == "cuda" else -1])
-        faster = [
-            w
-            for w in sorted(variants, key=self.seconds)
-            if self.seconds(w) * EQUAL_TIME < best.seconds
-        ]
-        for variant in faster[:MAX_ALTERNATIVES]:
-            with suppress(ValueError, CannotTrace):  # raised for a model without such a part
-                if self._fits(variant) and self.option(variant).seconds < best.seconds:
-                    return
-
-    def _fewest(self, variants: list[Recipe], not_recomputed: Option | None, best: Option) -> int:
-        """The index of the first of ``variants`` (1, 2, ... recomputed layers) that fits.
-
-        First guess: between ``not_recomputed`` and ``best``.
-        """
-        low, high = 0, len(variants)
-        share = 0.5
-        if not_recomputed and not not_recomputed.fits:
-            missing = not_recomputed.needs - self.card.nbytes
-            share = missing / (not_recomputed.needs - best.needs)
-        recomputed = cost.recompute_fraction(self.work, best.recipe)
-        guess = math.ceil(share * recomputed * self.work.layers) - 1
-        for variant in (guess, guess - 1, guess + 1):
-            if low <= variant < high:
-                low, high = (low, variant) if self._fits(variants[variant]) else (variant + 1, high)
-        return bisect_left(variants, True, low, high, key=self._fits)
 
     def _try_larger_micro_batches(self, best: Option) -> None:
         """Try larger micro-batches if ``best`` offloads something.
@@ -268,18 +348,23 @@ class Search:
                 return
 
     def next_faster(self, best: Option) -> Option | None:
-        """The slowest of the variants that are faster than ``best``.
-
-        They differ from it only in accumulation and checkpoints.
+        """The slowest recipe that is faster than ``best`` and differs from it only in how many
+        layers run again; or, if there is none, in the micro-batch. It does not fit.
         """
-        family = replace(
+        plain = replace(
             best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None
         )
-        sharding, limit = family.sharding, best.seconds
-        variants = [
-            w for w in self.variants(family) if w.sharding == sharding and self.seconds(w) < limit
-        ]
-        return self.option(variants[-1]) if variants else None
+        faster: list[Recipe] = []
+        for line in self.lines(plain):
+            recipe = line[-1]
+            if recipe.sharding == plain.sharding and len(line) > 1:
+                faster += [one for one in line if self.seconds(one) < best.seconds]
+        cut = best.recipe.accumulation
+        faster.sort(key=lambda one: (one.accumulation != cut, -self.seconds(one)))
+        for recipe in faster:
+            with suppress(ValueError, CannotTrace):
+                return self.option(recipe)
+        return None
 
     def may_fit(self, recipe: Recipe) -> bool:
         """Whether ``recipe`` might fit, by its lower bounds.
@@ -317,7 +402,8 @@ class Search:
                 continue
             checkpointed = replace(recipe, checkpointing="per-layer", every_n_layers=None)
             for offloaded in _possible(checkpointed, offloads):
-                self.option(offloaded)
+                if self.allows(offloaded):
+                    self.option(offloaded)
 
     def _lower_bound(self, recipe: Recipe, known: Option | None = None) -> float:
         """A lower bound for the live bytes of ``recipe``.

@@ -36,7 +36,8 @@ class Trace:
     ``places`` (samples, 4): the number of the operation (equal for equal operations), the part of
     the step (what exists before it is part 0), the list of layers and the unit of layers in it.
     ``storages`` (samples, 2): how many are alive, and their bytes before they were rounded.
-    ``requests``: those to a card's allocator (``allocator.replayed``).
+    ``requests``: those to a card's allocator (``allocator.replayed``). ``request_places``
+    (requests, 3): the sample that counts it, and the list and unit that its block's name tells.
     ``offload_traffic_bytes``: what crosses the bus.
     """
 
@@ -44,12 +45,13 @@ class Trace:
     places: np.ndarray
     storages: np.ndarray
     requests: tuple[int, ...] = ()
+    request_places: tuple[tuple[int, int, int], ...] = ()
     offload_traffic_bytes: int = 0
 
     def changes(self) -> "Changes":
         rows, storages = self.rows.copy(), np.diff(self.storages, axis=0, prepend=0)
         rows[:, SUMS] = np.diff(self.rows[:, SUMS], axis=0, prepend=0)
-        return Changes(rows, _filled(self.places), storages)
+        return Changes(rows, filled_places(self.places), storages)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def _with_rounds(changes: Changes, inserted: list[tuple[int, Changes, int]]) -> 
     )
 
 
-def _filled(places: np.ndarray) -> np.ndarray:
+def filled_places(places: np.ndarray) -> np.ndarray:
     """``places`` where events of no layer, between those of neighbours in a list, belong to the
     first of the two.
     """

@@ -10,13 +10,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from .. import compat
-from ..names import check_choice
+from ..names import LOOP_KEEPS, ZERO_GRAD, check_choice
 from ..training.losses import predicts_next_token
 from ..training.recipe import Recipe
 from ..training.step import loss_of
-
-ZERO_GRAD = ("after step", "before forward", "before backward")
-KEEPS = (None, "loss", "outputs")
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         check_choice("zero_grad", self.zero_grad, ZERO_GRAD)
-        check_choice("keeps", self.keeps, KEEPS)
+        check_choice("keeps", self.keeps, (None, *LOOP_KEEPS))
         for switch in ("clips", "shifted_logits"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(

@@ -82,6 +82,10 @@ class Marks:
                     self._touched = self._by_name[name]
                     return
 
+    def place_of_name(self, name: object) -> Place:
+        """The layer of the parameter with this name."""
+        return self._by_name.get(name, NOWHERE) if isinstance(name, str) else NOWHERE
+
     def place(self, running: list[nn.Module]) -> Place:
         """The layer in which the step is now. ``running``: the modules that are being called."""
         for module in reversed(running):

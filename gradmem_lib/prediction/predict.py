@@ -6,6 +6,7 @@ does the same operations. So two short traces, of three and of four layers, are 
 the trace of all layers, event by event, where they prove it (see ``extrapolation.py``).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,11 +23,11 @@ from ..names import CATEGORIES, PHASES, check_choice
 from ..training.recipe import Recipe
 from ..units import check_positive_int
 from . import allocator
-from .configs import find_config, most_positions, skeleton, title_of
+from .configs import find_config, most_positions, skeleton, stretched, title_of
 from .loop import Loop, check_loop
 from .notes import notes_of
 from .question import CannotTrace, Question, Source
-from .short_traces import Traced, trace_step
+from .short_traces import ShortTraces, Traced, trace_step
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
@@ -60,11 +61,14 @@ class Prediction:
     _question: Any = field(default=None, repr=False, compare=False)
     # the requests of a full trace; empty if it was not made
     _recorded_requests: tuple = field(default=(), repr=False, compare=False)
+    # the traces that this was computed from; None after a full trace
+    _short: ShortTraces | None = field(default=None, repr=False, compare=False)
 
     def replay_allocator(self) -> int | None:
         """For a card: the bytes that the caching allocator will have reserved from the driver;
-        ``None`` for the CPU. It replays the allocator's rules over the full trace, which takes
-        seconds for a deep model. It is an estimate, since frees happen in the trace's order. It
+        ``None`` for the CPU. It replays the allocator's rules over the requests of the whole step.
+        If short traces do not prove these, a full trace is made, which takes seconds for a deep
+        model. It is an estimate, since frees happen in the trace's order. It
         does not count what libraries and the driver keep (``allocator.workspace``, ``CONTEXT``).
         """
         return allocator.replayed(self.requests()) if self.target == "cuda" else None
@@ -79,6 +83,10 @@ class Prediction:
     def _requests(self) -> tuple[int, ...]:
         if self._recorded_requests:
             return self._recorded_requests
+        if self._short is not None and self.target == "cuda":
+            from_short = self._short.requests()
+            if from_short is not None:
+                return from_short
         question, micro_batches = self._question, None
         if (
             question.recipe.accumulation > REPLAYED_MICRO_BATCHES
@@ -112,6 +120,7 @@ def predict(
     ranks: int | None = None,
     rank: int = 0,
     loop: Loop | None = None,
+    rope_factor: float | None = None,
 ) -> Prediction:
     """The memory of one training step with ``recipe``, to the byte, without allocating the model.
 
@@ -138,6 +147,8 @@ def predict(
             for one of them, ``rank``, and ``batch_size`` is the rows of that rank's step.
         loop: the order of the training loop (``zero_grad``, what a variable keeps, clipping).
             ``None``: that of ``Recipe``'s own step.
+        rope_factor: RoPE scaling, for a config: the model takes so many times as many tokens in a
+            row as the config says.
 
     Raises ``ValueError`` for settings that cannot be combined or a model that is not found, and
     ``CannotTrace``, which names the operation, if the model's operations depend on values.
@@ -162,7 +173,7 @@ def predict(
             "none: name a precision, such as Recipe(precision='bf16'), or give the module (under "
             "torch.device('meta') it costs no memory)"
         )
-    source = source_of(model_or_config)
+    source = source_of(model_or_config, rope_factor)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch, ranks, rank)
     loop = Loop() if loop is None else loop
@@ -212,12 +223,18 @@ def _checked_sizes(
     if positions and seq_len > positions:
         raise ValueError(
             f"seq_len={seq_len:,} is beyond the {positions:,} positions of this model: shorten the "
-            "sequences, or raise config.max_position_embeddings if the model can be stretched"
+            "sequences, or, if its positions are rotary, predict it with RoPE scaling: "
+            f"rope_factor={math.ceil(seq_len / positions)}"
         )
     return batch_size, seq_len
 
 
-def source_of(model_or_config: Any) -> Source:
+def source_of(model_or_config: Any, rope_factor: float | None = None) -> Source:
+    if rope_factor is not None and isinstance(model_or_config, (nn.Module, Source)):
+        raise ValueError(
+            f"rope_factor={rope_factor} stretches the positions of a config, and a module was "
+            "given: build the module with RoPE scaling, and leave it out"
+        )
     if isinstance(model_or_config, Source):
         return model_or_config
     if isinstance(model_or_config, nn.Module):
@@ -228,7 +245,10 @@ def source_of(model_or_config: Any) -> Source:
             )
         return Source(model_or_config, type(model_or_config).__name__, is_user_module=True)
     config = find_config(model_or_config)
-    return Source(skeleton(config), title_of(model_or_config, config), is_user_module=False)
+    title = title_of(model_or_config, config)
+    if rope_factor is not None:
+        config = stretched(config, rope_factor)
+    return Source(skeleton(config), title, is_user_module=False)
 
 
 def _prediction(question: Question, step: Traced) -> Prediction:
@@ -249,6 +269,7 @@ def _prediction(question: Question, step: Traced) -> Prediction:
         notes=notes_of(question),
         _question=question,
         _recorded_requests=step.requests,
+        _short=step.short,
     )
 
 

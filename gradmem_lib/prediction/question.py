@@ -20,11 +20,15 @@ class CannotTrace(RuntimeError):
 
 @dataclass(eq=False)
 class Source:
-    """A model without memory: a skeleton of a config, or (``is_user_module``) the user's module."""
+    """A model without memory: a skeleton of a config, or (``is_user_module``) the user's module.
+
+    ``short_traces``: traces of a few layers that several recipes share, by their questions.
+    """
 
     skeleton: nn.Module
     title: str
     is_user_module: bool
+    short_traces: dict["Question", Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def lists(self) -> list[RepeatedLayers]:
@@ -54,13 +58,16 @@ def _lengths(config: Any) -> Iterator[int]:
 
 
 class Kept(NamedTuple):
-    """The first ``count`` layers of a list, which a short trace keeps. ``unit``: how many of them
-    are repeated together.
+    """``count`` of the ``total`` layers of a list, which a short trace keeps. ``unit``: how many of
+    them are repeated together. ``at_end``: the layers come after others of the same list, which a
+    recipe treats in another way.
     """
 
     several: RepeatedLayers
     unit: int
     count: int
+    total: int
+    at_end: bool = False
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class CpuRecorder(Recording):
         self.offload_traffic_bytes = 0
         # the bytes of an allocation; or -1 - n: the storage of request n was freed
         self.requests: list[int] = []
+        # of each request: the sample that counts it, and the layer that its name tells
+        self._request_places: list[tuple[int, int, int]] = []
         self._places: list[tuple[int, ...]] = []
         self._storages: list[tuple[int, int]] = []
 
@@ -90,6 +92,7 @@ class CpuRecorder(Recording):
             np.array(self._places),
             np.array(self._storages),
             tuple(self.requests),
+            tuple(self._request_places),
             offload_traffic_bytes,
         )
 
@@ -123,19 +126,24 @@ class CudaRecorder(CpuRecorder):
     def scratch(self, func, args) -> int:
         nbytes = cuda_kernels.scratch(func, args)
         if nbytes:
-            self.requests += [nbytes, -1 - self._num_requests]
+            self._add_request(nbytes)
+            self._add_request(-1 - self._num_requests)
             self._num_requests += 1
         return nbytes
+
+    def _add_request(self, request: int, name: object = None) -> None:
+        self.requests.append(request)
+        self._request_places.append((len(self._places), *self.marks.place_of_name(name)))
 
     def after_alloc(self, entry) -> None:
         super().after_alloc(entry)
         self._numbers[id(entry)] = self._num_requests
-        self.requests.append(entry.nbytes)
+        self._add_request(entry.nbytes, entry.module)
         self._num_requests += 1
 
     def after_free(self, entry) -> None:
         super().after_free(entry)
-        self.requests.append(-1 - self._numbers.pop(id(entry)))
+        self._add_request(-1 - self._numbers.pop(id(entry)))
 
 
 class OffloadedRecorder(CudaRecorder):

@@ -12,29 +12,51 @@ import numpy as np
 
 from ..names import SELECTIVE
 from ..techniques.layers import find_layers
-from ..techniques.schedules import segments_for
+from ..techniques.schedules import first_layers, segments_for
 from ..training.recipe import Recipe
 from . import allocator
 from .extrapolation import PART, Trace, extrapolate, timeline_rows
 from .question import CannotTrace, Kept, Question
+from .requests import extrapolated_requests
 from .trace import traced
 
 # Numbers of units (layers, or segments of layers) to try, until short traces prove the deep one.
 UNITS = (2, 3, 4)
 SHORTEST = 3  # layers: with fewer, no layer lies between the first and the last
+# Traces of "first-k" are those of any other k too: they are made for about so many of them.
+SHARED_BY = 3
+MOST_SHORT_TRACES = 64  # that a source remembers: about a MiB each
 # micro-batches that are traced: the first, the last, and one that stands for all between them
 MICRO_BATCHES = 3
 
 
+class ShortTraces(NamedTuple):
+    """What a deep model's trace is computed from: a trace, for each list of layers the trace of one
+    unit more, and the number of units that the deep model has more.
+    """
+
+    short: Trace
+    longer: list[Trace]
+    repeats: list[int]
+
+    def requests(self) -> tuple[int, ...] | None:
+        """The deep model's requests to an allocator, without the micro-batches that are left out;
+        ``None`` if these traces do not prove them.
+        """
+        return extrapolated_requests(*self)
+
+
 class Traced(NamedTuple):
     """The timeline's rows, the bytes of offload traffic, the numbers of layers in the short traces
-    (empty after a full trace), and the full trace's requests (empty after short traces).
+    (empty after a full trace), the full trace's requests (empty after short traces), and the short
+    traces (``None`` after a full trace).
     """
 
     rows: np.ndarray
     offload_traffic_bytes: int
     layers: tuple[int, ...]
     requests: tuple[int, ...]
+    short: ShortTraces | None = None
 
 
 def trace_step(question: Question, full: bool) -> Traced:
@@ -59,18 +81,19 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     DDP's buckets grow with each layer: a third trace shows by how much.
     """
     question = replace(question, recipe=_with_equal_segments(question))
-    short, repeats = trace_few_micro_batches(replace(question, kept=tuple(kept)))
+    short, repeats = _shared_trace(question, kept)
 
     def with_more(i: int, units: int) -> Trace:
         count = kept[i].count + units * kept[i].unit
         more = [*kept[:i], kept[i]._replace(count=count), *kept[i + 1 :]]
-        return trace_few_micro_batches(replace(question, kept=tuple(more)))[0]
+        return _shared_trace(question, more)[0]
 
-    longer = [with_more(i, 1) for i in range(len(kept))]
+    shortened = range(len([one for one in kept if one.count < one.total]))
+    longer = [with_more(i, 1) for i in shortened]
     longest: list[Trace] = []
     if _grows_in_buckets(question.recipe):
-        longest = [with_more(i, 2) for i in range(len(kept))]
-    times = [(len(one.several) - one.count) // one.unit for one in kept]
+        longest = [with_more(i, 2) for i in shortened]
+    times = [(kept[i].total - kept[i].count) // kept[i].unit for i in shortened]
     changes = extrapolate(
         short.changes(),
         [long.changes() for long in longer],
@@ -83,10 +106,39 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     for long, more_units in zip(longer, times, strict=True):
         traffic += more_units * (long.offload_traffic_bytes - short.offload_traffic_bytes)
     layers = sum(one.count for one in kept)
-    traced_layers = [layers, *[layers + one.unit for one in kept]]
+    traced_layers = [layers, *[layers + kept[i].unit for i in shortened]]
     if longest:
-        traced_layers += [layers + 2 * one.unit for one in kept]
-    return Traced(timeline_rows(changes, repeats), traffic, tuple(traced_layers), ())
+        traced_layers += [layers + 2 * kept[i].unit for i in shortened]
+    rows = timeline_rows(changes, repeats)
+    return Traced(rows, traffic, tuple(traced_layers), (), ShortTraces(short, longer, times))
+
+
+def _shared_trace(question: Question, kept: list[Kept]) -> tuple[Trace, int]:
+    """The trace of the ``kept`` layers, and the number of micro-batches that were left out of it.
+
+    Where some of a list's layers are recomputed, the trace does not depend on how many the deep
+    model has, so recipes with other numbers share it.
+    """
+    if not _is_split(kept):
+        return trace_few_micro_batches(replace(question, kept=tuple(kept)))
+    [first] = [one for one in kept if not one.at_end]
+    recipe = replace(question.recipe, checkpointing=f"first-{first.count}")
+    # how many layers the deep model has of each kind is not part of the shared question
+    shared = tuple(sorted((one._replace(total=0) for one in kept), key=lambda one: one.at_end))
+    question = replace(question, recipe=recipe, kept=shared)
+    if question.batch is not None or question.loss is not None:
+        return trace_few_micro_batches(question)
+    known = question.source.short_traces
+    if question not in known:
+        if len(known) >= MOST_SHORT_TRACES:
+            del known[next(iter(known))]
+        known[question] = trace_few_micro_batches(question)
+    return known[question]
+
+
+def _is_split(kept: list[Kept]) -> bool:
+    """Whether the layers of one list are of two kinds, first those that a recipe recomputes."""
+    return any(one.at_end for one in kept)
 
 
 def _grows_in_buckets(recipe: Recipe) -> bool:
@@ -96,8 +148,11 @@ def _grows_in_buckets(recipe: Recipe) -> bool:
 
 def _shortenings(question: Question) -> Iterator[list[Kept]]:
     """Which layers to keep, the fewest first, as long as that is less work than to trace all."""
+    if first_layers(question.recipe.checkpointing) is not None:
+        yield from _shortenings_of_first_layers(question)
+        return
     lists = _repeated_units(question)
-    all_layers = sum(len(one.several) for one in lists)
+    all_layers = sum(one.total for one in lists)
     for units in UNITS:
         kept = [one._replace(count=units * one.unit + one.count % one.unit) for one in lists]
         if any(units * one.unit < SHORTEST for one in kept):
@@ -111,9 +166,36 @@ def _shortenings(question: Question) -> Iterator[list[Kept]]:
         yield choices[costs.index(min(costs))]
 
 
+def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
+    """Which layers to keep where the first k of a list are recomputed, and the others are not."""
+    k, lists = first_layers(question.recipe.checkpointing), question.source.lists
+    if len(lists) != 1 or lists[0].period != 1 or _needs_all_layers(question):
+        return
+    [several] = lists
+    n = len(several)
+    counted = [
+        layer for layers, _ in find_layers(question.source.skeleton).values() for layer in layers
+    ]
+    if counted != list(several.layers) or not 0 < k < n:
+        return
+    for units in range(SHORTEST, max(UNITS) + 1):
+        kept = [
+            Kept(several, 1, min(units, k), k),
+            Kept(several, 1, min(units, n - k), n - k, at_end=True),
+        ]
+        # what is kept whole comes last, so that the others have the numbers of the longer traces
+        kept.sort(key=lambda one: one.count == one.total)
+        if (
+            _layers_in_all_traces([one for one in kept if one.count < one.total], n, 1)
+            >= SHARED_BY * n
+        ):
+            return
+        yield kept
+
+
 def _layers_in_all_traces(kept: list[Kept], all_layers: int, longer: int) -> int:
     """``longer``: the number of longer traces for each list."""
-    short = all_layers - sum(len(one.several) - one.count for one in kept)
+    short = all_layers - sum(one.total - one.count for one in kept)
     return short + sum(short + more * one.unit for one in kept for more in range(1, longer + 1))
 
 
@@ -122,14 +204,8 @@ def _repeated_units(question: Question) -> list[Kept]:
     of all layers.
     """
     recipe, lists = question.recipe, question.source.lists
-    if recipe.shards_only_states:
-        # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+    if _needs_all_layers(question):
         return []
-    if question.target == "cuda" and recipe.sharding == "ddp":
-        # A bucket holds many layers, and is rounded as a whole.
-        parameters = question.source.skeleton.parameters()
-        if any(p.requires_grad and p.nbytes % allocator.BLOCK for p in parameters):
-            return []
     recipe = _with_equal_segments(question)
     schedule = recipe.checkpointing
     if isinstance(schedule, int):
@@ -138,7 +214,24 @@ def _repeated_units(question: Question) -> list[Kept]:
         unit = recipe.every_n_layers or 1
     else:
         return []  # segments of different lengths
-    return [Kept(several, lcm(unit, several.period), len(several)) for several in lists]
+    lengths = [len(several) for several in lists]
+    return [
+        Kept(several, lcm(unit, several.period), length, length)
+        for several, length in zip(lists, lengths, strict=True)
+    ]
+
+
+def _needs_all_layers(question: Question) -> bool:
+    """Whether sharding does something with a layer that depends on how many layers there are."""
+    recipe = question.recipe
+    if recipe.shards_only_states:
+        # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+        return True
+    if question.target == "cuda" and recipe.sharding == "ddp":
+        # A bucket holds many layers, and is rounded as a whole.
+        parameters = question.source.skeleton.parameters()
+        return any(p.requires_grad and p.nbytes % allocator.BLOCK for p in parameters)
+    return False
 
 
 def _with_equal_segments(question: Question) -> Recipe:

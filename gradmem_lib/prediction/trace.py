@@ -4,6 +4,7 @@ import logging
 import os
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Self
@@ -126,7 +127,9 @@ class _FakeStep:
             attention = stack.enter_context(compat.attention_by_values(*_mask_flags(question)))
         mesh = _fake_ranks(question, stack)
         self.mode = stack.enter_context(fakes.QuickFakeMode(question.target))
-        keep = {several.layers: count for several, _, count in question.kept}
+        keep = Counter[nn.Module]()
+        for one in question.kept:
+            keep[one.several.layers] += one.count
         model = fake_copy(source.skeleton, keep)
         self.mode.know_parameters(model)
         self.lists = self._kept_layers(model)
@@ -156,10 +159,11 @@ class _FakeStep:
     def _kept_layers(self, model: nn.Module) -> list[tuple[list[nn.Module], int]]:
         """The copies of the kept layers, by list, with the number of layers in a unit."""
         names = {module: name for name, module in self.question.source.skeleton.named_modules()}
-        return [
-            (list(model.get_submodule(names[several.layers])), unit)
-            for several, unit, _ in self.question.kept
-        ]
+        kept = []
+        for one in self.question.kept:
+            layers = list(model.get_submodule(names[one.several.layers]))
+            kept.append((layers[-one.count :] if one.at_end else layers[: one.count], one.unit))
+        return kept
 
     def make_states(self) -> None:
         """Create the optimizer's states without a forward and a backward.

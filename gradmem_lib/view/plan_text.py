@@ -19,6 +19,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global "
         f"batch {plan.global_batch} x {plan.seq_len:,} tokens, method {plan.method}, target "
         f"{plan.target}",
+        *_about_the_margin(plan.margin),
         "",
     ]
     if plan.fits:
@@ -29,6 +30,7 @@ def plan_text(plan: Plan) -> str:
             ),
             "of each other, the recipe that changes training least comes first.",
             *_table(plan.fits),
+            *_terms_of(plan.fits[0]),
             *(
                 [f"Start the code of the first one with: {launch(plan.cards)}"]
                 if plan.cards > 1
@@ -54,6 +56,27 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _terms_of(option: Option) -> list[str]:
+    """What the estimated time of ``option`` consists of."""
+    if option.cost is None:
+        return []
+    terms = [
+        f"{name.replace('_', ' ')} {1e6 * seconds:,.2f}"
+        for name, seconds in asdict(option.cost).items()
+        if seconds
+    ]
+    return [f"The time of the first one, in us/token: {', '.join(terms)}."]
+
+
+def _about_the_margin(margin: float) -> list[str]:
+    if not margin:
+        return []
+    return [
+        f"Margin: {margin:.1%} of what a recipe needs stays free, since a prediction for a card "
+        "may be off by as much."
+    ]
+
+
 def plan_dict(plan: Plan) -> dict:
     """Plain values for JSON."""
     return {
@@ -64,6 +87,7 @@ def plan_dict(plan: Plan) -> dict:
         "global_batch": plan.global_batch,
         "method": plan.method,
         "target": plan.target,
+        "margin": plan.margin,
         "fits": [_option_dict(o) for o in plan.fits],
         "refused": [_option_dict(o) | {"why": o.why_not()} for o in plan.refused],
         "ruled_out": [
@@ -83,7 +107,9 @@ def _option_dict(option: Option) -> dict:
         "micro_batch": option.micro_batch,
         "needs": option.needs,
         "spare": option.spare,
+        "kept_free": option.kept_free,
         "estimated_seconds_per_token": option.seconds,
+        "estimated_terms": None if option.cost is None else asdict(option.cost),
         "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
         "beyond_the_peak": dict(option.parts),
         "moved": option.prediction.offload_traffic_bytes,

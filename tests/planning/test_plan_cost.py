@@ -5,7 +5,7 @@ numbers, not orders.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from gradmem_lib.planning import cost
 from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.cost import (
     Work,
+    cost_per_token,
     count,
     overhead_of_prediction,
     recompute_fraction,
@@ -376,3 +377,29 @@ def test_a_plan_of_a_model_whose_name_says_nothing_is_made():
     assert count(config).parameters == sum(
         p.numel() for p in transformers.ImageGPTForCausalImageModeling(config).parameters()
     )
+
+
+def test_the_terms_of_a_cost_are_told_apart():
+    """Each term moves with what it is named for, and with nothing else."""
+    work = count(models.tiny_llama(layers=2, hidden=32, heads=4, intermediate=64, vocab=64).config)
+    recipe = Recipe(precision="bf16", sharding="fsdp", accumulation=2)
+    card = Card("a card", 2**40, 1e12, 1e12, 1e9, (8, 6), 1e9, 1e9)
+
+    def terms(recipe=recipe, card=card, offload=0.0, cards=2) -> dict[str, float]:
+        return asdict(cost_per_token(work, recipe, card, 1, 64, offload, cards))
+
+    plain = terms()
+    assert plain["bus"] == 0 and min(n for name, n in plain.items() if name != "bus") > 0
+    moved = {
+        "products": terms(card=replace(card, half=2e12)),
+        "between_cards": terms(card=replace(card, nvlink=2e9)),
+        "bus": terms(offload=1e6),
+    }
+    for name, found in moved.items():
+        assert {key for key in plain if plain[key] != found[key]} == {name}
+    whole = terms(replace(recipe, accumulation=1))
+    assert whole["optimizer_step"] == 2 * plain["optimizer_step"]
+    assert (whole["products"], whole["weights"]) == (plain["products"], plain["weights"])
+    found = cost_per_token(work, recipe, card, 1, 64, 1e6, 2)
+    assert found.seconds == pytest.approx(sum(asdict(found).values()), rel=1e-15)
+    assert found.seconds == seconds_per_token(work, recipe, card, 1, 64, 1e6, 2)

@@ -189,6 +189,7 @@ def test_a_plan_as_plain_values():
         "global_batch": 8,
         "method": "full",
         "target": "cuda",
+        "margin": 0.0,
         "fits": [],
         "ruled_out": [
             {"recipe": str(out), "needs_at_least": out.needs, "why": out.why} for out in RULED_OUT
@@ -204,7 +205,9 @@ def test_a_plan_as_plain_values():
         "micro_batch": 2,
         "needs": 2400 * MiB,
         "spare": -352 * MiB,
+        "kept_free": 0,
         "estimated_seconds_per_token": 12e-6,
+        "estimated_terms": None,
         "peak": {
             "total": 1900 * MiB,
             "phase": "optimizer_step",
@@ -244,15 +247,15 @@ def test_what_changes_training_more():
     mixed = replace(PLAIN, precision="autocast-bf16")
     in_order = [
         replace(mixed, precision="float32"),
-        replace(mixed, chunked_loss=True),
-        replace(mixed, in_backward=True),
         replace(mixed, optimizer="adamw-8bit"),
         replace(mixed, optimizer="adafactor-torch"),
         PLAIN,
+        replace(mixed, in_backward=True),
         replace(mixed, lora_rank=16),
         replace(PLAIN, lora_rank=16, quantized_base=True),
     ]
-    assert changes(mixed) == changes(in_order[0]) == (0, 0, 0, 0, 0)
+    assert changes(mixed) == changes(in_order[0]) == (0, 0, 0, 0)
+    assert changes(replace(mixed, chunked_loss=True)) == changes(mixed)
     assert all(changes(a) < changes(b) for a, b in pairwise(in_order))
 
 
@@ -266,8 +269,12 @@ def test_options_in_order():
     assert ordered([slower, fast, equal]) == [equal, fast, slower]
     assert ordered([fast, replace(equal, seconds=11.01e-6)])[0] is fast
     # Slower, with as many bytes, by a recipe that changes results no less.
-    beaten = option(replace(PLAIN, chunked_loss=True), microseconds=10.5)
-    assert ordered([beaten, fast]) == [fast]
+    chunked = option(replace(PLAIN, chunked_loss=True), microseconds=10.5)
+    assert ordered([chunked, fast]) == [fast]
+    # As fast in chunks: the whole loss comes first. Faster in chunks, which change no result.
+    as_fast = replace(chunked, seconds=fast.seconds, card_bytes=1)
+    assert ordered([replace(as_fast, prediction=option(mib=900).prediction), fast])[0] is fast
+    assert ordered([fast, replace(chunked, seconds=9e-6)])[0].recipe.chunked_loss
     assert ordered([replace(fast, seconds=10.5e-6), fast]) == [fast]
     assert ordered([option(PLAIN, microseconds=10.5, mib=999), fast])[0] is fast
     assert len(ordered([option(PLAIN, microseconds=10.5, mib=999), fast])) == 2
@@ -289,7 +296,9 @@ class Sizes:
 
     has_adapters = False
 
-    def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1):
+    margin = 0.0
+
+    def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1, margin=0.0):
         self.work, self.card, self.seq_len, self.global_batch = work, card, seq_len, global_batch
         self.target, self.cards = target, cards
 
@@ -309,7 +318,7 @@ class Sizes:
 
 class Told(SimpleNamespace):
     def __init__(self, recipe, needs, room):
-        super().__init__(recipe=recipe, needs=needs, fits=needs <= room)
+        super().__init__(recipe=recipe, needs=needs, fits=needs <= room, kept_free=0)
 
     def __str__(self):
         return self.recipe.method

@@ -4,6 +4,7 @@ bad input.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -20,6 +21,7 @@ from gradmem_lib.course.learner.progress import record_check
 from gradmem_lib.course.learner.titles import titles, titles_of_the_exercises
 from gradmem_lib.course.material import models
 from gradmem_lib.planning.options import METHODS
+from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import GiB
@@ -66,7 +68,27 @@ def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
     assert json.loads(out)["peak"]["total"] < wanted.peak.total
 
 
-def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, config):
+def test_command_predict_takes_the_order_of_a_loop_and_rope_scaling(capsys, tmp_path, config):
+    config.save_pretrained(tmp_path)
+    words = ["predict", str(tmp_path), "--batch-size", "2", "--target", "cpu", "--json"]
+    loop = Loop(zero_grad="before backward", keeps="loss", clips=True, shifted_logits=True)
+    asked = ["--zero-grad", "before-backward", "--keeps", "loss", "--clips", "--shifted-logits"]
+    code, out, _ = command(capsys, *words, "--seq-len", "32", *asked)
+    wanted = predict(config, batch_size=2, seq_len=32, target="cpu", loop=loop)
+    assert code == 0 and json.loads(out)["peak"]["total"] == wanted.peak.total
+    assert wanted.peak.total > predict(config, batch_size=2, seq_len=32, target="cpu").peak.total
+
+    beyond = str(config.max_position_embeddings + 1)
+    code, _, error = command(capsys, *words, "--seq-len", beyond)
+    assert code == 2 and "if its positions are rotary" in error and "--rope-factor 2" in error
+    code, out, _ = command(capsys, *words, "--seq-len", beyond, "--rope-factor", "2")
+    longer = copy.deepcopy(config)
+    longer.max_position_embeddings *= 2
+    wanted = predict(longer, batch_size=2, seq_len=int(beyond), target="cpu")
+    assert code == 0 and json.loads(out)["peak"]["total"] == wanted.peak.total
+
+
+def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, config, monkeypatch):
     config.save_pretrained(tmp_path)
     words = [
         "plan",
@@ -82,8 +104,14 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
         "--target",
         "cpu",
     ]
-    code, out, _ = command(capsys, *words)
+    code, out, error = command(capsys, *words)
     assert code == 0 and "Fits, fastest first" in out and "make_trainer(" in out
+    assert "predicted" not in error  # no terminal
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        code, out, error = command(capsys, *words, "--margin", "0.5")
+    assert code == 0 and "Margin: 50.0% of what a recipe needs" in out
+    assert "1 recipe predicted; the best so far: " in error
     code, out, _ = command(capsys, *words, "--json")
     found = json.loads(out)
     assert (

@@ -356,11 +356,11 @@ MOST_RESERVED = 0.6
 
 
 class _Allowed(Search):
-    """A search that respects a puzzle's condition; ``strict``: also where the planner tries other
-    variants than a family's own.
+    """A search that respects a puzzle's condition. Every recipe that is faster counts, however
+    much it changes training.
     """
 
-    strict = False
+    equal_time = 1.0
 
     def __init__(self, puzzle: Puzzle):
         config, _ = find_model(puzzle.model)
@@ -368,10 +368,8 @@ class _Allowed(Search):
         super().__init__(*ask, puzzle.cards)
         self.puzzle = puzzle
 
-    def option(self, recipe: Recipe) -> Option:
-        if self.strict and (wrong := self.puzzle.broken(recipe)):
-            raise ValueError(wrong)
-        return super().option(recipe)
+    def allows(self, recipe: Recipe) -> bool:
+        return not self.puzzle.broken(recipe)
 
     def quick_option(self, recipe: Recipe) -> Option:
         """``option(recipe)``, but with a rough allocator where the recipe fits even with the most
@@ -406,9 +404,6 @@ class _Allowed(Search):
 
     def families(self, method: str) -> Iterator[Recipe]:
         return (family for family in super().families(method) if self.variants(family))
-
-    def variants(self, family: Recipe) -> list[Recipe]:
-        return [way for way in super().variants(family) if not self.puzzle.broken(way)]
 
 
 @cache
@@ -483,12 +478,7 @@ def solve(puzzle: Puzzle) -> Recipe:
     for asked in (puzzle, replace(puzzle, conditions=())):
         # A new search: the recipes that learners have tried may not be among the planner's.
         here = search.__wrapped__(asked)
-        here.strict = True
-        try:
-            with suppress(ValueError):  # all remaining ways break a rule
-                here.find(list(METHODS))
-        finally:
-            here.strict = False
+        here.find(list(METHODS))
         if allowed := [option for option in here.fits() if not puzzle.broken(option.recipe)]:
             return min(allowed, key=lambda option: option.seconds).recipe
     raise LookupError(f"{puzzle.id}: the planner finds nothing that fits")

@@ -1,0 +1,232 @@
+"""What a deep model's step asks of a card's allocator, computed from traces of a few layers.
+
+It is done as in ``extrapolation.py``: the requests of the last unit of layers but one, between
+those of its neighbours, are repeated. Here each block of memory also needs a name, so that what is
+freed is the right block: the layer and the part of the step in which it was asked for.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .extrapolation import LIST, PART, UNIT, Trace, filled_places
+from .marks import NOWHERE
+
+FREED = -1  # in place of a size
+# A layer may free what a layer asked for so many units before it: its input's input.
+FARTHEST = 2
+# from what a block's unit is counted
+START, END, REQUEST = "the first unit", "the last unit", "the unit that makes the request"
+
+
+class Block(NamedTuple):
+    """A block of memory: the ``number``-th that ``unit`` of list ``layers`` asks for in ``part``.
+
+    ``since``: the unit from which ``unit`` is counted.
+    """
+
+    part: int
+    layers: int
+    unit: int
+    number: int
+    since: str = START
+
+
+class Request(NamedTuple):
+    """``size``: bytes, or ``FREED``. ``layers`` and ``unit``: the unit that makes the request."""
+
+    size: int
+    layers: int
+    unit: int
+    block: Block
+
+
+class Round(NamedTuple):
+    """The requests of one unit, which are repeated ``times`` times before request ``start`` of the
+    short trace. ``is_forward``: later copies stand for later units, and not for earlier ones.
+    """
+
+    start: int
+    requests: list[Request]
+    times: int
+    is_forward: bool
+
+
+def extrapolated_requests(
+    short: Trace, longer: Sequence[Trace], repeats: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The requests of a model that has, of each list of layers, ``repeats`` units more than
+    ``short``. ``longer``: for each list, the trace with one unit more.
+
+    ``None`` if the traces do not prove it: without the unit that is repeated, ``longer`` has to ask
+    for the same as ``short``.
+    """
+    requests = _named(short)
+    if requests is None:
+        return None
+    units = _last_units(requests)
+    rounds: list[Round] = []
+    for layers, (long, times) in enumerate(zip(longer, repeats, strict=True)):
+        found = _rounds(requests, _named(long), layers, times)
+        if found is None:
+            return None
+        rounds += found
+        units[layers] = units.get(layers, 0) + times
+    return _numbered(_with_rounds(requests, rounds, units), units)
+
+
+def _named(trace: Trace) -> list[Request] | None:
+    """The requests of a trace, with names for their blocks.
+
+    ``None`` if a layer frees a block of a layer that is far from it.
+    """
+    places = filled_places(trace.places)
+    asked: Counter[tuple] = Counter()
+    blocks: list[Block] = []
+    makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
+    at_once = _samples_that_free_every_unit(trace, places)
+    for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
+        part, place = int(places[sample, PART]), places[sample, [LIST, UNIT]].tolist()
+        if request >= 0:
+            if place[0] == NOWHERE[0]:
+                place = by_name  # what exists before the step has the name of a parameter
+            home = part, *place
+            blocks.append(Block(*home, asked[home]))
+            asked[home] += 1
+            makers.append((request, *place, blocks[-1]))
+        else:
+            block = blocks[-1 - request]
+            if sample in at_once and block.layers != NOWHERE[0]:
+                place = [block.layers, block.unit]
+            makers.append((FREED, *place, block))
+    return _with_distances(makers, _last_units(makers))
+
+
+def _samples_that_free_every_unit(trace: Trace, places: np.ndarray) -> set[int]:
+    """The samples outside of layers that free blocks of every unit of some list, as where all
+    gradients are freed at once.
+    """
+    homes: list[tuple[int, int]] = []  # list and unit of each block
+    freed: dict[tuple[int, int], set[int]] = {}  # units by (sample, list)
+    for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
+        layers, unit = places[sample, [LIST, UNIT]].tolist()
+        is_outside = layers == NOWHERE[0]
+        if request >= 0:
+            homes.append(tuple(by_name) if is_outside else (layers, unit))
+        elif is_outside:
+            layers, unit = homes[-1 - request]
+            freed.setdefault((sample, layers), set()).add(unit)
+    number = {layers: 0 for layers, _ in homes}
+    for layers, unit in homes:
+        number[layers] = max(number[layers], unit + 1)
+    return {
+        sample
+        for (sample, layers), units in freed.items()
+        if layers != NOWHERE[0] and len(units) == number[layers]
+    }
+
+
+def _last_units(requests: Sequence[tuple]) -> dict[int, int]:
+    """By list of layers: the number of its last unit."""
+    last: dict[int, int] = {}
+    for _, layers, unit, _ in requests:
+        last[layers] = max(last.get(layers, 0), unit)
+    return last
+
+
+def _with_distances(makers: list[tuple], last: dict[int, int]) -> list[Request] | None:
+    """The requests, where blocks are named so that they have the same name in a deeper model."""
+    requests = []
+    for size, layers, unit, block in makers:
+        in_layers = block.layers != NOWHERE[0]
+        if in_layers and block.layers == layers:
+            distance = block.unit - unit
+            if abs(distance) > FARTHEST:
+                return None
+            block = block._replace(unit=distance, since=REQUEST)
+        elif in_layers and 2 * block.unit >= last[block.layers]:
+            # what a list's last layers leave to what comes after them
+            block = block._replace(unit=block.unit - last[block.layers], since=END)
+        requests.append(Request(size, layers, unit, block))
+    return requests
+
+
+def _rounds(
+    short: list[Request], long: list[Request] | None, layers: int, times: int
+) -> list[Round] | None:
+    """The rounds of list ``layers`` that ``long`` has and ``short`` does not have.
+
+    ``None`` if ``long`` has more, or other, requests besides.
+    """
+    if long is None:
+        return None
+    last = _last_units(long).get(layers, 0)
+    middle = last - 1
+    rest: list[Request] = []
+    rounds: list[Round] = []
+    before = NOWHERE  # list and unit of the last request outside of the middle unit
+    inside: list[Request] = []
+    for request in long:
+        place = request.layers, request.unit
+        if place == (layers, middle):
+            inside.append(request)
+            continue
+        if inside:
+            if {before, place} != {(layers, middle - 1), (layers, middle + 1)}:
+                return None
+            rounds.append(Round(len(rest), inside, times, before == (layers, middle - 1)))
+            inside = []
+        before = place
+        rest.append(request._replace(unit=middle) if place == (layers, last) else request)
+    if inside or rest != short:
+        return None
+    return rounds
+
+
+def _with_rounds(short: list[Request], rounds: list[Round], last: dict[int, int]) -> list[Request]:
+    """The requests of the deep model, whose lists have the ``last`` units."""
+    short_last = _last_units(short)
+    deep: list[Request] = []
+    done = 0
+
+    def add_until(stop: int) -> None:
+        for request in short[done:stop]:
+            if request.unit == short_last[request.layers]:
+                request = request._replace(unit=last[request.layers])
+            deep.append(request)
+
+    for start, requests, times, is_forward in sorted(rounds, key=lambda one: one.start):
+        add_until(start)
+        done = start
+        first = requests[0].unit
+        copies = range(first, first + times)
+        for unit in copies if is_forward else reversed(copies):
+            deep += [request._replace(unit=unit) for request in requests]
+    add_until(len(short))
+    return deep
+
+
+def _numbered(requests: list[Request], last: dict[int, int]) -> tuple[int, ...] | None:
+    """The requests as ``allocator.replayed`` takes them.
+
+    ``None`` if a block would be freed that is not there.
+    """
+    numbers: dict[Block, int] = {}
+    asked: list[int] = []
+    count = 0
+    for size, _, unit, block in requests:
+        if block.since == REQUEST:
+            block = block._replace(unit=unit + block.unit, since=START)
+        elif block.since == END:
+            block = block._replace(unit=last[block.layers] + block.unit, since=START)
+        if size != FREED:
+            numbers[block] = count
+            asked.append(size)
+            count += 1
+        elif block in numbers:
+            asked.append(-1 - numbers.pop(block))
+        else:
+            return None
+    return tuple(asked)

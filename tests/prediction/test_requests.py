@@ -1,0 +1,90 @@
+"""What a deep model asks of an allocator, from traces of a few layers, is what it really asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gradmem_lib.course.material import models
+from gradmem_lib.prediction import allocator, requests
+from gradmem_lib.prediction.predict import predict, source_of
+from gradmem_lib.prediction.requests import extrapolated_requests
+from gradmem_lib.prediction.short_traces import MICRO_BATCHES
+from gradmem_lib.prediction.trace import traced
+from gradmem_lib.training.recipe import Recipe
+
+PLAIN = Recipe(precision="bf16", optimizer="adamw-fused")
+SIZES = {"batch_size": 4, "seq_len": 64, "target": "cuda"}
+LAYERS = 9
+
+
+@pytest.fixture(scope="module")
+def source():
+    config = models.tiny_llama(layers=LAYERS, hidden=64, heads=4, intermediate=172, vocab=512)
+    return source_of(config.config)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        PLAIN,
+        replace(PLAIN, accumulation=4),
+        replace(PLAIN, checkpointing="first-4", accumulation=4),
+        replace(PLAIN, checkpointing=f"first-{LAYERS - 1}", chunked_loss=True),
+        replace(PLAIN, optimizer="adafactor-torch", in_backward=True, checkpointing="per-layer"),
+        replace(PLAIN, lora_rank=4, quantized_base=True, checkpointing="elementwise"),
+    ],
+    ids=["plain", "pieces", "first layers", "all but one", "in backward", "qlora"],
+)
+def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
+    predicted = predict(source, recipe=recipe, **SIZES)
+    found = predicted._short.requests()
+    of_all = traced(predicted._question, MICRO_BATCHES if recipe.accumulation > 3 else None)
+    assert found == of_all.requests
+    assert predicted.requests() == found
+    assert predicted.replay_allocator() == allocator.replayed(of_all.requests)
+
+
+def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(source, monkeypatch):
+    made = []
+
+    def counted(question, micro_batches=None):
+        made.append(question.kept)
+        return traced(question, micro_batches)
+
+    monkeypatch.setattr("gradmem_lib.prediction.short_traces.traced", counted)
+    sizes = SIZES | {"batch_size": 6}  # which no other test asks for
+    for k in (3, 4, 5):
+        recipe = replace(PLAIN, checkpointing=f"first-{k}")
+        predicted = predict(source, recipe=recipe, **sizes)
+        full = predict(source, recipe=recipe, full=True, **sizes)
+        assert (predicted.timeline.rows == full.timeline.rows).all()
+        assert predicted.requests() == full.requests()
+    assert len([kept for kept in made if kept]) == 3
+
+
+def test_what_short_traces_do_not_prove_is_not_computed(source):
+    """A longer trace that asks for one block more outside of the repeated layer, or frees one that
+    is far away.
+    """
+    short, [long], [times] = predict(source, recipe=PLAIN, **SIZES)._short
+    assert extrapolated_requests(short, [long], [times]) is not None
+    outside = replace(
+        long,
+        requests=(512, *long.requests[:0], *_shifted(long.requests)),
+        request_places=((0, -1, -1), *long.request_places),
+    )
+    assert extrapolated_requests(short, [outside], [times]) is None
+
+
+def _shifted(asked):
+    """``asked`` after one block more."""
+    return [request if request >= 0 else request - 1 for request in asked]
+
+
+def test_a_layer_that_frees_what_is_far_away_is_traced_in_full(source, monkeypatch):
+    monkeypatch.setattr(requests, "FARTHEST", 0)
+    predicted = predict(source, recipe=PLAIN, **SIZES)
+    assert predicted._short.requests() is None
+    assert predicted.requests() == traced(predicted._question).requests
