@@ -56,9 +56,18 @@ def _no_backward_will_come(done: ForwardPass, facts: Facts) -> bool:
     trains = facts.had_backward or facts.had_optimizer_step
     if facts.ended and trains:
         return True
+    if _is_new_to_the_training(done, facts):
+        return True
     # Another call of this line was never used, or there is no training at all.
     never_used_before = any(p.step < facts.steps - 1 and not p.used for p in same_line)
     return never_used_before or (bool(same_line) and not trains)
+
+
+def _is_new_to_the_training(done: ForwardPass, facts: Facts) -> bool:
+    """Whether two steps at least have used forwards, all of other lines than this one."""
+    used = [p for p in facts.forwards if p.used and p.step < done.step]
+    steps = {p.step for p in used}
+    return len(steps) >= 2 and done.line not in {p.line for p in used}
 
 
 def kept_graph(facts: Facts) -> Cause | None:

@@ -161,8 +161,9 @@ def _beginnings_of_steps(facts: Facts) -> list[Turn]:
     """
     starts: list[Turn] = []
     for turn in facts.turns:
-        new = not starts or not facts.steps or turn.step > starts[-1].step
-        if turn.number <= facts.peak.turn and new and (turn.step > 0 or not facts.steps):
+        by_step = facts.has_optimizer
+        new = not starts or not by_step or turn.step > starts[-1].step
+        if turn.number <= facts.peak.turn and new and (turn.step > 0 or not by_step):
             starts.append(turn)
     return starts
 

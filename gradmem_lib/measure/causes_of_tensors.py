@@ -165,7 +165,10 @@ def one_large_step(facts: Facts) -> Cause | None:
         return None
     usual = int(statistics.median(peaks))
     nbytes = facts.peak.total - usual
-    unused = sum(done.kept_at_peak for done in facts.forwards if not done.used)
+    unused = 0  # bytes of graphs that no backward has been through: no batch makes these
+    for done in facts.forwards:
+        if not done.used and (facts.ended or done.step < facts.peak.step):
+            unused += done.kept_at_peak
     if facts.peak.total < OUTLIER * usual or unused > WORTH * facts.peak.total:
         return None
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]

@@ -67,23 +67,27 @@ class Facts:
     # Steps of an optimizer, or the turns of a script that updates its weights by hand.
 
     @property
+    def has_optimizer(self) -> bool:
+        return self.steps > 0 or self.optimized is not None
+
+    @property
     def unit(self) -> str:
-        return "step" if self.steps else "turn"
+        return "step" if self.has_optimizer else "turn"
 
     @property
     def times(self) -> int:
         """How many steps (or turns) there were."""
-        if self.steps or not self.turns:
+        if self.has_optimizer or not self.turns:
             return self.steps
         return self.turns[-1].number + 1
 
     @property
     def peak_time(self) -> int:
-        return self.peak.step if self.steps else self.peak.turn
+        return self.peak.step if self.has_optimizer else self.peak.turn
 
     def time_of(self, holder: Holder) -> int:
         """The step (or turn) that made it; -1 if it was there before its first use."""
-        if holder.step < 0 or self.steps:
+        if holder.step < 0 or self.has_optimizer:
             return holder.step
         return holder.turn
 

@@ -91,7 +91,8 @@ class Position:
         if graph_task() != -1:
             if self._unused:
                 self._find_used()
-            self.has_gone_back = True
+            # A gradient with a graph of its own (create_graph=True) is a part of the forward.
+            self.has_gone_back = self.has_gone_back or not torch.is_grad_enabled()
             # A gradient that a module takes inside its own forward does not end that forward.
             self.loss_is_due = self.loss_is_due and bool(self.calls)
             return IN_BACKWARD

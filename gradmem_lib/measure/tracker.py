@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compat import next_sequence_nr
 from ..display import has_viewer, pictures
 from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
 from ..units import parse_bytes
@@ -176,7 +177,7 @@ class MemoryTracker:
                         live_after=done.live_after,
                         peak=done.peak,
                         line=source_line(done.line),
-                        has_graph=done.last > done.first,
+                        has_graph=(done.last or next_sequence_nr()) > done.first,
                         chained=done.chained,
                         has_weights=done.has_weights,
                         kept_at_peak=kept_at_peak,

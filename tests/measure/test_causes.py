@@ -4,6 +4,8 @@ programs that only look like it are not accused.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support import oom_programs as programs
@@ -186,6 +188,33 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
 )
 def test_a_program_that_only_looks_like_it_is_not_accused(program, cause):
     assert cause not in [found.name for found in diagnose(program()).causes]
+
+
+IN_THE_MIDDLE = [
+    around.weights_of_each_epoch,
+    around.history_in_one_tensor,
+    around.hidden_state_carried,
+    around.samples_that_stay,
+    around.sum_of_a_validation,
+    around.adversaries,
+    around.tasks_added_up,
+    around.data_set_on_the_device,
+    around.one_long_row,
+    around.distances_of_all_pairs,
+]
+
+
+@pytest.mark.parametrize("program", IN_THE_MIDDLE, ids=name)
+def test_a_run_that_ends_in_the_middle_is_told_the_same(program, monkeypatch):
+    budget = program().peak.total * 9 // 10
+    with_budget = partial(MemoryTracker, budget=budget)
+    monkeypatch.setattr(around, "MemoryTracker", with_budget)
+    monkeypatch.setattr(programs, "MemoryTracker", with_budget)
+    with pytest.raises(BudgetExceeded) as caught:
+        program()
+    first = diagnose(caught.value).causes[0]
+    assert first.name == HAVE[program]
+    assert f"Remedy: {first.remedy}" in str(caught.value)
 
 
 def test_the_line_is_the_one_that_keeps_the_tensor_alive():
