@@ -90,6 +90,20 @@ factories = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "full", "full_like", "new_zeros", "ones_like", "zeros")
 ) | {torch.ops.aten.zeros_like}
+# They take some rows, columns or blocks of a tensor.
+parts_of_a_tensor = frozenset(
+    {
+        _aten.index.Tensor,
+        _aten.index_select.default,
+        _aten.gather.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.unbind.int,
+    }
+)
+# The copy of a storage begins with this: a tensor of bytes takes the storage as its own.
+take_storage = torch.ops.aten.set_.source_Storage
 add_tensors = torch.ops.aten.add.Tensor
 # the operation behind .item(), int() and bool() of a tensor
 read_value = _aten._local_scalar_dense.default

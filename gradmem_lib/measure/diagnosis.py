@@ -16,7 +16,9 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .causes import WORTH, Cause, find_causes, is_state
+from .cause import WORTH, Cause
+from .causes import find_causes
+from .causes_of_weights import is_state
 from .facts import Facts, total
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 

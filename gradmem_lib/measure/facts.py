@@ -8,13 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..names import BACKWARD, MOMENTS, OPTIMIZER_STEP
+from ..names import MOMENTS
 from .structure import Structure
-from .timeline import PHASE, ForwardPass, Holder, MemorySnapshot
+from .timeline import ForwardPass, Holder, MemorySnapshot, Turn
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
 # The "operation" of a parameter that was there before its first use.
 FIRST_READ_PARAMETER = "first read as a parameter"
+# ... of a data set, of which batches are taken; and the owner of what a module was called with
+READ_IN_PARTS, INPUTS = "first read in parts", "inputs"
 OF_A_TRAINING_STEP = (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP)
 
 
@@ -24,9 +26,12 @@ class Facts:
 
     ``rows``: all moments, int64 (samples, 9 or 11), as in ``Timeline``. ``holders``: the storages
     that were alive at the peak, largest first; ``None`` if they are not known. ``forwards``,
-    ``steps``: as in ``MemoryTracker``. ``structure``: of the model, if there was one.
-    ``recomputed``: a forward ran again in a backward. ``untrained``: the names of the parameters of
-    models that no optimizer trains, as far as they are known.
+    ``steps``: as in ``MemoryTracker``. ``structure``: of the model, if there was one. ``turns``:
+    where training forwards have begun after a backward. ``moments``: those that have occurred.
+    ``optimized``: the names of the model's parameters that an optimizer has; ``None`` if no
+    optimizer is known. ``ended``: the block has ended. ``recomputed``: a forward ran again in a
+    backward. ``untrained``: the names of the parameters of models that no optimizer trains, as far
+    as they are known.
     """
 
     peak: MemorySnapshot
@@ -35,6 +40,10 @@ class Facts:
     forwards: Sequence[ForwardPass] = ()
     steps: int = 0
     structure: Structure | None = None
+    turns: Sequence[Turn] = ()
+    moments: frozenset[str] = frozenset()
+    optimized: frozenset[str] | None = None
+    ended: bool = False
     recomputed: bool = False
     untrained: frozenset[str] = frozenset()
 
@@ -49,11 +58,43 @@ class Facts:
 
     @property
     def had_backward(self) -> bool:
-        return self.rows is not None and bool((self.rows[:, PHASE] == BACKWARD).any())
+        return IN_BACKWARD in self.moments
 
     @property
     def had_optimizer_step(self) -> bool:
-        return self.rows is not None and bool((self.rows[:, PHASE] == OPTIMIZER_STEP).any())
+        return IN_OPTIMIZER_STEP in self.moments
+
+    # Steps of an optimizer, or the turns of a script that updates its weights by hand.
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.steps > 0 or self.optimized is not None
+
+    @property
+    def unit(self) -> str:
+        return "step" if self.has_optimizer else "turn"
+
+    @property
+    def times(self) -> int:
+        """How many steps (or turns) there were."""
+        if self.has_optimizer or not self.turns:
+            return self.steps
+        return self.turns[-1].number + 1
+
+    @property
+    def peak_time(self) -> int:
+        return self.peak.step if self.has_optimizer else self.peak.turn
+
+    def time_of(self, holder: Holder) -> int:
+        """The step (or turn) that made it; -1 if it was there before its first use."""
+        if holder.step < 0 or self.has_optimizer:
+            return holder.step
+        return holder.turn
+
+    @cached_property
+    def of_models(self) -> list[ForwardPass]:
+        """The forwards without those of losses and other modules that have no weights."""
+        return [done for done in self.forwards if done.has_weights]
 
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)

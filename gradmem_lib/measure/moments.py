@@ -4,11 +4,14 @@ evaluation, or between steps; and which forward passes there were.
 
 from __future__ import annotations
 
+import weakref
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,8 +35,9 @@ class Pass:
 
     ``owner``: the module, as ``Meter.owner`` gives it. ``first``, ``last``: autograd's numbers for
     the nodes of its graph, from the first one to the one after the last. ``first_sample``: the
-    first sample of the recording that can have its bytes. The rest is as in ``ForwardPass``;
-    ``has_weights`` may become true while the call runs.
+    first sample of the recording that can have its bytes. ``turn``: as in ``Position``. ``module``:
+    what is called. The rest is as in ``ForwardPass``; ``has_weights`` may become true while the
+    call runs.
     """
 
     owner: Any
@@ -49,6 +53,10 @@ class Pass:
     chained: bool = False
     has_weights: bool = True
     first_sample: int = 0
+    turn: int = 0
+    differentiable: bool = False
+    module: weakref.ref[nn.Module] | None = None
+    for_no_optimizer: bool = False
 
 
 class Position:
@@ -61,9 +69,20 @@ class Position:
         # A training forward has begun, and no backward since then: its loss is due.
         self.loss_is_due = False
         self.has_stepped = False  # an optimizer has stepped since the last training forward
-        self.passes: deque[Pass] = deque(maxlen=KEPT_PASSES)
+        # A turn is what a script repeats: training forwards, then backwards. An optimizer's step
+        # ends one turn, or several if gradients are accumulated.
+        self.turn = 0
+        self.has_gone_back = False  # a backward has run since the last training forward
+        self._of_models: deque[Pass] = deque(maxlen=KEPT_PASSES)
+        self._of_losses: deque[Pass] = deque(maxlen=KEPT_PASSES)  # and of other modules w/o weights
         self.open: Pass | None = None  # the call that runs
-        self._unused: list[Pass] = []  # with gradients, of this step, and no backward so far
+        # With gradients, of this step and the one before, and no backward so far; in order.
+        self._unused: list[Pass] = []
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The latest calls of outermost modules, in order. A loss pushes out no call of a model."""
+        return sorted([*self._of_models, *self._of_losses], key=lambda done: done.first_sample)
 
     def moment(self) -> int:
         """The moment of the operation that has just run."""
@@ -72,21 +91,36 @@ class Position:
         if graph_task() != -1:
             if self._unused:
                 self._find_used()
+            # A gradient with a graph of its own (create_graph=True) is a part of the forward.
+            self.has_gone_back = self.has_gone_back or not torch.is_grad_enabled()
             # A gradient that a module takes inside its own forward does not end that forward.
             self.loss_is_due = self.loss_is_due and bool(self.calls)
             return IN_BACKWARD
         if self.calls:
-            return TRAINING_FORWARD if self.with_grad else EVALUATION
+            return self.moment_of_call()
         return LOSS if self.loss_is_due else BETWEEN_STEPS
+
+    def moment_of_call(self) -> int:
+        if not self.with_grad:
+            return EVALUATION
+        # A module without weights that is given a model's output computes a loss.
+        is_loss = self.open is not None and self.open.chained and not self.open.has_weights
+        return LOSS if is_loss else TRAINING_FORWARD
 
     # Events
 
     def begin_step(self) -> int:
         """A forward begins that records gradients. Returns 1 if it begins a new step."""
+        if self.has_gone_back or self.has_stepped:
+            self.has_gone_back = False
+            self.turn += 1
         new = int(self.has_stepped)
         if new:
             self.has_stepped = False
-            self._unused = []
+            # The graph of the step that ends may still be used: a generator's, after the
+            # discriminator's step.
+            latest = self._unused[-1].step if self._unused else 0
+            self._unused = [done for done in self._unused if done.step == latest]
         return new
 
     def begin_forward(self, new: Pass) -> None:
@@ -94,7 +128,13 @@ class Position:
         self.with_grad = new.with_grad
         self.loss_is_due = self.loss_is_due or new.with_grad
         self.open = new
-        self.passes.append(new)
+        (self._of_models if new.has_weights else self._of_losses).append(new)
+
+    def find_weights(self) -> None:
+        """The call that runs has weights, though its module has none: it hides another module."""
+        self.open.has_weights = True
+        self._of_losses.remove(self.open)
+        self._of_models.append(self.open)
 
     def end_forward(self, live: int) -> None:
         done, self.open = self.open, None
@@ -112,8 +152,9 @@ class Position:
     def _find_used(self) -> None:
         """Backward runs a node: the pass that made it is used."""
         number = compat.sequence_nr(compat.current_node())
-        for done in self._unused:
-            if done.first <= number < done.last:
-                done.used = True
-                self._unused.remove(done)
-                return
+        index = bisect_right(self._unused, number, key=lambda done: done.first) - 1
+        if index >= 0 and number < self._unused[index].last:
+            done = self._unused.pop(index)
+            done.used = True
+            # a gradient with a graph of its own (create_graph=True) needs this one once more
+            done.differentiable = torch.is_grad_enabled()

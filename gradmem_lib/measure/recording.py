@@ -12,7 +12,7 @@ from torch import UntypedStorage
 from ..compat import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .storages import has_memory, storages_of
-from .timeline import MemorySnapshot, largest_of_windows
+from .timeline import MemorySnapshot, Turn, largest_of_windows
 
 # A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
 # total; then bytes by category.
@@ -20,6 +20,7 @@ MOMENT, STEP, TOTAL = 2, 3, 4
 NEW, COLUMNS = 5, 5 + len(CATEGORIES)
 BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
+MAX_TURNS = 1024
 EXISTED = -1  # the step of a storage that was there before its first use
 _PHASES = np.array(PHASE_OF_MOMENT)
 
@@ -30,12 +31,14 @@ class Entry(weakref.ref):
     ``nbytes``: the bytes that are counted; ``size``: the storage's own size; ``sample``: the first
     sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it;
     ``dtype`` and ``shape``: those of its first tensor; ``step``: the optimizer steps that were
-    finished when it was made; ``line``: the calling line, as code and number.
+    finished when it was made; ``turn``: the turns; ``line``: the calling line, as code and
+    number; ``expanded``: it is several times larger than all that it was computed from.
     """
 
     __slots__ = (
         "category",
         "dtype",
+        "expanded",
         "key",
         "line",
         "module",
@@ -45,9 +48,11 @@ class Entry(weakref.ref):
         "shape",
         "size",
         "step",
+        "turn",
     )
     category: int
     dtype: torch.dtype | None
+    expanded: bool
     key: int
     line: tuple[CodeType, int] | None
     module: Any
@@ -57,6 +62,7 @@ class Entry(weakref.ref):
     shape: tuple[int, ...]
     size: int
     step: int
+    turn: int
 
 
 class Peak:
@@ -67,6 +73,7 @@ class Peak:
 
     def __init__(self) -> None:
         self.total, self.moment, self.step, self.sample = 0, BETWEEN_STEPS, 0, -1
+        self.turn = 0
         self.freed_since: list[Entry] = []
 
 
@@ -88,9 +95,13 @@ class Recording:
         self.total = 0
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
         self.step = 0  # optimizer steps that are finished
+        self.turn = 0  # see `Position`
+        self.turns: list[Turn] = []  # at most MAX_TURNS of them, spread over the run
+        self._turns_apart = 1
         self.count = 0  # samples so far
         self.run_peak, self.window_peak = Peak(), Peak()
-        self.moment_peaks: dict[int, int] = {}  # of the moments that have occurred
+        self.moment_peaks: dict[int, int] = {}  # of the moments since the last reset
+        self.moments_seen = set[int]()
         self._flushed = np.zeros((0, COLUMNS), dtype=np.int64)
         # New samples; and of freed storages: first sample, first one without it, bytes, category.
         # Flat lists of ints, so that the garbage collector has nothing to traverse.
@@ -150,7 +161,8 @@ class Recording:
         key = entry.key = storage_key(storage)
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
-        entry.step, entry.line = self.step, line
+        entry.expanded = False
+        entry.step, entry.turn, entry.line = self.step, self.turn, line
         entry.dtype, entry.shape = (
             (tensor.dtype, tensor.shape) if tensor is not None else (None, ())
         )
@@ -221,6 +233,15 @@ class Recording:
         self.sample(func)
         self.total -= nbytes
 
+    def begin_turn(self, turn: int) -> None:
+        """The first forward of a turn begins."""
+        self.turn = turn
+        if turn % self._turns_apart == 0:
+            self.turns.append(Turn(turn, self.step, self.total))
+        if len(self.turns) >= MAX_TURNS:
+            self._turns_apart *= 2
+            self.turns = [kept for kept in self.turns if kept.number % self._turns_apart == 0]
+
     # Samples
 
     def sample(self, func: object = "") -> None:
@@ -230,9 +251,10 @@ class Recording:
             for peak in (self.window_peak, self.run_peak):
                 if total > peak.total:
                     peak.total, peak.moment, peak.step = total, moment, self.step
-                    peak.sample, peak.freed_since = self.count, []
+                    peak.turn, peak.sample, peak.freed_since = self.turn, self.count, []
         if total > self.moment_peaks.get(moment, -1):
             self.moment_peaks[moment] = total
+            self.moments_seen.add(moment)
         new = (self.count, self.op, moment, self.step, total)
         if self.count % self._stride == 0:
             if len(self._rows) >= self._capacity:
@@ -270,10 +292,10 @@ class Recording:
     # Moments
 
     def now(self) -> MemorySnapshot:
-        return _snapshot(self.entries(), self.total, self.moment, self.step)
+        return _snapshot(self.entries(), self.total, self.moment, self.step, self.turn)
 
     def at(self, peak: Peak) -> MemorySnapshot:
-        return _snapshot(self.entries(peak), peak.total, peak.moment, peak.step)
+        return _snapshot(self.entries(peak), peak.total, peak.moment, peak.step, peak.turn)
 
     def entries(self, peak: Peak | None = None) -> list[Entry]:
         """The entries that are alive now, or were alive at ``peak``."""
@@ -308,9 +330,11 @@ def _add_lifetimes(rows: np.ndarray, lifetimes: Any) -> np.ndarray:
     return rows
 
 
-def _snapshot(entries: list[Entry], total: int, moment: int, step: int) -> MemorySnapshot:
+def _snapshot(
+    entries: list[Entry], total: int, moment: int, step: int, turn: int
+) -> MemorySnapshot:
     by = dict.fromkeys(CATEGORIES, 0)
     for entry in entries:
         by[CATEGORIES[entry.category]] += entry.nbytes
     phase = PHASES[PHASE_OF_MOMENT[moment]]
-    return MemorySnapshot(total, by, phase, MOMENTS[moment], step)
+    return MemorySnapshot(total, by, phase, MOMENTS[moment], step, turn)

@@ -87,7 +87,7 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
     """The features that come out of the matrices at the model's end.
 
     Such a matrix is in no list of layers, has more outputs than inputs, and no other matrix takes
-    its outputs.
+    its outputs, or their halves or thirds (as those of queries, keys and values).
     """
     widening, taken = set[int](), set[int]()
     for name, module in model.named_modules():
@@ -102,7 +102,8 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
             # a recurrent cell has several matrices, for its gates
             if n_out > n_in and len(matrices) == 1 and not within(name, layers):
                 widening.add(n_out)
-    return frozenset(widening - taken)
+    in_parts = {parts * n_in for n_in in taken for parts in (1, 2, 3)}
+    return frozenset(widening - in_parts)
 
 
 def _checkpoints(model: nn.Module) -> Checkpoints:

@@ -24,8 +24,8 @@ class MemorySnapshot:
     the step.
 
     ``moment`` says more exactly where in the script that is (one of ``MOMENTS``; empty if it is not
-    known, as in predictions), and ``step`` how many optimizer steps were finished. Two snapshots
-    are equal if their bytes and phases are.
+    known, as in predictions), ``step`` how many optimizer steps were finished, and ``turn`` how
+    many turns of forward and backward. Two snapshots are equal if their bytes and phases are.
     """
 
     total: int
@@ -33,6 +33,7 @@ class MemorySnapshot:
     phase: str
     moment: str = field(default="", compare=False)
     step: int = field(default=0, compare=False)
+    turn: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {n:,}" for name, n in self.by_category.items() if n)
@@ -45,7 +46,9 @@ class Holder(NamedTuple):
 
     ``dtype`` and ``shape`` are those of the first tensor that was seen in it. ``step``: how many
     optimizer steps were finished when it was made; -1 if it was there before it was first read or
-    written. ``line``: the line of the user's script that made it, or read it first.
+    written. ``line``: the line of the user's script that made it, or read it first. ``turn``: how
+    many turns were finished when it was made, or first read. ``expanded``: a forward has made it,
+    and it is several times larger than all that the operation has read (and that was no weight).
     """
 
     nbytes: int
@@ -56,6 +59,18 @@ class Holder(NamedTuple):
     shape: tuple[int, ...] = ()
     step: int = 0
     line: SourceLine | None = None
+    turn: int = 0
+    expanded: bool = False
+
+
+class Turn(NamedTuple):
+    """Where a turn begins (training forwards and backwards, which a script repeats): how many
+    there were before it, how many optimizer steps, and the live bytes.
+    """
+
+    number: int
+    step: int
+    live: int
 
 
 class ForwardPass(NamedTuple):
@@ -68,6 +83,9 @@ class ForwardPass(NamedTuple):
     operation with a gradient has computed. ``has_weights``: the module has parameters, or calls a
     module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``kept_at_peak``: of the
     activations at the run's peak, those that were made from its beginning until the next call's.
+    ``turn``: how many turns were finished. ``differentiable``: the backward that used it has built
+    a graph itself. ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer
+    has one of them.
     """
 
     module: str
@@ -82,6 +100,9 @@ class ForwardPass(NamedTuple):
     chained: bool = False
     has_weights: bool = True
     kept_at_peak: int = 0
+    turn: int = 0
+    differentiable: bool = False
+    for_no_optimizer: bool = False
 
 
 class Timeline:

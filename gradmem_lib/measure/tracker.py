@@ -32,8 +32,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compat import next_sequence_nr
 from ..display import has_viewer, pictures
-from ..names import ACTIVATIONS, CATEGORIES, PHASES, check_choice
+from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .facts import Facts
@@ -106,7 +107,10 @@ class MemoryTracker:
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
-        self._structure: Structure | None = None  # set when the block ends
+        # what is known of the model, set when the block ends and the model is dropped
+        self._structure: Structure | None = None
+        self._optimized: frozenset[str] | None = None
+        self._closed = False
 
     @property
     def current(self) -> MemorySnapshot:
@@ -158,6 +162,8 @@ class MemoryTracker:
         """The calls of outermost modules, in order; of a long run the latest ones."""
         with self._meter.lock:
             named = self._meter.module_names()
+            if not self._closed:
+                self._meter.mark_passes()
             found = []
             kept = self._kept_at_peak()
             for done, kept_at_peak in zip(self._meter.position.passes, kept, strict=True):
@@ -171,10 +177,13 @@ class MemoryTracker:
                         live_after=done.live_after,
                         peak=done.peak,
                         line=source_line(done.line),
-                        has_graph=done.last > done.first,
+                        has_graph=(done.last or next_sequence_nr()) > done.first,
                         chained=done.chained,
                         has_weights=done.has_weights,
                         kept_at_peak=kept_at_peak,
+                        turn=done.turn,
+                        differentiable=done.differentiable,
+                        for_no_optimizer=done.for_no_optimizer,
                     )
                 )
             return found
@@ -287,6 +296,9 @@ class MemoryTracker:
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
                 self._structure = self._meter.structure()
+                self._optimized = self._meter.optimized()
+                self._meter.mark_passes()
+                self._closed = True
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -314,6 +326,8 @@ class MemoryTracker:
                     shape=tuple(entry.shape),
                     step=entry.step,
                     line=source_line(entry.line),
+                    turn=entry.turn,
+                    expanded=entry.expanded,
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
@@ -325,7 +339,11 @@ class MemoryTracker:
             holders=holders,
             forwards=self.forwards,
             steps=self.steps,
-            structure=self._structure or self._meter.structure(),
+            turns=self._recording.turns,
+            moments=frozenset(MOMENTS[moment] for moment in self._recording.moments_seen),
+            ended=self._closed,
+            optimized=self._optimized if self._closed else self._meter.optimized(),
+            structure=self._structure if self._closed else self._meter.structure(),
             recomputed=self._meter.recomputed,
             untrained=self._meter.untrained(),
         )

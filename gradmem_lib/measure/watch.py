@@ -20,13 +20,14 @@ from torch.optim import optimizer as optimizer_hooks
 
 from .. import compat, names
 from ..names import (
+    BETWEEN_STEPS,
     EVALUATION,
     IN_BACKWARD,
     IN_OPTIMIZER_STEP,
     LOSS,
     TRAINING_FORWARD,
 )
-from .facts import FIRST_READ_PARAMETER
+from .facts import FIRST_READ_PARAMETER, INPUTS, READ_IN_PARTS
 from .moments import Pass, Position
 from .recording import EXISTED, Entry, Recording
 from .source_lines import calling_line
@@ -36,7 +37,11 @@ from .structure import Structure
 # FSDP's full parameters, which exist only while a layer needs them
 GATHERED = "gathered parameters"
 # The "operation" of a storage that was there before its first use.
-READ, INPUTS = "first read", "inputs"
+READ = "first read"
+COPY = "copy of a storage"
+FORWARDS = (TRAINING_FORWARD, LOSS, EVALUATION, BETWEEN_STEPS)
+LARGE_PART = 8  # of tensors above this part of the peak it is known whether they are expanded
+EXPANDS = 4  # an upsampling to twice the height and width does not count
 graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 Owner = tuple[weakref.ref, type] | str  # a module (see `Meter.as_owner`), or a name
 
@@ -214,6 +219,32 @@ class Meter:
         """
         return frozenset()
 
+    def optimized(self) -> frozenset[str] | None:
+        """The names of the model's parameters that an optimizer has.
+
+        ``None`` if there are none: no optimizer is known, or it has copies of its own.
+        """
+        taken = self._ids_in_optimizers()
+        named = self.model.named_parameters() if self.model is not None else ()
+        return frozenset(name for name, p in named if id(p) in taken) or None
+
+    def mark_passes(self) -> None:
+        """Note which forwards are of modules whose parameters need gradients for no optimizer."""
+        taken = self._ids_in_optimizers()
+        found: dict[int, bool] = {}
+        for done in self.position.passes:
+            module = done.module() if done.module is not None else None
+            if module is None:
+                continue
+            if id(module) not in found:
+                trained = [p for p in module.parameters() if p.requires_grad]
+                found[id(module)] = bool(trained) and not any(id(p) in taken for p in trained)
+            done.for_no_optimizer = found[id(module)]
+
+    def _ids_in_optimizers(self) -> set[int]:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
     def close(self) -> None:
         """Drop the model. The recorded entries keep the names of its modules."""
         modules, recording = self.module_names(), self.recording
@@ -299,7 +330,13 @@ class Meter:
         for storage in storages_of(tensor):
             if storage_key(storage) in recording.live:
                 continue
-            op = FIRST_READ_PARAMETER if isinstance(tensor, nn.Parameter) else READ
+            if _is_copied_storage(tensor, func):
+                owner, line = self.owner(), calling_line(2)
+                nbytes += recording.on_alloc(storage, names.OTHER, owner, COPY, tensor, line)
+                continue
+            op = READ_IN_PARTS if func in compat.parts_of_a_tensor else READ
+            if isinstance(tensor, nn.Parameter):
+                op = FIRST_READ_PARAMETER
             owner, line = module or self.owner(), calling_line(2)
             counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
             if counted:
@@ -324,7 +361,26 @@ class Meter:
             self._note_node(storage)
             if category == names.TEMPORARIES:
                 owner = "(backward)"
-        return recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
+        nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
+        is_large = nbytes * LARGE_PART > recording.run_peak.total
+        if is_large and recording.moment in FORWARDS and self._expands(nbytes, args):
+            recording.live[storage_key(storage)].expanded = True
+        return nbytes
+
+    def _expands(self, nbytes: int, args: tuple) -> bool:
+        """Whether an operation without weights has made ``nbytes`` from much less."""
+        if self.stack and next(self.stack[-1].parameters(recurse=False), None) is not None:
+            return False  # a layer, whose weights may be read in another dtype
+        read = 0
+        for tensor in tensors_in(args):
+            for storage in storages_of(tensor):
+                entry = self.recording.live.get(storage_key(storage))
+                if entry is not None and entry.category == names.PARAMETERS:
+                    return False
+                if entry is not None and entry.expanded and nbytes >= entry.nbytes:
+                    return True  # computed from such a tensor, which may be freed soon
+                read += storage.nbytes()
+        return 0 < read * EXPANDS < nbytes
 
     def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
         """The category of a storage that an operation has just made.
@@ -352,7 +408,7 @@ class Meter:
             and any(t.requires_grad for t in tensors_in(args))
         ):
             # a forward pass written without modules
-            self.recording.step += self.position.begin_step()
+            self.begin_step()
             self.recording.moment = TRAINING_FORWARD
             return names.ACTIVATIONS
         return names.OTHER
@@ -566,6 +622,13 @@ class Meter:
             self._tag_states(optimizer)
             self.position.end_step()
 
+    def begin_step(self) -> None:
+        """A forward begins that records gradients: perhaps the first of a step, or of a turn."""
+        recording, position = self.recording, self.position
+        recording.step += position.begin_step()
+        if recording.turn != position.turn:
+            recording.begin_turn(position.turn)
+
     # Modules
 
     def _wrap_module_call(self, call: Callable) -> Callable:
@@ -606,7 +669,7 @@ class Meter:
             recording, with_grad = self.recording, torch.is_grad_enabled()
             recording.drain()  # what was freed since the last operation is not live before this
             if with_grad:
-                recording.step += self.position.begin_step()
+                self.begin_step()
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -618,9 +681,11 @@ class Meter:
                     chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
                     has_weights=has_parameters(module),
                     first_sample=recording.count,
+                    turn=recording.turn,
+                    module=weakref.ref(module),
                 )
             )
-            recording.moment = TRAINING_FORWARD if with_grad else EVALUATION
+            recording.moment = self.position.moment_of_call()
             self.sync(states=False)  # states would take as long as all the rest
             # Count a batch that was made before the block. Storages that are known keep their
             # categories.
@@ -631,8 +696,8 @@ class Meter:
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""
         forward = self.position.open
-        if forward is not None and not forward.has_weights:
-            forward.has_weights = has_parameters(module)
+        if forward is not None and not forward.has_weights and has_parameters(module):
+            self.position.find_weights()
 
     def _wrap_storage_resize(self, resize: Callable) -> Callable:
         # A resize is not dispatched, and FSDP frees memory with it.
@@ -665,6 +730,15 @@ class Meter:
             if self.model is not None
             else {}
         )
+
+
+def _is_copied_storage(tensor: torch.Tensor, func: Any) -> bool:
+    """Whether a storage is being copied as a whole, as in the deepcopy of a tensor.
+
+    Its allocation is not dispatched. It is first seen when a tensor of bytes takes it, to copy into
+    it.
+    """
+    return func is compat.take_storage and tensor.dtype is torch.uint8
 
 
 def has_parameters(module: nn.Module) -> bool:

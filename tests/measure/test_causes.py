@@ -4,9 +4,12 @@ programs that only look like it are not accused.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support import oom_programs as programs
+from support import oom_programs_around as around
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
@@ -26,6 +29,12 @@ SCORES = "Attention stores its scores"
 IDLE = "Checkpointing is on and does nothing"
 EVALUATION = "An evaluation is the peak"
 GENERATION = "Generation keeps keys and values"
+KEPT = "A graph is kept after its backward"
+FOR_NOBODY = "Gradients are computed for no optimizer"
+DATA = "Data waits on the device"
+ONE_STEP = "One step needs much more than the others"
+TABLE = "The gradient of an embedding is the largest part"
+EXPANDED = "One kind of tensor is the largest part"
 
 HAVE = {
     programs.losses_in_a_list: GROWS,
@@ -67,6 +76,36 @@ HAVE = {
     programs.checkpointing_in_eval_mode: IDLE,
     programs.reentrant_on_frozen_inputs: IDLE,
     programs.ignored_switch: IDLE,
+    around.hook_keeps_outputs: GROWS,
+    around.weights_of_each_epoch: GROWS,
+    around.gradients_of_each_step: GROWS,
+    around.optimizer_of_each_epoch: GROWS,
+    around.history_in_one_tensor: GROWS,
+    around.history_in_one_row: GROWS,
+    around.losses_without_an_optimizer: GROWS,
+    around.hidden_state_carried: GROWS,
+    around.own_keys_and_values: GENERATION,
+    around.samples_that_stay: UNUSED,
+    around.sum_of_a_validation: UNUSED,
+    around.adversaries: KEPT,
+    around.two_losses_one_graph: KEPT,
+    around.tasks_added_up: ADDED_UP,
+    around.perceptual_loss: FOR_NOBODY,
+    around.teacher_without_detach: FOR_NOBODY,
+    around.head_alone_in_the_optimizer: FOR_NOBODY,
+    around.data_set_on_the_device: DATA,
+    around.full_replay_buffer: DATA,
+    around.empty_replay_buffer: DATA,
+    around.batches_of_an_epoch: DATA,
+    around.one_long_row: ONE_STEP,
+    around.large_table: TABLE,
+    around.table_of_users: TABLE,
+    around.one_hot_targets: EXPANDED,
+    around.distances_of_all_pairs: EXPANDED,
+    around.similarities_of_all_pairs: EXPANDED,
+    around.mask_for_each_head: EXPANDED,
+    around.distances_after_an_evaluation: EXPANDED,
+    around.own_softmax: SCORES,
 }
 DO_NOT_HAVE = [
     (programs.numbers_in_a_list, GROWS),
@@ -96,6 +135,22 @@ DO_NOT_HAVE = [
     (programs.working_checkpoints, IDLE),
     (programs.reentrant_in_transformers, IDLE),
     (programs.logits_in_one_tensor, EVALUATION),
+    (around.window_in_one_tensor, GROWS),
+    (around.longer_and_longer_batches, GROWS),
+    (around.gradients_that_stay, GROWS),
+    (around.adversaries_detached, KEPT),
+    (around.adversaries_detached, UNUSED),
+    (around.adversaries_detached, FOR_NOBODY),
+    (around.gradient_penalty, KEPT),
+    (around.gradient_penalty, UNUSED),
+    (around.frozen_body, FOR_NOBODY),
+    (around.one_batch_for_all_steps, DATA),
+    (around.rows_of_many_lengths, ONE_STEP),
+    (programs.large_vocabulary, TABLE),
+    (around.large_images, EXPANDED),
+    (programs.wide_hidden_layer, EXPANDED),
+    (programs.ordinary_training, EXPANDED),
+    (around.own_softmax, LOGITS),
 ]
 # A smaller evaluation or generation, or a narrower second model, may still be the largest part.
 REMAIN = (EVALUATION, GENERATION, SECOND)
@@ -133,6 +188,33 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
 )
 def test_a_program_that_only_looks_like_it_is_not_accused(program, cause):
     assert cause not in [found.name for found in diagnose(program()).causes]
+
+
+IN_THE_MIDDLE = [
+    around.weights_of_each_epoch,
+    around.history_in_one_tensor,
+    around.hidden_state_carried,
+    around.samples_that_stay,
+    around.sum_of_a_validation,
+    around.adversaries,
+    around.tasks_added_up,
+    around.data_set_on_the_device,
+    around.one_long_row,
+    around.distances_of_all_pairs,
+]
+
+
+@pytest.mark.parametrize("program", IN_THE_MIDDLE, ids=name)
+def test_a_run_that_ends_in_the_middle_is_told_the_same(program, monkeypatch):
+    budget = program().peak.total * 9 // 10
+    with_budget = partial(MemoryTracker, budget=budget)
+    monkeypatch.setattr(around, "MemoryTracker", with_budget)
+    monkeypatch.setattr(programs, "MemoryTracker", with_budget)
+    with pytest.raises(BudgetExceeded) as caught:
+        program()
+    first = diagnose(caught.value).causes[0]
+    assert first.name == HAVE[program]
+    assert f"Remedy: {first.remedy}" in str(caught.value)
 
 
 def test_the_line_is_the_one_that_keeps_the_tensor_alive():
@@ -230,4 +312,5 @@ def test_an_error_says_the_causes_too():
 
 
 def test_every_cause_has_a_program():
-    assert len(CAUSES) == len(set(HAVE.values())) + 2  # copies are found in three ways
+    # copies are found in three ways, and growth in two
+    assert len(CAUSES) == len(set(HAVE.values())) + 3

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib.measure.moments import KEPT_PASSES
 from gradmem_lib.measure.source_lines import SourceLine
 from gradmem_lib.names import MOMENTS, PHASE_OF_MOMENT, PHASES
 
@@ -208,6 +209,53 @@ def test_a_second_models_forward_leaves_the_loss_due():
         margin = out - other
         assert tracker.current.moment == "loss"
         margin.sum().backward()
+
+
+@pytest.mark.parametrize("criterion", [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss])
+def test_a_loss_that_is_a_module_is_the_loss(criterion):
+    net, loss = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), criterion(reduction="none")
+    moments = []
+    loss.register_forward_pre_hook(lambda *given: moments.append(tracker.current.moment))
+    with MemoryTracker(net, live=False) as tracker:
+        out = net(torch.randn(4, 8))
+        moments.append(tracker.current.moment)
+        each = loss(out, torch.randn(4, 8))
+        moments.append(tracker.current.moment)
+        each.mean().backward()
+    assert moments == ["training forward", "loss", "loss"]
+
+
+def test_a_module_without_weights_before_the_model_is_a_forward():
+    crop, net = nn.Upsample(scale_factor=2), nn.Conv2d(1, 1, 3)
+    with MemoryTracker(net, live=False) as tracker:
+        x = crop(torch.rand(1, 1, 8, 8))
+        moment = tracker.current.moment
+        net(x).mean().backward()
+    assert moment == "training forward"
+
+
+def test_calls_of_losses_push_out_no_calls_of_a_model():
+    net, criterion = nn.Linear(4, 4), nn.MSELoss()
+    x = torch.randn(2, 4)
+    with MemoryTracker(net, live=False) as tracker:
+        first = net(x)
+        for _ in range(KEPT_PASSES + 20):
+            criterion(first, x)
+        second = net(x)
+    of_models = [done for done in tracker.forwards if done.has_weights]
+    assert len(of_models) == 2 and second.shape == first.shape
+    assert tracker.forwards[0] == of_models[0] and tracker.forwards[-1] == of_models[1]
+
+
+def test_a_backward_is_known_though_its_samples_were_thinned_out(monkeypatch):
+    monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", 8)
+    net, x = nn.Linear(64, 64), torch.randn(4, 64)
+    with MemoryTracker(net, live=False) as tracker:
+        net(x).sum().backward()
+        net.zero_grad()
+        kept = [torch.empty(64, 64) for _ in range(2000)]
+    assert kept and "backward" not in tracker.timeline.phases
+    assert tracker.facts.had_backward and not tracker.facts.had_optimizer_step
 
 
 def test_steps_are_counted_once_for_optimizers_that_step_together():

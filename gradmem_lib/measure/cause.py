@@ -1,0 +1,80 @@
+"""A cause of a run's memory, and the words that causes have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..units import format_bytes
+from .source_lines import SourceLine
+from .timeline import ForwardPass, Holder
+
+WORTH = 0.02  # of the peak; less is no reason to change a script
+DOMINATES = 0.25  # of the peak
+ALMOST_ALL = 0.9
+LINES = 3  # that are shown
+# Operations that make a tensor of one value, to be written into: one-hot numbers, a replay buffer.
+FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_zeros")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
+    takes away; ``lines``: the user's lines that made them, the largest first.
+    """
+
+    name: str
+    nbytes: int
+    evidence: str
+    remedy: str
+    lines: tuple[SourceLine, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.evidence}"]
+        lines += [f"  at {line}" for line in self.lines[:LINES]]
+        lines.append(f"  Remedy: {self.remedy}")
+        return "\n".join(lines)
+
+
+def belongs_to_training(holder: Holder) -> bool:
+    return holder.category in ("parameters", "gradients", "optimizer")
+
+
+def larger_than_its_tensor(holder: Holder) -> bool:
+    if holder.dtype is None or holder.shape != ():
+        return False
+    return holder.nbytes > 8 * holder.dtype.itemsize
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def dtype_of(holder: Holder) -> str:
+    return str(holder.dtype).removeprefix("torch.")
+
+
+def in_words(holder: Holder) -> str:
+    shape = " × ".join(map(str, holder.shape)) or "one number"
+    words = f"{dtype_of(holder)} {shape}"
+    if larger_than_its_tensor(holder):
+        words += f" in a storage of {format_bytes(holder.nbytes)}"
+    operation = holder.op.removeprefix("aten.")
+    return f"{words} ({operation})" if operation else words
+
+
+def lines_of(holders: Iterable[Holder]) -> tuple[SourceLine, ...]:
+    """The lines that made ``holders``, those with the most bytes first."""
+    nbytes = Counter[SourceLine]()
+    for holder in holders:
+        if holder.line is not None:
+            nbytes[holder.line] += holder.nbytes
+    return tuple(line for line, _ in nbytes.most_common())
+
+
+def lines_of_forwards(passes: Iterable[ForwardPass]) -> tuple[SourceLine, ...]:
+    return tuple(dict.fromkeys(done.line for done in passes if done.line is not None))

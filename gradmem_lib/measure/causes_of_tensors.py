@@ -1,0 +1,186 @@
+"""Causes: one tensor, or one kind of tensor, or one step, that is larger than the others."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from ..units import format_bytes
+from .cause import DOMINATES, FILLED, WORTH, Cause, dtype_of, in_words, lines_of, lines_of_forwards
+from .facts import EVALUATION, INPUTS, OF_A_TRAINING_STEP, Facts, total
+from .timeline import STEP, TOTAL
+
+OUTLIER = 2  # times the median of all steps
+STEPS_TO_COMPARE = 4
+
+
+def large_logits(facts: Facts) -> Cause | None:
+    """Logits: a number for each token of each row and each entry of the vocabulary."""
+    logits = [h for h in facts.at_peak if facts.is_logits(h)]
+    nbytes = total(logits)
+    if nbytes < DOMINATES * facts.peak.total or facts.outside_of_training:
+        return None
+    dtypes = Counter(dtype_of(h) for h in logits)
+    copies = ", ".join(f"{n} in {dtype}" for dtype, n in dtypes.most_common())
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are logits, their copies and their gradients "
+        f"({copies}), with {logits[0].shape[-1]:,} numbers for each token."
+    )
+    remedy = (
+        "compute the loss in chunks of tokens, so that the logits of all tokens never exist at "
+        "once: Recipe(chunked_loss=True) for a causal language model. A loss of your own can be "
+        "computed in chunks if it is a sum over tokens, each chunk under "
+        "torch.utils.checkpoint.checkpoint."
+    )
+    return Cause("The logits are the largest part", nbytes, evidence, remedy, lines_of(logits))
+
+
+def eager_scores(facts: Facts) -> Cause | None:
+    """Attention scores, with a number for each pair of tokens."""
+    # The lengths of sequences. Without them, a square image would look like scores.
+    tokens = {
+        h.shape[-2] for h in facts.at_peak if len(h.shape) >= 2 and h.shape[-1] != h.shape[-2]
+    }
+    shapes = set()
+    for holder in facts.at_peak:
+        square = len(holder.shape) >= 3 and holder.shape[-1] == holder.shape[-2]
+        normalized = "softmax" in holder.op or holder.op == "aten.exp"
+        if square and normalized and holder.shape[-1] in tokens:
+            shapes.add(holder.shape[-2:])
+    scores = [
+        h
+        for h in facts.at_peak
+        if len(h.shape) >= 3
+        and h.shape[-2:] in shapes
+        and h.category in ("activations", "temporaries")
+    ]
+    nbytes = total(scores)
+    if not scores or nbytes < DOMINATES * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are attention scores and what is computed from them "
+        f"({len(scores)} tensors with {scores[0].shape[-1]:,} × {scores[0].shape[-1]:,} numbers "
+        "for each head of each row)."
+    )
+    remedy = (
+        "use attention that never stores the scores: from_pretrained(..., "
+        "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module."
+    )
+    return Cause("Attention stores its scores", nbytes, evidence, remedy, lines_of(scores))
+
+
+def evaluation_batch(facts: Facts) -> Cause | None:
+    """A forward without gradients is the peak by itself, and nothing grows."""
+    if facts.peak.moment != EVALUATION:
+        return None
+    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
+    largest = max(passes, key=lambda p: p.peak, default=None)
+    if largest is None or largest.peak < facts.peak.total:
+        return None
+    nbytes = largest.peak - largest.live_before
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
+        f"{format_bytes(largest.live_before)} that were live before it."
+    )
+    remedy = (
+        "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
+        "training's own batch does not change this."
+    )
+    return Cause(
+        "An evaluation is the peak", nbytes, evidence, remedy, lines_of_forwards([largest])
+    )
+
+
+def expanded_tensors(facts: Facts) -> Cause | None:
+    """A tensor that an operation makes from much smaller ones: one-hot numbers, distances of all
+    pairs, a mask for each head.
+    """
+    expanded = []
+    for holder in facts.at_peak:
+        # a batch is made before the first forward of its step
+        filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
+        if holder.expanded or (filled_now and holder.category in ("activations", "other")):
+            expanded.append(holder)
+    sizes = {(holder.shape, holder.dtype) for holder in expanded}
+    shapes = {shape for shape, _ in sizes}
+    holders = []
+    for holder in facts.at_peak:
+        if holder.shape in shapes and holder.category in ("activations", "temporaries", "other"):
+            holders.append(holder)
+    nbytes = total(holders)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in expanded))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are of a kind of tensor that is several times "
+        f"larger than what it was computed from: {'; '.join(words)}."
+    )
+    remedy = (
+        "do not make it as a whole: compute it for a few rows at a time, and reduce each piece at "
+        "once (in training, each under torch.utils.checkpoint.checkpoint). Often an operation does "
+        "it without the large tensor: torch.cdist for distances, F.cross_entropy with class numbers"
+        " for one-hot targets, is_causal=True or a mask of (1, 1, tokens, tokens) for attention."
+    )
+    return Cause(
+        "One kind of tensor is the largest part", nbytes, evidence, remedy, lines_of(expanded)
+    )
+
+
+def dense_embedding_gradient(facts: Facts) -> Cause | None:
+    """The gradient of an embedding has a number for each entry, though a batch uses few."""
+    gradients = []
+    for holder in facts.at_peak:
+        if "embedding_dense_backward" in holder.op and holder.category in (
+            "gradients",
+            "temporaries",
+        ):
+            gradients.append(holder)
+    nbytes = total(gradients)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are gradients of embeddings "
+        f"({in_words(gradients[0])}), with a row for each entry of the table."
+    )
+    remedy = (
+        "nn.Embedding(..., sparse=True) makes a gradient with the batch's rows only. It needs "
+        "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares."
+    )
+    return Cause("The gradient of an embedding is the largest part", nbytes, evidence, remedy)
+
+
+def one_large_step(facts: Facts) -> Cause | None:
+    """One step that needs much more than the others: its batch has longer rows."""
+    if (
+        facts.rows is None
+        or facts.rows.shape[1] <= STEP
+        or facts.peak.moment not in OF_A_TRAINING_STEP
+    ):
+        return None
+    steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
+    peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
+    if len(peaks) < STEPS_TO_COMPARE:
+        return None
+    usual = int(statistics.median(peaks))
+    nbytes = facts.peak.total - usual
+    unused = 0  # bytes of graphs that no backward has been through: no batch makes these
+    for done in facts.forwards:
+        if not done.used and (facts.ended or done.step < facts.peak.step):
+            unused += done.kept_at_peak
+    if facts.peak.total < OUTLIER * usual or unused > WORTH * facts.peak.total:
+        return None
+    inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
+    of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
+    evidence = (
+        f"step {facts.peak.step + 1} needs {format_bytes(facts.peak.total)}{of_shape}; half of the "
+        f"{len(peaks)} steps need no more than {format_bytes(usual)}."
+    )
+    remedy = (
+        "limit the length of a row (truncation=True, max_length=...), or make batches with a limit "
+        "of tokens instead of rows, so that long rows come in small batches."
+    )
+    forwards = [done for done in facts.of_models if done.step == facts.peak.step]
+    lines = lines_of_forwards(forwards)
+    return Cause("One step needs much more than the others", nbytes, evidence, remedy, lines)

@@ -1,0 +1,190 @@
+"""Causes: weights that are there more than once, second models, optimizer states, wide weights."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+
+from ..units import format_bytes
+from .cause import ALMOST_ALL, DOMINATES, WORTH, Cause, lines_of, numel
+from .facts import IN_OPTIMIZER_STEP, Facts, total
+from .timeline import Holder
+
+
+def copy_in_another_module(facts: Facts) -> Cause | None:
+    """Parameters of another module, with the shapes of the tracked model's."""
+    copies = [c for c in _copies(facts) if facts.of_another_model(c[0])]
+    remedy = (
+        "for an EMA, keep the averaged weights on the host (.to('cpu')). For a reference model or "
+        "a teacher, compute its outputs once before the training (precompute_ref_log_probs=True in "
+        "trl), or train with LoRA, where the model without its adapters is the reference."
+    )
+    return _copied(copies, facts, "parameters of a module that is not the tracked one", remedy)
+
+
+def loaded_copy(facts: Facts) -> Cause | None:
+    """A loaded checkpoint that stays alive after resume."""
+    copies = [c for c in _copies(facts) if c[0].step < 0 and not facts.of_another_model(c[0])]
+    remedy = (
+        "if this is a loaded checkpoint, load it to the host (torch.load(..., "
+        "map_location='cpu')), and `del` it after load_state_dict."
+    )
+    return _copied(copies, facts, "tensors that were there before this run read them", remedy)
+
+
+def copy_made_here(facts: Facts) -> Cause | None:
+    """A deepcopy, a clone of the state dict, an EMA's store(), a merge."""
+    copies = [c for c in _copies(facts) if c[0].step >= 0 and not facts.of_another_model(c[0])]
+    remedy = (
+        "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written "
+        "or restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all "
+        "hold the weights twice."
+    )
+    return _copied(copies, facts, "made in the tracked run and still alive", remedy)
+
+
+def second_model(facts: Facts) -> Cause | None:
+    """Parameters of a module that is not the tracked one, with other shapes."""
+    if facts.structure is None or not facts.structure.shapes:
+        return None
+    copied = {id(holder) for copy in _copies(facts) for holder in copy}
+    holders = []
+    for holder in facts.at_peak:
+        foreign = facts.of_another_model(holder) and holder.category == "other"
+        if foreign and id(holder) not in copied:
+            holders.append(holder)
+    nbytes = total(holders)
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(holders)} parameters of modules that are not "
+        "in the tracked model."
+    )
+    remedy = (
+        "compute the second model's outputs once before the training, and free it; or load it in a "
+        "narrower dtype (dtype=torch.bfloat16), which halves float32 weights."
+    )
+    return Cause("A second model is in memory", nbytes, evidence, remedy, lines_of(holders))
+
+
+def first_optimizer_step(facts: Facts) -> Cause | None:
+    """The optimizer makes its states at the peak."""
+    if facts.peak.moment != IN_OPTIMIZER_STEP:
+        return None
+    states = []
+    for holder in facts.at_peak:
+        existed = not holder.op  # an optimizer had it when the block began
+        if holder.step == facts.peak.step and is_state(holder, facts) and not existed:
+            states.append(holder)
+    nbytes = total(states)
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} of optimizer states are made in this step, and stay: the forwards "
+        "before it ran without them."
+    )
+    remedy = (
+        "SGD keeps no states, and SGD with momentum one number a parameter, where Adam keeps two. "
+        "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains"
+        " fewer parameters. A smaller batch and checkpointing do not change this."
+    )
+    return Cause("The first optimizer step makes its states", nbytes, evidence, remedy)
+
+
+def is_state(holder: Holder, facts: Facts) -> bool:
+    """Whether it is an optimizer's state, or zeros that will be one."""
+    if holder.category == "optimizer":
+        return True
+    if facts.structure is None or facts.peak.moment != IN_OPTIMIZER_STEP:
+        return False
+    zeros = holder.category == "temporaries" and "zeros" in holder.op
+    return zeros and holder.shape in facts.structure.shapes.values()
+
+
+def wide_weights(facts: Facts) -> Cause | None:
+    """Weights in float64, or frozen ones in float32."""
+    if facts.structure is None:
+        return None
+    double, frozen = 0, 0
+    for holder in facts.at_peak:
+        dtype = facts.structure.dtypes.get(holder.module)
+        if holder.category != "parameters":
+            continue
+        if dtype is torch.float64:
+            double += holder.nbytes
+        elif dtype is torch.float32 and holder.module not in facts.structure.trained:
+            frozen += holder.nbytes
+    if double >= WORTH * facts.peak.total:
+        evidence = f"{format_bytes(double)} of weights are in float64."
+        remedy = f"model.float() halves them, to {format_bytes(double // 2)}, and all that follows."
+        return Cause("Weights are wider than needed", double // 2, evidence, remedy)
+    if frozen < DOMINATES * facts.peak.total:
+        return None
+    evidence = f"{format_bytes(frozen)} of frozen weights are in float32."
+    remedy = (
+        "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
+        f"dtype=torch.bfloat16, which leaves {format_bytes(frozen // 2)} of these bytes."
+    )
+    return Cause("Weights are wider than needed", frozen // 2, evidence, remedy)
+
+
+def _copies(facts: Facts) -> list[list[Holder]]:
+    """Groups of tensors with the shapes of all parameters, each made by one line in one step.
+
+    The parameters of another model, whose layers have a line each, are one group.
+    """
+    if facts.structure is None or not facts.structure.shapes:
+        return []
+    groups = defaultdict[Any, list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.category != "other":
+            continue
+        if holder.module in facts.untrained:
+            groups["another model"].append(holder)
+        else:
+            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
+    copies = []
+    for group in groups.values():
+        rest = group
+        while copy := _with_shapes_of_the_model(rest, facts):
+            copies.append(copy)
+            in_copy = set(map(id, copy))
+            rest = [holder for holder in rest if id(holder) not in in_copy]
+    return copies
+
+
+def _copied(copies: list[list[Holder]], facts: Facts, words: str, remedy: str) -> Cause | None:
+    holders = [holder for copy in copies for holder in copy]
+    nbytes = total(holders)
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    how_many = "a second copy" if len(copies) == 1 else f"{len(copies)} more copies"
+    evidence = f"{format_bytes(nbytes)} at the peak are {how_many} of the model's weights, {words}."
+    return Cause(
+        "The weights are there more than once", nbytes, evidence, remedy, lines_of(holders)
+    )
+
+
+def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holder]:
+    """Those of ``holders`` that have the shapes of the model's parameters, one for each.
+
+    Empty if more than a tenth of the parameters' numbers has none.
+    """
+    structure = facts.structure
+    missing = Counter(structure.shapes.values())
+    everything = sum(numel(shape) * n for shape, n in missing.items())
+    of_size = {}  # shapes by bytes, for copies of whole storages, whose shape is not known
+    for name, shape in structure.shapes.items():
+        of_size[numel(shape) * structure.dtypes[name].itemsize] = shape
+    found, numbers = [], 0
+    for holder in holders:
+        shape = holder.shape
+        if holder.dtype is torch.uint8 and shape == (holder.nbytes,):
+            shape = of_size.get(holder.nbytes, shape)
+        if missing[shape] > 0:
+            missing[shape] -= 1
+            numbers += numel(shape)
+            found.append(holder)
+    return found if numbers >= ALMOST_ALL * everything else []
