@@ -100,6 +100,11 @@ def ran(tmp_path_factory):
     )
     (folder / "no_torch.py").write_text("print('hello')")
     runs["nothing"] = [*RUN, str(folder / "no_torch.py")]
+    (folder / "compiles.py").write_text(COMPILES)
+    runs["alone/compiles"] = [str(folder / "compiles.py")]
+    runs["measured/compiles"] = [*RUN, str(folder / "compiles.py")]
+    (folder / "cond.py").write_text(COMPILES + COND)
+    runs["cond"] = [*RUN, str(folder / "cond.py")]
     done = subprocess.run(
         [sys.executable, FORKED, folder],
         input=json.dumps(runs),
@@ -229,20 +234,19 @@ loss.sum().backward()
 """
 
 
-def test_compiled_functions_run_as_they_are_written(tmp_path):
-    (tmp_path / "compiles.py").write_text(COMPILES)
-    alone = python("compiles.py", folder=tmp_path)
-    measured = python(*RUN, "compiles.py", folder=tmp_path)
-    assert alone.returncode == measured.returncode == 0, measured.stderr
-    assert alone.stdout == measured.stdout
-    assert "was run uncompiled here" in measured.stderr
+def test_compiled_functions_run_as_they_are_written(ran):
+    folder, statuses = ran
+    explained = said(folder, "measured/compiles", "stderr")
+    assert statuses["alone/compiles"] == statuses["measured/compiles"] == 0, explained
+    printed = said(folder, "alone/compiles", "stdout")
+    assert said(folder, "measured/compiles", "stdout") == printed != ""
+    assert "was run uncompiled here" in explained
 
 
-def test_cond_with_gradients_is_refused_in_a_sentence(tmp_path):
-    (tmp_path / "cond.py").write_text(COMPILES + COND)
-    measured = python(*RUN, "cond.py", folder=tmp_path)
-    assert measured.returncode == 1
-    assert "gradmem run cannot measure torch.cond with gradients" in measured.stderr
+def test_cond_with_gradients_is_refused_in_a_sentence(ran):
+    folder, statuses = ran
+    assert statuses["cond"] == 1
+    assert "gradmem run cannot measure torch.cond with gradients" in said(folder, "cond", "stderr")
 
 
 RANKS = """
