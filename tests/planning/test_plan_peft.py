@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.families import tiny_config
+from support.nightly import each
 from support.predicted import assert_same, config, tracked
 from transformers import LlamaConfig, LlamaForCausalLM
 from view.test_printed_code import ROWS, TOKENS, Gradients, Rows, model_of, run
@@ -46,10 +47,10 @@ def planned(model, card, **changes):
 
 
 def assert_tracked(made, model) -> None:
-    """Every option that was predicted, by category at every moment, beside a step of the very
-    model.
+    """The best option and every third of the others (every night all of them), by category at
+    every moment, beside a step of the very model.
     """
-    for option in (*made.fits, *made.refused):
+    for option in each(3, (*made.fits, *made.refused)):
         given = copy.deepcopy(model)
         dtype = option.recipe.weight_dtype
         batch = example_batch(
