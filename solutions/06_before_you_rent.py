@@ -107,8 +107,10 @@ read_error = check("6.1", read_error)
 
 # %%
 said = explain(message)
-e = said.error
-found = read_error(e.asked, e.total, e.free, e.this_process, e.allocated, e.idle)
+numbers = said.error
+card = numbers.asked, numbers.total, numbers.free
+process = numbers.this_process, numbers.allocated, numbers.idle
+found = read_error(*card, *process)
 for name in ("context", "others"):
     print(f"{name}: {found[name] / 2**20:,.0f} MiB")
 print("in pieces:", found["in_pieces"])
