@@ -26,7 +26,7 @@
 # | it fails only in evaluation | results are collected, or graphs are recorded | below, "an evaluation that collects" |
 # | it fails only after a resume | the loaded checkpoint is still in memory | [lesson 05](05_fine_tuning.ipynb), "a checkpoint that stays" |
 # | it fails when it saves | the weights are copied on the card | [lesson 05](05_fine_tuning.ipynb), "a checkpoint that stays" |
-# | LoRA or QLoRA saves too little | the frozen base is in float32, or checkpoints have no effect | [lesson 09](09_optimizers_and_adapters.ipynb), "The base in 4 bits", and [lesson 04](04_gradient_checkpointing.ipynb), "the gradient that never came" |
+# | LoRA or QLoRA saves too little | the frozen base is in float32, or checkpoints have no effect | [lesson 05](05_fine_tuning.ipynb), "Precision", and [lesson 09](09_optimizers_and_adapters.ipynb), "Adapters" |
 # | it fails only on a colleague's card | other processes hold a part of that card | below, "Your error message" |
 # | `nvidia-smi` shows more than PyTorch | the context and idle blocks belong to the process | below, "Your error message" |
 #
@@ -107,8 +107,10 @@ read_error = check("6.1", read_error)
 
 # %%
 said = explain(message)
-e = said.error
-found = read_error(e.asked, e.total, e.free, e.this_process, e.allocated, e.idle)
+numbers = said.error
+card = numbers.asked, numbers.total, numbers.free
+process = numbers.this_process, numbers.allocated, numbers.idle
+found = read_error(*card, *process)
 for name in ("context", "others"):
     print(f"{name}: {found[name] / 2**20:,.0f} MiB")
 print("in pieces:", found["in_pieces"])

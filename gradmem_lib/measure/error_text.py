@@ -48,7 +48,7 @@ _STARTS = {
         r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate)"
         r"|cudaruntimeerror\(2\):outofmemory|CUDAfailedwitherroroutofmemory"
         r"|Erroroutofmemoryatline|Cudafailure\d?'outofmemory'|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
-        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Allocationondevice(?!\d*would)|FailedtoCUDAcalloc"
+        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|OutOfMemoryError:Allocationondevice(?!\d*would)|FailedtoCUDAcalloc"
         r"|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|PI_ERROR_OUT_OF_RESOURCES"
         r"|notenoughGPUvideomemory|CallbackErrorOutOfMemory"
     ),
@@ -58,12 +58,13 @@ _STARTS = {
     ),
     "shared memory": r"workersareoutofsharedmemory|unabletowritetofile</torch_",
     "other library": (
-        r"RESOURCE_?EXHAUSTED|(?<!ResourceExhaustedError:)OOMwhenallocatingtensor|BFCArena"
-        r"|Allocator\(GPU_\d+_bfc\)|cudaMallocfailed:outofmemory"
+        r"RESOURCE_?EXHAUSTED(?=.{0,80}(?:memory|allocat|OOM))"
+        r"|(?<!ResourceExhaustedError:)OOMwhenallocatingtensor|BFCArena.{0,80}Failedtoallocate"
+        r"|Allocator\(GPU_\d+_bfc\)ranoutofmemory|cudaMallocfailed:outofmemory"
         r"|(?<!EXHAUSTED:)Outofmemoryallocating[\d,]+bytes"
     ),
     "killed": (
-        r"exitcode:?-9\b|exitcode:?137\b|SIGKILL|signal9\b|killedbysignal:Killed"
+        r"exitcode:?-9(?!\d)|code:?137(?!\d)|SIGKILL|signal9\b|killedbysignal:Killed"
         r"|oom.?kill|\d{3,}Killed(?=\w)"
     ),
 }
@@ -253,7 +254,7 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
         words = rf"youtriedtoallocate([\d,]+)(bytes)|Unabletoallocate{_SIZE}foranarray"
         figures["asked"] = _figure(words, message)
     if kind == "other library":
-        figures["asked"] = _figure(r"allocat(?:e|ing)([\d,]+)(bytes)", message)
+        figures["asked"] = _figure(rf"allocat(?:e|ing){_SIZE}", message)
     setting, version = _version(kind, message, cached is not None)
     return ErrorText(
         kind,

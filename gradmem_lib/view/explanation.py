@@ -178,7 +178,7 @@ def explain(text: str | BaseException) -> Explanation:
     """What an out-of-memory error says: each figure by name, which case it is, and what helps.
 
     ``text``: the message, a traceback, or a whole log with one; or the exception itself. It reads
-    the messages of PyTorch for CUDA, ROCm, XPU and Apple's GPUs, those of other libraries without
+    the messages of PyTorch for CUDA, ROCm, XPU, NPU and Apple's GPUs, those of libraries without
     figures, and this course's ``BudgetExceeded``. A text without such an error gives an explanation
     that says which line is needed.
 

@@ -436,6 +436,24 @@ MESSAGES = {
         dict(asked=None, count=1),
         ["killed"],
     ),
+    "ComfyUI": ("torch.OutOfMemoryError: Allocation on device", dict(asked=None), ["no figures"]),
+    "Kubernetes": (
+        "State: Terminated\n Reason: OOMKilled\n Exit Code: 137\n Started: Mon",
+        dict(asked=None, count=1),
+        ["killed"],
+    ),
+    "TensorFlow, its allocator": (
+        "W bfc_allocator.cc:497] Allocator (GPU_0_bfc) ran out of memory trying to allocate "
+        "1.50GiB (rounded to 1610612736)requested by op",
+        dict(asked=1.5 * G, total=None, count=1),
+        ["other library"],
+    ),
+    "ONNX Runtime": (
+        "BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for requested "
+        "buffer of size 536870912",
+        dict(total=None, count=1),
+        ["other library"],
+    ),
     "vLLM, one request": (
         "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 "
         "GiB KV cache is needed, which is larger than the available KV cache memory (9.37 GiB).",
@@ -588,6 +606,10 @@ def test_the_traceback_shows_the_moment_and_the_users_line(moment, frames):
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
         "IndexError: list index out of range",
         "Epoch 3: loss 2.31, 12.5 GiB of memory used",
+        "grpc: RESOURCE_EXHAUSTED: received a message larger than max (5 vs. 4)",
+        "memory allocation on device 0: 5 GB",
+        "I bfc_allocator.cc:246] Allocator (GPU_0_bfc) has 3 chunks",
+        "the server exited with code 1370",
     ],
 )
 def test_what_cannot_be_read_is_said_and_asked_for(text):
