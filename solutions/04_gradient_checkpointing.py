@@ -87,8 +87,8 @@ guess_a = predict_first(
 #
 # <details><summary>Hint 3: backward, the gradients</summary>
 #
-# `torch.autograd.backward(out, gradient)` goes through the new graph, and leaves gradients in the weights and in
-# `x.grad`.
+# Start from `x.detach().requires_grad_()`. `torch.autograd.backward(out, gradient)` goes through the new graph, and
+# leaves gradients in the weights and in `x.grad`.
 #
 # </details></details></details>
 
