@@ -430,3 +430,28 @@ def test_05_the_embedding_and_the_dtype_of_loading():
     assert loaded[2] == loaded[3] and loaded[1] > loaded[0]
     assert said.says("The last two lines are equal.")
     assert torch.finfo(torch.bfloat16).eps == 1 / 128 and said.says("In bf16 that is 1/128")
+
+
+# Lines of the library that lessons show
+
+
+def test_03_the_lines_of_trainer_factors():
+    import inspect
+
+    from gradmem_lib.course.lessons.shared.hf_trainer import trainer_logs
+
+    said, lines = lesson("03"), inspect.getsource(trainer_logs)
+    assert said.says("TrainingArguments(per_device_train_batch_size=4 // K, gradient_accumulation")
+    assert "per_device_train_batch_size=len(examples) // accumulation_steps" in lines
+    assert "gradient_accumulation_steps=accumulation_steps" in lines and "trainer.train()" in lines
+
+
+def test_04_the_lines_of_record_schedule():
+    import inspect
+
+    from gradmem_lib import record_schedule
+
+    said, lines = lesson("04"), inspect.getsource(record_schedule)
+    calls = ("register_module_forward_pre_hook(", "register_module_forward_hook(", "Watch(")
+    for call in (*calls, "step()"):
+        assert said.says(call) and call in lines, call
