@@ -455,3 +455,21 @@ def test_04_the_lines_of_record_schedule():
     calls = ("register_module_forward_pre_hook(", "register_module_forward_hook(", "Watch(")
     for call in (*calls, "step()"):
         assert said.says(call) and call in lines, call
+
+
+def test_05_micro_batches_fit_the_small_card_and_are_another_update():
+    from functools import partial
+
+    from gradmem_lib.course.lessons.lesson_05 import exercises_random as exercise
+
+    said = lesson("05")
+    assert said.says(f"stay under **{exercise.RANDOM_CARD}**. Micro-batches would fit.")
+    plain = exercise._observe(exercise._update)
+    cut = exercise._observe(partial(exercise._update, pieces=4))
+    rerun = exercise._observe(exercise.same_step)
+    budget = plain["the card"].budget
+    assert cut["the card"].peak <= budget < plain["the card"].peak
+    assert rerun["the card"].peak <= budget
+    moved = [seen["the update"]["change of the weights"] for seen in (plain, rerun, cut)]
+    assert torch.equal(moved[0], moved[1])
+    assert (moved[2] - moved[0]).norm() > 0.1 * moved[0].norm()
