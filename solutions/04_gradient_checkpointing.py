@@ -277,10 +277,11 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
 # The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
-# its gradient) your formula is right to the byte. *More checkpoints, more memory* holds only on the left arm, where
-# segments are shorter than the best. *More checkpoints, less recomputation* is not true of calls: each layer runs
-# once more for any k. This is up to a third more work, and up to half beside frozen weights. (An optional section counts
-# it.)
+# its gradient) your formula is right to the byte.
+#
+# Some guides say that more checkpoints mean more memory and less recomputation. The first is true only on the left arm,
+# where segments are shorter than the best. The second is not true of calls: each layer runs once more for any k. This is
+# up to a third more work, and up to half beside frozen weights. (An optional section counts it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
