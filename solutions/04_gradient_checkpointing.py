@@ -285,7 +285,7 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
-# segment that runs again.** So do not measure after forward. Two claims about this:
+# segment that runs again.** So do not measure after forward.
 
 # %%
 claims.show("C27", "C21")
@@ -388,12 +388,13 @@ guess_c.reveal(
 # %% [markdown]
 # A frozen matrix gets no gradient, so its input is not kept. So a is smaller than in the table above, and pairs of
 # layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is there: **measure
-# a, do not look it up**, as `"best"` did. (Transformers' `every_n_layers=k` is something else: it checkpoints one
+# a, do not look it up**, as `"best"` did. (An optional section says why its first segments are longer. Transformers' `every_n_layers=k` is something else: it checkpoints one
 # layer in k, and *keeps* the others.)
 #
 # ## 6 · Where it does not help
 #
-# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. How much lower is the peak?
+# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (In a list of lengths the last
+# segment is not run again, so `[30]` is no checkpoint.) How much lower is the peak?
 
 # %%
 guess_d = predict_first("4.d", "A checkpoint a layer: the peak falls by?", unit="percent")
