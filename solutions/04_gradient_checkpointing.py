@@ -57,7 +57,7 @@ with MemoryTracker(layers, live=False) as tracker:
     print("alive after forward:", boundaries(tracker.current), "boundaries")
 
 # %% [markdown]
-# These are 16 × 5 boundaries, and the output of the last layer. Now suppose that each layer keeps *only* its input.
+# These are 16 × 5 boundaries, and the last output. Now suppose that each layer keeps *only* its input.
 # When backward reaches a layer, the layer runs forward once more, with autograd recording, and backward goes on from
 # there.
 
@@ -347,7 +347,7 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
 
 # %% [markdown]
 # A block keeps more than twenty times its input. So √(n · x / a) is between 1 and 2, for 30 layers and for 80. **One
-# checkpoint a layer**, which transformers uses by default, is (nearly) the optimum for Transformers, and √n needs two
+# checkpoint a layer**, which transformers uses by default, is nearly the optimum for them, and √n needs two
 # to three times as much.
 #
 # Now measure SmolLM2's 30 blocks. They are frozen, and their input is trained.
