@@ -411,7 +411,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # m is 0.01 as well. So at step 10,000 a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is
 # $0.01 / \sqrt{0.000389} = 0.5$ lr.
 #
-# It never falls because `v.mul_(0.999)`, the first half of each step, rounds back to v. The steps stay too short, training
+# v never falls because `v.mul_(0.999)`, the first half of each step, rounds back to v. The steps stay too short, training
 # stalls, and no error is raised. (An optional section counts this.) What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;

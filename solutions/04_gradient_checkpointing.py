@@ -57,7 +57,7 @@ with MemoryTracker(layers, live=False) as tracker:
     print("alive after forward:", boundaries(tracker.current), "boundaries")
 
 # %% [markdown]
-# These are 16 × 5 boundaries, and the output of the last layer. Now suppose that each layer keeps *only* its input.
+# These are 16 × 5 boundaries, and the last output. Now suppose that each layer keeps *only* its input.
 # When backward reaches a layer, the layer runs forward once more, with autograd recording, and backward goes on from
 # there.
 
@@ -87,8 +87,8 @@ guess_a = predict_first(
 #
 # <details><summary>Hint 3: backward, the gradients</summary>
 #
-# `torch.autograd.backward(out, gradient)` goes through the new graph, and leaves gradients in the weights and in
-# `x.grad`.
+# Start from `x.detach().requires_grad_()`. `torch.autograd.backward(out, gradient)` goes through the new graph, and
+# leaves gradients in the weights and in `x.grad`.
 #
 # </details></details></details>
 
@@ -277,14 +277,15 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
 # The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
-# its gradient) your formula is right to the byte. *More checkpoints, more memory* holds only on the left arm, where
-# segments are shorter than the best. *More checkpoints, less recomputation* is not true of calls: each layer runs
-# once more for any k. This is up to a third more work, and up to half beside frozen weights. (An optional section counts
-# it.)
+# its gradient) your formula is right to the byte.
+#
+# Some guides say that more checkpoints mean more memory and less recomputation. The first is true only on the left arm,
+# where segments are shorter than the best. The second is not true of calls: each layer runs once more for any k. This is
+# up to a third more work, and up to half beside frozen weights. (An optional section counts it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
-# segment that runs again.** So do not measure after forward. Two claims about this:
+# segment that runs again.** So do not measure after forward.
 
 # %%
 claims.show("C27", "C21")
@@ -346,7 +347,7 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
 
 # %% [markdown]
 # A block keeps more than twenty times its input. So √(n · x / a) is between 1 and 2, for 30 layers and for 80. **One
-# checkpoint a layer**, which transformers uses by default, is (nearly) the optimum for Transformers, and √n needs two
+# checkpoint a layer**, which transformers uses by default, is nearly the optimum for them, and √n needs two
 # to three times as much.
 #
 # Now measure SmolLM2's 30 blocks. They are frozen, and their input is trained.
@@ -387,12 +388,13 @@ guess_c.reveal(
 # %% [markdown]
 # A frozen matrix gets no gradient, so its input is not kept. So a is smaller than in the table above, and pairs of
 # layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is there: **measure
-# a, do not look it up**, as `"best"` did. (Transformers' `every_n_layers=k` is something else: it checkpoints one
+# a, do not look it up**, as `"best"` did. (An optional section says why its first segments are longer. Transformers' `every_n_layers=k` is something else: it checkpoints one
 # layer in k, and *keeps* the others.)
 #
 # ## 6 · Where it does not help
 #
-# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. How much lower is the peak?
+# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (In a list of lengths the last
+# segment is not run again, so `[30]` is no checkpoint.) How much lower is the peak?
 
 # %%
 guess_d = predict_first("4.d", "A checkpoint a layer: the peak falls by?", unit="percent")

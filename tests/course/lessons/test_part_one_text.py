@@ -430,3 +430,46 @@ def test_05_the_embedding_and_the_dtype_of_loading():
     assert loaded[2] == loaded[3] and loaded[1] > loaded[0]
     assert said.says("The last two lines are equal.")
     assert torch.finfo(torch.bfloat16).eps == 1 / 128 and said.says("In bf16 that is 1/128")
+
+
+# Lines of the library that lessons show
+
+
+def test_03_the_lines_of_trainer_factors():
+    import inspect
+
+    from gradmem_lib.course.lessons.shared.hf_trainer import trainer_logs
+
+    said, lines = lesson("03"), inspect.getsource(trainer_logs)
+    assert said.says("TrainingArguments(per_device_train_batch_size=4 // K, gradient_accumulation")
+    assert "per_device_train_batch_size=len(examples) // accumulation_steps" in lines
+    assert "gradient_accumulation_steps=accumulation_steps" in lines and "trainer.train()" in lines
+
+
+def test_04_the_lines_of_record_schedule():
+    import inspect
+
+    from gradmem_lib import record_schedule
+
+    said, lines = lesson("04"), inspect.getsource(record_schedule)
+    calls = ("register_module_forward_pre_hook(", "register_module_forward_hook(", "Watch(")
+    for call in (*calls, "step()"):
+        assert said.says(call) and call in lines, call
+
+
+def test_05_micro_batches_fit_the_small_card_and_are_another_update():
+    from functools import partial
+
+    from gradmem_lib.course.lessons.lesson_05 import exercises_random as exercise
+
+    said = lesson("05")
+    assert said.says(f"stay under **{exercise.RANDOM_CARD}**. Micro-batches would fit.")
+    plain = exercise._observe(exercise._update)
+    cut = exercise._observe(partial(exercise._update, pieces=4))
+    rerun = exercise._observe(exercise.same_step)
+    budget = plain["the card"].budget
+    assert cut["the card"].peak <= budget < plain["the card"].peak
+    assert rerun["the card"].peak <= budget
+    moved = [seen["the update"]["change of the weights"] for seen in (plain, rerun, cut)]
+    assert torch.equal(moved[0], moved[1])
+    assert (moved[2] - moved[0]).norm() > 0.1 * moved[0].norm()
