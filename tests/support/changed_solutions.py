@@ -317,7 +317,7 @@ def _other_values(value: Any, names: list[str], texts: list[str]) -> Iterator[An
             for other in _other_values(entry, names, texts):
                 yield [*value[:i], other, *value[i + 1 :]]
         return
-    if not isinstance(value, ast.AST):
+    if not isinstance(value, ast.AST) or getattr(value, "arg", None) in _SAME_WITHOUT:
         return
     yield from _other_expressions(value, names, texts)
     for field, inside in ast.iter_fields(value):

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m support.judge_changes 7.1 7.4 --most 40 --seed 0
 
-prints every change that passes and is not in ``course/lessons/equivalent_solutions.md``.
+It prints every change that passes and is not in ``course/lessons/equivalent_solutions.md``.
 """
 
 from __future__ import annotations

@@ -211,6 +211,7 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     twice = nn.Sequential(nn.Linear(4, 8), _TwoColumns())
     # The first and the last parameter are saved too, as a first Linear's weight and a bias are not.
     normed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.LayerNorm(6))
+    normed[1].weight = nn.Parameter(torch.randn(2, 6, 4)[1])  # it begins inside its storage
     # A storage that nothing keeps is free at once, and one of the same size gets its address.
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
     return {

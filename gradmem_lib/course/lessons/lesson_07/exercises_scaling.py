@@ -84,7 +84,7 @@ _STEPS = (
 
 def _observe_scaled(candidate):
     found: dict = {}
-    for patience, momentum in ((3, 0.0), (2, 0.5)):
+    for patience, momentum, scale in ((3, 0.0, 2.0**10), (2, 0.5, 2.0**10), (4, 0.0, 1.0)):
         weights = [
             nn.Parameter(torch.ones(3)),
             nn.Parameter(torch.ones(2, 2)),
@@ -93,7 +93,7 @@ def _observe_scaled(candidate):
         ]
         groups = [{"params": weights[:1]}, {"params": weights[1:]}]
         optimizer = torch.optim.SGD(groups, lr=0.125, momentum=momentum)
-        scale, good = 2.0**10, 0
+        good = 0
         for number, (place, odd) in enumerate(_STEPS, 1):
             weights[0].grad = torch.tensor([1.0, -2.0, 0.5]) * scale
             weights[1].grad = torch.tensor([[0.5, 2.0], [1.0, 1.0]]) * scale

@@ -206,9 +206,9 @@ def _why_kept(got, expected, *, everywhere) -> str | None:
 
 
 def _why_steps(right) -> str:
-    """``right``: which steps are right, for the wide matrix and for the tall one."""
-    wide, tall = right.values()
-    if _FIRST in wide and _FIRST in tall:
+    """``right``: which steps are right, for the wide matrix, the tall one, and others."""
+    wide, tall, *_ = right.values()
+    if all(_FIRST in steps for steps in right.values()):
         return (
             "the first step is right, but a later one is not: look at how P, its renewal and "
             "the moments change from call to call."

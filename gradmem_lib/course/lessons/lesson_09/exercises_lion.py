@@ -115,8 +115,13 @@ def _observe_lion(candidate):
         ]
         for p in (*weights, narrow)
     }
+    still = nn.Parameter(torch.ones(3))
+    optimizer = candidate([still], lr=0.1, betas=(0.8, 0.95))
+    still.grad = torch.tensor([0.0, 1.0, -1.0])
+    optimizer.step()
     return Seen(
         {
+            "a number whose gradient is 0": {"weights": still.detach()},
             "gradients that step() has changed": changed,
             "self.state": {
                 "tensors a parameter": [len(tensors) for tensors in held.values()],

@@ -64,8 +64,9 @@ class Experts(nn.Module):
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.table = nn.Embedding(7, 5).requires_grad_(False)
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3, bias=False)
+        self.first = nn.Linear(5, 3)
+        self.table = nn.Embedding(7, 5).requires_grad_(False)  # between those that are trained
+        self.second = nn.Linear(5, 3, bias=False)
         generator = torch.Generator().manual_seed(10)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator).to(dtype)

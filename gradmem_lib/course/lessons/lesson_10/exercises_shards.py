@@ -289,9 +289,12 @@ def _gradients(candidate) -> dict:
 
 
 def step_on_a_rank(candidate) -> tuple[nn.Module, CollectiveLog, MemoryTracker]:
-    """A forward and a backward of the tiny Llama on rank 0 of 2."""
+    """A forward and a backward of the tiny Llama on the first of the two ranks that share it, where
+    two other ranks share a replica.
+    """
     model, ids = wrap_setting()
-    model = candidate(model, init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = candidate(model, mesh["shards"])
     with CollectiveLog() as calls, MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids[:2], labels=ids[:2]).loss.backward()
     return model, calls, tracker
@@ -300,15 +303,17 @@ def step_on_a_rank(candidate) -> tuple[nn.Module, CollectiveLog, MemoryTracker]:
 @quietly
 def _observe_wrap(candidate):
     found: dict = {"two ranks": _gradients(candidate)}
-    with fake_process_group(2, 0):
+    with fake_process_group(4, 0):
         model, calls, tracker = step_on_a_rank(candidate)
         whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        shared = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
     gathers = calls.count("allgather")
     found["weights that stay whole"] = len(whole)
     found["all-gathers beyond 20"] = max(0, gathers - 20)
     found["a rank"] = Measured(None, tracker.peak.total, WRAP_CARD)
     found["gathered again in backward (1 is yes)"] = int(gathers > 9)
-    return found | {"layers that are units": len(_layers_among_units(model))}
+    found["layers that are units"] = len(_layers_among_units(model))
+    return found | {"ranks that share a weight": max(shared, default=0)}
 
 
 def _layers_among_units(model) -> set[str]:
@@ -341,6 +346,8 @@ def _explain_wrap(got, expected):
         return (
             "too many small all-gathers: one layer is one unit, so fully_shard takes a whole layer."
         )
+    if got["ranks that share a weight"] > 2:
+        return "all ranks share the weights, also those outside `mesh`: pass mesh=mesh each time."
     units, layers = got["layers that are units"], expected["layers that are units"]
     if units < layers:
         return (
