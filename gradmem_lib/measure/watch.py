@@ -670,6 +670,7 @@ class Meter:
             recording.drain()  # what was freed since the last operation is not live before this
             if with_grad:
                 self.begin_step()
+            weight = next(module.parameters(), None)
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -679,10 +680,11 @@ class Meter:
                     calling_line(2),
                     compat.next_sequence_nr(),
                     chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
-                    has_weights=has_parameters(module),
+                    has_weights=weight is not None,
                     first_sample=recording.count,
                     turn=recording.turn,
-                    module=weakref.ref(module),
+                    # In functional_call, other tensors stand in the place of its parameters.
+                    module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                 )
             )
             recording.moment = self.position.moment_of_call()
