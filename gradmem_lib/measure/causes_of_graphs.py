@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from ..units import format_bytes
 from .cause import WORTH, Cause, lines_of_forwards
@@ -92,7 +93,8 @@ def kept_graph(facts: Facts) -> Cause | None:
     remedy = (
         "backward(retain_graph=True) keeps the graph for a second backward: leave it out, and "
         "detach what the second loss does not train, such as discriminator(fake.detach()) or "
-        "hidden.detach(). `del` the loss and the outputs that a next forward does not need."
+        "hidden.detach(). Two losses of one graph can be added up, for one backward. `del` the "
+        "loss and the outputs that the next forward does not need."
     )
     lines = lines_of_forwards(kept)
     return Cause("A graph is kept after its backward", nbytes, evidence, remedy, lines)
@@ -123,17 +125,17 @@ def several_graphs(facts: Facts) -> Cause | None:
 
 
 def _alive_together(facts: Facts) -> list[ForwardPass]:
-    """Forwards of one line in the peak's turn, whose graphs were all alive after the last one: of
-    the line that has most of them.
+    """Forwards of one module and line in the peak's step, whose graphs were all alive after the
+    last one: of those that there are most of.
 
     A forward that continues another one, as in backward through time, does not count.
     """
-    lines = defaultdict[SourceLine | None, list[ForwardPass]](list)
+    calls = defaultdict[tuple[SourceLine | None, str], list[ForwardPass]](list)
     for done in facts.of_models:
         is_last = done is facts.forwards[-1]  # it may run now, with a graph that is not finished
         if done.step != facts.peak.step or done.chained or not (done.has_graph or is_last):
             continue
-        together = lines[done.line]
+        together = calls[done.line, done.module]
         if together:
             previous = together[-1]
             kept = previous.live_after - previous.live_before
@@ -142,7 +144,10 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
                     continue
                 together.clear()
         together.append(done)
-    return max(lines.values(), key=len, default=[])
+    found = max(calls.values(), key=len, default=[])
+    # Nothing was computed between these calls, so there are no losses: one loss takes all outputs.
+    one_loss = all(after.live_before == before.live_after for before, after in pairwise(found))
+    return [] if one_loss else found
 
 
 def gradients_for_no_optimizer(facts: Facts) -> Cause | None:

@@ -9,7 +9,7 @@ import torch
 
 from ..units import format_bytes
 from .cause import ALMOST_ALL, DOMINATES, WORTH, Cause, lines_of, numel
-from .facts import IN_OPTIMIZER_STEP, Facts, total
+from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
 from .timeline import Holder
 
 
@@ -139,7 +139,8 @@ def _copies(facts: Facts) -> list[list[Holder]]:
         return []
     groups = defaultdict[Any, list[Holder]](list)
     for holder in facts.at_peak:
-        if holder.category != "other":
+        is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
+        if holder.category != "other" or is_data:
             continue
         if holder.module in facts.untrained:
             groups["another model"].append(holder)

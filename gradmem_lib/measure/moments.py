@@ -65,7 +65,7 @@ class Position:
     def __init__(self) -> None:
         self.calls: list[nn.Module] = []  # modules whose forward runs, the outermost first
         self.stepping: list[Optimizer] = []  # optimizers whose step runs
-        self.with_grad = False  # whether the outermost call records gradients
+        self.moment_of_call = EVALUATION  # of the outermost call
         # A training forward has begun, and no backward since then: its loss is due.
         self.loss_is_due = False
         self.has_stepped = False  # an optimizer has stepped since the last training forward
@@ -92,19 +92,20 @@ class Position:
             if self._unused:
                 self._find_used()
             # A gradient with a graph of its own (create_graph=True) is a part of the forward.
-            self.has_gone_back = self.has_gone_back or not torch.is_grad_enabled()
+            if not self.has_gone_back:
+                self.has_gone_back = not torch.is_grad_enabled()
             # A gradient that a module takes inside its own forward does not end that forward.
             self.loss_is_due = self.loss_is_due and bool(self.calls)
             return IN_BACKWARD
         if self.calls:
-            return self.moment_of_call()
+            return self.moment_of_call
         return LOSS if self.loss_is_due else BETWEEN_STEPS
 
-    def moment_of_call(self) -> int:
-        if not self.with_grad:
+    def _moment_of(self, call: Pass) -> int:
+        if not call.with_grad:
             return EVALUATION
         # A module without weights that is given a model's output computes a loss.
-        is_loss = self.open is not None and self.open.chained and not self.open.has_weights
+        is_loss = call.chained and not call.has_weights
         return LOSS if is_loss else TRAINING_FORWARD
 
     # Events
@@ -125,7 +126,7 @@ class Position:
 
     def begin_forward(self, new: Pass) -> None:
         self.stepping.clear()  # a step that raised an error has not ended
-        self.with_grad = new.with_grad
+        self.moment_of_call = self._moment_of(new)
         self.loss_is_due = self.loss_is_due or new.with_grad
         self.open = new
         (self._of_models if new.has_weights else self._of_losses).append(new)
@@ -133,6 +134,7 @@ class Position:
     def find_weights(self) -> None:
         """The call that runs has weights, though its module has none: it hides another module."""
         self.open.has_weights = True
+        self.moment_of_call = self._moment_of(self.open)
         self._of_losses.remove(self.open)
         self._of_models.append(self.open)
 

@@ -32,7 +32,8 @@ class Entry(weakref.ref):
     sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it;
     ``dtype`` and ``shape``: those of its first tensor; ``step``: the optimizer steps that were
     finished when it was made; ``turn``: the turns; ``line``: the calling line, as code and
-    number; ``expanded``: it is several times larger than all that it was computed from.
+    number; ``expanded``: it is several times larger than all that it was computed from (see
+    ``is_expanded``: few entries have this attribute).
     """
 
     __slots__ = (
@@ -63,6 +64,10 @@ class Entry(weakref.ref):
     size: int
     step: int
     turn: int
+
+
+def is_expanded(entry: Entry) -> bool:
+    return getattr(entry, "expanded", False)
 
 
 class Peak:
@@ -161,7 +166,6 @@ class Recording:
         key = entry.key = storage_key(storage)
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
-        entry.expanded = False
         entry.step, entry.turn, entry.line = self.step, self.turn, line
         entry.dtype, entry.shape = (
             (tensor.dtype, tensor.shape) if tensor is not None else (None, ())

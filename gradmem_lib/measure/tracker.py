@@ -38,7 +38,7 @@ from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .facts import Facts
-from .recording import Recording
+from .recording import Recording, is_expanded
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
@@ -327,7 +327,7 @@ class MemoryTracker:
                     step=entry.step,
                     line=source_line(entry.line),
                     turn=entry.turn,
-                    expanded=entry.expanded,
+                    expanded=is_expanded(entry),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from typing import Any, Self
-from unittest.mock import patch
 
 import torch
 from torch import UntypedStorage, nn
@@ -29,7 +28,8 @@ from ..names import (
 )
 from .facts import FIRST_READ_PARAMETER, INPUTS, READ_IN_PARTS
 from .moments import Pass, Position
-from .recording import EXISTED, Entry, Recording
+from .patches import patched_torch
+from .recording import EXISTED, Entry, Recording, is_expanded
 from .source_lines import calling_line
 from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
 from .structure import Structure
@@ -156,13 +156,11 @@ class Meter:
             undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(self.before_step).remove)
             undo.callback(optimizer_hooks.register_optimizer_step_post_hook(self.after_step).remove)
             undo.enter_context(
-                patch.object(nn.Module, "__call__", self._wrap_module_call(nn.Module.__call__))
-            )
-            resize = self._wrap_storage_resize(UntypedStorage.resize_)
-            undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
-            undo.enter_context(
-                compat.watch_compiled_calls(
-                    self.on_compiled_call, run_eagerly=self.runs_compiled_eagerly
+                patched_torch(
+                    self._wrap_module_call,
+                    self._wrap_storage_resize,
+                    self.on_compiled_call,
+                    run_eagerly=self.runs_compiled_eagerly,
                 )
             )
             self.watch = undo.enter_context(Watch(self.observe))
@@ -377,7 +375,7 @@ class Meter:
                 entry = self.recording.live.get(storage_key(storage))
                 if entry is not None and entry.category == names.PARAMETERS:
                     return False
-                if entry is not None and entry.expanded and nbytes >= entry.nbytes:
+                if entry is not None and is_expanded(entry) and nbytes >= entry.nbytes:
                     return True  # computed from such a tensor, which may be freed soon
                 read += storage.nbytes()
         return 0 < read * EXPANDS < nbytes
@@ -632,8 +630,6 @@ class Meter:
     # Modules
 
     def _wrap_module_call(self, call: Callable) -> Callable:
-        # Global module hooks are twice as slow. A hook on the model would be copied and pickled
-        # with it.
         def __call__(module, *args, **kwargs):
             if not self.is_running:
                 return call(module, *args, **kwargs)
@@ -670,6 +666,7 @@ class Meter:
             recording.drain()  # what was freed since the last operation is not live before this
             if with_grad:
                 self.begin_step()
+            weight = next(module.parameters(), None)
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -679,13 +676,14 @@ class Meter:
                     calling_line(2),
                     compat.next_sequence_nr(),
                     chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
-                    has_weights=has_parameters(module),
+                    has_weights=weight is not None,
                     first_sample=recording.count,
                     turn=recording.turn,
-                    module=weakref.ref(module),
+                    # In functional_call, other tensors stand in the place of its parameters.
+                    module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                 )
             )
-            recording.moment = self.position.moment_of_call()
+            recording.moment = self.position.moment_of_call
             self.sync(states=False)  # states would take as long as all the rest
             # Count a batch that was made before the block. Storages that are known keep their
             # categories.
@@ -700,7 +698,6 @@ class Meter:
             self.position.find_weights()
 
     def _wrap_storage_resize(self, resize: Callable) -> Callable:
-        # A resize is not dispatched, and FSDP frees memory with it.
         def resize_(storage, size):
             out = resize(storage, size)
             with self.lock:

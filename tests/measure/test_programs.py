@@ -136,3 +136,21 @@ def test_what_stays_after_a_step_is_parameters_states_and_the_rest(name):
     }
     assert {kind: tracker.current.by_category[kind] for kind in kept} == kept
     assert tracker.current.by_category["temporaries"] == 0
+
+
+def weights_after(name: str, track: bool) -> list[torch.Tensor]:
+    """All parameters and buffers after three steps."""
+    torch.manual_seed(0)
+    model, optimizers, step = PROGRAMS[name]()
+    with MemoryTracker(model, optimizers, live=False) if track else nullcontext():
+        for _ in range(3):
+            step()
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+
+@every_program()
+def test_the_results_are_the_same_to_the_bit(name):
+    alone, under_a_tracker = weights_after(name, track=False), weights_after(name, track=True)
+    assert len(alone) == len(under_a_tracker) > 0
+    for expected, found in zip(alone, under_a_tracker, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

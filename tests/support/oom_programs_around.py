@@ -334,6 +334,49 @@ def tasks_added_up(remedied=False, tasks=6):
     return trained(net, optimizer, step, steps=3)
 
 
+def experts():
+    """Each call is of another module, and one loss takes them all."""
+    parts = nn.ModuleList([Net(64) for _ in range(5)])
+    optimizer, x = adamw(parts), torch.randn(512, 64)
+
+    def step(i):
+        torch.stack([part(x) for part in parts]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(parts, optimizer, step, steps=3)
+
+
+def crops_of_one_image():
+    """One loss compares all outputs: nothing is computed between the calls."""
+    net, crops = Net(), [torch.randn(256, 64) for _ in range(5)]
+    optimizer = adamw(net)
+
+    def step(i):
+        outputs = [net(crop) for crop in crops]
+        torch.stack(outputs).std(dim=0).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+def members_by_functional_call():
+    """The module's own parameters are not used: an optimizer has others, that stand in for them."""
+    net, x = Net(), torch.randn(512, 64)
+    members = [{n: p.detach().clone() for n, p in net.named_parameters()} for _ in range(2)]
+    parameters = [p.requires_grad_() for member in members for p in member.values()]
+    optimizer = torch.optim.SGD([*parameters, next(net.parameters())], lr=0.1, foreach=False)
+
+    def step(i):
+        loss = sum(functional_call(net, member, x).square().mean() for member in members)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
 # Gradients for nobody
 
 
@@ -444,6 +487,19 @@ def batches_of_an_epoch(remedied=False):
             optimizer.step()
             optimizer.zero_grad()
     return tracker
+
+
+def data_like_a_weight():
+    """A data set with the shape of the largest weight is no copy of the weights."""
+    net, data = nn.Linear(64, 512), torch.randn(512, 64)
+    optimizer = adamw(net)
+
+    def step(i):
+        net(data[8 * i : 8 * (i + 1)]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=4)
 
 
 def one_batch_for_all_steps():
