@@ -127,8 +127,10 @@ def count(config) -> Work:
     if not named or getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
             f"plan is for rows of token ids with labels, and {type(model).__name__} takes other "
-            "inputs: predict each recipe yourself, with predict(model, batch=..., "
-            "recipe=Recipe(...))"
+            "inputs: predict one recipe after the other. Begin with predict(config, batch_size=8, "
+            "recipe=Recipe(precision='autocast-bf16')), and add checkpointing='per-layer', "
+            "accumulation=8 and lora_rank=16 until the peak fits. For a module whose inputs its "
+            "config does not tell, also give batch=..."
         )
     _check_cut(model, config)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

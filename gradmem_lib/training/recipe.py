@@ -156,11 +156,18 @@ class Recipe:
                 f"leave it out with in_backward={self.in_backward} and sharding={self.sharding!r}"
             )
         self._check_lora()
-        if self.quantized_base and (self.lora_rank is None or self.autocast_dtype is not None):
+        if self.quantized_base and self.autocast_dtype is not None:
+            raise ValueError(
+                f"quantized_base=True with precision={self.precision!r} would be a 4-bit base with "
+                "float32 norms and head under autocast, as PEFT's prepare_model_for_kbit_training "
+                "makes it. That is not known here, and it needs more than precision='bf16', since "
+                "what passes from layer to layer is float32: choose precision='bf16' or 'float32', "
+                "or measure one step of your script with gradmem run"
+            )
+        if self.quantized_base and self.lora_rank is None:
             raise ValueError(
                 "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and "
-                "are written out in the dtype of what they multiply: give lora_rank too, such as "
-                "16, and precision='bf16' or 'float32'"
+                "are written out in the dtype of what they multiply: give lora_rank too, such as 16"
             )
         if self.every_n_layers is not None and self.checkpointing is not None:
             raise ValueError(

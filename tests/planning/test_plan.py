@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.families import tiny_config
 from torch import nn
 
 from gradmem_lib.course.material import models
@@ -164,6 +165,22 @@ def test_qlora_predicted_equals_tracked(config, checkpointing):
     recipe = Recipe(precision="bf16", lora_rank=4, quantized_base=True, checkpointing=checkpointing)
     predicted = predict(config, batch_size=2, seq_len=64, recipe=recipe, target="cpu")
     assert track(recipe, 64, 2, None).peak == predicted.peak
+
+
+@pytest.mark.parametrize("family", ["vit", "whisper"])
+def test_what_is_said_instead_of_a_plan_needs_less_one_after_the_other(family):
+    config = tiny_config(family)
+    with pytest.raises(ValueError, match="takes other inputs: predict one recipe after the other"):
+        plan(config, card="1 GiB", seq_len=16, global_batch=8, target="cpu")
+    steps = [
+        Recipe(precision="autocast-bf16"),
+        Recipe(precision="autocast-bf16", checkpointing="per-layer"),
+        Recipe(precision="autocast-bf16", checkpointing="per-layer", accumulation=8),
+        Recipe(precision="autocast-bf16", checkpointing="per-layer", accumulation=8, lora_rank=4),
+    ]
+    sizes = {"batch_size": 8, "seq_len": 16, "target": "cpu"}
+    peaks = [predict(config, recipe=recipe, **sizes).peak.total for recipe in steps]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 
 
 @pytest.mark.parametrize(

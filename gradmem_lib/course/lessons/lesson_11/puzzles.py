@@ -509,7 +509,7 @@ def record(ids: list[str]) -> None:
 
 def _tempting(one: Puzzle) -> list[Recipe]:
     """The known mistakes that need a prediction; for the example, the steps of the lesson."""
-    from ..catalogue import get
+    from ...catalogue import get
 
     found, given = (
         [],
