@@ -1,9 +1,12 @@
 """Answers to the exercises of lesson 01 as people write them; see lesson_00.py."""
 
+import gc
 import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 RIGHT, WRONG = {}, {}
@@ -311,4 +314,224 @@ WRONG["1.7"] = {
     "no mean": (lambda *a: _gpt2(*a, norm=1), r"ln_1.*mean"),
     "one sequence": (lambda b, s, h, n: _gpt2(1, s, h, n), "batch"),
     "empty": (lambda *a: {}, "ln_1|missing|entries"),
+}
+
+
+def answer(line, script):
+    return lambda: (line, script)
+
+
+def history_of(keep, finish=list, before=None, after=None):
+    """The lesson's loop; ``keep`` makes an entry, and ``before`` and ``after`` stand around it."""
+
+    def script(model, optimizer, batches):
+        history = []
+        for x, y in batches:
+            if before:
+                before(history)
+            out = model(x)
+            loss = F.mse_loss(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append(keep(loss, out))
+            if after:
+                del out, loss
+                after()
+        return finish(history)
+
+    return script
+
+
+def in_two_lists(model, optimizer, batches):
+    losses, means = [], []
+    for x, y in batches:
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        losses.append(float(loss))
+        means.append(float(out.detach().mean()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(zip(losses, means, strict=True))
+
+
+def without_graph(model, optimizer, batches):
+    history = torch.zeros(len(batches), 2)
+    for i, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            history[i, 0], history[i, 1] = loss, out.mean()
+    return history.tolist()
+
+
+def numbers(loss, out):
+    return loss.item(), out.mean().item()
+
+
+RIGHT["1.9"] = {
+    "numbers": answer(9, history_of(numbers)),
+    "two lists": answer(9, in_two_lists),
+    "a table of numbers": answer(torch.tensor(9), without_graph),
+    "numbers, and a collection": lambda: [9, history_of(numbers, after=gc.collect)],
+}
+
+
+def to_numbers(history):
+    return [(float(loss), float(out.mean())) for loss, out in history]
+
+
+def half_a_batch(model, optimizer, batches):
+    return history_of(lambda loss, out: (loss, out), to_numbers)(
+        model, optimizer, [(x[:128], y[:128]) for x, y in batches]
+    )
+
+
+def under_no_grad(model, optimizer, batches):
+    with torch.no_grad():
+        return history_of(numbers)(model, optimizer, batches)
+
+
+def never_zeroed(model, optimizer, batches):
+    history = []
+    for x, y in batches:
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        history.append(numbers(loss, out))
+    return history
+
+
+def collected_history(model, optimizer, batches):
+    history = []
+    for x, y in batches:
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss, out))
+        gc.collect()
+    return to_numbers(history)
+
+
+def emptied_history(model, optimizer, batches):
+    history = []
+    for x, y in batches:
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss, out))
+        torch.cuda.empty_cache()
+    return to_numbers(history)
+
+
+DETACHED = history_of(lambda loss, out: (loss.detach(), out.detach()), to_numbers)
+
+
+def _arguments():
+    from gradmem_lib.course import history_setting
+
+    return history_setting(2)
+
+
+WRONG["1.9"] = {
+    "detached": (answer(9, DETACHED), r"detach\(\) and del .* \.item\(\)"),
+    "on the host": (
+        answer(9, history_of(lambda loss, out: (loss.cpu(), out.detach().cpu()), to_numbers)),
+        r"the list still holds the tensor",
+    ),
+    "collected": (answer(9, collected_history), r"gc\.collect\(\) frees what nothing refers to"),
+    "emptied": (answer(9, emptied_history), r"empty_cache\(\) gives back"),
+    "the line that makes it": (answer(4, history_of(numbers)), "line 4 makes the outputs"),
+    "the last line": (answer(10, history_of(numbers)), "after the last batch"),
+    "a line that does nothing": (answer(3, history_of(numbers)), "line 3 keeps no tensor"),
+    "in numpy": (
+        answer(
+            9, history_of(lambda loss, out: (loss.item(), out.detach().numpy().copy()), to_numbers)
+        ),
+        "arrays",
+    ),
+    "half the rows": (answer(9, half_a_batch), "the updates are others|trains"),
+    "no gradients": (answer(9, under_no_grad), "no_grad around a training step"),
+    "the loss alone": (
+        answer(9, history_of(lambda loss, out: (loss.item(), out), to_numbers)),
+        "one of the pair is a number",
+    ),
+    "forgotten": (
+        answer(9, history_of(numbers, before=lambda history: history.clear())),
+        "only the last|something else than the script|length",
+    ),
+    "never zeroed": (answer(9, never_zeroed), "weights at the end are not those"),
+    "called": (lambda: (9, history_of(numbers)(*_arguments())), "must be a function"),
+    "the function alone": (lambda: history_of(numbers), "two things"),
+    "turned round": (lambda: (history_of(numbers), 9), "the line comes first"),
+}
+
+
+def _mlp(tokens, hidden, training, *, p=0.1, inner=4):
+    layers = [nn.Linear(hidden, inner * hidden), nn.ReLU(), nn.Dropout(p)]
+    layers += [nn.Linear(inner * hidden, hidden), nn.Dropout(p)]
+    net = nn.Sequential(*layers).train(training)
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(torch.randn(tokens, hidden, requires_grad=True))
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    return sum(size for pointer, (size, _) in kept.items() if pointer not in own)
+
+
+RIGHT["1.8"] = {
+    "measured": _mlp,
+    "one formula": lambda t, h, training: 4 * t * h * (14 if training else 5),
+    "a sum of rows": lambda t, h, training: sum(
+        4 * t * h * n for n in ([1, 4, 4, 4, 1] if training else [1, 4])
+    ),
+    "a tensor": lambda t, h, training: torch.tensor(20 * t * h + 36 * t * h * training),
+}
+
+
+WRONG["1.8"] = {
+    "always training": (lambda t, h, training: 56 * t * h, "has no effect"),
+    "never training": (lambda t, h, training: 20 * t * h, "has no effect"),
+    "the wrong way round": (
+        lambda t, h, training: 4 * t * h * (5 if training else 14),
+        r"in evaluation mode this counts 14",
+    ),
+    "two masks and no copy": (
+        lambda t, h, training: 4 * t * h * (10 if training else 5),
+        r"second Linear's input is missing|in training mode this counts 10",
+    ),
+    "masks as bool": (
+        lambda t, h, training: int(4 * t * h * (10.25 if training else 5)),
+        r"one byte for each number of a mask",
+    ),
+    "the output too": (
+        lambda t, h, training: 4 * t * h * (15 if training else 6),
+        r"in evaluation mode this counts 6",
+    ),
+    "bf16": (
+        lambda t, h, training: 2 * t * h * (14 if training else 5),
+        r"in evaluation mode this counts 2.5",
+    ),
+    "weights too": (
+        lambda t, h, training: 4 * t * h * (14 if training else 5) + 4 * 8 * h * h,
+        r"not a multiple",
+    ),
+    "all outputs": (
+        lambda t, h, training: 4 * t * h * (1 + 4 + 4 + 4 + 1 + 1 if training else 1 + 4 + 4 + 1),
+        r"in evaluation mode this counts 10|ReLU",
+    ),
 }

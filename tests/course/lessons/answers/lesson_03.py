@@ -1,11 +1,14 @@
 """Answers to the exercises of lesson 03 as people write them; see lesson_00.py."""
 
+import gc
 import math
 from functools import partial
 from itertools import islice
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from gradmem_lib.techniques.accumulation import accumulate_gradients, split
@@ -437,5 +440,224 @@ WRONG["3.8"] = {
     "class": (
         lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1],
         "on the class|does use the number",
+    ),
+}
+
+
+def answer(line, script):
+    return lambda: (line, script)
+
+
+def window_of(figure, size=8, *, last=False, end=float, each=False):
+    def script(model, optimizer, batch):
+        entropy, rows = 0.0, len(batch[1])
+        for x, y in split(batch, size):
+            logits = model(x)
+            loss = F.cross_entropy(logits, y, reduction="sum") / rows
+            loss.backward()
+            new = figure(logits) / rows
+            entropy = new if last else entropy + new
+            if each:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        return end(entropy)
+
+    return script
+
+
+def entropy_of(logits):
+    p = logits.softmax(-1)
+    return -(p * p.log()).sum()
+
+
+def entropy_without_graph(logits):
+    with torch.no_grad():
+        return torch.distributions.Categorical(logits=logits).entropy().sum()
+
+
+def by_the_library(model, optimizer, batch):
+    entropies = []
+
+    def loss_and_count(micro):
+        logits = model(micro[0])
+        entropies.append(entropy_of(logits.detach()).item())
+        return F.cross_entropy(logits, micro[1], reduction="sum"), len(micro[1])
+
+    accumulate_gradients(list(split(batch, 8)), loss_and_count, total_items=len(batch[1]))
+    optimizer.step()
+    optimizer.zero_grad()
+    return sum(entropies) / len(batch[1])
+
+
+def second_pass(model, optimizer, batch):
+    """The entropy first, without gradients; then the training."""
+    rows = len(batch[1])
+    with torch.no_grad():
+        entropy = sum(entropy_of(model(x)).item() for x, _ in split(batch, 8)) / rows
+    for x, y in split(batch, 8):
+        (F.cross_entropy(model(x), y, reduction="sum") / rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return entropy
+
+
+RIGHT["3.10"] = {
+    "item": answer(8, window_of(lambda logits: entropy_of(logits).item())),
+    "detach at the sum": answer(8, window_of(lambda logits: entropy_of(logits).detach())),
+    "no_grad for the log": answer(8, window_of(entropy_without_graph)),
+    "the library's loop": answer(8, by_the_library),
+    "two passes": answer(8, second_pass),
+}
+
+
+def deleted(model, optimizer, batch):
+    entropy, rows = 0.0, len(batch[1])
+    for x, y in split(batch, 8):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum") / rows
+        loss.backward()
+        p = logits.softmax(-1)
+        entropy = entropy - (p * p.log()).sum() / rows
+        del p, logits, loss
+        gc.collect()
+    optimizer.step()
+    optimizer.zero_grad()
+    return entropy.detach().item()
+
+
+def one_backward(model, optimizer, batch):
+    total, entropy, rows = 0.0, 0.0, len(batch[1])
+    for x, y in split(batch, 8):
+        logits = model(x)
+        total = total + F.cross_entropy(logits, y, reduction="sum") / rows
+        entropy += entropy_of(logits.detach()).item() / rows
+    total.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return entropy
+
+
+def no_gradients(model, optimizer, batch):
+    with torch.no_grad():
+        return window_of(entropy_of)(model, optimizer, batch)
+
+
+WRONG["3.10"] = {
+    "detach at the end": (
+        answer(8, window_of(entropy_of, end=lambda sum: sum.detach().item())),
+        "the sum still has a graph",
+    ),
+    "deleted and collected": (answer(8, deleted), r"gc\.collect\(\)|still has a graph"),
+    "smaller pieces": (answer(8, window_of(entropy_of, 2)), "smaller|still has a graph"),
+    "the last alone": (
+        answer(8, window_of(lambda logits: entropy_of(logits).item(), last=True)),
+        "only the last micro-batch",
+    ),
+    "a step each": (
+        answer(8, window_of(lambda logits: entropy_of(logits).item(), each=True)),
+        "after each micro-batch|weights at the end",
+    ),
+    "one backward": (answer(8, one_backward), "graph|too many"),
+    "the loss's line": (answer(5, window_of(entropy_without_graph)), "freed in the next line"),
+    "backward": (answer(6, window_of(entropy_without_graph)), "as it should"),
+    "the probabilities": (answer(7, window_of(entropy_without_graph)), "take their place"),
+    "the end": (answer(11, window_of(entropy_without_graph)), "the window has ended"),
+    "no gradients": (answer(8, no_gradients), "no_grad around the forward"),
+    "not normalized": (
+        answer(8, window_of(lambda logits: entropy_of(logits).item() * 8)),
+        "something else|8",
+    ),
+}
+
+
+def _gradient(model):
+    return torch.cat([p.grad.detach().clone().flatten() for p in model.parameters()])
+
+
+def _fair(model, batch, accumulate, *, wrap=None, error=None, cut=None, undo=True, clear=True):
+    """A ``fair_error`` from parts that may be wrong."""
+    noted = [(module, module.training) for module in model.modules()]
+    (wrap or nn.Module.eval)(model)
+    found = []
+    for pieces in ([batch], (cut or (lambda b: list(split(b, 3))))(batch)):
+        for p in model.parameters():
+            p.grad = None
+        accumulate(pieces)
+        found.append(_gradient(model))
+    if clear:
+        for p in model.parameters():
+            p.grad = None
+    if undo:
+        for module, mode in noted:
+            module.training = mode
+    whole, pieces = found
+    measure = error or (lambda a, b: ((a - b).norm() / b.norm()).item())
+    return measure(pieces, whole)
+
+
+def _sliced(batch):
+    rows = len(batch["labels"])
+    return [{k: v[i : i + 3] for k, v in batch.items()} for i in range(0, rows, 3)]
+
+
+def _pieces_first(model, batch, accumulate):
+    noted = [(module, module.training) for module in model.modules()]
+    model.eval()
+    model.zero_grad()
+    accumulate(list(split(batch, 3)))
+    pieces = _gradient(model)
+    model.zero_grad()
+    accumulate([batch])
+    whole = _gradient(model)
+    model.zero_grad(set_to_none=False)
+    for module, mode in noted:
+        module.training = mode
+    return torch.linalg.vector_norm(pieces - whole) / torch.linalg.vector_norm(whole)
+
+
+RIGHT["3.9"] = {
+    "slices": partial(_fair, cut=_sliced),
+    "pieces first, a tensor": _pieces_first,
+    "squares": partial(
+        _fair, error=lambda a, b: ((a - b).square().sum() / b.square().sum()).sqrt().item()
+    ),
+}
+
+
+def _only_dropout(model):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+
+
+def _seeded(model, batch, accumulate):
+    """The same seed before each: the pieces still draw other numbers for their rows."""
+
+    def again(pieces):
+        torch.manual_seed(0)
+        accumulate(pieces)
+
+    return _fair(model, batch, again, wrap=lambda model: None)
+
+
+WRONG["3.9"] = {
+    "seeded": (_seeded, "draw other numbers"),
+    "dropout alone": (partial(_fair, wrap=_only_dropout), "draw other numbers"),
+    "modes not set back": (partial(_fair, undo=False), "not as it was|mode"),
+    "gradients left": (partial(_fair, clear=False), "gradients are left"),
+    "divided by the pieces": (
+        partial(_fair, error=lambda a, b: ((a - b).norm() / a.norm()).item()),
+        "length of the gradient in pieces",
+    ),
+    "largest difference": (
+        partial(_fair, error=lambda a, b: (a - b).abs().max().item()),
+        "error",
+    ),
+    "pieces of 6": (partial(_fair, cut=lambda b: list(split(b, 6))), "error"),
+    "cosine": (
+        partial(_fair, error=lambda a, b: 1 - F.cosine_similarity(a, b, dim=0).item()),
+        "error",
     ),
 }

@@ -1,12 +1,17 @@
 """Answers to the exercises of lesson 05 as people write them; see lesson_00.py."""
 
+import copy
+import gc
 import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib import LoRALinear
+from gradmem_lib import LoRALinear, checkpoint_layers
+from gradmem_lib.course.lessons.lesson_05.exercises_leak import train_on
 from gradmem_lib.techniques.accumulation import accumulate_gradients, split
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
 
@@ -468,4 +473,184 @@ WRONG["5.9"] = {
         "takes an optimizer|return",
     ),
     "all at the end": (_all_in_the_last_hook, "not yet: for the card.*budget"),
+}
+
+
+def answer(line, script):
+    return lambda: (line, script)
+
+
+def resumes(load=torch.load, *, drop="before", read="step"):
+    def script(model, optimizer, file, batches):
+        saved = load(file)
+        model.load_state_dict(saved["model"])
+        if drop == "weights":
+            del saved["model"]
+        optimizer.load_state_dict(saved["optimizer"])
+        if drop == "states":
+            del saved["optimizer"]
+        start = saved[read] if read else 0
+        if drop == "before":
+            del saved
+        losses = train_on(model, optimizer, batches[start:])
+        if drop == "after":
+            del saved
+        return losses
+
+    return script
+
+
+def in_a_function(model, optimizer, file, batches):
+    def load():
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return saved["step"]
+
+    return train_on(model, optimizer, batches[load() :])
+
+
+def popped(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved.pop("model"))
+    optimizer.load_state_dict(saved.pop("optimizer"))
+    return train_on(model, optimizer, batches[saved["step"] :])
+
+
+RIGHT["5.11"] = {
+    "del before the training": answer(2, resumes()),
+    "the weights alone": answer(2, resumes(drop="weights")),
+    "a function of its own": answer(2, in_a_function),
+    "popped": answer(2, popped),
+}
+
+
+def collected(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    gc.collect()
+    return train_on(model, optimizer, batches[saved["step"] :])
+
+
+def copied(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    return train_on(model, optimizer, batches[saved["step"] :])
+
+
+def assigned(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"], assign=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    start = saved["step"]
+    del saved
+    return train_on(model, optimizer, batches[start:])
+
+
+def weights_alone(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    start = saved["step"]
+    del saved
+    return train_on(model, optimizer, batches[start:])
+
+
+ON_THE_HOST = resumes(lambda file: torch.load(file, map_location="cpu"), drop="")
+
+
+WRONG["5.11"] = {
+    "on the host, and kept": (answer(2, ON_THE_HOST), "still there while the model trains"),
+    "del after the training": (answer(2, resumes(drop="after")), "before the training"),
+    "del of the states": (answer(2, resumes(drop="states")), "very tensors"),
+    "collected": (answer(2, collected), r"gc\.collect\(\)"),
+    "copied once more": (answer(2, copied), "still there|too many"),
+    "assigned": (answer(2, assigned), "assign=True"),
+    "no states": (answer(2, weights_alone), "AdamW begins with moments of zero"),
+    "from the start": (answer(2, resumes(read="")), "first batch again"),
+    "line 3": (answer(3, resumes()), "copies the loaded weights"),
+    "line 4": (answer(4, resumes()), "very tensors"),
+    "line 5": (answer(5, resumes()), "needs a number"),
+    "as text": (answer("saved = torch.load(file)", resumes()), "whole number"),
+}
+
+
+def _step(model, optimizer, batch, *, forward=None, rows=None, scale=1.0, zero=True, steps=1):
+    outputs = (forward or (lambda model, x: model(x)))(model, batch["x"][:rows])
+    loss = F.cross_entropy(outputs, batch["labels"][:rows])
+    (scale * loss).backward()
+    for _ in range(steps):
+        optimizer.step()
+    if zero:
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def _per_block(model, x):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return model.head(x)
+
+
+def _with_segments(model, optimizer, batch, every=2, **how):
+    with checkpoint_layers(model.blocks, every=every):
+        return _step(model, optimizer, batch, **how)
+
+
+RIGHT["5.10"] = {
+    "segments of two": _with_segments,
+    "by hand": partial(_step, forward=_per_block),
+    "sqrt": partial(_with_segments, every="sqrt"),
+}
+
+
+def _blocks_by_hand(model, x, *, preserve=True):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=preserve)
+    return model.head(x)
+
+
+def _in_halves(model, optimizer, batch):
+    total = 0.0
+    for micro in split(batch, 32):
+        loss = F.cross_entropy(model(micro["x"]), micro["labels"]) / 2
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def _in_evaluation(model, optimizer, batch):
+    model.eval()
+    loss = _step(model, optimizer, batch)
+    model.train()
+    return loss
+
+
+def _pieces_and_checkpoints(model, optimizer, batch):
+    total = 0.0
+    with checkpoint_layers(model.blocks, every=1):
+        for micro in split(batch, 16):
+            loss = F.cross_entropy(model(micro["x"]), micro["labels"]) / 4
+            loss.backward()
+            total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+WRONG["5.10"] = {
+    "halves": (_in_halves, "another update"),
+    "pieces and checkpoints": (_pieces_and_checkpoints, "another update"),
+    "no dropout": (_in_evaluation, "evaluation mode"),
+    "other numbers": (
+        partial(_step, forward=partial(_blocks_by_hand, preserve=False)),
+        "second run of a block",
+    ),
+    "half of the rows": (partial(_with_segments, every=1, rows=32), "32 of the 64 rows"),
+    "two steps": (partial(_with_segments, every=1, steps=2), "2 times as far"),
+    "gradients stay": (partial(_with_segments, every=1, zero=False), "zero_grad"),
+    "a step too long": (partial(_with_segments, every=1, scale=2.0), "2 times as far"),
 }

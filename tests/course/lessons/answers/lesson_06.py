@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 06 as people write them; see lesson_00.py."""
 
+import gc
 from functools import partial
 
 import torch
@@ -416,4 +417,109 @@ WRONG["6.6"] = {
         ),
         "optimizer's step",
     ),
+}
+
+
+def answer(line, script):
+    return lambda: (line, script)
+
+
+def evaluates(keep, *, size=16, mean=None, graph=False, after=None, back=True):
+    def script(model, batches):
+        model.eval()
+        kept, labels = [], []
+        with torch.set_grad_enabled(graph):
+            for x, y in batches:
+                for part in x.split(size):
+                    logits = model(part)
+                    kept.append(keep(logits))
+                    if after:
+                        del logits
+                        after()
+                labels.append(y)
+        if back:
+            model.train()
+        if mean:
+            return mean(kept, labels)
+        found = torch.cat(kept)
+        found = found.argmax(-1) if found.ndim == 2 else found
+        return (found == torch.cat(labels)).float().mean().item()
+
+    return script
+
+
+def counted(model, batches):
+    model.eval()
+    hits = rows = 0
+    with torch.inference_mode():
+        for x, y in batches:
+            hits += (model(x).max(dim=-1).indices == y).sum().item()
+            rows += len(y)
+    model.train()
+    return hits / rows
+
+
+def to_lists(model, batches):
+    was = model.training
+    model.eval()
+    hits = []
+    with torch.no_grad():
+        for x, y in batches:
+            hits += (model(x).argmax(-1) == y).tolist()
+    model.train(was)
+    return sum(hits) / len(hits)
+
+
+def argmax(logits):
+    return logits.argmax(-1)
+
+
+RIGHT["6.7"] = {
+    "argmax": answer(7, evaluates(argmax)),
+    "counted": answer(7, counted),
+    "lists": answer(7, to_lists),
+    "a whole float": answer(7.0, counted),
+    "smaller batches too": answer(7, evaluates(argmax, size=4)),
+}
+
+
+def means_of_batches(kept, labels):
+    means = [(a == b).float().mean() for a, b in zip(kept, labels, strict=True)]
+    return torch.stack(means).mean().item()
+
+
+def of_arrays(kept, labels):
+    found = torch.cat([torch.from_numpy(logits.argmax(-1)) for logits in kept])
+    return (found == torch.cat(labels)).float().mean().item()
+
+
+def half_the_data(model, batches):
+    return evaluates(argmax)(model, batches[: len(batches) // 2])
+
+
+WRONG["6.7"] = {
+    "detached": (
+        answer(7, evaluates(lambda logits: logits.detach())),
+        "1,000 numbers of every row",
+    ),
+    "on the host": (answer(7, evaluates(lambda logits: logits.cpu())), "1,000 numbers of every"),
+    "in bf16": (answer(7, evaluates(lambda logits: logits.bfloat16())), "still kept"),
+    "smaller batches": (answer(7, evaluates(lambda logits: logits, size=2)), "smaller|1,000"),
+    "emptied": (
+        answer(7, evaluates(lambda logits: logits, after=gc.collect)),
+        r"1,000 numbers|gc\.collect\(\)",
+    ),
+    "probabilities": (answer(7, evaluates(lambda logits: logits.softmax(-1))), "1,000 numbers"),
+    "with a graph": (answer(7, evaluates(lambda logits: logits, graph=True)), "no_grad|1,000"),
+    "mean of means": (answer(7, evaluates(argmax, mean=means_of_batches)), "means"),
+    "in numpy": (
+        answer(7, evaluates(lambda logits: logits.numpy().copy(), mean=of_arrays)),
+        "arrays",
+    ),
+    "half the data": (answer(7, half_the_data), "first batches|something else"),
+    "left in eval": (answer(7, evaluates(argmax, back=False)), "eval mode"),
+    "line 6": (answer(6, counted), "take their place"),
+    "line 8": (answer(8, counted), "kept before"),
+    "line 4": (answer(4, counted), "no graph is recorded"),
+    "line 99": (answer(99, counted), "line 99 keeps no tensor"),
 }
