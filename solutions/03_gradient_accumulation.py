@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes, and 72 more for optional exercises and sections. You need: lesson 01, and the training loop of
+# *60 minutes, and 85 more for optional exercises and sections. You need: lesson 01, and the training loop of
 # lesson 00.*
 #
 # The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is

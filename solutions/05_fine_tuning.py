@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *60 minutes, and 75 more for optional exercises and sections. You need: lessons 01, 03 and 04.*
+# *60 minutes, and 86 more for optional exercises and sections. You need: lessons 01, 03 and 04.*
 #
 # You have one task, and a card that is too small for it. You will change a real fine-tuning run of Hugging Face's
 # `Trainer`, one technique at a time, until it needs less than a quarter of the memory. After this lesson you can
@@ -398,7 +398,7 @@ recipe |= {"chunked_loss": True}
 bar("+ loss in chunks", recipe)
 
 # %% [markdown]
-# Now logits do not grow with the micro-batch, and more than half of the card's 819 MiB is free. Unused memory can buy
+# Now logits do not grow with the micro-batch, and more than half of the card is free. Unused memory can buy
 # time. What fits without checkpoints?
 
 # %%
