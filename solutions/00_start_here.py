@@ -90,22 +90,23 @@ print(f"{n:,} parameters, each a {model.dtype}")
 guess = predict_first("0.a", "How many bytes do the parameters of this model take?")
 
 # %% [markdown]
-# Now run the next cell and watch the picture. The cell trains for 30 steps, and the batch grows twice: from one
-# sequence to two, then to four. **What grows with the batch, and what stays as it is?**
+# Now run the next cell and watch the picture. The cell trains for 12 steps, and the batch grows twice: after
+# step 4 from one sequence to two, and after step 8 to four. **What grows with the batch, and what stays as it is?**
 
 # %%
 with MemoryTracker(
-    model, optimizer, title="30 steps, and the batch doubles twice"
+    model, optimizer, title="12 steps, and the batch doubles twice"
 ) as tracker:
     for batch in (1, 2, 4):
-        train(batch, steps=10)
+        train(batch, steps=4)
 
 # %% [markdown]
-# The picture is a saw, and each tooth is one training step. **Parameters**, **gradients** and the **optimizer**'s
-# memory do not depend on the batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the
-# **activations**, which forward keeps for backward, and the **temporaries** on top of them, in short spikes.
+# The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps.) **Parameters**,
+# **gradients** and the **optimizer**'s memory do not depend on the batch. (The optimizer's memory appears in the first
+# step and stays.) Two things grow: the **activations**, which forward keeps for backward, and the **temporaries** on top
+# of them, in short spikes.
 #
-# When the cell ends, a still picture takes the place of the moving one, so that a saved notebook shows it too.
+# When the cell ends, the picture stands still. A saved notebook keeps it.
 
 # %%
 guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
