@@ -9,7 +9,7 @@ import pytest
 from course.judge.toy_exercise import AREA, area
 from support.changed_solutions import Solution, answer_of, changes_of, solution_of
 from support.judge_changes import chosen, equivalents, survivors
-from support.nightly import ALL
+from support.nightly import ALL, each
 
 from gradmem_lib.course.catalogue import all_exercises, get
 from gradmem_lib.course.judge.verdict import PASSED, judge
@@ -47,7 +47,7 @@ def test_the_unchanged_solution_passes(id):
 
 
 def test_every_equivalent_change_is_one_of_its_solution():
-    for id, known in equivalents().items():
+    for id, known in each(4, equivalents().items()):
         words = {change.words for change in changes_of(solution_of(get(id)))}
         assert set(known) <= words, id
 
