@@ -662,8 +662,7 @@ except BudgetExceeded as error:
     print(error)
 
 # %% [markdown]
-# The error finds the graphs of several forwards. It takes them for losses that wait for one backward, but here `backward`
-# runs after each forward. So which graphs are they?
+# The error says that something made from the outputs has a graph, and which lines *made* it. Which line *keeps* it?
 #
 # ### Exercise 3.10 · a window that keeps its graphs
 #

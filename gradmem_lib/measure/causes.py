@@ -10,6 +10,7 @@ from collections.abc import Callable
 from .cause import Cause
 from .causes_of_graphs import (
     gradients_for_no_optimizer,
+    graph_of_a_sum,
     idle_checkpoints,
     kept_graph,
     several_graphs,
@@ -46,6 +47,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     evaluation_results,
     generation_cache,
     unused_forward,
+    graph_of_a_sum,
     several_graphs,
     kept_graph,
     gradients_for_no_optimizer,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from ..units import format_bytes
-from .cause import WORTH, Cause, lines_of_forwards
+from .cause import WORTH, Cause, lines_of, lines_of_forwards
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
@@ -84,7 +84,7 @@ def kept_graph(facts: Facts) -> Cause | None:
         if finished and done.has_weights and 2 * done.kept_at_peak > made > 0:
             kept.append(done)
             nbytes += min(done.kept_at_peak, made)
-    if nbytes < MUCH * facts.peak.total:
+    if nbytes < MUCH * facts.peak.total or graph_of_a_sum(facts):
         return None
     evidence = (
         f"{format_bytes(nbytes)} at the peak are the graph of {len(kept)} forward"
@@ -111,6 +111,8 @@ def several_graphs(facts: Facts) -> Cause | None:
     nbytes = each * (len(passes) - 1)
     if nbytes < WORTH * facts.peak.total:
         return None
+    if graph_of_a_sum(facts):
+        return None
     evidence = (
         f"the graphs of {len(passes)} forwards of one step are alive at once, about "
         f"{format_bytes(each)} each."
@@ -122,6 +124,43 @@ def several_graphs(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(passes[-1:])
     return Cause("Losses are added up before one backward", nbytes, evidence, remedy, lines)
+
+
+def graph_of_a_sum(facts: Facts) -> Cause | None:
+    """A metric that is added up with its graph, beside a loss whose backward runs each time."""
+    if not facts.has_optimizer or facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
+        return None  # without an optimizer, such bytes grow from turn to turn
+    turns = _finished_turns(facts)
+    kept = []
+    for holder in facts.at_peak:
+        of_the_step = holder.step == facts.peak.step and holder.turn in turns
+        if of_the_step and holder.category == "activations":
+            kept.append(holder)
+    nbytes = total(kept)
+    times = len({holder.turn for holder in kept})
+    if times < GRAPHS_AT_ONCE or nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were made in {times} forwards of this step, each with "
+        "a backward of its own, and are still alive: something that was made from the outputs has "
+        "a graph."
+    )
+    remedy = (
+        "add up or keep numbers for the log, not tensors with a graph: .item() or .detach() on the "
+        "metric. If the script has backward(retain_graph=True), leave that argument out."
+    )
+    return Cause("A sum for the log keeps its graphs", nbytes, evidence, remedy, lines_of(kept))
+
+
+def _finished_turns(facts: Facts) -> set[int]:
+    """The turns of the peak's step whose forwards no later backward needs."""
+    turns, needed = set(), set()
+    for done in facts.of_models:
+        if done.step != facts.peak.step or done.turn >= facts.peak.turn:
+            continue
+        finished = done.used and not done.differentiable
+        (turns if finished else needed).add(done.turn)
+    return turns - needed
 
 
 def _alive_together(facts: Facts) -> list[ForwardPass]:

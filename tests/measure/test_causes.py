@@ -20,6 +20,7 @@ GROWS = "Bytes grow from step to step"
 COLLECTED = "An evaluation collects its results"
 UNUSED = "A forward's graph is never used"
 ADDED_UP = "Losses are added up before one backward"
+METRIC = "A sum for the log keeps its graphs"
 COPIED = "The weights are there more than once"
 SECOND = "A second model is in memory"
 FIRST_STEP = "The first optimizer step makes its states"
@@ -90,6 +91,8 @@ HAVE = {
     around.adversaries: KEPT,
     around.two_losses_one_graph: KEPT,
     around.tasks_added_up: ADDED_UP,
+    around.entropy_added_up: METRIC,
+    around.norms_added_up: METRIC,
     around.perceptual_loss: FOR_NOBODY,
     around.teacher_without_detach: FOR_NOBODY,
     around.head_alone_in_the_optimizer: FOR_NOBODY,
@@ -119,6 +122,10 @@ DO_NOT_HAVE = [
     (programs.frozen_second_forward, UNUSED),
     (programs.losses_added_up, UNUSED),
     (programs.recurrent_cell, ADDED_UP),
+    (programs.recurrent_cell, METRIC),
+    (programs.losses_added_up, METRIC),
+    (around.entropy_added_up, ADDED_UP),
+    (around.entropy_added_up, KEPT),
     (programs.two_views, ADDED_UP),
     (programs.ordinary_training, ADDED_UP),
     (programs.copy_of_one_layer, COPIED),
@@ -160,7 +167,7 @@ DO_NOT_HAVE = [
 REMAIN = (EVALUATION, GENERATION, SECOND)
 # The remedy of these takes away all that was said. What may come in its place is one forward's
 # output, or gradients that wait for the optimizer.
-TAKE_ALL = (GROWS, COPIED, ADDED_UP, COLLECTED)
+TAKE_ALL = (GROWS, COPIED, ADDED_UP, METRIC, COLLECTED)
 SLACK = 0.1
 
 

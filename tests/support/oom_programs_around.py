@@ -334,6 +334,37 @@ def tasks_added_up(remedied=False, tasks=6):
     return trained(net, optimizer, step, steps=3)
 
 
+def _window(metric, remedied):
+    """Micro-batches with a backward each, and a sum of ``metric(outputs)`` for the log."""
+    net, rows = Net(), 64
+    optimizer = sgd(net)
+
+    def step(i):
+        summed = 0
+        for _ in range(8):
+            outputs = net(torch.randn(rows, 64))
+            outputs.square().mean().backward()
+            value = metric(outputs)
+            summed = summed + (value.item() if remedied else value)
+            del outputs, value
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+def entropy_added_up(remedied=False):
+    def entropy(outputs):
+        shares = outputs.softmax(-1)
+        return -(shares * shares.log()).sum()
+
+    return _window(entropy, remedied)
+
+
+def norms_added_up(remedied=False):
+    return _window(lambda outputs: outputs.tanh().square().sum().sqrt(), remedied)
+
+
 def experts():
     """Each call is of another module, and one loss takes them all."""
     parts = nn.ModuleList([Net(64) for _ in range(5)])
