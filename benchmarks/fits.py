@@ -73,8 +73,8 @@ def entries(model: str, cards=ON, methods=METHODS) -> list[dict]:
 
 
 def entry(model: str, card: str, method: str) -> dict:
-    """What ``plan`` says, with its default margin. ``parts`` sum to ``needs``: bytes at the peak by
-    category, and what lies beside them. ``kept_free``: the bytes of the margin.
+    """What ``plan`` says. ``parts`` sum to ``needs``: bytes at the peak by category, and what lies
+    beside them.
     """
     seq_len = min(SEQ_LEN, most_positions(skeleton(known_model(model)[1])) or SEQ_LEN)
     sizes = {"seq_len": seq_len, "global_batch": TOKENS // seq_len}
@@ -90,7 +90,6 @@ def entry(model: str, card: str, method: str) -> dict:
         "recipe": str(best),
         "needs": best.needs,
         "spare": best.spare,
-        "kept_free": best.kept_free,
         "parts": live | best.parts,
         "us_per_token": round(best.seconds * 1e6, 3),
         "code": made.code or None,

@@ -52,13 +52,10 @@ function bar(entry, card) {
     <p class="scale">${words}. The red line is the end of the card.</p><ul class="legend">${legend.join("")}${rest}</ul>`;
 }
 
-// What a recipe that does not fit lacks: a share of what it needs has to stay free, since a prediction is an estimate.
-const lacks = (entry) => bytes(entry.kept_free - entry.spare);
-
 function answer(entry, card) {
   const verdict = entry.fits
-    ? `<b class="yes">It fits</b>, with ${bytes(entry.spare)} to spare (at least 3 % stay free, since a prediction is an estimate). A token takes about ${micro(entry)}, by estimate.`
-    : `<b class="no">It does not fit</b>. The closest recipe lacks ${lacks(entry)}.`;
+    ? `<b class="yes">It fits</b>, with ${bytes(entry.spare)} to spare. A token takes about ${micro(entry)}, by estimate.`
+    : `<b class="no">It does not fit</b>. The closest recipe lacks ${bytes(-entry.spare)}.`;
   const why = entry.fits ? "" : `<p>${text(entry.why_not)}</p>`;
   const faster = entry.next_faster ? `<p>The next faster recipe does not fit: ${text(entry.next_faster)}</p>` : "";
   const code = entry.code
@@ -73,7 +70,7 @@ function overview(choice) {
     const entry = entries.get([choice.model, card, method].join("|"));
     if (!entry) return "<td>–</td>";
     const here = card === choice.card && method === choice.method ? ' aria-current="true"' : "";
-    const words = entry.fits ? `✓ ${micro(entry)}` : `✗ lacks ${lacks(entry)}`;
+    const words = entry.fits ? `✓ ${micro(entry)}` : `✗ lacks ${bytes(-entry.spare)}`;
     return `<td class="${entry.fits ? "yes" : "no"}"><a href="${text(address({ ...choice, card, method }))}"${here}>${words}</a></td>`;
   };
   const rows = values.card.map((card) =>
