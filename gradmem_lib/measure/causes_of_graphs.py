@@ -154,13 +154,16 @@ def graph_of_a_sum(facts: Facts) -> Cause | None:
 
 def _finished_turns(facts: Facts) -> set[int]:
     """The turns of the peak's step whose forwards no later backward needs."""
-    turns, needed = set(), set()
+    finished: set[int] = set()
+    needed: set[int] = set()
     for done in facts.of_models:
         if done.step != facts.peak.step or done.turn >= facts.peak.turn:
             continue
-        finished = done.used and not done.differentiable
-        (turns if finished else needed).add(done.turn)
-    return turns - needed
+        if done.used and not done.differentiable:
+            finished.add(done.turn)
+        else:
+            needed.add(done.turn)
+    return finished - needed
 
 
 def _alive_together(facts: Facts) -> list[ForwardPass]:

@@ -32,10 +32,15 @@ class ScriptRecording(Recording):
     """Counts the CPU's bytes until the script uses an accelerator, and from then on only that one.
 
     To ask for an accelerator at the beginning would start its driver, which a script may want to
-    configure first. ``history``: set if a snapshot is wanted.
+    configure first. ``history``: set if a snapshot is wanted. ``cards``: the numbers of the cards
+    whose bytes are counted.
     """
 
     history: History | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.cards: set[int] = set()
 
     def after_alloc(self, entry: Entry) -> None:
         if self.history is not None:
@@ -49,7 +54,10 @@ class ScriptRecording(Recording):
         kind = storage.device.type
         if self.device.type == "cpu" and kind not in ("cpu", "meta"):
             self._begin_again(torch.device(kind))
-        return super().size(storage)
+        nbytes = super().size(storage)
+        if nbytes and kind != "cpu":
+            self.cards.add(storage.device.index or 0)
+        return nbytes
 
     def _begin_again(self, device: torch.device) -> None:
         if self.history is not None:
@@ -235,7 +243,14 @@ class ScriptTracker(MemoryTracker):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.meter.notes]
+        cards = len(self._recording.cards)
+        if cards < 2:
+            return [*self.meter.notes]
+        several = (
+            f"the script uses {cards} cards, and their bytes are added up: for one card alone, "
+            "start the script with CUDA_VISIBLE_DEVICES=0, or with one process a card (torchrun)"
+        )
+        return [*self.meter.notes, several]
 
     def leave_fork(self) -> None:
         """In a fork of the process (a worker that loads data): run on as without a tracker."""

@@ -237,6 +237,17 @@ def test_from_an_accelerators_first_storage_on_only_its_bytes_count():
     assert recording.rows()[:, 2].tolist() == [0, 256]
 
 
+def test_bytes_of_several_cards_are_added_up_and_the_report_says_so():
+    tracker = ScriptTracker(None)
+    recording = tracker.recording
+    kept = [Storage("cuda:0", 256), Storage("cuda:1", 128)]
+    recording.on_alloc(kept[0], 0)
+    assert not any("cards" in note for note in tracker.notes)
+    recording.on_alloc(kept[1], 0)
+    assert recording.total == 384
+    assert any("uses 2 cards, and their bytes are added up" in note for note in tracker.notes)
+
+
 def highest_of_each_moment(timeline):
     highest = {}
     for moment, total in zip(timeline.moments, timeline.totals, strict=True):
