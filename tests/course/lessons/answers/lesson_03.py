@@ -646,7 +646,7 @@ WRONG["3.9"] = {
     "seeded": (_seeded, "draw other numbers"),
     "dropout alone": (partial(_fair, wrap=_only_dropout), "draw other numbers"),
     "modes not set back": (partial(_fair, undo=False), "not as it was|mode"),
-    "gradients left": (partial(_fair, clear=False), "gradients are left"),
+    "gradients left": (partial(_fair, clear=False), "gradients in .grad"),
     "divided by the pieces": (
         partial(_fair, error=lambda a, b: ((a - b).norm() / a.norm()).item()),
         "length of the gradient in pieces",

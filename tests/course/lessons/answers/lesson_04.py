@@ -310,7 +310,7 @@ WRONG["4.4"] = {
         partial(
             _segments, reentrant=True, before=lambda x: x if x.requires_grad else x.requires_grad_()
         ),
-        "use_reentrant=False",
+        "changed `x` in place",
     ),
     "not handed on": (
         lambda layers, x, k: [
