@@ -102,6 +102,7 @@ def _check_cut(model: nn.Module, config) -> None:
     # The caller's modes, autocast and random numbers have no part in this.
     autocast = torch.autocast("cpu", enabled=False)
     with compat.without_modes(), autocast, torch.random.fork_rng([]):
+        torch.manual_seed(0)
         try:
             tiny = tiny_model(type(model), config)
             batch = example_batch(tiny, 4, 16)

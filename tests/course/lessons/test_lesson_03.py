@@ -57,7 +57,7 @@ def optional_section():
     """The section on losses that compare rows, run: its names, and what it prints."""
     text = SOURCE.read_text(encoding="utf-8")
     section = text.partition("# ## Optional: losses that compare rows")[2]
-    section = section.partition("# ## Optional: more practice")[0]
+    section = section.partition("\n# ## ")[0]
     code = "\n".join(
         cell
         for cell in re.split(r"^# %%", section, flags=re.MULTILINE)[1:]
