@@ -84,8 +84,10 @@ def kept_graph(facts: Facts) -> Cause | None:
         if finished and done.has_weights and 2 * done.kept_at_peak > made > 0:
             kept.append(done)
             nbytes += min(done.kept_at_peak, made)
-    if nbytes < MUCH * facts.peak.total or graph_of_a_sum(facts):
+    if nbytes < MUCH * facts.peak.total:
         return None
+    if graph_of_a_sum(facts):
+        return None  # the same bytes, and it knows more of them
     evidence = (
         f"{format_bytes(nbytes)} at the peak are the graph of {len(kept)} forward"
         f"{'s' * (len(kept) > 1)} that a backward has been through already."
@@ -112,7 +114,7 @@ def several_graphs(facts: Facts) -> Cause | None:
     if nbytes < WORTH * facts.peak.total:
         return None
     if graph_of_a_sum(facts):
-        return None
+        return None  # these forwards have had their backward: no loss waits for one
     evidence = (
         f"the graphs of {len(passes)} forwards of one step are alive at once, about "
         f"{format_bytes(each)} each."
