@@ -234,10 +234,10 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
     after = tracker.current.total
 
 # %% [markdown]
-# Read the error from the top. It begins with how many bytes are too many: the total includes the refused tensor. Then
-# come the operation that asked for memory, with its module and phase, and what the memory holds. The last lines say
-# what could help, the cheapest first, and what could not: later lessons explain those words. `BudgetExceeded` is an
-# ordinary Python exception, so the kernel keeps running and the model is still there:
+# Read the error from the top. It begins with the bytes over the budget, and the total includes the refused tensor. Then
+# it names the operation that asked, with its module and phase, and what the memory holds. The last lines say what could
+# help, the cheapest first, and what could not: later lessons explain those words. `BudgetExceeded` is an ordinary
+# Python exception, so the kernel keeps running and the model is still there:
 
 # %%
 print(f"{before:,} bytes live before the failure, {after:,} bytes after it")

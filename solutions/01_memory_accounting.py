@@ -213,8 +213,9 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     )
 
 # %% [markdown]
-# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow with every token, and
-# gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's step.
+# With few tokens the peak is in the optimizer's step, with many at the loss, where backward begins: activations grow
+# with every token, and gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's
+# step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
 
@@ -286,10 +287,10 @@ guess_c.reveal(measured=len(storages))
 claims.show("C05")
 
 # %% [markdown]
-# There are three: the data and each ReLU's output. The backward of `Linear` needs its *input*, not its output. The
-# backward of `ReLU` needs its *output*, and the next `Linear` saves the same tensor as its input: one storage, two
-# users. **Count storages, not tensors and not layers.** (Click the claim to open it. A lesson shows three claims at most,
-# and `docs/ledger.md` has all 58.)
+# There are three: the data and each ReLU's output. So only two of the claim's five are kept. The backward of `Linear`
+# needs its *input*, not its output. The backward of `ReLU` needs its *output*, and the next `Linear` saves the same
+# tensor as its input: one storage, two users. **Count storages, not tensors and not layers.** (Click the claim to open
+# it. A lesson shows three claims at most, and `docs/ledger.md` has all 58.)
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -354,7 +355,7 @@ guess_d = predict_first("1.d", "How many bytes does this block save for backward
 # |---|---|---|
 # | norm | its input, 1/rms, the normalised input | 2 T·h + T |
 # | query, key, value | their common input | T·h |
-# | attention | q, k, v, its result, one log-sum-exp a row | 4 T·h + T·heads |
+# | attention | q, k, v, its result, a log-sum-exp for each token and head | 4 T·h + T·heads |
 # | norm | as above | 2 T·h + T |
 # | gate, up | their common input | T·h |
 # | gate × up | gate, silu(gate), up, the product | 4 T·f |
@@ -362,8 +363,8 @@ guess_d = predict_first("1.d", "How many bytes does this block save for backward
 # rms is the root mean square of a token's numbers. A norm's result, the common input, is the normalised input times a
 # weight: another tensor. The **log-sum-exp** is the logarithm of the softmax's denominator. Each head has its own
 # softmax for each token, hence T·heads. The attention's result is also the input of its output layer, and the product
-# is also the input of `down`: each counts once. The sum of the column, times 4 bytes, is the formula. To measure one
-# block, the next cell subtracts a model of one block from a model of two.
+# is also the input of `down`: each counts once. The block's two additions keep nothing. The sum of the column, times 4
+# bytes, is the formula. To measure one block, the next cell subtracts a model of one block from a model of two.
 
 
 # %%
@@ -441,10 +442,10 @@ for recipe, held in runs.items():
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
-# Pure bf16 halves the residents, and takes only a little off the activations, because the loss works on the logits in
-# float32. Autocast halves *nothing* of the residents, while its activations *grow*. What the blocks save shrinks, but
-# autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more than the
-# blocks lose.
+# Pure bf16 halves the residents, and takes only a little off the activations, because the loss makes a float32 copy of
+# the logits. Autocast halves *nothing* of the residents, while its activations *grow*. What the blocks save shrinks,
+# but autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more
+# than the blocks lose.
 #
 # For a 7B model, a well-known guide has a table with 14 + 14 + 56 GB plus activations, "in FP16". Which recipe is that?
 

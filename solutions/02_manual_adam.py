@@ -352,8 +352,8 @@ guess_b.reveal(formula=8 * n, measured=tracker.current.by_category["optimizer"])
 del smol, optimizer  # 1.5 GiB
 
 # %% [markdown]
-# The first forward has no states. All of them appear in the first `step()`, parameter by parameter, which is the
-# staircase in the picture. From then on they stay.
+# The first forward has no states. All of them appear in the first `step()`, parameter by parameter, which is the slope
+# in the picture. From then on they stay.
 #
 # Your states have the dtype of the parameters, because `zeros_like(p)` has it. The next cell lists what PyTorch's AdamW
 # keeps for a bf16 parameter of 1,000 numbers:
@@ -415,8 +415,8 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # stalls, and no error is raised. (An optional section counts this.) What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
-# - **a smaller β₂**, such as 0.95: then $1 - \beta_2$ is wider than a gap at 1, and v follows the gradients up and
-#   down. The last column of the table shows it (0.98, not 1, is rounding);
+# - **a smaller β₂**, such as 0.95: then a step takes 5 % off v, more than a gap, and v follows the gradients up and
+#   down. The table's last column shows it (0.98, not 1, is rounding);
 # - **float32 weights** and computing under autocast: a weight of 1 in bf16 does not notice a step of 0.001 either.
 #
 # ## 8 · What the step itself needs

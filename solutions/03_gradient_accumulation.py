@@ -105,12 +105,14 @@ for size in (16, 8, 4, 2, 1):
 guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 
 # %% [markdown]
-# The activations shrink with the micro-batch, and the other two columns do not. The peak follows the activations for
-# a while. Then it moves into backward, and then into the optimizer's step, where no activation is left.
+# The activations shrink with the micro-batch, and the other two columns do not. At first the peak follows the
+# activations. It is at the end of forward, where three large tensors are alive: logits, a copy without the last
+# position, and log-softmax. Backward's three tensors (lesson 01) all lack that position. Then the peak moves into
+# backward, and then into the optimizer's step, where no activation is left.
 #
-# The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record, on
-# one thread of a CPU, 4 micro-batches cost nothing, and 16 cost time. On a large GPU, a micro-batch that cannot fill the
-# GPU leaves it waiting. Take the largest micro-batch that fits.
+# The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record
+# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches cost nothing, and 16 cost time. On a large GPU, a
+# micro-batch that cannot fill the GPU leaves it waiting. Take the largest micro-batch that fits.
 
 # %%
 claims.show("C09")
@@ -122,7 +124,7 @@ claims.show("C09")
 # mean over 4 micro-batches, each of them contributes a quarter. Every tutorial has that line for K micro-batches:
 # `loss = loss / K`.
 #
-# The next cells test it on four sequences of 64 tokens each. They use float64, so that rounding does not hide anything.
+# The next cells test it on four sequences of 64 tokens each, in float64, so that rounding hides nothing.
 
 
 # %%
@@ -194,8 +196,8 @@ error = relative_error(gradient(smol, real, 2), gradient(smol, real, 1))
 print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {error:.1f}")
 
 # %% [markdown]
-# It is. The way out is to **add up sums, and divide by one number**: the items of the whole window. For a language model
-# the items are the tokens that are *predicted*.
+# It is. The way out is to **add up sums, and divide by one number**: the number of items in the whole window. For a
+# language model the items are the tokens that are *predicted*.
 #
 # ### Exercise 3.2 · what counts as an item
 #
@@ -270,9 +272,9 @@ claims.show("C10")
 # %% [markdown]
 # ## 5 · Asking for the total without a second pass
 #
-# Your function may run every forward twice, only to count. There are two ways around it. You can count the labels
-# alone, which costs nothing. Or you divide by a provisional number, and correct the gradients once at the end, in
-# place. `accumulate_gradients` does the first if you pass `count_items`, and the second if you do not:
+# Your function may run every forward twice, only to count. You can count the labels alone, which costs nothing. Or you
+# divide by the first count, and scale the gradients once at the end, in place. `accumulate_gradients` does the first if
+# you pass `count_items`, and the second if you do not:
 
 # %%
 loss, items = accumulate_gradients(
@@ -283,16 +285,16 @@ print(items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-1
 # %% [markdown]
 # ## 6 · The loop around it
 #
-# When do you step, and when do you zero? And what about the end of the epoch, if 7 micro-batches do not fill windows of
-# 3? The last window has one micro-batch. It is an update like the others, over fewer items.
+# When do you step, and when do you zero? With 7 micro-batches in windows of 3, the last window has one micro-batch. It
+# is an update like the others, over fewer items.
 #
 # ### Exercise 3.4 · the whole loop, and what is left at its end
 #
 # ●●○ · 8 minutes · trains: when to step, when to zero, and the last incomplete window
 #
 # Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable, also a
-# generator. Update after every `window` micro-batches, and once more for whatever is left. Return each update's mean
-# loss.
+# generator. Update after every `window` micro-batches, and once more for whatever is left. Return a list: each update's
+# mean loss.
 #
 # <details><summary>Hint 1: use what you have</summary>
 #
@@ -327,17 +329,17 @@ train = check("3.4", train)
 #
 # - **Clipping** needs the complete gradient: after the last backward, before the step. With a `GradScaler` (for
 #   float16), `scaler.unscale_(optimizer)` comes before it.
-# - **Logging** uses the same division as training. A loop that divides by K and logs afterwards shows a loss that looks
-#   K times as good as it is.
+# - **Logging** uses the same division as training. A loop that logs `loss / K` shows a loss that is K times too small.
 # - **Several processes** exchange their gradients. `DistributedDataParallel` does it in every backward, unless its
-#   `no_sync()` switches that off. (An optional section tries it.)
+#   `no_sync()` switches that off.
 #
 # ## 7 · What accumulation cannot make equal
 #
-# So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance
-# over the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS
-# norm, so you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is
-# no mistake: another full batch would draw other masks, too. (An optional section measures it.)
+# So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
+# the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
+# you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is no
+# mistake: another full batch would draw other masks, too. The next claim's other technique is checkpointing (lesson
+# 04).
 
 # %%
 claims.show("C30")
@@ -375,9 +377,9 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
 # divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
-# Adam and clipping make up for a gradient's size. `model.accepts_loss_kwargs = False`, set before the `Trainer` is built,
-# tells it the truth. Then `Trainer` divides by the accumulation steps itself. (Exercise 3.8, at the end, asks any model
-# whether it needs this.)
+# Adam and clipping make up for a gradient's size. `model.accepts_loss_kwargs = False`, set before the `Trainer` is
+# built, tells it the truth. Then `Trainer` divides by the accumulation steps itself. Exercise 3.8 asks any model
+# whether it needs this.
 #
 # ## 9 · What you can now do
 #

@@ -130,8 +130,8 @@ with MemoryTracker(layers, live=False) as tracker:
 
 # %% [markdown]
 # 16 inputs and one output are alive. The next picture shows two whole steps: first under your checkpoint, then with
-# everything kept. After the first climb there are teeth: what are they? (Your Function makes its tensors while
-# autograd is off. So the tracker draws that climb as temporaries, though they are activations.)
+# everything kept. The first backward has teeth: what are they? (Your Function makes its tensors while autograd is off.
+# So the tracker draws these activations as temporaries.)
 
 # %%
 del out
@@ -280,8 +280,8 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 # its gradient) your formula is right to the byte.
 #
 # Some guides say that more checkpoints mean more memory and less recomputation. The first is true only on the left arm,
-# where segments are shorter than the best. The second is not true of calls: each layer runs once more for any k. This is
-# up to a third more work, and up to half beside frozen weights. (An optional section counts it.)
+# where segments are shorter than the best. The second is not true of calls: each layer runs once more for any k. This
+# is up to a third more work, and up to half where the weights are frozen. (An optional section counts it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
@@ -387,9 +387,9 @@ guess_c.reveal(
 
 # %% [markdown]
 # A frozen matrix gets no gradient, so its input is not kept. So a is smaller than in the table above, and pairs of
-# layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is there: **measure
-# a, do not look it up**, as `"best"` did. (An optional section says why its first segments are longer. Transformers' `every_n_layers=k` is something else: it checkpoints one
-# layer in k, and *keeps* the others.)
+# layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is there: **measure a,
+# do not look it up**, as `"best"` did. (An optional section says why its first segments are longer. Transformers'
+# `every_n_layers=k` is something else: it checkpoints one layer in k, and *keeps* the others.)
 #
 # ## 6 · Where it does not help
 #

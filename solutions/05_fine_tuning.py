@@ -135,8 +135,8 @@ claims.show("C57")
 
 # %% [markdown]
 # So take micro-batches first, unless rows are very short, or one row alone is too much. They cost little time where one
-# row keeps the machine busy. Checkpointing adds a forward. That is a third of a step's work, and up to half of it
-# beside frozen weights, whose backward is shorter. Our recorded runs took 1.23 to 1.50 times as long.
+# row keeps the machine busy. Checkpointing adds a forward. That is a third of a step's work, and up to half where the
+# weights are frozen, because backward is shorter then. Our recorded runs took 1.23 to 1.50 times as long.
 #
 # ## 5 · Micro-batches
 #
@@ -302,13 +302,13 @@ full = runs.train(Recipe(**every_weight), training, **longer)
 bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 
 # %% [markdown]
-# **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, and only
+# **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, and it would be
 # less than one MiB lower.) An optimizer's memory is its states *and* what its step does.
 #
-# A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. The learning
-# rate, 0.01, is relative to the typical size of a tensor's weights: T5, trained with Adafactor, was fine-tuned with
-# 0.001. The other is `eps`, by default the dtype's machine epsilon. In bf16 that is 1/128, larger than almost every
-# gradient, so nothing would be normalized. A recipe sets `1e-16`.
+# A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. One is the
+# learning rate, 0.01. It is relative to the typical size of a tensor's weights, and T5, trained with Adafactor, was
+# fine-tuned with 0.001. The other is `eps`, by default the dtype's machine epsilon. In bf16 that is 1/128, larger than
+# almost every gradient, so nothing would be normalized. A recipe sets `1e-16`.
 #
 # **A step in backward** can go lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
 # the gradient at once. In exercise 5.9, at the end, `Trainer` does this with transformers' `LayerWiseDummyOptimizer`,
@@ -633,8 +633,8 @@ resume_leak = check("5.11", resume_leak)
 #
 # Someone trained with `arguments`, a dict of `TrainingArguments`, on several GPUs. Your one card takes at most `fits`
 # rows at a time. Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card,
-# as few micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Change no other
-# field, that is `max_steps`, `warmup_steps` and `learning_rate`, unless it counts micro-batches.
+# as few micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. The other fields
+# are `max_steps`, `warmup_steps` and `learning_rate`: change one only if it counts micro-batches.
 #
 # <details><summary>Hint 1: the global batch</summary>
 #
@@ -712,9 +712,9 @@ same_step = check("5.10", same_step)
 #
 # ●●○ · 8 minutes · optional · trains: counting updates, not micro-batches, in a loop that accumulates
 #
-# Write one epoch whose learning rate climbs from 0 during the first part `warmup` of the updates (0.25: a quarter),
-# then falls in a line to 0. `accumulate(some)` runs forward and backward on a list of micro-batches. Every `window` of
-# `micro_batches` make one update, and what is left makes a last one.
+# Write one epoch whose learning rate climbs from 0 during the first updates, then falls linearly to 0. `warmup` is the
+# share of these first updates: 0.25 is a quarter. `accumulate(some)` runs forward and backward on a list of
+# micro-batches. Every `window` of `micro_batches` make one update, and what is left makes a last one.
 #
 # <details><summary>Hint 1: how long is the schedule?</summary>
 #
@@ -813,7 +813,7 @@ train_mixed = check("5.5", train_mixed)
 # ●●● · 8 minutes · optional · trains: hooks that step and free, and what Trainer may no longer do itself
 #
 # Write `step_in_backward(model, lr, steps)`: each trained parameter gets an AdamW of its own and a hook that steps it
-# and frees the gradient. Its rate falls in a line from `lr` to 0. Return what goes into `Trainer(model, args,
+# and frees the gradient. Each learning rate falls linearly from `lr` to 0. Return what goes into `Trainer(model, args,
 # optimizers=(it, None))`. Three updates must stay under **6 MiB**, where one AdamW takes 6.7 MiB. (The check sets
 # `max_grad_norm=0`.)
 #

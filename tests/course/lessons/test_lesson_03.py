@@ -10,7 +10,13 @@ import torch.nn.functional as F
 import transformers
 from support.paths import ROOT
 
-from gradmem_lib import MemoryTracker, accumulate_gradients, check_pieces_add_up, split
+from gradmem_lib import (
+    MemoryTracker,
+    accumulate_gradients,
+    check_pieces_add_up,
+    next_token_loss,
+    split,
+)
 from gradmem_lib.course import models
 from gradmem_lib.course.lessons.shared import hf_trainer
 
@@ -42,6 +48,26 @@ def test_a_compute_loss_of_ones_own_decides_whether_the_number_is_used(
     monkeypatch.setattr("transformers.Trainer", trainer)
     factors = hf_trainer.trainer_factors("LlamaForCausalLM", steps=4)
     assert round(factors["grad_norm"], 1) == times_too_large
+
+
+def test_the_peak_is_in_forward_while_three_large_tensors_are_alive():
+    """Logits of all positions, and a copy and a log-softmax without the last one."""
+    assert "where three large tensors are alive: logits, a copy without the last position" in TEXT
+    assert "Backward's three tensors (lesson 01) all lack that position" in TEXT
+    rows, length, vocab = 4, 16, 512
+    model = models.tiny_llama(layers=1, hidden=32, heads=2, intermediate=64, vocab=vocab)
+    batch = dict.fromkeys(("input_ids", "labels"), torch.randint(0, vocab, (rows, length)))
+    with MemoryTracker(model, live=False) as tracker:
+        loss, _ = next_token_loss(model, batch)
+        loss.backward()
+    assert tracker.peak.phase == "forward"
+    shorter = rows * (length - 1) * vocab * 4
+    largest = [held.nbytes for held in tracker.largest_at_peak(3)]
+    assert largest == [rows * length * vocab * 4, shorter, shorter]
+    # Backward's peak is lower by one tensor's last position, and by the flat copy of the labels.
+    last_position = rows * vocab * 4
+    highest = tracker.peak_by_phase
+    assert last_position <= highest["forward"] - highest["backward"] < 1.1 * last_position
 
 
 def test_divided_by_all_tokens_and_multiplied_by_the_number_of_processes():

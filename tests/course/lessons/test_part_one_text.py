@@ -367,7 +367,7 @@ def test_04_the_price():
     assert round(max(trained)) == 33 and max(frozen) > 49
     assert list(trained) == sorted(trained) and list(frozen) == sorted(frozen)
     assert said.says("up to 33 % where all weights are trained, and up to 50 % where they are")
-    assert said.says("up to a third more work, and up to half beside frozen weights")
+    assert said.says("up to a third more work, and up to half where the weights are frozen")
     [[yours, theirs]] = said.figures(r"^relative error: yours ([\d.]+), PyTorch's ([\d.]+)$")
     assert (yours, theirs) == (0.1, 0) and said.says("so the gradient is off by a tenth")
 
