@@ -206,8 +206,7 @@ second_moment = check("2.2", second_moment)
 
 # %% [markdown]
 # In the next run lr is 0.1. Once $\sqrt v$ is as large as g, a step is about 0.1 long in each direction, whatever the
-# slope. The *first* step
-# is special: v starts at zero, so after one gradient it is $0.001\, g^2$.
+# slope. The *first* step is special: v starts at zero, so after one gradient it is $0.001\, g^2$.
 
 # %%
 guess_a = predict_first(
@@ -371,9 +370,9 @@ for name, kept in theirs.state[p].items():
 #
 # ## 7 · What bf16 moments cost
 #
-# A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128
-# numbers from 1 to 2, then 128 from 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide. If
-# you add less than half a gap, the sum is rounded back to the old number.
+# A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128 numbers from 1 to 2, then 128 from
+# 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide. If you add less than half a gap, the sum
+# is rounded back to the old number.
 #
 # Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Up to which v does such an
 # addition count?

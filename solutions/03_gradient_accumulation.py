@@ -121,7 +121,7 @@ claims.show("C09")
 # ## 3 · Is it the same gradient?
 #
 # `backward()` *adds* to `.grad`. The gradient of a sum is the sum of the gradients. So if the full batch's loss is a
-# mean over 4 micro-batches, each of them contributes a quarter. Every tutorial has that line for K micro-batches:
+# mean over 4 micro-batches, each contributes a quarter. Every tutorial has that line for K micro-batches:
 # `loss = loss / K`.
 #
 # The next cells test it on four sequences of 64 tokens each, in float64, so that rounding hides nothing.
@@ -476,9 +476,9 @@ print("accumulate_gradients: error below 1e-12:", error_of(loop) < 1e-12)
 # ## Optional: dropout and drop path
 #
 # Dropout draws new numbers in each forward. **Drop path** does so too: for some rows it leaves out a whole branch of a
-# block (stochastic depth, Huang et al. 2016). Here is a classifier in plain PyTorch with both. The next cell compares its
-# gradient with that of one forward of all rows: in 4 pieces, and with a checkpoint on each block. All three start from the
-# same random state.
+# block (stochastic depth, Huang et al. 2016). Here is a classifier in plain PyTorch with both. The next two cells
+# compute its gradient in three ways, from the same random state: all rows in one forward, in 4 pieces, and in one
+# forward with a checkpoint on each block.
 
 # %%
 from gradmem_lib import checkpoint_layers
@@ -564,9 +564,8 @@ fair_error = check("3.9", fair_error)
 # %% [markdown]
 # ## Optional: losses that compare rows
 #
-# A search model learns to find the answer to a question. Its loss compares each
-# question with *all* answers of the batch: the right answer must be more similar to the question than the 15 others. Random
-# tokens stand for text here.
+# A search model learns to find the answer to a question. Its loss compares each question with *all* answers of the
+# batch: the right answer must be more similar to the question than the 15 others. Random tokens stand for text here.
 
 # %%
 import torch.nn.functional as F

@@ -453,9 +453,9 @@ explore_schedule(depth=16, ratio=5, schedule="best segments")
 
 # %% [markdown]
 # In this picture the last segment is *not* run again: its backward begins at once. `checkpoint_layers` does the same
-# for a list of lengths, so `[64]` is no checkpoint at all. (`every=3` runs it again, so that it is not kept beside
-# the loss.) The next cell measures
-# four ways on 64 layers with a = 5 x, and counts calls of layers beyond the 64 of a forward:
+# for a list of lengths, so `[64]` is no checkpoint at all. (`every=3` runs its last segment again, and so keeps less
+# beside the loss.) The next cell measures four ways on 64 layers with a = 5 x, and counts calls of layers beyond the 64
+# of a forward:
 
 # %%
 from gradmem_lib import best_segments, extra_forwards
