@@ -127,8 +127,8 @@ EXERCISES = (
                 LEAK.with_fix(_trains(lambda loss, out: (loss.item(), out))),
                 (
                     "one of the pair is a number now, and the other still keeps 64 KiB of every "
-                    "batch. A loss does so, too: here its storage is as large as the tensor that "
-                    "it was computed from."
+                    "batch. Keeping the loss is enough: here its storage is as large as the tensor "
+                    "that it was computed from."
                 ),
             ),
             Mistake(
@@ -143,7 +143,7 @@ EXERCISES = (
                 "half the rows",
                 LEAK.with_fix(_trains(rows=ROWS // 2)),
                 (
-                    "the batch is cut in half, so the updates are others, and the list still "
+                    "the batch is cut in half, so the updates are different, and the list still "
                     "grows: it only takes twice as many steps until the card is full."
                 ),
             ),
@@ -152,7 +152,7 @@ EXERCISES = (
                 LEAK.with_fix(_trains(_numbers, grad=False)),
                 (
                     "no_grad around a training step leaves backward nothing to go through: the "
-                    "graph is needed until line 6, and what stays is another thing."
+                    "graph is needed until line 6, and something else is kept."
                 ),
             ),
             *LEAK.wrong_lines(),

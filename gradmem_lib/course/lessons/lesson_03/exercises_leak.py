@@ -156,7 +156,7 @@ EXERCISES = (
                 LEAK.with_fix(_trains(_item, each=True)),
                 (
                     "the optimizer steps after each micro-batch: the batch is then 8 rows, and the "
-                    "updates are others."
+                    "updates are different."
                 ),
             ),
             Mistake(
@@ -164,7 +164,7 @@ EXERCISES = (
                 LEAK.with_fix(_trains(_item, trained=True)),
                 (
                     "backward goes through the entropy too, so it is trained: the graph is freed, "
-                    "but the updates are others. The log needs no gradient."
+                    "but the updates are different. The log needs no gradient."
                 ),
             ),
             Mistake(

@@ -111,8 +111,8 @@ LEAK = Leak(
             "are no second copy. Look for what is there twice."
         ),
         5: (
-            "line 5 needs a number of the checkpoint, and no tensor, and trains: look for the name "
-            "that keeps the whole checkpoint until then."
+            "line 5 trains, and it needs a number of the checkpoint, but no tensor: look for the "
+            "name that keeps the whole checkpoint until then."
         ),
     },
 )
@@ -148,7 +148,7 @@ EXERCISES = (
                 LEAK.with_fix(_resumes(states_too=False)),
                 (
                     "the loaded states never reach the optimizer: AdamW begins with moments of "
-                    "zero, and the updates are others."
+                    "zero, and the updates are different."
                 ),
             ),
             Mistake(

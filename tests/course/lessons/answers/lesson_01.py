@@ -459,7 +459,7 @@ WRONG["1.9"] = {
         ),
         "arrays",
     ),
-    "half the rows": (answer(9, half_a_batch), "the updates are others|trains"),
+    "half the rows": (answer(9, half_a_batch), "the updates are different|trains"),
     "no gradients": (answer(9, under_no_grad), "no_grad around a training step"),
     "the loss alone": (
         answer(9, history_of(lambda loss, out: (loss.item(), out), to_numbers)),
