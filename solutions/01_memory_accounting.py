@@ -396,8 +396,9 @@ claims.show("C52")
 # softmax of all scores grows with the square. The claim counts eager attention, where scores dominate. **Advice about
 # attention memory gets old.** With fused attention the largest tensors of a block are in the MLP.
 #
-# Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
-# input. Dropout keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
+# Other blocks have other rows. In SmolLM2 three query heads share one key head and one value head, so k and v are a
+# third as large as q. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its input. Dropout
+# keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
 #
 # ## 6 · Precision recipes
 #

@@ -152,6 +152,9 @@ def test_01_what_a_block_saves():
     for (_, fused, eager), (_, fused_2, eager_2) in pairwise(lines):
         assert fused_2 == 2 * fused and eager_2 > 2 * eager
     assert said.says("With fused attention, twice the sequence takes twice the bytes.")
+    saved = accounting.block_activations(accounting.SHAPES["SmolLM2-135M"], 1, 64)
+    assert 3 * saved["attention: key"] == 3 * saved["attention: value"] == saved["attention: query"]
+    assert said.says("so k and v are a third as large as q")
 
 
 def test_01_precision_recipes():
