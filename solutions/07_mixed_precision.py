@@ -471,8 +471,8 @@ claims.show("C11")
 #
 # <details><summary>Hint 2: which sum</summary>
 #
-# A function that is made in a loop sees the loop's last value. A default argument, `lambda p, total=total: …`, keeps
-# its own.
+# A function that is made in a loop sees the loop's last value. A default argument, `def add(p, total=total):`, keeps
+# its own. A hook must return nothing.
 #
 # </details></details>
 
