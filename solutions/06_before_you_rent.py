@@ -180,7 +180,8 @@ except BudgetExceeded as exceeded:
 # %% [markdown]
 # AdamW's states are live, so this is the second step: the first one passed. The two lists of techniques come from
 # `diagnose`, which you can ask about any run. For each technique it takes away all bytes that the technique could ever
-# save. What is left is the peak **at best**. If that is still too much, the technique could not help.
+# save. What is left is the peak **at best**. If that is still too much, the technique could not help. ("Factored"
+# states are Adafactor's.)
 #
 # ## 2 · Predict
 #
@@ -409,7 +410,7 @@ print("The next faster one does not fit:", found.next_faster)
 # With `first-2`, the first two layers run again in backward, one by one. The other 30 keep their activations. The next
 # faster plan would repeat one layer less, and is too large for the card.
 #
-# Before you see the next verdict, add up weights, gradients and states of a 7B in bf16 in your head.
+# Before you see the next verdict, add up weights, gradients and states of a 7B in your head: in bf16, and in float32.
 
 # %%
 claims.show("C55")
@@ -433,7 +434,7 @@ published.show()
 # ## 6 · What comes next?
 #
 # `show_decisions` draws a chart, one row a technique: the parts of a peak that it can shrink, in which phase, and its
-# price. Here it is for the run that began this lesson, with the peak that each technique could reach at best, and a tick
+# price. Here it is for section 1's run of SmolLM2, with the peak that each technique could reach at best, and a tick
 # where that fits in 3.5 GiB (4 GiB less the context):
 
 # %%
@@ -713,9 +714,9 @@ for every in (None, 1, 2, 6):
     print(f"every={every!s:<6}{whole:>12,}{cut:>14,}")
 
 # %% [markdown]
-# Either technique halves the peak. Beside micro-batches, checkpoints still take off more than a quarter, and one layer or
-# two a segment are almost equal: weights, gradients and states are most of what is left. Now measure one of these predictions,
-# 4 × 2 rows with two layers a segment:
+# Either technique halves the peak. With micro-batches, checkpoints still take off more than a quarter. Segments of one
+# layer and of two are almost equal, because weights, gradients and states are most of what is left. Now measure one of
+# these predictions, 4 × 2 rows with two layers a segment:
 
 # %%
 neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
@@ -740,11 +741,10 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 #
 # ●●● · 8 minutes · optional · trains: the whole way on a model that no lesson has shown
 #
-# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that
-# end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 43.7 MB. Write
-# `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
-# `t5_setting()` of `gradmem_lib.course` makes all three.
-# Leave no checkpoints on.
+# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"`
+# that end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens. A plain step takes
+# 43.7 MB. Write `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss,
+# under **10.5 MB**. `t5_setting()` of `gradmem_lib.course` makes all three. Leave no checkpoints on.
 #
 # <details><summary>Hint 1: the way</summary>
 #

@@ -124,8 +124,8 @@ quantize = check("9.1", quantize)
 guess_a.reveal(formula=2 * (1 + 4 / 256), measured=round(cost("8-bit AdamW", AdamW8bit), 3))
 
 # %% [markdown]
-# The measured number is larger by two codes, which all tensors share. `AdamW8bit` is one operator, like the kernel
-# of the library bitsandbytes, so the tracker sees no temporaries.
+# The measured number is a little larger: it includes two codes, which all tensors share. `AdamW8bit` is one operator,
+# like the kernel of the library bitsandbytes, so the tracker sees no temporaries.
 #
 # Try two codes on a real second moment v, squared gradients of a SmolLM2 matrix. One has equal distances.
 # The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
@@ -398,8 +398,8 @@ print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 
 # %% [markdown]
 # These weights are about 0.2, the additions 0.0001. Merged in bf16, most are lost. So merge in float32, or do not
-# merge. Unmerged, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a small file,
-# which PEFT loads, and `set_adapter` chooses.
+# merge. If you do not merge, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a
+# small file, which PEFT loads, and `set_adapter` chooses.
 #
 # ## 7 · The base in 4 bits
 #

@@ -300,8 +300,8 @@ puzzle("11.8").show(answer)
 # ## 6 · Several cards
 #
 # From here on several cards train one model, so a recipe needs `sharding`. Rows are those of *all* cards, and
-# `accumulation` cuts what each card gets. The picture shows one of the cards. Divide what is cut by the number of cards,
-# and ask what each card still needs for itself.
+# `accumulation` cuts what each card gets. The picture shows one of the cards. Divide what is cut by the number of
+# cards, and ask what each card still needs for itself. (NCCL, the library that sends, needs bytes too.)
 
 # %% [markdown]
 # ### Exercise 11.10 · every weight of a 13B
