@@ -284,8 +284,8 @@ for name, (make, rate) in rates.items():
 # ## 5 · Gradients that do not wait
 #
 # Gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as
-# its gradient is complete, and frees the gradient. So the largest gradient is the most that exists: on the tiny
-# Llama, 8.4 of 29.4 MB. Whatever needs *all* gradients at once breaks:
+# its gradient is complete, and frees the gradient. At most the largest gradient exists: on the tiny Llama, 8.4 of
+# 29.4 MB. Whatever needs *all* gradients at once breaks:
 #
 # - **accumulation**, which adds them up over micro-batches;
 # - a **scaler** (lesson 07), which looks at all of them before any step;
