@@ -402,7 +402,7 @@ EXERCISES = (
         changes=("parameters",),
         raises=(
             (
-                "hooks should return None",
+                "hooks should return None|has changed the (type|size|device) of value",
                 (
                     "a hook must return nothing, and a lambda returns its value (add_ returns the "
                     "sum): write the hook with def."
