@@ -332,8 +332,9 @@ for number in range(1, 5):
 #
 # ## 5 · Six recipes on SmolLM2
 #
-# This takes some minutes. Every recipe has the same start, rows and learning rate (1e-5). The bytes are predicted for
-# this batch. "Held out" is the loss on rows that no recipe trains on.
+# This takes some minutes, most of them for float16, which few CPUs compute directly. Every recipe has the same start,
+# rows and learning rate (1e-5). The bytes are predicted for this batch. "Held out" is the loss on rows that no recipe
+# trains on.
 
 # %%
 recipes = {
