@@ -72,7 +72,7 @@ by PyTorch, and 8.20 MiB is reserved by PyTorch but unallocated."""
 # | *is free* | what the driver still has |
 # | *this process has … in use* | all segments, and the **context**: CUDA's own bytes in each process. `nvidia-smi` shows this number |
 # | *allocated by PyTorch* | blocks with a live tensor in them |
-# | *reserved … but unallocated* | idle blocks, in segments where another block is in use |
+# | *reserved … but unallocated* | idle blocks in segments that still hold a tensor. PyTorch returned the empty segments to the driver before it failed |
 #
 # ### Exercise 6.1 · between the lines of an error
 #
@@ -145,8 +145,8 @@ guess_a.reveal(
 )
 
 # %% [markdown]
-# The formula adds the refused request to what is allocated. The step needs more, because **an error shows the first request
-# too many, not the last.** So the refused request does not say how much larger a card must be.
+# The formula adds the refused request to what is allocated. The step needs more, because **an error shows the first
+# request too many, not the last.** So the refused request does not say how much larger a card must be.
 #
 # Free and idle bytes are enough for this request, but in pieces, and a tensor needs one block. This is **fragmentation**.
 # With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here this setting
@@ -178,14 +178,15 @@ except BudgetExceeded as exceeded:
     print(exceeded)
 
 # %% [markdown]
-# AdamW's states are live, so this is the second step: the first one passed. The last lines come from `diagnose`, which you
-# can ask about any run. For each technique it takes away all bytes that the technique could ever save. If what is left
-# **at best** is still too much, the technique stands in the list of what could not help.
+# AdamW's states are live, so this is the second step: the first one passed. The two lists of techniques come from
+# `diagnose`, which you can ask about any run. For each technique it takes away all bytes that the technique could ever
+# save. What is left is the peak **at best**. If that is still too much, the technique could not help. ("Factored"
+# states are Adafactor's.)
 #
 # ## 2 · Predict
 #
 # `predict` runs the training step on *fake tensors*, which have a shape and a dtype and no bytes. Where many layers are
-# alike, it traces a few of them. How good is that? Try one long row with eager attention:
+# alike, it runs only a few of them. How good is that? Try one long row with eager attention:
 
 # %%
 guess_b = predict_first(
@@ -299,9 +300,9 @@ guess_c.reveal(
 #
 # ●●○ · 5 minutes · trains: putting a technique into a loop of your own, and leaving the update what it was
 #
-# Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns that
-# mean, under **22 MiB**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or both.
-# Leave the model's modes as they were.
+# Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns
+# that mean, under **22 MiB**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or
+# both. Leave the model in train or eval mode, as it was.
 #
 # <details><summary>Hint 1: checkpoints</summary>
 #
@@ -333,8 +334,9 @@ train_small = check("6.3", train_small)
 # %% [markdown]
 # ## 4 · A 7B, and the cards
 #
-# Now Llama-2-7B, with rows of 2,048 tokens and 8 of them an update, technique by technique. "Needs" is the peak with the
-# driver's context and a rough share for the allocator. A star stands under each size of card that is enough.
+# Now Llama-2-7B, with rows of 2,048 tokens and 8 of them an update, technique by technique. (`8 × 1` means 8
+# micro-batches of one row.) "Needs" is the peak, the driver's context and a rough share for the allocator. A star
+# stands under each size of card that is enough.
 
 # %%
 ladder = {
@@ -382,12 +384,13 @@ guess_d.reveal(measured=round(peak / 2**30, 1), what="predicted")
 claims.show("C54")
 
 # %% [markdown]
-# In full fine-tuning, accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are 25
-# GiB before the first token. What fits trains few weights (LoRA), or frees each gradient at once. Exercise 6.5 trains
-# every weight in the second way.
+# In full fine-tuning, accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients
+# are 25 GiB before the first token. A run that fits trains few weights (LoRA), or frees each gradient at once. Exercise
+# 6.5 trains every weight in the second way.
 #
-# The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block of
-# 64 weights shares. On 16 GB, two thirds are then left. What would the planner do with the room?
+# The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block
+# of 64 weights shares. On 16 GB, two thirds are then left. What does the planner do with this room? (`margin=0` lets it
+# use all of it.)
 
 # %%
 from gradmem_lib import plan
@@ -404,10 +407,10 @@ print(found.best)
 print("The next faster one does not fit:", found.next_faster)
 
 # %% [markdown]
-# With `first-4`, the first four layers run again in backward, one by one. The other 28 keep their activations. The next
-# faster plan runs one layer less again, and is too large for the card.
+# With `first-2`, the first two layers run again in backward, one by one. The other 30 keep their activations. The next
+# faster plan would repeat one layer less, and is too large for the card.
 #
-# Before you see the next verdict, add up weights, gradients and states of a 7B in bf16 in your head.
+# Before you see the next verdict, add up weights, gradients and states of a 7B in your head: in bf16, and in float32.
 
 # %%
 claims.show("C55")
@@ -431,7 +434,7 @@ published.show()
 # ## 6 · What comes next?
 #
 # `show_decisions` draws a chart, one row a technique: the parts of a peak that it can shrink, in which phase, and its
-# price. Here it is for the run that began this lesson, with the peak that each technique could reach at best, and a tick
+# price. Here it is for section 1's run of SmolLM2, with the peak that each technique could reach at best, and a tick
 # where that fits in 3.5 GiB (4 GiB less the context):
 
 # %%
@@ -440,13 +443,13 @@ from gradmem_lib import show_decisions
 show_decisions(run, card="3.5 GiB")
 
 # %% [markdown]
-# Read the chart in three steps. (A tracker's run knows each tensor's module, so there the bounds of checkpointing and of
-# the loss in chunks differ.)
+# Read the chart in three steps. (A run of the tracker also knows each tensor's module. Then the chart takes away only
+# activations inside the layers for checkpointing, and only those outside for the loss in chunks.)
 #
 # 1. **In which phase is the peak?** Only that phase's half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
-# 3. **Of the rows that are enough, which price will you pay?** Then predict it: "at best" is a bound (another
-#    moment may then be the highest), and two techniques that work on the same part do not add up.
+# 3. **Of the rows that are enough, which price will you pay?** Then predict it. "At best" is a bound: the marked parts
+#    are gone at every moment, and the highest moment is left. Two techniques that work on the same part do not add up.
 #
 # ### Exercise 6.6 · what comes next
 #
@@ -499,13 +502,13 @@ for name, option in options.items():
         print(f"{name:<18}{peak.total / 2**30:>6.1f} GiB in {peak.phase:<16}next: {word}")
 
 # %% [markdown]
-# "none" says that no single technique is enough. Then take one technique, and ask again: the ladder of section 4 goes down
-# like this.
+# "none" says that no single technique is enough. Then take the cheapest one that shrinks a large part, and ask again.
+# Section 4 went down its ladder like this.
 #
 # ## 7 · What you can now do
 #
-# - **Read the error**: allocated is tensors, unallocated is pieces, the rest of the process is the context. It shows the
-#   first request too many.
+# - **Read the error**: allocated is tensors, unallocated is pieces, the rest of the process is the context. It shows
+#   the first request too many.
 # - **Look where the peak is**, in which phase and of which category: `diagnose`, or the chart. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: bf16, fewer states,
 #   LoRA, or a step in backward.
@@ -675,10 +678,10 @@ quoted(shape, smol.config, 8, 1024)
 quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
-# The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted for
-# models whose logits are a small part, and in SmolLM2 the logits are the largest. It also adds activations to all
-# gradients. Llama's peak is in the optimizer's step, where all gradients are there and the activations are gone: hence
-# the 16 %. **A rule of thumb is right for the model it was made for.**
+# The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted
+# for models whose logits are a small part, and in SmolLM2 the logits are the largest. It also adds all activations to
+# all gradients. But Llama's peak is in the optimizer's step. All gradients are there, and the activations are gone:
+# hence the 16 %. **A rule of thumb is right for the model it was made for.**
 
 # %% [markdown]
 # ## Optional: a language model, and a T5
@@ -711,9 +714,9 @@ for every in (None, 1, 2, 6):
     print(f"every={every!s:<6}{whole:>12,}{cut:>14,}")
 
 # %% [markdown]
-# Either technique halves the peak. Beside micro-batches, checkpoints still take off more than a quarter, and one layer or
-# two a segment are almost equal: weights, gradients and states are most of what is left. Now measure one of these predictions,
-# 4 × 2 rows with two layers a segment:
+# Either technique halves the peak. With micro-batches, checkpoints still take off more than a quarter. Segments of one
+# layer and of two are almost equal, because weights, gradients and states are most of what is left. Now measure one of
+# these predictions, 4 × 2 rows with two layers a segment:
 
 # %%
 neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
@@ -738,11 +741,10 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 #
 # ●●● · 8 minutes · optional · trains: the whole way on a model that no lesson has shown
 #
-# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that
-# end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 43.7 MB. Write
-# `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
-# `t5_setting()` of `gradmem_lib.course` makes all three.
-# Leave no checkpoints on.
+# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"`
+# that end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens. A plain step takes
+# 43.7 MB. Write `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss,
+# under **10.5 MB**. `t5_setting()` of `gradmem_lib.course` makes all three. Leave no checkpoints on.
 #
 # <details><summary>Hint 1: the way</summary>
 #

@@ -188,8 +188,9 @@ print("a thousand times 1.0 in bf16:", total.item())
 #
 # ●●○ · 5 minutes · trains: a rounding whose mean is right
 #
-# Write `round_by_chance(x, generator)`: a float32 tensor as bf16, each element one of its two neighbours. The nearer
-# one has the greater chance, so that the mean of many roundings is `x`. All chance comes from `generator`.
+# Write `round_by_chance(x, generator)`. It returns the float32 tensor `x` in bf16. Each element becomes one of the
+# two bf16 numbers beside it. The nearer one has the greater chance, so that the mean of many roundings is `x`. All
+# chance comes from `generator`.
 #
 # <details><summary>Hint 1: bits</summary>
 #
@@ -238,9 +239,9 @@ print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():
 #
 # ●○○ · 4 minutes · trains: which of two copies is updated, and which one is rounded
 #
-# The model computes with bf16 weights. Beside each tensor of them lives a float32 tensor, its **master**. Write
+# The model computes with bf16 weights. Beside each weight tensor there is a float32 tensor, its **master**. Write
 # `master_step(weights, masters, lr)`, one step of plain gradient descent. A weight without a gradient stays as it is.
-# Budget: **3.0 MB** in all: float32 copies of one tensor at a time.
+# Budget: **3.0 MB** in all, so make float32 copies of one tensor at a time.
 #
 # <details><summary>Hint 1: the order</summary>
 #
@@ -267,8 +268,8 @@ master_step = check("7.4", master_step)
 #
 # ## 4 · float16 needs a scaled loss
 #
-# A **scaler** looks for the largest factor that works: it multiplies the loss, divides the gradients, and watches for
-# overflow.
+# A **scaler** looks for the largest factor that works. It multiplies the loss by it, divides the gradients by it, and
+# watches for overflow.
 #
 # ### Exercise 7.5 · a scaler by hand
 #
@@ -307,8 +308,8 @@ def scaled_step(optimizer, scale, good, patience):
 scaled_step = check("7.5", scaled_step)
 
 # %% [markdown]
-# PyTorch's scaler, `torch.amp.GradScaler`, does the same. It calls `patience` `growth_interval`, which is 2,000 by
-# default. Watch it begin with too large a scale:
+# PyTorch's scaler, `torch.amp.GradScaler`, does the same. Its name for `patience` is `growth_interval`, which is
+# 2,000 by default. Watch it begin with too large a scale:
 
 # %%
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -331,8 +332,9 @@ for number in range(1, 5):
 #
 # ## 5 · Six recipes on SmolLM2
 #
-# This takes some minutes. Every recipe has the same start, rows and learning rate (1e-5). The bytes are predicted for
-# this batch. "Held out" is the loss on rows that no recipe trains on.
+# This takes some minutes, most of them for float16, which few CPUs compute directly. Every recipe has the same start,
+# rows and learning rate (1e-5). The bytes are predicted for this batch. "Held out" is the loss on rows that no recipe
+# trains on.
 
 # %%
 recipes = {
@@ -371,11 +373,11 @@ for name, recipe in recipes.items():
 # the states). The master's peak also has the embedding's gradient in float32. Rounding by chance costs no more than
 # all bf16.
 #
-# Then the losses. A few small updates change little. In the stored notebook, which made one short update of one layer,
-# all six losses are within 0.2 % of each other. The difference is in the weights. At this rate, rounding to the nearest
-# moves 1.9 % of all bf16 weights (section 3). The masters hold every update, but a bf16 weight changes only when its
-# master has moved by half a gap. Over thousands of updates, most do. By chance, each weight moves as far as it should,
-# on average, from the first update on.
+# Then the losses. A few small updates change little. In the stored notebook, which made one short update of one
+# layer, all six losses are within 0.2 % of each other. The difference is in the weights. At this rate, rounding to
+# the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every update, but a bf16 weight changes
+# only when its master has moved by half a gap. Over thousands of updates, most do. With rounding by chance, each
+# weight moves as far as it should on average, from the first update on.
 #
 # ## 6 · What it saves, and from which batch on
 #
@@ -470,8 +472,8 @@ claims.show("C11")
 #
 # <details><summary>Hint 2: which sum</summary>
 #
-# A function that is made in a loop sees the loop's last value. A default argument, `lambda p, total=total: …`, keeps
-# its own.
+# A function that is made in a loop sees the loop's last value. A default argument, `def add(p, total=total):`, keeps
+# its own. A hook must return nothing.
 #
 # </details></details>
 

@@ -42,10 +42,11 @@ from gradmem_lib.course import claims, models, texts
 # %% [markdown]
 # ## 1 · Repeat what is cheap
 #
-# Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all of
-# the work. The *elementwise* operations between them (norms, activation functions, sums) are almost none of it, but
-# their results take bytes all the same. So a layer could keep the results of its products, and repeat everything else.
-# Our model is the first nine layers of SmolLM2, without logits. `kept` returns the most bytes of activations in a step.
+# Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all
+# of the work. The *elementwise* operations between them (norms, activation functions, sums) are almost none of it,
+# but their results take bytes all the same. So a layer could keep the results of its products, and repeat everything
+# else. Our model is the first nine layers of SmolLM2, without logits. `kept` runs a step, and returns the bytes of
+# activations at their highest moment.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -196,8 +197,8 @@ for name, nbytes in leaves.items():
 
 # %% [markdown]
 # Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so moving them gains
-# nothing. And more activations would leave than the 26.3 MB of section 1, because a tensor that two operations save
-# leaves twice.
+# nothing. And more activations would leave than the 26.3 MB of section 1, because a tensor leaves twice if two
+# operations save it.
 
 # %% [markdown]
 # ### Exercise 8.3 · saved tensors that move
@@ -326,8 +327,8 @@ claims.show("C48")
 # ## 3 · As much as the budget asks
 #
 # A run that is 5 % too large does not need a checkpoint on every layer. So checkpoint the first k layers, each by
-# itself, and keep the others as they are. Why the first ones? Backward comes to them last, when what the others kept is
-# gone. So each layer more makes the peak lower, or leaves it as it is.
+# itself, and keep the others as they are. Why the first ones? Backward comes to them last, when what the others kept
+# is gone. So each further layer lowers the peak, or leaves it as it is.
 
 # %% [markdown]
 # ### Exercise 8.5 · as few layers as the budget allows
@@ -439,8 +440,8 @@ guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 # %% [markdown]
 # ## 5 · Recompute, move or shrink?
 #
-# Here is lesson 06's chart for section 4's first run. A bar that says "at best" takes a whole part of the peak away.
-# Section 4 reached less, because a step always works with something of each part.
+# Here is lesson 06's chart for section 4's first run. The column "at best" takes whole parts of the peak away.
+# Section 4 saved less, because a step always works with something of each part.
 
 # %%
 from gradmem_lib import show_decisions
@@ -538,8 +539,8 @@ repeated = check("8.2", repeated)
 # problem**: keep what costs most to repeat, within the budget.
 #
 # The cell uses `aot_module`. This is the part of `torch.compile` that splits a module's work into a forward and a
-# backward, and decides what is kept between them. It still runs one operation after another, so the tracker can watch.
-# The model is a chain of lesson 04. We count bytes in boundaries.
+# backward, and decides what is kept between them. It still runs one operation after another, so the tracker can
+# watch. The model is a chain of lesson 04. We count bytes in boundaries, and try six budgets from 1 to 0.
 
 # %%
 import torch._functorch.config as functorch_config

@@ -21,7 +21,7 @@
 #
 # - say how many bytes an optimizer keeps, how many more its step needs, and where it is the wrong choice;
 # - write a quantizer, Lion and LoRA;
-# - bring SmolLM2's task under 300 MiB, with every weight or with adapters.
+# - train SmolLM2 under 300 MiB, with every weight or with adapters.
 
 # %%
 import math
@@ -84,9 +84,11 @@ guess_a = predict_first(
 #
 # ●●○ · 4 minutes · trains: blockwise quantization: what is stored, and what is read back
 #
-# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks, and return `indices` (n,), as uint8:
-# the position in `code` of the value *nearest* to number / absmax; `absmax`, one a block; and `back` (n,), the numbers
-# read back from these two.
+# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks, and return three tensors:
+#
+# - `indices` (n,), as uint8: the position in `code` of the value *nearest* to number / absmax;
+# - `absmax`, one a block;
+# - `back` (n,): the numbers read back from these two.
 #
 # <details><summary>Hint 1: blocks</summary>
 #
@@ -122,8 +124,8 @@ quantize = check("9.1", quantize)
 guess_a.reveal(formula=2 * (1 + 4 / 256), measured=round(cost("8-bit AdamW", AdamW8bit), 3))
 
 # %% [markdown]
-# The measured number is larger by two codes, which all tensors share. `AdamW8bit` is one operator, like the kernel
-# of the library bitsandbytes, so the tracker sees no temporaries.
+# The measured number is a little larger: it includes two codes, which all tensors share. `AdamW8bit` is one operator,
+# like the kernel of the library bitsandbytes, so the tracker sees no temporaries.
 #
 # Try two codes on a real second moment v, squared gradients of a SmolLM2 matrix. One has equal distances.
 # The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
@@ -148,9 +150,9 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
     print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
 
 # %% [markdown]
-# (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
-# and that weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances
-# within each power of ten.
+# (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone, and
+# the weight takes a huge step. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal
+# distances within each power of ten.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -200,11 +202,11 @@ class Lion(torch.optim.Optimizer):
 Lion = check("9.3", Lion)
 
 # %% [markdown]
-# **Muon** keeps m too, and treats it as a *matrix*. A matrix stretches some directions more than others: in
-# $m = USV^\top$, U and V only turn and mirror, and the *singular values* in S say how far each direction is stretched. In
-# a gradient a few of them are far above the rest, so a step along m goes mostly in a few directions. Muon sets all of
-# them to about 1: its update is about $UV^\top$, which goes equally far in every direction. Five rounds of matrix
-# products (Newton-Schulz) compute it. Embeddings and norms are left to AdamW. Here is one update:
+# **Muon** keeps m too, and treats it as a *matrix*. A matrix stretches some directions more than others. In
+# $m = USV^\top$, U and V only turn and mirror, and the *singular values* in S say how far each direction is stretched.
+# In a gradient a few of them are far above the rest, so a step along m goes mostly in a few directions. Muon sets all
+# singular values to about 1: its update is about $UV^\top$, which goes equally far in every direction. Five rounds of
+# matrix products (Newton-Schulz) compute it. Embeddings and norms are left to AdamW. Here is one update:
 
 # %%
 lone = nn.Parameter(torch.zeros(64, 64))
@@ -217,11 +219,11 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # %% [markdown]
 # The update's singular values are far closer together.
 #
-# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G of
-# 576 rows and 1,536 columns. Let the columns of a matrix P be the r directions in which G is largest. Then PᵀG has r
-# rows instead of 576, and so have Adam's two moments of it. P times Adam's update is the step. P is renewed every few
-# hundred steps. With r = 64, P and both moments together are 7.6 times smaller than AdamW's moments. What is lost? In our
-# test with 512 tokens, the largest four directions keep 56 % of G's length, so the others matter too.
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G
+# of 576 rows and 1,536 columns. Let the columns of a matrix P be the r directions in which G is largest. Then PᵀG has
+# r rows instead of 576, and Adam's two moments are as small. The step is P times Adam's update. P is renewed every
+# few hundred steps. With r = 64, P and both moments together are 7.6 times smaller than AdamW's moments. What is
+# lost? In our test with 512 tokens, the largest four directions keep 56 % of G's length, so the others matter too.
 #
 # ## 4 · One table
 #
@@ -282,8 +284,8 @@ for name, (make, rate) in rates.items():
 # ## 5 · Gradients that do not wait
 #
 # Gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as
-# its gradient is complete, and frees the gradient. At most the largest one exists: on the tiny Llama, 8.4 of 29.4 MB.
-# Whatever needs *all* gradients at once breaks:
+# its gradient is complete, and frees the gradient. At most the largest gradient exists: on the tiny Llama, 8.4 of
+# 29.4 MB. Whatever needs *all* gradients at once breaks:
 #
 # - **accumulation**, which adds them up over micro-batches;
 # - a **scaler** (lesson 07), which looks at all of them before any step;
@@ -360,8 +362,9 @@ chart
 
 # %% [markdown]
 # LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer,
-# to reach the adapters below. With every weight trained, checkpoints do not move the peak, which is at the end of
-# backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.**
+# to reach the adapters below. So the peak falls by less than that: it moves to where the activations are. With every
+# weight trained, checkpoints do not move the peak, which is at the end of backward. With LoRA they take 41 % off.
+# **Adapters make checkpointing matter more.**
 #
 # These adapters are in bf16. PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each
 # layer keeps a float32 copy of its input, and activations are 17.38 GiB.
@@ -395,8 +398,8 @@ print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 
 # %% [markdown]
 # These weights are about 0.2, the additions 0.0001. Merged in bf16, most are lost. So merge in float32, or do not
-# merge. Unmerged, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a small file,
-# which PEFT loads, and `set_adapter` chooses.
+# merge. If you do not merge, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a
+# small file, which PEFT loads, and `set_adapter` chooses.
 #
 # ## 7 · The base in 4 bits
 #
@@ -427,7 +430,8 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # it. Backward writes it out again. So a good QLoRA keeps neither the matrix nor its input. Where it is written
 # carelessly, it needs *more* than LoRA: an optional section shows two such mistakes.
 #
-# Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
+# Even a good QLoRA is the wrong choice where weights are a small part of the peak: it rounds the base, and takes
+# time.
 #
 # ## 8 · The loss
 #
@@ -437,7 +441,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 #
 # ## 9 · Under 300 MiB
 #
-# Now combine everything, on models like SmolLM2 of any depth.
+# Now combine everything, on models like SmolLM2 with as many layers as you choose.
 
 # %% [markdown]
 # ### Exercise 9.8 · SmolLM2's task under 300 MiB
@@ -484,8 +488,8 @@ chart
 
 # %% [markdown]
 # With every weight, the embedding and twelve layers are 135 MiB. Backward ends with three tables of the embedding's
-# size, 54 MiB each. Thirteen layers do not fit. With adapters, the weights of 40 layers are hardly
-# larger, and the peak is in forward.
+# size, 54 MiB each: a gradient, an activation and a temporary. Thirteen layers do not fit. With adapters, the weights
+# of 40 layers are hardly larger, and the peak is in forward.
 #
 # ## 10 · What you can now do
 #

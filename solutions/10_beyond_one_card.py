@@ -276,17 +276,17 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 # gradients wait for their reduce-scatter. **This is worse than no sharding.** With a unit for each layer, as in
 # section 2, the peak was 6.1 MB.
 #
-# Its largest part is activations, so add checkpoints. A checkpoint runs each layer's forward twice. (Does FSDP then
-# gather each layer more often? An optional section counts.)
+# The largest part of this peak is activations, so add checkpoints. A checkpoint runs each layer's forward twice.
+# (Does FSDP then gather each layer more often? An optional section counts.)
 #
 # ### Exercise 10.4 · a model of sharded layers
 #
 # ●●○ · 4 minutes · trains: units of FSDP2, and checkpoints under them
 #
 # Write `wrap(model, mesh)` for a Llama of transformers, and return the model. `mesh` names the ranks that share it.
-# Each layer is a unit of `fully_shard`, and all other weights are one more. Each layer is a checkpoint. A forward and
-# a backward of a tiny Llama of six layers, 2 rows of 32 tokens, on one of 2 ranks may take **2,550,000 bytes**. The
-# gradients must equal those of one process.
+# Each layer is a unit of `fully_shard`, and all other weights are one more. Each layer is also a checkpoint. A
+# forward and a backward of a tiny Llama of six layers, 2 rows of 32 tokens, on one of 2 ranks may take **2,550,000
+# bytes**. The gradients must equal those of one process.
 #
 # <details><summary>Hint 1: units</summary>
 #
@@ -333,10 +333,10 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 # ## 5 · One batch on many ranks
 #
 # DDP and FSDP average gradients over the ranks. If rows are not equally long, this is lesson 03's mistake again.
-# Divide each summed loss by the labels of *all* ranks, and multiply it by the number of ranks (exercise 10.5,
-# optional). `accumulate_gradients(..., model=net)` does so. Under DDP, ranks may have different numbers of
-# micro-batches. Under FSDP every forward is a collective, so all ranks need equally many. Some may be empty, with
-# all labels −100.
+# Divide each summed loss by the number of labels on *all* ranks, and multiply it by the number of ranks (exercise
+# 10.5, optional). `accumulate_gradients(..., model=net)` does so. Under DDP, ranks may have different numbers of
+# micro-batches. Under FSDP every forward is a collective, so all ranks need equally many. Some may be empty, with all
+# labels −100.
 #
 # **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. Keep this
 # product: with twice the ranks, take half the micro-batches. If it grows instead, search for the learning rate again.
@@ -359,10 +359,10 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 # ●●○ · 3 minutes · trains: bytes over a link, and which of them accumulation saves
 #
 # In a ring, each rank sends `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a
-# reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes,
-# ranks, micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered
-# from forward to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a
-# second. FSDP and ZeRO-2 reduce after every micro-batch.
+# reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes, ranks,
+# micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered from forward
+# to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. FSDP and
+# ZeRO-2 reduce gradients after every micro-batch.
 #
 # <details><summary>Hint 1: one way after the other</summary>
 #
@@ -500,9 +500,9 @@ guess_f.reveal(measured=round(short.total / 2**30, 1), what="predicted")
 chart
 
 # %% [markdown]
-# CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. Most of it is
-# the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits. In bf16, half of
-# the base alone is too large. The claim below counts in GB: the card's 23.6 GiB are 25.4 GB.
+# CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. Most of the
+# peak is the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits. In
+# bf16, half of the base alone is too large. The claim below counts in GB: the card's 23.6 GiB are 25.4 GB.
 
 # %%
 claims.show("C17")
@@ -518,7 +518,7 @@ claims.show("C17")
 # - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights.
 # - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last.
 # - **A collective needs every rank**, in saving and in clipping too.
-# - **Divide by the labels of all ranks**, and undo the mean that the engine takes.
+# - **Divide by the labels of all ranks**, and undo the mean that DDP or FSDP takes.
 # - **Check bytes, not settings.**
 # - **Shard only what does not fit.** FSDP sends the model's size three times in each micro-batch.
 #

@@ -33,7 +33,8 @@ from gradmem_lib.course import models, puzzle, stars, texts
 #
 # A puzzle gives you a model, a card, the rows and tokens of one update, and sometimes a condition. You write a recipe.
 #
-# - **Bytes.** The predicted peak, the allocator's idle blocks, cuBLAS's workspace and CUDA's context must fit together.
+# - **Bytes.** The predicted peak, the allocator's idle blocks, CUDA's context and the workspace of its matrix
+#   products (cuBLAS) must fit together.
 # - **Time.** It is an estimate for each token, and the planner's best recipe sets the mark. Any recipe that fits has ★.
 #   With 70 % of the planner's speed it has ★★, and with 95 % it has ★★★.
 # - **Fair play.** Adapters have at least rank 16 and are on every linear layer. Plain SGD is not allowed.
@@ -76,8 +77,8 @@ recipe = bf16 | {"accumulation": 8}
 puzzle("11.0").show(recipe)
 
 # %% [markdown]
-# The bar is longer than the card. Weights and gradients are here to stay. Of the rest, the activations are the part that
-# costs least to shrink. Run every layer again:
+# The bar is longer than the card. Every weight is trained, so weights and gradients stay. Of the rest, the
+# activations are the part that costs least to shrink. Run every layer again:
 
 # %%
 recipe = recipe | again
@@ -85,8 +86,8 @@ puzzle("11.0").show(recipe)
 
 # %% [markdown]
 # The activations fell to a quarter, and it is still not enough. Look at the temporaries: 2 GiB at the beginning of
-# backward. The model knows 128,256 words, so a row of 2,048 tokens has 263 million logits, with 8 bytes
-# each. Compute the loss in chunks:
+# backward. The model knows 128,256 words, so a row of 2,048 tokens has 263 million logits. At that moment each has 8
+# bytes of temporaries. Compute the loss in chunks:
 
 # %%
 recipe = recipe | chunks
@@ -299,8 +300,8 @@ puzzle("11.8").show(answer)
 # ## 6 · Several cards
 #
 # From here on several cards train one model, so a recipe needs `sharding`. Rows are those of *all* cards, and
-# `accumulation` cuts what each card gets. The picture shows one of the cards. Divide what is cut by the number of cards,
-# and ask what each card still needs for itself.
+# `accumulation` cuts what each card gets. The picture shows one of the cards. Divide what is cut by the number of
+# cards, and ask what each card still needs for itself. (NCCL, the library that sends, needs bytes too.)
 
 # %% [markdown]
 # ### Exercise 11.10 · every weight of a 13B

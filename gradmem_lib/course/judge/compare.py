@@ -217,6 +217,8 @@ def _equal_numbers(got: Real, expected: Real, tolerance: float) -> bool:
 
 def _number_difference(got: Real, expected: Real) -> Difference:
     shown, wanted = describe(got), describe(expected)
+    if isinstance(expected, bool):  # True and False have no size
+        return _plain_difference(shown, wanted)
     if shown == wanted:
         shown, wanted = repr(got), repr(expected)
     if math.isnan(got):

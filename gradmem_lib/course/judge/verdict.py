@@ -442,8 +442,12 @@ def _diagnosis(
     if left:
         return left[0]
     if run.failure:
-        says = run.failure.says
-        return f"{run.failure.hint} {says[0].upper()}{says[1:]}" if run.failure.hint else says
+        says, hint = run.failure.says, run.failure.hint
+        if not hint:
+            return says
+        if not says.startswith(exercise.name):  # a function's name stays as it is spelled
+            says = says[0].upper() + says[1:]
+        return f"{hint} {says}"
     place = _place(exercise, found)
     if says := _recognised(exercise, candidate, run, expected, known):
         where = over or _over(run.value) or _case(exercise, found)

@@ -250,6 +250,18 @@ def test_a_result_that_the_check_cannot_use_is_said_plainly():
     )
 
 
+def test_after_a_hint_a_function_keeps_its_name_as_it_is_spelled():
+    hint = ("no attribute", "the area is a number.")
+    uses_it = replace(AREA, observe=lambda f: f(3, 5).bit_length(), mistakes=(), raises=(hint,))
+    line = judge(uses_it, lambda w, h: "15").line
+    assert line.startswith("✗ 0.7 not yet: the area is a number. area(width, height) could not be")
+
+
+def test_true_and_false_are_neither_small_nor_large():
+    fits = exercise_of({"fits": True}, lambda value: value)
+    assert judge(fits, {"fits": False}).line == "✗ 0.7 not yet: for entry 'fits': False is not it."
+
+
 def test_a_reference_that_cannot_run_here_is_not_the_learners_fault():
     def reference(width, height):
         raise OSError("no such model")

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from lesson_facts import lessons
 from support import oom_programs as programs
 from support.paths import ROOT
 
@@ -264,3 +265,11 @@ def test_the_script_of_a_leak_is_the_one_in_its_lesson_and_runs_out_of_memory(le
     model, *rest = leak.setting(leak.batches)
     with pytest.raises(BudgetExceeded), MemoryTracker(model, budget=leak.budget, live=False):
         leak.script(model, *rest)
+
+
+def test_the_plan_that_is_printed_is_the_one_that_is_explained():
+    printed = next(lesson for lesson in lessons() if lesson.number == "06").printed
+    best, faster = map(int, re.findall(r"checkpointing=first-(\d+)", printed))
+    assert f"With `first-{best}`, the first " in TEXT
+    assert f"The other {32 - best} keep their activations." in TEXT
+    assert "The next faster plan would repeat one layer less" in TEXT and faster == best - 1

@@ -33,7 +33,7 @@ def most_gradients(recipe: Recipe) -> int:
 def test_the_gradients_that_are_left_by_a_step_in_backward():
     left, all_of_them = (most_gradients(Recipe(in_backward=way)) for way in (True, False))
     assert (
-        f"At most the largest one exists: on the tiny Llama, {left / 1e6:.1f} of "
+        f"At most the largest gradient exists: on the tiny Llama, {left / 1e6:.1f} of "
         f"{all_of_them / 1e6:.1f} MB."
     ) in TEXT
 

@@ -345,6 +345,13 @@ _SHIFTED = (
     "position 0 of each row is left out of the counts: a T5 shifts its decoder's inputs, "
     "not its labels; count all labels except -100."
 )
+_LEFT_ON = (
+    "are checkpointed already",
+    (
+        "the checkpoints stay on after the call, and a second call puts more on top of them: use "
+        "checkpoint_layers in a `with` block, or call .remove() at the end."
+    ),
+)
 SAME_WEIGHT = "every micro-batch has the same weight in the gradient (loss / K, a mean of means)"
 
 
@@ -360,6 +367,7 @@ EXERCISES = (
         explain=_explain,
         tolerance=5e-4,
         changes=("model.train", "model.config", "model.hook"),
+        raises=(_LEFT_ON,),
         mistakes=(
             Mistake(
                 "as it was",
@@ -419,6 +427,7 @@ EXERCISES = (
         explain=_explain,
         tolerance=5e-4,
         changes=("model.train", "model.config", "model.hook"),
+        raises=(_LEFT_ON,),
         mistakes=(
             Mistake(
                 "as it was",

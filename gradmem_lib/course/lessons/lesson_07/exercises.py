@@ -400,6 +400,15 @@ EXERCISES = (
         observe=_observe_sums,
         explain=_explain_sums,
         changes=("parameters",),
+        raises=(
+            (
+                "hooks should return None|has changed the (type|size|device) of value",
+                (
+                    "a hook must return nothing, and a lambda returns its value (add_ returns the "
+                    "sum): write the hook with def."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "bf16",

@@ -222,6 +222,11 @@ def _explain_disk(got, expected):
             "an activation that has a weight's shape stays in memory: recognise weights by "
             "their storage, tensor.untyped_storage().data_ptr()."
         )
+    if not any(got["a weight that begins inside a larger storage"].values()):
+        return (
+            "a weight is written too, but weights stay in memory anyway: recognise each by its "
+            "storage, tensor.untyped_storage().data_ptr(), and let pack return it as it is."
+        )
     return None
 
 
@@ -417,7 +422,10 @@ EXERCISES = (
             Mistake(
                 "one name",
                 _OneName,
-                "files are overwritten: each tensor needs its own name; number the files.",
+                (
+                    "every tensor comes back as the one that was written last: each needs a file "
+                    "of its own, and unpack reads the file that pack has named; number the files."
+                ),
             ),
             Mistake(
                 "caches",

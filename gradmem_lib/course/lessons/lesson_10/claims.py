@@ -36,7 +36,8 @@ def seventy_billion_on_two() -> Finding:
     return Finding(
         own=(fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),),
         beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
-        holds="Rows of one or two thousand tokens fit, with a checkpoint in every layer.",
+        holds="Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048 leave "
+        "less than a GB for all that is no tensor.",
         fails="A card's shard, the layers that it gathers and the activations do not fit on it.",
         why="A card keeps half of the base, and half of embeddings and head in bf16. It gathers "
         "one layer after another, while embedding and "

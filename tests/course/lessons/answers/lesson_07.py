@@ -97,6 +97,13 @@ def _sums_shared(parameters):
     return sums
 
 
+def _sums_returned(parameters):
+    sums = [torch.zeros(p.shape) for p in parameters]
+    for p, total in zip(parameters, sums, strict=True):
+        p.register_post_accumulate_grad_hook(lambda p, total=total: total.add_(p.grad))
+    return sums
+
+
 RIGHT["7.2"] = {
     "closures": _sums,
     "in place": _sums_in_place,
@@ -110,6 +117,7 @@ WRONG["7.2"] = {
     "overwritten": (partial(_sums, how=lambda a, g: a.copy_(g)), "last backward|add"),
     "mean": (partial(_sums, how=lambda a, g: a.lerp_(g.float(), 0.5)), "got|expected"),
     "minus": (partial(_sums, how=lambda a, g: a.sub_(g)), "sign"),
+    "returning hook": (_sums_returned, "a hook must return nothing"),
 }
 
 

@@ -483,7 +483,18 @@ class _InNumpy(exercises_moving.Disk):
         return packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)
 
 
+class _ByAddress(exercises_moving.Disk):
+    def pack(self, tensor):
+        if tensor.data_ptr() in self.stay:
+            return tensor
+        self.stay, stay = set(), self.stay
+        path = super().pack(tensor)
+        self.stay = stay
+        return path
+
+
 WRONG["8.3"] |= {
+    "a weight's address": (_ByAddress, "recognise each by its storage"),
     "a weight's shape": (_ByShape, "an activation that has a weight's shape stays"),
     "numpy": (_InNumpy, "no file appears"),
 }
