@@ -56,6 +56,11 @@ _STARTS = {
         r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization"
         r"|KVcacheisneeded,whichislargerthan"
     ),
+    "dispatched": (
+        r"modulesaredispatchedontheCPUorthedisk"
+        r"|parametersareonthemetadevice(?:device)?becausetheywereoffloaded"
+    ),
+    "disk": r"Errno28\]?:?Nospaceleftondevice",
     "shared memory": r"workersareoutofsharedmemory|unabletowritetofile</torch_",
     "other library": (
         r"RESOURCE_?EXHAUSTED(?=.{0,80}(?:memory|allocat|OOM))"
@@ -72,7 +77,8 @@ _START = re.compile(
     "|".join(f"(?P<{name.replace(' ', '_')}>{words})" for name, words in _STARTS.items()),
     re.IGNORECASE,
 )
-FOLLOW = ("no figures", "vllm", "other library")  # they say less than a message with figures
+# They say less than a message with figures.
+FOLLOW = ("no figures", "vllm", "other library", "dispatched", "disk")
 SEVERAL_LINES = ("other library", "killed")  # one error writes several lines that begin as one
 _LONGEST = 1500  # characters of one message without white space
 

@@ -508,6 +508,19 @@ SENTENCES = {
         "the cache in the share of the card that gpu_memory_utilization gives. Raise it if the "
         "card is otherwise free, lower max_model_len, or take a smaller model."
     ),
+    "dispatched": (
+        "No allocation failed here: device_map found that the weights do not fit into the card's "
+        "free memory, and put some of them on the CPU or the disk. Such a model cannot be trained "
+        "as it is. nvidia-smi shows what fills the card before this run. If nothing does, load the "
+        "model in 4 bits instead of 8, or take a smaller model or a larger card. With "
+        'device_map={"": 0} everything goes to the first card, and an error with figures comes '
+        "if it does not fit."
+    ),
+    "disk": (
+        "This is a disk, not memory: `df -h` shows which. Checkpoints of a run are most often "
+        "what fills it (save_total_limit=1 in TrainingArguments keeps the last one), then "
+        "~/.cache/huggingface. If the path is below /dev/shm, it is the host's shared memory."
+    ),
     "no figures": (
         "This error comes from the driver or from a library, and has no figures: the memory was "
         "asked for outside PyTorch's allocator (a context, cuBLAS, NCCL, bitsandbytes), or by a "
@@ -576,8 +589,14 @@ def _case_of_mps(error: ErrorText) -> tuple[str, str]:
     )
 
 
+# These do not come from a moment of a training step: it is neither asked for nor answered.
+WITHOUT_MOMENT = ("dispatched", "disk", "killed", "shared memory", "vllm")
+
+
 def _moment_sentences(moment: str, own: Frame | None, has_frames: bool, case: str) -> list[str]:
     if not has_frames:
+        if case in WITHOUT_MOMENT:
+            return []
         return [
             'There is no traceback in this text, so the moment is not known: the lines from "'
             'Traceback" on would show it.'
@@ -589,10 +608,12 @@ def _moment_sentences(moment: str, own: Frame | None, has_frames: bool, case: st
         if own.code:
             where += f": {own.code}"
         where += "."
+    if case in WITHOUT_MOMENT:
+        return [where.strip()] if where else []
     if moment:
         found.append(f"It happened in: {moment}.{where}")
     else:
         found.append(f"The traceback has no frame that shows the moment.{where}")
-    if moment in WHAT_HELPS and case not in ("host", "killed"):
+    if moment in WHAT_HELPS and case != "host":
         found.append(WHAT_HELPS[moment])
     return found

@@ -466,6 +466,22 @@ MESSAGES = {
         dict(asked=None),
         ["vllm"],
     ),
+    "bitsandbytes, weights that do not fit": (
+        "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough "
+        "GPU RAM to fit the quantized model.",
+        dict(asked=None, count=1),
+        ["dispatched"],
+    ),
+    "accelerate, weights that do not fit": (
+        "Some parameters are on the meta device because they were offloaded to the cpu.",
+        dict(asked=None, count=1),
+        ["dispatched"],
+    ),
+    "a full disk": (
+        "OSError: [Errno 28] No space left on device",
+        dict(asked=None, count=1),
+        ["disk"],
+    ),
     "torchrun": (
         "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 "
         "(SIGKILL) received by PID 4711",
