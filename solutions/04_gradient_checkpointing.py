@@ -180,14 +180,8 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 # With n layers, one checkpoint a layer keeps n boundaries. With k layers in one checkpoint, only n / k boundaries are
 # kept. But when backward reaches such a **segment**, all its k layers are in memory at once.
 #
-# `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches a real step, in these lines:
-#
-# ```
-# register_module_forward_pre_hook(enter)  # which layer runs now?
-# register_module_forward_hook(leave)
-# with Watch(observe):  # what does each operation make, and when is it freed?
-#     step()
-# ```
+# `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches one real step: module hooks say
+# which layer runs, and the tracker of lesson 01 says what each operation allocates, and when it is freed.
 #
 # In its picture, layers go from bottom to top, and time from left to right.
 
