@@ -237,6 +237,9 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         contextlib.ExitStack() as afterwards,
     ):
+        afterwards.callback(
+            side_effects.restore_judging_functions, side_effects.judging_functions()
+        )
         afterwards.callback(side_effects.restore, switches)
         afterwards.callback(side_effects.restore_process, process)
         afterwards.callback(random.setstate, random.getstate())
