@@ -73,7 +73,7 @@ guess_a = predict_first(
 #
 # Write the two halves of `Checkpoint`. `Checkpoint.apply(run, x)` shall return `run(x)` and keep only `x`. Its backward
 # receives the gradient of the output. It returns one value for each argument of forward: `None` for `run`, and the
-# gradient of `x`. The weights inside `run` must get their gradients as well.
+# gradient of `x`. The weights inside `run` must get their gradients as well, added to `.grad`.
 #
 # <details><summary>Hint 1: forward</summary>
 #
@@ -487,7 +487,8 @@ print("boundaries:", table(lambda: smol(inputs_embeds=embeds, labels=ids).loss.b
 #
 # Write `train_step(layers, x)`: forward and backward of `layers(x).square().mean()`, returning the loss as a float. The
 # first 63 layers have a = 5 x. The last one is a head, whose logits are five times as wide as a boundary. The peak must
-# be at most the bytes of the card below, and each layer may run forward **twice** at most.
+# be at most the bytes of the card below, and each layer may run forward **twice** at most. Nothing may wait elsewhere,
+# on the host or on a disk.
 #
 # The next cell shows two schedules that do not fit, and what head and loss need. In section 1, 9 boundaries were on
 # their way in a layer's backward: `best_segments` takes that number as `temporaries`. `temporaries` and `internal`

@@ -112,7 +112,7 @@ def relation(got: Any, expected: Any, tolerance: float) -> str:
         return ""
     if says := _other_kind(mine[first], theirs[first]):
         return says
-    if tolerance < 1e-3 and difference(got, expected, 1e-2) is None:
+    if tolerance < 1e-3 and difference(got, expected, 1e-2) is None and _tells_apart(theirs):
         return _nearly_right(theirs)
     pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
     numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]
@@ -127,6 +127,20 @@ def relation(got: Any, expected: Any, tolerance: float) -> str:
     return _one_factor(numbers)
 
 
+def _tells_apart(expected: Mapping) -> bool:
+    """Whether two right digits say anything: the losses of three steps differ by less, so that
+    three times the first one is as near.
+    """
+    for value in map(plain, expected.values()):
+        if not isinstance(value, tuple) or len(value) < 2:
+            continue
+        if all(isinstance(number, Real) for number in value):
+            numbers = [float(number) for number in value]
+            if max(numbers) - min(numbers) < 0.1 * max(map(abs, numbers)):
+                return False
+    return True
+
+
 def _nearly_right(expected: Mapping) -> str:
     whole = True
     for value in map(plain, expected.values()):
@@ -137,8 +151,8 @@ def _nearly_right(expected: Mapping) -> str:
             "too much is counted."
         )
     return (
-        "nearly right: two digits agree, as if something were computed in half precision "
-        "(bf16 or float16)."
+        "nearly right: two digits agree. Perhaps a small part is missing, or too much is counted, "
+        "or something is computed in half precision (bf16 or float16)."
     )
 
 
@@ -153,6 +167,53 @@ def _one_factor(numbers: list[tuple[Real, Real]]) -> str:
     if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):
         return f"every case is {times(ratios[0])}."
     return ""
+
+
+_UNITS = {
+    8: "bits",
+    1 / 2**10: "KiB",
+    1 / 2**20: "MiB",
+    1 / 2**30: "GiB",
+    1e-3: "kB",
+    1e-6: "MB",
+    1e-9: "GB",
+}
+
+
+def unit_of(ratio: float) -> str:
+    """The sentence for bytes that are ``ratio`` times what they should be, as in another unit;
+    empty where no unit has this factor.
+    """
+    for factor, name in _UNITS.items():
+        if math.isclose(ratio, factor, rel_tol=1e-9):
+            off = (
+                f"{factor:g} times too large"
+                if factor > 1
+                else f"{1 / factor:,.0f} times too small"
+            )
+            return f"every number is {off} (these look like {name}): return bytes."
+    return ""
+
+
+def other_unit(got: Any, expected: Any) -> str:
+    """The sentence for an answer whose bytes are all in another unit.
+
+    Only whole numbers are bytes, as floats too; truths beside them are not looked at.
+    """
+    mine, ratios = entries(got), []
+    for path, wanted in entries(expected).items():
+        number = mine.get(path)
+        if isinstance(wanted, bool):
+            continue
+        if not isinstance(wanted, Real) or not isinstance(number, Real):
+            return ""
+        if not float(wanted).is_integer():
+            return ""
+        if wanted:
+            ratios.append(float(number) / float(wanted))
+        elif number:
+            return ""
+    return unit_of(ratios[0]) if len(ratios) > 2 and _alike(ratios) else ""
 
 
 def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
@@ -212,6 +273,8 @@ def _other_kind(got: Any, expected: Any) -> str:
 def _instead_of_a_number(got: Any, expected: Real) -> str:
     if got is None:
         return ""
+    if isinstance(expected, bool) and not isinstance(got, Real):
+        return f"return True or False: this is {describe(got)}."
     if isinstance(got, str):
         return f"return a number: this is text, {describe(got)}."
     if not isinstance(got, Real):

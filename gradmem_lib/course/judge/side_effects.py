@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -260,8 +261,24 @@ def process_state() -> dict[str, Any]:
         "garbage collection": gc.isenabled(),
         "the way in which tensors are printed": course_compat.print_options(),
         "the way in which numpy prints": numpy.get_printoptions(),
+        "what numpy does at errors": numpy.geterr(),
         "threads": {thread for thread in threading.enumerate() if type(thread) is threading.Thread},
     }
+
+
+def judging_functions() -> dict[ModuleType, dict[str, Any]]:
+    """All names of the modules that judge: an answer may put something of its own there."""
+    names = ("compare", "exercise", "hints", "side_effects", "verdict")
+    modules = [sys.modules.get(f"{__package__}.{name}") for name in names]
+    return {module: dict(vars(module)) for module in modules if module is not None}
+
+
+def restore_judging_functions(before: dict[ModuleType, dict[str, Any]]) -> None:
+    """Put back what was there, before anything is compared."""
+    for module, names in before.items():
+        for name, value in names.items():
+            if vars(module).get(name) is not value:
+                setattr(module, name, value)
 
 
 def _working_directory() -> str:
@@ -394,3 +411,4 @@ def restore_process(before: dict[str, Any]) -> None:
         (gc.enable if before["garbage collection"] else gc.disable)()
     torch.set_printoptions(**before["the way in which tensors are printed"])
     numpy.set_printoptions(**before["the way in which numpy prints"])
+    numpy.seterr(**before["what numpy does at errors"])

@@ -237,6 +237,9 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         contextlib.ExitStack() as afterwards,
     ):
+        afterwards.callback(
+            side_effects.restore_judging_functions, side_effects.judging_functions()
+        )
         afterwards.callback(side_effects.restore, switches)
         afterwards.callback(side_effects.restore_process, process)
         afterwards.callback(random.setstate, random.getstate())
@@ -474,6 +477,7 @@ def _recognised(
     values = [(says, theirs.value) for says, theirs in known if not theirs.failure]
     says = (
         hints.nearest_mistake(got, wanted, values, tolerance, all_of_it=True)
+        or hints.other_unit(got, wanted)
         or hints.not_a_number(got, wanted, tolerance)
         or _explained(exercise, got, wanted)
         or hints.nearest_mistake(got, wanted, values, tolerance)

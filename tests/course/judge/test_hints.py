@@ -61,6 +61,31 @@ def test_half_precision_is_seen_by_how_near_it_is():
     assert "half precision" in judge(mean, lambda x: x.bfloat16().mean()).line
 
 
+def test_numbers_that_are_alike_by_nature_are_not_nearly_right():
+    losses = exercise_of(lambda: [7.64, 7.63, 7.66], lambda f: {"three steps": f()})
+    assert "nearly right" not in judge(losses, lambda: [7.64, 7.64, 7.64]).line
+    apart = exercise_of(lambda: [7.64, 1.63, 3.66], lambda f: {"three steps": f()})
+    assert "nearly right" in judge(apart, lambda: [7.64, 1.64, 3.66]).line
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (8, "8 times too large (these look like bits): return bytes"),
+        (1 / 2**20, "1,048,576 times too small (these look like MiB): return bytes"),
+        (1e-9, "1,000,000,000 times too small (these look like GB): return bytes"),
+        (3, "every case is 3 times too large"),
+    ],
+)
+def test_another_unit_of_bytes_is_named(factor, said):
+    assert said in judge(VOLUME, lambda w, h, d: w * h * d * factor).line
+
+
+def test_a_truth_is_asked_for_by_name():
+    fits = exercise_of(lambda n: n < 4, calls((3,), (5,)))
+    assert "return True or False: this is 'yes'." in judge(fits, lambda n: "yes").line
+
+
 def test_whole_numbers_that_are_nearly_right_are_not_said_to_be_rounded():
     nbytes = exercise_of(lambda n: 1000.0 * n + 4, lambda f: {n: f(n) for n in (5, 50)})
     line = judge(nbytes, lambda n: 1000 * n).line

@@ -15,8 +15,9 @@ from course.judge.toy_exercise import AREA, area, exercise_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gradmem_lib.course.judge import verdict
 from gradmem_lib.course.judge.side_effects import process_state
-from gradmem_lib.course.judge.verdict import PASSED, judge
+from gradmem_lib.course.judge.verdict import PASSED, WRONG, judge
 
 
 def state() -> dict:
@@ -50,6 +51,7 @@ def prints_arrays_short():
         (prints_tensors_short, "the way in which tensors are printed changed"),
         (prints_arrays_short, "the way in which numpy prints changed"),
         (gc.disable, "garbage collection changed"),
+        (lambda: numpy.seterr(all="raise"), "what numpy does at errors changed"),
         (lambda: torch.set_autocast_cache_enabled(False), "autocast's cache off"),
         (
             lambda: torch.set_float32_matmul_precision("medium"),
@@ -82,6 +84,17 @@ def test_the_state_of_the_process_is_told_and_put_back(leave, said):
     assert state() == before and torch.is_autocast_cache_enabled() == cache
     assert "GRADMEM_TEST_VARIABLE" not in os.environ
     assert judge(AREA, area).outcome == PASSED
+
+
+def test_an_answer_is_not_judged_by_functions_of_its_own():
+    compared = verdict.difference
+
+    def answer(width, height):
+        verdict.difference = lambda *_: None
+        return 0
+
+    assert judge(AREA, answer).outcome == WRONG
+    assert verdict.difference is compared
 
 
 def test_a_variable_that_an_import_sets_is_no_answers_doing(tmp_path, monkeypatch):

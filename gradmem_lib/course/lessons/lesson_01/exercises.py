@@ -12,7 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...judge.exercise import Exercise, Mistake, measure
-from ...judge.hints import shares
+from ...judge.hints import shares, unit_of
+from ..shared.gradient_weights import ANOTHER_STEP
 from ..shared.settings import flat
 from .settings import train_setting
 
@@ -88,6 +89,10 @@ def _explain_resident(got, expected):
             "the parameters of a model may have different dtypes: ask each parameter for its "
             "element_size()."
         )
+    size = {case: found["parameters"] for case, found in expected.items()}
+    factor = shares({case: found.get("parameters") for case, found in got.items()}, size)
+    if factor and (unit := unit_of(factor[0])):
+        return unit
     frozen = [*expected].index("an MLP whose first layer is frozen")
     wrong = [entry for entry, each in right.items() if not each[frozen]]
     if all(ok for each in right.values() for i, ok in enumerate(each) if i != frozen):
@@ -154,6 +159,27 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(saved.values())
+
+
+def _no_parameter_itself(model, x):
+    """Leaves out what is an ``nn.Parameter``, and counts views of one."""
+    found, kept = {}, []
+
+    def pack(tensor):
+        kept.append(tensor)
+        if not isinstance(tensor, nn.Parameter):
+            found[_address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(found.values())
+
+
+def _all_parameters_taken_off(model, x):
+    """What is saved, less all parameters, although some of them are not saved."""
+    saved = _saves(parameters=True)(model, x)
+    return saved - sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -238,6 +264,7 @@ _PARAMETERS = (
 )
 _VIEW = "this counts the view: a saved slice keeps its whole storage alive."
 _ELEMENTS = "this counts elements, not bytes."
+_STORAGES = "this counts storages, not their bytes: storage.nbytes()."
 
 
 def _several(got) -> str:
@@ -247,6 +274,7 @@ def _several(got) -> str:
         lambda t: t.nbytes: _VIEW,
         lambda t: t.untyped_storage().nbytes() // t.itemsize: _ELEMENTS,
         torch.numel: f"{_VIEW} And {_ELEMENTS}",
+        lambda t: 1: _STORAGES,
     }
     for each, parameters, size in product((False, True), (False, True), sizes):
         if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
@@ -308,6 +336,17 @@ def train(model, optimizer, batches) -> list[float]:
     return losses
 
 
+def _logs_afterwards(model, optimizer, batches):
+    losses = []
+    for ids in batches:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model(input_ids=ids, labels=ids).loss.item())
+    return losses
+
+
 def _trains(*, keeps=None, steps=True, set_to_none=True, **backward):
     """A wrong ``train``: what of the output it ``keeps``, and how it steps, zeroes (``None``: not
     at all) and goes back.
@@ -365,10 +404,12 @@ def _observe_train(candidate):
 
 def _explain_train(got, expected):
     unmoved = flat(train_setting()[0].parameters())
-    if got["afterwards"]["calls of optimizer.step()"] and torch.equal(
-        got["afterwards"]["weights"], unmoved
-    ):
+    steps = got["afterwards"]["calls of optimizer.step()"]
+    moves = not torch.equal(got["afterwards"]["weights"], unmoved)
+    if steps and not moves:
         return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
+    if moves and not steps:
+        return ANOTHER_STEP
     return None
 
 
@@ -455,6 +496,23 @@ EXERCISES = (
                 "elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), _ELEMENTS
             ),
             Mistake(
+                "no parameter itself",
+                _no_parameter_itself,
+                (
+                    "a parameter's view is counted: what is saved of a weight may be its "
+                    "transpose, which is no nn.Parameter. Compare the storages."
+                ),
+            ),
+            Mistake(
+                "all parameters taken off",
+                _all_parameters_taken_off,
+                (
+                    "the bytes of all parameters are subtracted, but not all of them are saved: "
+                    "the first layer's weight and the biases are not. Leave out a saved storage "
+                    "that is a parameter's."
+                ),
+            ),
+            Mistake(
                 "outputs of layers",
                 _outputs_of_layers,
                 (
@@ -509,6 +567,14 @@ EXERCISES = (
                 (
                     "without zero_grad the gradients of all batches add up, and they stay through "
                     "the next forward."
+                ),
+            ),
+            Mistake(
+                "logs afterwards",
+                _logs_afterwards,
+                (
+                    "these are the losses after each update, by one more forward: a step's loss "
+                    "is the one that backward was called on."
                 ),
             ),
             Mistake(

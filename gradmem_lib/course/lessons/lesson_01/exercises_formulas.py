@@ -40,6 +40,11 @@ def _explain_surplus(got, expected):
             "the log-sum-exp is one number for each row of scores, and every head has rows of "
             "its own."
         )
+    if squares == 1 and rows > 0 and rows != 1:
+        return (
+            f"{4 * rows:g} bytes a row of scores are added: eager attention saves only the softmax "
+            "more, and fused attention saves the log-sum-exp."
+        )
     if squares == 1 and rows > 0:
         return (
             "the log-sum-exp is added: fused attention saves it instead of the softmax, so "
@@ -48,7 +53,7 @@ def _explain_surplus(got, expected):
     if squares == 1:
         return f"the log-sum-exp has {-4 * rows:g} bytes a row here: it is one float32, 4 bytes."
     return (
-        f"your answer has {squares:g} times the softmax: 4 bytes a number, one square for each "
+        f"your answer has {squares:.4g} times the softmax: 4 bytes a number, one square for each "
         "head of each sequence."
     )
 
@@ -70,7 +75,8 @@ def _explain_spike(got, expected):
             f"{found[1]:g} bytes a token too many are counted: count only the three large tensors."
         )
     return (
-        f"your answer has {found[0]:g} bytes a logit: three float32 tensors of that shape make 12."
+        f"your answer has {found[0]:.4g} bytes a logit: three float32 tensors of that shape "
+        "make 12."
     )
 
 
@@ -293,6 +299,11 @@ EXERCISES = (
                 "no gradients",
                 _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=14),
                 "the gradient is missing: it is as large as the weight.",
+            ),
+            Mistake(
+                "no moments",
+                _recipe(float32=8, bf16=4, autocast_bf16=8, float32_master=8),
+                "Adam's two moments are missing: each is as large as a weight or its master.",
             ),
         ),
     ),

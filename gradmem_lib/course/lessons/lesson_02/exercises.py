@@ -90,6 +90,12 @@ def _explain_gap(got, expected):
             "floor()."
         )
     bits = -log2(ratios[1.0]) if ratios[1.0] > 0 else 0
+    # One bit more or less is half a gap or a whole one, in bf16 itself.
+    if len(set(ratios.values())) == 1 and bits == int(bits) and bits < -1:
+        return (
+            f"every gap is {2**-bits:,.0f} times too large, as if for {7 + bits:.0f} bits after "
+            "the point: bf16 has 7."
+        )
     if len(set(ratios.values())) == 1 and bits in (3, 4, 16, 17):
         name = "float16, which has 10" if bits < 5 else "float32, which has 23"
         return (
@@ -117,6 +123,19 @@ def frugal_adamw(p: Tensor, grad: Tensor, state: dict, lr, beta1, beta2, eps, we
     v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     divisor = v.sqrt().div_(sqrt(1 - beta2**t)).add_(eps)
     p.addcdiv_(m, divisor, value=-lr / (1 - beta1**t))
+
+
+def _keeps_a_buffer(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    """The temporary of each parameter stays in its state."""
+    if not state:
+        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p), buffer=torch.empty_like(p))
+    state["t"] += 1
+    t, m, v, buffer = (state[name] for name in ("t", "m", "v", "buffer"))
+    p.mul_(1 - lr * weight_decay)
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    torch.sqrt(v, out=buffer).div_(sqrt(1 - beta2**t)).add_(eps)
+    p.addcdiv_(m, buffer, value=-lr / (1 - beta1**t))
 
 
 def _frugal(p, grad, state, lr, beta1, beta2, eps, weight_decay, *, wrong):
@@ -188,6 +207,10 @@ def _explain_frugal(got, expected):
     ):
         return faulty_rules.LOST
     if not got["arrays that are no tensors"]["bytes"]:
+        sizes = [4 * prod(size) for size in SIZES]
+        third = measured.over - (sum(sizes) - max(sizes))
+        if third in (0, max(sizes)) and difference(measured.value, right.value) is None:
+            return _THIRD_STATE
         more, rest = divmod(measured.over, 4 * prod(SIZES[0]))
         # scalars and counters
         if more and rest < 1024 and difference(measured.value, right.value) is None:
@@ -209,6 +232,10 @@ _EMPTY = (
         "KeyError",
         "`state` is an empty dict before the first step: store a value in it before you read it.",
     ),
+)
+_THIRD_STATE = (
+    "`state` keeps a third tensor for each parameter, so all of them stay alive at once: make the "
+    "temporary in the step, and let it go."
 )
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
 _COPIES = (
@@ -371,6 +398,11 @@ EXERCISES = (
                     "this is the step of exercise 2.4: m_hat, v_hat and what is made of them are "
                     "new tensors, each as large as p."
                 ),
+            ),
+            Mistake(
+                "a buffer for each",
+                _keeps_a_buffer,
+                _THIRD_STATE,
             ),
             _wrong(
                 _frugal,

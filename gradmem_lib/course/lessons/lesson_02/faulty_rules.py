@@ -32,7 +32,10 @@ class Watched:
     def walk(self, rule, case: dict, beside: bool) -> Iterator[tuple[int, dict]]:
         p, second, state, of_second = START.clone(), START.flip(0), {}, {}
         for step in range(1, self.steps + 1):
-            before = torch.tensor([0.3, -1.0, 2.0, 0.004], dtype=torch.float64) * (1.5 - step % 3)
+            size = 1.5 - step % 3
+            if step > 3:
+                size /= 10  # so that an average of squares falls too
+            before = torch.tensor([0.3, -1.0, 2.0, 0.004], dtype=torch.float64) * size
             grad = before.clone()
             with torch.no_grad():
                 rule(p, grad, state, *case.values())
@@ -96,7 +99,7 @@ def read_off(
         if told := other and other(first, right):
             return told
         if wrong[0] == next(iter(got)) and (
-            told := _one_size(first, right) or _nearly(got, expected)
+            told := _one_size(observe, got, expected) or _nearly(got, expected)
         ):
             return told
         return _where(wrong[0], list(got), first)
@@ -115,19 +118,25 @@ def _two(observe: Watched, rule: Callable, says: dict[str, str], got: dict) -> s
     return ""
 
 
-def _one_size(first: dict, right: dict) -> str:
-    """The sentence for a step that is the gradient times one number, where each number of p has a
-    size of its own.
+def _one_size(observe: Watched, got: dict, expected: dict) -> str:
+    """The sentence for steps that are the gradient times one number, where each number of p has a
+    size of its own. In the first step alone, that is also true of a v that begins at ones.
     """
-    steps = [(START - seen["p"]) / seen["grad before"] for seen in (first, right)]
-    same, wanted = (torch.allclose(step, step[0].expand(4), rtol=1e-6) for step in steps)
+    settings = _settings(observe.cases[0])
+    for seen, should in ((got, True), (expected, False)):
+        at = START
+        for step in (1, 2):
+            found = seen[f"step {step} with {settings}"]
+            sizes = (at - found["p"]) / found["grad before"]
+            same = torch.allclose(sizes, sizes[0].expand(4), rtol=1e-6)
+            if should and not same:
+                return ""
+            if not should and same:
+                return ""
+            at = found["p"]
     return (
-        (
-            "every number of p is divided by the same number: v has one number for each of them, "
-            "not one for all."
-        )
-        if same and not wanted
-        else ""
+        "every number of p is divided by the same number: v has one number for each of them, "
+        "not one for all."
     )
 
 
@@ -236,6 +245,8 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
     square = grad.abs() if "absolute" in wrong else square
     share = _one_of({"sum": 1.0, "all": 1.0, "swapped": beta}, wrong, 1 - beta)
     v.mul_(_one_of({"swapped": 1 - beta, "all": 1.0}, wrong, beta)).add_(square, alpha=share)
+    if "variance" in wrong:
+        mean = state["mean"] = beta * state.get("mean", 0.0) + (1 - beta) * grad
     divisor = {
         "eps inside": (v + eps).sqrt(),
         "no root": v + eps,
@@ -247,6 +258,8 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
         "multiplied": 1 / (v.sqrt() + eps),
         "no division": torch.ones_like(v),
     }
+    if "variance" in wrong:
+        divisor["variance"] = (v - mean * mean).clamp(min=0).sqrt() + eps
     step = (1.0 if "no lr" in wrong else lr) * grad / _one_of(divisor, wrong, v.sqrt() + eps)
     p.sub_(-step if "uphill" in wrong else step)
 
@@ -283,6 +296,10 @@ SECOND_MOMENT = {
         "v averages the gradient's magnitude: it must average its square, and the root "
         "comes afterwards."
     ),
+    "variance": (
+        "the square of the mean is subtracted from v (a variance): here v is the average of the "
+        "square alone."
+    ),
     "multiplied": "the gradient is multiplied by the root of v: divide by it.",
     "no division": "v is kept but not used: divide the gradient by its root.",
     "no lr": "the learning rate is missing.",
@@ -304,6 +321,20 @@ def _corrections(c1: float, c2: float, wrong: set) -> tuple[float, float]:
     return _one_of(table, wrong, (c1, c2))
 
 
+_SHRINKS_LATER = {  # or never
+    "decay in the gradient",
+    "decay afterwards",
+    "no decay",
+    "decay in the step",
+}
+
+
+def _largest(v, state):
+    """The largest v so far, number by number."""
+    state["largest"] = torch.maximum(state.get("largest", v), v).clone()
+    return state["largest"]
+
+
 def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     """Adam, or AdamW, with what is ``wrong`` in it."""
     begin = p.clone()
@@ -314,11 +345,11 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         "lr squared": 1 - lr * lr * weight_decay,
     }
     factor = _one_of(decays, wrong, 1 - lr * weight_decay)
-    if "decay in the gradient" in wrong:
-        grad = grad + weight_decay * p
-    elif "decay constant" in wrong:
+    if {"decay in the gradient", "decay both ways"} & wrong:
+        grad = grad + weight_decay * begin
+    if "decay constant" in wrong:
         p.sub_(lr * weight_decay)
-    elif not {"decay afterwards", "no decay", "decay in the step"} & wrong:
+    elif not _SHRINKS_LATER & wrong:
         p.mul_(factor)
     if not state:
         state["t"] = 0
@@ -344,6 +375,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         m.div_(c1), v.div_(c2)
         c1 = c2 = 1.0
     m_hat = m if {"no correction", "m not corrected"} & wrong else m / c1
+    v = _largest(v, state) if "the largest v" in wrong else v
     v_hat = v if {"no correction", "v not corrected"} & wrong else v / c2
     m_hat = grad / c1 if "gradient corrected" in wrong else m_hat
     divisors = {
@@ -438,6 +470,10 @@ ADAM = {
         "the corrections are multiplied in: m and v are too small, so divide by 1 - beta**t."
     ),
     "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
+    "the largest v": (
+        "this divides by the largest v so far (AMSGrad): Adam's v also falls where gradients "
+        "become smaller."
+    ),
     "v unused": "v is kept but not used: divide m_hat by the root of v_hat.",
     "no lr": "the learning rate is missing.",
     "uphill": "this increases the loss: subtract.",
@@ -448,6 +484,10 @@ ADAMW = ADAM | {
         "a constant is subtracted, not a share of p: shrink p by the factor 1 - lr * weight_decay."
     ),
     "decay twice": "p is decayed twice, before the step and after it.",
+    "decay both ways": (
+        "the decay acts twice: p shrinks, and weight_decay * p is added to the gradient too. Leave "
+        "the gradient as it is."
+    ),
     "decay in the step": (
         "the decay is part of the step, and so is divided by the root of v: AdamW shrinks p itself."
     ),

@@ -302,6 +302,12 @@ def _why_updates(updates, right, counts, window) -> str | None:
     ):
         many = "micro-batch" if len(held[0]) == 1 else "micro-batches"
         return f"the first update is made of {len(held[0])} {many}, and the window is {window}."
+    joined = [*wanted[:-2], set().union(*wanted[-2:])]
+    if len(updates) == len(right) - 1 and held == joined:
+        return (
+            "what is left at the end is joined to the window before it: it makes an update of its "
+            "own."
+        )
     for mine, theirs, u in zip(held, wanted, updates, strict=False):
         if mine > theirs and min(mine) < min(theirs):
             return (

@@ -171,6 +171,11 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "rounds down, at least one",
+                _window(lambda n: max(1, math.floor(n))),
+                "this rounds down, but to no less than 1: the update must see at least the tokens.",
+            ),
+            Mistake(
                 "one more",
                 _window(lambda n: math.floor(n) + 1),
                 (
@@ -230,6 +235,22 @@ EXERCISES = (
                 (
                     "this still counts padding, after the shift: a label of -100 adds nothing to "
                     "the loss."
+                ),
+            ),
+            Mistake(
+                "the first and the last",
+                lambda labels: int((labels[:, 1:-1] != IGNORED).sum()),
+                (
+                    "the last label is left out too: it is compared with the output before it. "
+                    "Only the first label of a sequence is compared with nothing."
+                ),
+            ),
+            Mistake(
+                "the first sequence",
+                lambda labels: int((labels[1:] != IGNORED).sum()),
+                (
+                    "labels[1:] leaves out the first sequence: positions are the second "
+                    "dimension, labels[:, 1:]."
                 ),
             ),
             Mistake(

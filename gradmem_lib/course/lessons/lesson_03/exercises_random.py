@@ -59,7 +59,17 @@ def _answer(
     once, cut = gradients
     off = (cut - once).norm().item()
     lengths = (cut.norm() / once.norm() - 1).abs().item()
-    return [off / once.norm().item(), off, lengths, off / cut.norm().item()][ratio]
+    relative = off / once.norm().item()
+    each = _mean_of_errors(model, once, cut)
+    return [relative, off, lengths, off / cut.norm().item(), relative**2, each][ratio]
+
+
+def _mean_of_errors(model, once, cut) -> float:
+    """The mean of each parameter's own relative error."""
+    sizes = [p.numel() for p in model.parameters()]
+    pairs = zip(once.split(sizes), cut.split(sizes), strict=True)
+    errors = [((mine - whole).norm() / whole.norm()).item() for whole, mine in pairs]
+    return sum(errors) / len(errors)
 
 
 def _setting():
@@ -185,6 +195,22 @@ EXERCISES = (
                 (
                     "this divides by the length of the gradient in pieces: divide by that of the "
                     "full batch's."
+                ),
+            ),
+            Mistake(
+                "not rooted",
+                partial(_answer, ratio=4),
+                (
+                    "this is the square of the error: a length is the root of the sum of the "
+                    "squares."
+                ),
+            ),
+            Mistake(
+                "each parameter by itself",
+                partial(_answer, ratio=5),
+                (
+                    "this is a mean of the parameters' own errors, where a small one counts as "
+                    "much as a large one: take all gradients as one vector."
                 ),
             ),
             Mistake(

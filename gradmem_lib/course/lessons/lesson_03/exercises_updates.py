@@ -61,6 +61,15 @@ def _clips_too_late(model, optimizer, micro_batches, loss_and_count, max_norm):
     return norm.item()
 
 
+def _clips_by_the_inverse(model, optimizer, micro_batches, loss_and_count, max_norm):
+    accumulate(micro_batches, loss_and_count)
+    norm = gradients_of(model).norm().item()
+    for parameter in model.parameters():
+        parameter.grad *= min(1.0, norm / max_norm)
+    step_and_zero(optimizer)
+    return norm
+
+
 def _clips_the_sum(model, optimizer, micro_batches, loss_and_count, max_norm):
     total = sum(loss_and_count(micro)[1] for micro in micro_batches)
     for micro in micro_batches:
@@ -361,6 +370,11 @@ EXERCISES = (
                     "the update used the unclipped gradient: clip after the last backward and "
                     "before the step."
                 ),
+            ),
+            Mistake(
+                "turned round",
+                _clips_by_the_inverse,
+                "the factor is turned round: it is max_norm / norm, and at most 1.",
             ),
             Mistake(
                 "the sum",

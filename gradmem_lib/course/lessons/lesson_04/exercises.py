@@ -102,6 +102,17 @@ def apply_of(candidate):
     return partial(torch.autograd.Function.apply.__func__, candidate)
 
 
+def _backward_that_overwrites(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.run(x)
+    weights = list(ctx.run.parameters())
+    of_x, *of_weights = torch.autograd.grad(out, [x, *weights], gradient)
+    for weight, found in zip(weights, of_weights, strict=True):
+        weight.grad = found
+    return None, of_x
+
+
 def _copies_the_weights(ctx, run, x):
     ctx.copies = [p.clone() for p in run.parameters()]
     return Checkpoint.forward(ctx, run, x)
@@ -122,22 +133,47 @@ def _observe_checkpoint(candidate):
     }
     kept = kept_boundaries(lambda layers, x: one_by_one(apply, layers, x), trained_layers(8))
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
+    found[_ONE] = {"boundaries alive after forward": _kept_by_one(apply)}
     found["copies of weights"] = {"alive after forward": copies_of_weights(apply)}
     found["four layers, forward calls"] = {"in forward and backward": len(order)}
+    found[_BEFORE] = {"gradients of the weights": _added_gradients(apply)}
     return found
+
+
+def _kept_by_one(apply) -> int:
+    """Boundaries that one layer keeps whose output nobody else keeps, with its input."""
+
+    def summed(layers, x):
+        return one_by_one(apply, layers, x).sum()
+
+    return kept_boundaries(summed, trained_layers(1))
+
+
+def _added_gradients(apply) -> torch.Tensor:
+    """The gradients of layers whose weights have a gradient of ones before."""
+    layers = trained_layers(2)
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one_by_one(apply, layers, first_input()).square().sum().backward()
+    return gradients_of(layers)
+
+
+_BEFORE = "weights that have a gradient already"
 
 
 _COPIES = (
     "copies of the weights are kept in ctx: keep only x; run has its weights when it runs again."
 )
 _KEPT = "what 8 layers keep"
+_ONE = "what one layer keeps"
 
 
 def _explain_kept(got, expected):
     kept, right = (seen[_KEPT]["boundaries alive after forward"] for seen in (got, expected))
     if kept > 2 * right:
         return "the graph of the first run is kept: keep only x, and run again in backward."
-    if kept > right:
+    more = got[_ONE] != expected[_ONE]
+    if kept > right or more:
         return (
             "more than x is kept for each layer: save x itself, no clone or copy of it, and not "
             "the output."
@@ -277,6 +313,14 @@ EXERCISES = (
         ),
         mistakes=(
             Mistake("copies", _but(Checkpoint, forward=_copies_the_weights), _COPIES),
+            Mistake(
+                "overwrites",
+                _but(Checkpoint, backward=_backward_that_overwrites),
+                (
+                    "a weight's gradient replaces the one that was in .grad before: backward adds "
+                    "to it, as accumulation needs."
+                ),
+            ),
             Mistake(
                 "keeps the graph",
                 _keeps_the_graph(),

@@ -121,7 +121,22 @@ def _observe_length(candidate):
     return Seen(found, lengths=lengths)
 
 
+def _one_too_small(lengths, expected) -> bool:
+    for name, (n, a, x) in _CHAINS.items():
+        k = lengths[name]
+        if not isinstance(k, int) or not 0 <= k < n:
+            return False
+        peak = kept_at_peak(uniform_segments(n, k + 1), a, x)
+        if peak != expected[name]["peak with your k"]:
+            return False
+    return True
+
+
 def _explain_length(got, expected):
+    if _one_too_small(got.notes["lengths"], expected):
+        return (
+            "each length is one too small: a list counts its places from 0, and lengths begin at 1."
+        )
     for name in expected:
         what = got[name]["what is no length from 1 to n"]
         if what == "None":
@@ -190,6 +205,19 @@ EXERCISES = (
                 (
                     "this counts a segment's own boundary twice: a includes the input of its first "
                     "layer."
+                ),
+            ),
+            Mistake(
+                "inputs once more",
+                lambda lengths, a, x: max(i * x + m * (a + x) for i, m in enumerate(lengths)),
+                "each layer's input is counted twice: a includes x, so m layers keep m * a.",
+            ),
+            Mistake(
+                "inputs apart",
+                lambda lengths, a, x: max(i * x + m * (a - x) for i, m in enumerate(lengths, 1)),
+                (
+                    "the inputs of the layers inside the segment are left out: when it runs again, "
+                    "each of its layers keeps all of a."
                 ),
             ),
             Mistake(
@@ -277,6 +305,14 @@ EXERCISES = (
                     "only lengths that divide n are tried: the last segment may be shorter than "
                     "the others."
                 ),
+            ),
+            Mistake(
+                "powers of two alone",
+                lambda n, a, x: min(
+                    (2**i for i in range(n.bit_length())),
+                    key=lambda k: kept_at_peak(uniform_segments(n, k), a, x),
+                ),
+                "only powers of two are tried: every whole number from 1 to n is a length.",
             ),
             Mistake(
                 "rounds up",

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.schedules import best_segments
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.exercise import Exercise, Mistake, measure, outside_torch
 from ..shared.settings import gradients_of
 from .layers import ROWS, count_calls, first_input, kept_boundaries, trained_layers
 from .settings import CHAIN_CARD, DEPTH, KEEPS, chain_budget, chain_setting
@@ -189,10 +189,17 @@ def _observe_budget(candidate):
         measured = measure(lambda: candidate(layers, x), budget=chain_budget(), model=layers)
     gradient = torch.zeros_like(x) if x.grad is None else x.grad
     often = max(order.times(layers), default=0)
+    outside = 0
+    if often < 2 and not measured.over:
+        # Within the card, and no layer runs again: are the tensors somewhere else?
+        again, rows = chain_setting()
+        held = outside_torch(lambda: candidate(again, rows))
+        outside = held if held > chain_budget() // 4 else 0
     return {
         "64 layers": {"loss": measured.value, "gradient of the input": gradient},
         "forward calls": {"of one layer, where they are more than 2": often if often > 2 else 0},
         "the card": replace(measured, value=None),
+        "outside of tensors": {"bytes": outside},
         # Tells ways that do not fit apart.
         "segments of a step that does not fit": {
             "lengths": order.segments(layers) if measured.over else []
@@ -210,7 +217,16 @@ def _explain_budget(got, expected):
         )
     if difference(got["64 layers"], expected["64 layers"]):
         return None
-    lengths = got["segments of a step that does not fit"]["lengths"]
+    if got["outside of tensors"]["bytes"]:
+        return (
+            "what is saved waits in arrays that are no tensors, and takes as many bytes there: let "
+            "layers run again instead."
+        )
+    return _why_too_large(got["segments of a step that does not fit"]["lengths"])
+
+
+def _why_too_large(lengths: list[int]) -> str:
+    """What is said of the segments of a step that does not fit."""
     if not lengths:
         return "nothing is checkpointed: no layer runs again."
     if set(lengths) == {1}:
@@ -222,6 +238,11 @@ def _explain_budget(got, expected):
         return (
             f"equal segments of {lengths[0]}: when an early segment runs again, few boundaries "
             "are kept, so it may be longer; the last segments must be shorter."
+        )
+    if lengths == best_segments(DEPTH, [*INSIDE, HEAD], 1, temporaries=[*PASSING, 0]):
+        return (
+            "these segments fit, and something else is alive beside them: in backward no name may "
+            "hold the head's outputs, and the loss is layers(x).square().mean()."
         )
     segments = f"your segments have {', '.join(map(str, lengths))} layers"
     if len(lengths) + HEAD > CHAIN_CARD:

@@ -45,6 +45,7 @@ def _observe_one_card(candidate):
         (15, 3, 2, 11),
         (7, 5, 3, 9),
         (7, 1, 1, 4),  # one row at a time alone divides this batch
+        (2, 8, 2, 16),  # more rows fit than a GPU of the run had
     ):
         given = {
             TRAIN: train,
@@ -296,6 +297,10 @@ def _why_rates(rates, right) -> str | None:
             "the schedule never steps: every update has the first learning rate, which is 0 "
             "with a warm-up."
         )
+    # Each second rate, and 0 where the schedule is at its end.
+    twice = torch.cat([right[::2], torch.zeros_like(right)])[: len(right)]
+    if torch.allclose(rates, twice):
+        return "the schedule steps twice for each update: it must step once."
     warm, wanted = (int(each.argmax()) for each in (rates, right))
     if rates[0] > 0 and not warm:
         return "there is no warm-up: the first update already has the whole learning rate."

@@ -198,6 +198,10 @@ def _why_loss(loss: float) -> str | None:
                 ),
             ),
             (means[-1], "this is only the last piece's mean."),
+            (
+                math.exp(min(sum(sums) / sum(counts), 700)),
+                "this is the perplexity, exp of the mean loss: return the mean loss itself.",
+            ),
         ):
             if math.isclose(loss, value, rel_tol=2e-5):
                 return says

@@ -30,9 +30,9 @@ def switch_on(model) -> None:
     _enable(model)
 
 
-def _switch(model, layers: int, again: bool) -> str:
-    """Which switch of ``model`` was found, where it saves too little; ``again``: its layers do run
-    twice.
+def _switch(model, layers: int, *, again: bool, cached: bool) -> str:
+    """Which switch of ``model`` was found, where it saves too little; ``again``: parts of its
+    layers do run twice; ``cached``: its forward keeps keys and values.
     """
     found = list(model.model.layers)
     if len(found) != layers:
@@ -43,7 +43,7 @@ def _switch(model, layers: int, again: bool) -> str:
             return "some layers"
         return "" if model.training else "eval mode"
     if again:
-        return "one segment"
+        return "the cache" if cached else "one segment"
     if getattr(model.config, "gradient_checkpointing", False):
         return "the config's"
     return (
@@ -89,19 +89,28 @@ def _observe_checkpointing(candidate):
     layers = len(model.model.layers)
     candidate(model)
 
+    cached = []
+
     def step():
-        loss = model(input_ids=ids, labels=ids).loss
+        output = model(input_ids=ids, labels=ids)
+        cached.append(output.past_key_values is not None)
+        loss = output.loss
+        del output
         loss.backward()
         return loss.item()
 
-    with count_calls(model.model.layers) as order:
+    # A learner's own checkpoint may be around a layer, or inside it, around its parts.
+    parts = [layer.mlp for layer in model.model.layers if hasattr(layer, "mlp")]
+    with count_calls(parts) as order:
         measured = measure(step, budget=CHECKPOINTING_CARD, model=model)
-    again = max(order.times(model.model.layers), default=0) > 1
+    again = max(order.times(parts), default=0) > 1
     found = {
         "a step on token ids": {"loss": measured.value, "gradients": gradients_of(model)},
         "the card": measured,
         # Tells ways of one peak apart.
-        "what stands in the way": _switch(model, layers, again) if measured.over else "",
+        "what stands in the way": (
+            _switch(model, layers, again=again, cached=cached[0]) if measured.over else ""
+        ),
     }
     model, ids = checkpointing_setting()
     vectors = model.get_input_embeddings()(ids).detach()
@@ -137,6 +146,11 @@ _SAVES_TOO_LITTLE = {
     "one segment": (
         "all layers are in one segment: the checkpoint runs all of them again at once, "
         "and saves nothing at the peak; checkpoint each layer separately."
+    ),
+    "the cache": (
+        "layers run again, and still too much is kept. The key-value cache is on, and it keeps "
+        "keys and values of every layer until backward: the model's own switch turns it off. Or "
+        "the segments are too long."
     ),
     "some layers": (
         "only some of the layers are checkpointed, which saves too little for this "

@@ -33,6 +33,8 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
             "but the tensors": {"others": total - free - allocated},
             "free too": {"others": total - process},
             "idle alone": {"in_pieces": idle >= asked},
+            "free alone": {"in_pieces": free >= asked},
+            "its own context": {"others": total - free - allocated - idle},
             "too little free": {"in_pieces": asked > free},
             "turned round": {"in_pieces": free + idle < asked},
         }[wrong]
@@ -139,6 +141,8 @@ def _chosen(phase, parts, rows, card, *, wrong="", order=NAMES) -> str:
     if wrong == "the most":
         return max(NAMES, key=lambda name: takes[name])
     total = sum(parts.values())
+    if wrong == "below":
+        card -= 1  # all bytes are whole numbers
     return next((name for name in order if total - takes[name] <= card), "none")
 
 
@@ -162,6 +166,8 @@ def _takes(phase, parts, rows, wrong) -> dict[str, int]:
     states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
     adapters = states + parts["gradients"]
     many = rows > 1 or wrong == "one row"
+    if wrong == "a quarter stays":
+        states *= 0.75
     return {
         "micro-batches": passes * many * (parts["activations"] + parts["temporaries"]),
         "checkpointing": passes
@@ -205,6 +211,7 @@ EXERCISES = (
                 _error(2048, 24_210, 380, 14_000, 3100, 5000),
                 _error(64, 8_000, 510, 7_200, 260),
                 _error(300, 8_000, 510, 6_700, 200, 380),
+                _error(256, 8_000, 510, 6_200, 700, 390),  # idle bytes are enough, but in pieces
             ),
         ),
         mistakes=(
@@ -251,6 +258,22 @@ EXERCISES = (
                 (
                     "in_pieces uses only the idle blocks: the free bytes of the card can be added "
                     "to them."
+                ),
+            ),
+            Mistake(
+                "free alone",
+                partial(_reads, wrong="free alone"),
+                (
+                    "in_pieces uses only the card's free bytes: the idle blocks of this process "
+                    "can be added to them."
+                ),
+            ),
+            Mistake(
+                "its own context",
+                partial(_reads, wrong="its own context"),
+                (
+                    "the others' memory includes this process's context: subtract all that this "
+                    "process has in use."
                 ),
             ),
             Mistake(
@@ -302,6 +325,18 @@ EXERCISES = (
                     "only activations are scaled: in forward and backward, temporaries depend on "
                     "the batch too, above all the logits' gradients."
                 ),
+            ),
+            Mistake(
+                "states too",
+                partial(_scales, grow=(*GROW, "optimizer")),
+                "the optimizer's states are scaled: they are as large as the weights.",
+            ),
+            Mistake(
+                "rounded down",
+                lambda moments, rows, new: max(
+                    _at(phase, parts, new // rows) for phase, parts in moments.items()
+                ),
+                "the factor is rounded to a whole number: divide by /, which gives a fraction.",
             ),
             Mistake(
                 "gradients too",
@@ -422,6 +457,24 @@ EXERCISES = (
                     "this takes the last one that can be enough: take the first one, since they "
                     "are in the order of their price."
                 ),
+            ),
+            Mistake(
+                "below",
+                partial(_chosen, wrong="below"),
+                "what is left may be exactly `card`: at most means <=.",
+            ),
+            Mistake(
+                "a quarter stays",
+                partial(_chosen, wrong="a quarter stays"),
+                (
+                    "8-bit states leave a quarter here: the question is what can be enough at "
+                    "best, so count each marked part whole."
+                ),
+            ),
+            Mistake(
+                "checkpointing first",
+                partial(_chosen, order=("checkpointing", "micro-batches", *NAMES[2:])),
+                "checkpointing is asked first: micro-batches are cheaper, so they come first.",
             ),
             Mistake(
                 "stacked",

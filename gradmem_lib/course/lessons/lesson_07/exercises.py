@@ -28,6 +28,15 @@ def lost(gradients, dtype, scale) -> float:
     return (gone & nonzero).sum().item() / nonzero.sum().item()
 
 
+def _changed(gradients, dtype, scale):
+    scaled, nonzero = gradients * scale, gradients != 0
+    return ((scaled.to(dtype).float() != scaled) & nonzero).sum().item() / nonzero.sum().item()
+
+
+def _rounded_sum(total, gradient):
+    total.copy_(total.to(gradient.dtype) + gradient)
+
+
 def _lost(
     *, gone=lambda x: (x == 0) | ~x.isfinite(), among=lambda g: g != 0, early=True, scaled=True
 ):
@@ -243,7 +252,16 @@ def _explain_rounding(got, expected):
             "this is right near 1: the gap grows with the number's size, so the noise must grow "
             "with the gap."
         )
-    if not got[first]["goes to no other than its two neighbours (1 is yes)"]:
+    neighbours = [
+        case["goes to no other than its two neighbours (1 is yes)"]
+        for case in list(got.values())[: len(_PLACES)]
+    ]
+    if all(neighbours) and not any(right):
+        return (
+            "the two neighbours are right, and the chances are not: the chance of the upper one is "
+            "the distance from the lower one, as a share of the gap."
+        )
+    if not neighbours[0]:
         return (
             "some results are not neighbours of the number: the gap grows with the number's "
             "size, so the noise must grow too."
@@ -273,6 +291,21 @@ def _master(*, update=None, write=True, before=lambda weight, master: None):
                         weight.copy_(master)
 
     return wrong
+
+
+def _each_by_itself(weights, masters, lr):
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is not None:
+                master -= lr * weight.grad.float()
+                weight -= lr * weight.grad
+
+
+def _rounds_the_master(weights, masters, lr):
+    master_step(weights, masters, lr)
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            master.copy_(weight)
 
 
 def _in_the_weights(weights, masters, lr):
@@ -384,6 +417,27 @@ EXERCISES = (
                 "the scale has no effect: multiply by it, then store.",
             ),
             Mistake(
+                "rounded",
+                _changed,
+                (
+                    "every number that rounding changes is counted: only what becomes 0, inf or "
+                    "nan is lost."
+                ),
+            ),
+            Mistake(
+                "too small for a normal number",
+                _lost(gone=lambda x: (x.abs() < torch.finfo(x.dtype).tiny) | ~x.isfinite()),
+                (
+                    "torch.finfo(dtype).tiny is the smallest normal number, and there are smaller "
+                    "ones above 0: what is lost is 0 itself."
+                ),
+            ),
+            Mistake(
+                "divided",
+                lambda gradients, dtype, scale: lost(gradients, dtype, 1 / scale),
+                "this divides by the scale: multiply by it.",
+            ),
+            Mistake(
                 "kept",
                 lambda gradients, dtype, scale: 1 - lost(gradients, dtype, scale),
                 "this is the share that is kept: return the share that is lost.",
@@ -424,6 +478,14 @@ EXERCISES = (
                 (
                     "p.grad is not removed: the next backward adds to it, so it counts twice, and "
                     "its bytes stay; set p.grad = None in the hook."
+                ),
+            ),
+            Mistake(
+                "rounded on the way",
+                _sums(how=_rounded_sum),
+                (
+                    "the sum is rounded to bf16 in each addition, so it stops growing: add the "
+                    "gradient to the float32 sum itself."
                 ),
             ),
             Mistake(
@@ -539,6 +601,22 @@ EXERCISES = (
                 (
                     "the update goes into the weights themselves, where bf16 loses it: subtract it "
                     "from the master, then copy."
+                ),
+            ),
+            Mistake(
+                "each by itself",
+                _each_by_itself,
+                (
+                    "the weights take a step of their own, in bf16: copy the master into them, "
+                    "which rounds it."
+                ),
+            ),
+            Mistake(
+                "rounds the master",
+                _rounds_the_master,
+                (
+                    "the master becomes the rounded weight after the step, so what was rounded "
+                    "away is lost: only the weight is rounded."
                 ),
             ),
             Mistake(

@@ -41,6 +41,9 @@ def _scaled(
     halve=True,
     looks_at=lambda gradients: gradients,
     streak=True,
+    grow=lambda good, patience: good + 1 == patience,
+    again=True,
+    multiply=False,
 ):
     def wrong(optimizer, scale, good, patience):
         gradients = [
@@ -50,13 +53,15 @@ def _scaled(
             if p.grad is not None
         ]
         for gradient in gradients if divide else ():
-            gradient.div_(scale)
+            gradient.mul_(scale) if multiply else gradient.div_(scale)
         fine = all(map(finite, looks_at(gradients)))
         if fine or not skip:
             optimizer.step()
         if not fine:
             return scale / 2 if halve else scale, 0 if streak else good
-        return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+        if grow(good, patience):
+            return scale * 2, 0 if again else good + 1
+        return scale, good + 1
 
     return wrong
 
@@ -148,6 +153,11 @@ def _copied(model, x):
         return copy.deepcopy(model).bfloat16()(x.bfloat16())
 
 
+def _rounded_at_the_end(model, x):
+    with torch.no_grad():
+        return model(x).bfloat16()
+
+
 def _observe_features(candidate):
     with torch.random.fork_rng(devices=[]):
         model, x = features_setting()
@@ -220,6 +230,29 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "nan alone",
+                _scaled(finite=lambda gradient: not gradient.isnan().any()),
+                "inf passes this check, and it is not finite: isfinite() finds inf and NaN.",
+            ),
+            Mistake(
+                "multiplies",
+                _scaled(multiply=True),
+                "the gradients are multiplied by the scale: the loss was, so divide them by it.",
+            ),
+            Mistake(
+                "one step late",
+                _scaled(grow=lambda good, patience: good == patience),
+                (
+                    "the scale doubles one step late: count this step first, and then compare with "
+                    "`patience`."
+                ),
+            ),
+            Mistake(
+                "does not begin again",
+                _scaled(again=False),
+                "`good` does not begin again at 0 when the scale has doubled.",
+            ),
+            Mistake(
                 "never halves",
                 _scaled(halve=False),
                 (
@@ -258,6 +291,14 @@ EXERCISES = (
                 "float32",
                 _features(enabled=False),
                 "everything runs in float32: nothing is computed under autocast.",
+            ),
+            Mistake(
+                "rounded at the end",
+                _rounded_at_the_end,
+                (
+                    "everything runs in float32, and only the result is rounded: let autocast "
+                    "multiply the matrices in bf16."
+                ),
             ),
             Mistake(
                 "float16",

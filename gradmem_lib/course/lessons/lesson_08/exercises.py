@@ -102,8 +102,10 @@ class Operations(TorchDispatchMode):
 def _decisions(policy, ops, again: bool) -> tuple[str, int]:
     """Which products a policy keeps, and how many other operations."""
     answers = [policy(SimpleNamespace(is_recompute=again, op_output=None), op) for op in ops]
-    if not all(isinstance(a, (bool, CheckpointPolicy)) for a in answers):
+    if any(a is None for a in answers):
         return "no answer for some", 0
+    if not all(isinstance(a, (bool, CheckpointPolicy)) for a in answers):
+        return "another kind of answer", 0
     kept = [a is True or a in (KEEP, CheckpointPolicy.PREFER_SAVE) for a in answers]
     products = [keep for op, keep in zip(ops, kept, strict=True) if op in PRODUCTS]
     return ", ".join(str(i) for i, keep in enumerate(products, 1) if keep) or "none", sum(
@@ -150,6 +152,23 @@ def _observe_policy(candidate):
     }
 
 
+_ONE_KIND = "only one kind of product is counted: there are mm, addmm and bmm."
+_WHAT_IS_KEPT = {
+    "no answer for some": (
+        "the policy returns None for some operations: return PREFER_RECOMPUTE for all that runs "
+        "again."
+    ),
+    "another kind of answer": (
+        "the policy must return KEEP or REPEAT themselves, which are of CheckpointPolicy."
+    ),
+    "none": (
+        "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, "
+        "and it is not equal to aten.mm."
+    ),
+    **dict.fromkeys(("2, 7", "1, 6", "3", "4"), _ONE_KIND),
+}
+
+
 def _explain_policy(got, expected):
     mine = got.get("a layer of 7 products")
     if mine is None:
@@ -158,18 +177,8 @@ def _explain_policy(got, expected):
             "function that can be called with (ctx, op, ...): "
             "create_selective_checkpoint_contexts is called later."
         )
-    if mine["kept"] == "no answer for some":
-        return (
-            "the policy returns None for some operations: return PREFER_RECOMPUTE for all that "
-            "runs again."
-        )
-    if mine["kept"] == "none":
-        return (
-            "nothing is kept: no product is recognised. op is an overload, such as "
-            "aten.mm.default, and it is not equal to aten.mm."
-        )
-    if mine["kept"] in ("2, 7", "1, 6", "3", "4"):
-        return "only one kind of product is counted: there are mm, addmm and bmm."
+    if mine["kept"] in _WHAT_IS_KEPT:
+        return _WHAT_IS_KEPT[mine["kept"]]
     right, following = (
         seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got)
     )
@@ -408,8 +417,8 @@ EXERCISES = (
                 "one product",
                 _repeated(_formula(lambda b, h, s, d, t: 2 * b * h * s * t * d)),
                 (
-                    "attention is two products, queries times keys and weights times values, but "
-                    "only one is counted."
+                    "the formula gives half: attention is two products, queries times keys and "
+                    "weights times values, and a multiplication and an addition are two operations."
                 ),
             ),
             Mistake(

@@ -361,6 +361,27 @@ EXERCISES = (
                 "eps is added to v at the end: add it to every square, before the sums.",
             ),
             Mistake(
+                "of this step alone",
+                _factored(
+                    product=lambda row, column, squares: (
+                        torch.outer(squares.sum(1), squares.sum(0)) / squares.sum()
+                    )
+                ),
+                "v is made of this step's sums alone: make it of the averages, `row` and `column`.",
+            ),
+            Mistake(
+                "divided by both sums",
+                _factored(
+                    product=lambda row, column, squares: (
+                        torch.outer(row, column) / (row.sum() * column.sum())
+                    )
+                ),
+                (
+                    "this divides by the sum of everything twice: row.sum() and column.sum() are "
+                    "the same sum, so divide by one of them."
+                ),
+            ),
+            Mistake(
                 "no eps",
                 _factored(inside=False),
                 "eps has no effect: add it to every square, before the sums.",

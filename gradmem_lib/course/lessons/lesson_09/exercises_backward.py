@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...judge.compare import difference, plain
-from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ..shared.settings import flat
 
 CLIP_CARD = 3_200_000  # bytes: eight matrices of 262,144, and a few at a time beside them
@@ -113,11 +113,18 @@ def _observe(candidate):
         before = flat(model.parameters())
         squares = sum(g.square().sum().item() for g in torch.autograd.grad(loss_of(model), trained))
         max_norm = share * math.sqrt(squares)
+        waiting: list[int] = []
+        watches = [
+            p.register_hook(lambda g, t=trained, w=waiting: w.append(_with_gradient(t)))
+            for p in trained
+        ]
         run = measure(
             lambda m=model, f=loss_of, lr=lr, most=max_norm: candidate(m, f, lr, most),
             budget=CLIP_CARD,
             model=model,
         )
+        for watch in watches:
+            watch.remove()
         found[name] = {
             "norm": plain(run.value),
             "change of the weights, in learning rates": (flat(model.parameters()) - before)[
@@ -127,6 +134,7 @@ def _observe(candidate):
         }
         if share < 1:
             found["the card"] = type(run)(None, run.peak, run.budget)
+            most_waiting = max(waiting, default=0)
         left = sum(p.grad is not None for p in trained)
         now = flat(model.parameters())
         loss_of(model).backward()
@@ -136,9 +144,17 @@ def _observe(candidate):
                 not torch.equal(now, flat(model.parameters()))
             ),
         }
-    return found
+    return Seen(found, waiting=most_waiting)
 
 
+def _with_gradient(parameters) -> int:
+    return sum(p.grad is not None for p in parameters)
+
+
+_WIDE = (
+    "no gradient waits, and still too much is there at once: for the square, the second pass or a "
+    "copy, make no more than one tensor as large as a gradient, and in its own dtype."
+)
 _WAITS = (
     "every gradient waits until the norm is known: measure the norm in one backward that "
     "frees each gradient at once, and step in a second backward."
@@ -179,7 +195,7 @@ def _why_moves(got, expected) -> str | None:
     if abs(along - 10) < 1e-2 and difference(below, unclipped, 1e-3) is None:
         return "max_norm has no effect: the step uses the unclipped gradient."
     if over and difference(moves, wanted) is None:
-        return _WAITS
+        return _WAITS if got.notes["waiting"] > 1 else _WIDE
     if abs(along - 100) < 0.1:
         return "lr has no effect: each parameter moves by lr * factor * gradient."
     if difference(moves, wanted, 1e-3) and not over:

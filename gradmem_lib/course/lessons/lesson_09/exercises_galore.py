@@ -74,6 +74,18 @@ def _of_what_is_kept(g, P, state):
     return adam_update(P @ (P.T @ g), state)
 
 
+@torch.no_grad()
+def _by_qr(p, state, rank, every, lr, scale):
+    wide = p.shape[0] <= p.shape[1]
+    g = p.grad if wide else p.grad.T
+    call = state["call"] = state.get("call", -1) + 1
+    if call % every == 0:
+        state["P"] = torch.linalg.qr(g).Q[:, :rank].clone()
+    P = state["P"]
+    change = lr * scale * (P @ adam_update(P.T @ g, state))
+    p.sub_(change if wide else change.T)
+
+
 def _tensors(held) -> list[Tensor]:
     if isinstance(held, dict):
         held = list(held.values())
@@ -174,6 +186,8 @@ def _explain(got, expected):
         return (
             "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
         )
+    if all(difference(-got[name][_FIRST], expected[name][_FIRST], 1e-4) is None for name in names):
+        return _UPHILL
     moves = [key for key in got[names[0]] if key.startswith("step")]
     right = {}
     for name in names:
@@ -184,6 +198,7 @@ def _explain(got, expected):
 
 
 _FIRST = "step 1, in lr * scale"
+_UPHILL = "the step has the wrong sign: it increases the loss."
 
 
 def _why_kept(got, expected, *, everywhere) -> str | None:
@@ -292,6 +307,14 @@ EXERCISES = (
                 "these are the smallest singular directions: the largest come first.",
             ),
             Mistake(
+                "by QR",
+                _by_qr,
+                (
+                    "QR keeps the order of the columns, not of their size: the largest directions "
+                    "are the first ones of torch.linalg.svd."
+                ),
+            ),
+            Mistake(
                 "too early",
                 _galore(new=lambda call, every: call > 0 and (call + 1) % every == 0),
                 (
@@ -315,7 +338,7 @@ EXERCISES = (
             Mistake(
                 "uphill",
                 _galore(by=lambda lr, scale: -lr * scale),
-                "the step has the wrong sign: it increases the loss.",
+                _UPHILL,
             ),
             Mistake(
                 "no lr",

@@ -46,6 +46,22 @@ def _lion(step):
     return type("Lion", (Lion,), {"step": every})
 
 
+@torch.no_grad()
+def _keeps_the_blend(p, m, g, group, defaults):
+    beta1, beta2 = group["betas"]
+    blend = m.lerp(g, 1 - beta1)
+    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * blend.sign())
+    m.lerp_(blend, 1 - beta2)
+
+
+@torch.no_grad()
+def _decays_inside(p, m, g, group, defaults):
+    beta1, beta2 = group["betas"]
+    direction = m.lerp(g, 1 - beta1) + group["weight_decay"] * p
+    p.sub_(group["lr"] * direction.sign())
+    m.lerp_(g, 1 - beta2)
+
+
 def _one(*, early=False, swapped=False, sign=torch.sign, blend=True, decay=True, own=True):
     def step(p, m, g, group, defaults):
         lr, decays = group["lr"] if own else defaults["lr"], group["weight_decay"]
@@ -389,6 +405,22 @@ EXERCISES = (
                 (
                     "the decay is added to the gradient, but only the sign is used: shrink p "
                     "itself, as AdamW does."
+                ),
+            ),
+            Mistake(
+                "decay inside the sign",
+                _lion(_decays_inside),
+                (
+                    "the decay is inside the sign, so it can only turn a step round: shrink p "
+                    "itself, before the step."
+                ),
+            ),
+            Mistake(
+                "keeps the blend",
+                _lion(_keeps_the_blend),
+                (
+                    "the step's blend goes into the momentum that is kept: m becomes beta2 * m + "
+                    "(1 - beta2) * g, with the gradient itself."
                 ),
             ),
             Mistake(

@@ -211,6 +211,11 @@ EXERCISES = (
                 "everything is cut, for every way: ddp cuts nothing, and zero1 only the states.",
             ),
             Mistake(
+                "every stage cuts all",
+                _held(cut=dict.fromkeys(WAYS, (1, 1, 1)) | {"ddp": (0, 0, 0)}),
+                "zero1 and zero2 cut everything here, as only fsdp does.",
+            ),
+            Mistake(
                 "weights first",
                 _held(
                     cut={
@@ -291,6 +296,14 @@ EXERCISES = (
                 (
                     "the gradients are reduced once an update here: ranks without a whole copy of "
                     "them must reduce after every micro-batch."
+                ),
+            ),
+            Mistake(
+                "one of fsdp's once",
+                _seconds(fsdp=lambda k: 2 * k + 1),
+                (
+                    "one of fsdp's three passes is counted once an update: both all-gathers and "
+                    "the reduce-scatter come in every micro-batch."
                 ),
             ),
             Mistake("bytes", _sent(0), "these are bytes: return seconds, so divide by bandwidth."),

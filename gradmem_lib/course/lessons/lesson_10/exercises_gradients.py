@@ -45,6 +45,17 @@ def _averaged(
     return wrong
 
 
+def _of_those_that_have_one(model):
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        has = torch.tensor(float(p.grad is not None))
+        dist.all_reduce(has)
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(p.grad)
+        p.grad /= has.clamp(min=1).item()
+
+
 @torch.no_grad()
 def _weights(model):
     for p in model.parameters():
@@ -266,6 +277,14 @@ EXERCISES = (
                 "the sum is divided by 2, however many ranks there are: use dist.get_world_size().",
             ),
             Mistake(
+                "of those that have one",
+                _of_those_that_have_one,
+                (
+                    "the sum is divided by the number of ranks that have a gradient: a rank "
+                    "without one counts as zeros, so divide by the number of all ranks."
+                ),
+            ),
+            Mistake(
                 "weights",
                 _weights,
                 (
@@ -343,6 +362,18 @@ EXERCISES = (
                 "all labels",
                 _scaled(count=lambda mine: sum(labels.numel() for labels in mine)),
                 "labels of -100 are counted: they have no loss.",
+            ),
+            Mistake(
+                "shifted",
+                _scaled(
+                    count=lambda mine: sum(
+                        int((labels[..., 1:] != IGNORED).sum()) for labels in mine
+                    )
+                ),
+                (
+                    "the first label of each row is left out: these labels are not shifted, and "
+                    "every one that is not -100 counts."
+                ),
             ),
             Mistake(
                 "rows",

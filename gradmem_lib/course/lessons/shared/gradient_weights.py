@@ -146,25 +146,9 @@ def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
             f"sums are divided by K = {k}: divide them by the number of items, {total} here.",
         ),
         (1 / k, f"this divides twice, by the total and by K: the {what} is {k} times too small."),
-        (
-            total / counts[0],
-            (
-                f"this divides by the count of the first micro-batch: the {what} needs the total "
-                "of all."
-            ),
-        ),
-        (
-            total / max(counts[-1], 1),
-            (
-                f"this divides by the count of the last micro-batch: the {what} needs the total of "
-                "all."
-            ),
-        ),
-        (
-            total / max(counts),
-            f"this divides by the largest count: the {what} needs the total of all.",
-        ),
     ]
+    if one := _one_count(ratio, counts):
+        known.append((ratio, f"this divides by {one}: the {what} needs the total of all."))
     if what == "gradient":
         known += [
             (-1.0, "the gradient has the wrong sign: this increases the loss."),
@@ -181,6 +165,23 @@ def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
         if math.isclose(ratio, wanted, rel_tol=1e-3):
             return says
     return f"the {what} is {times(ratio)} for every micro-batch: look at what it is divided by."
+
+
+def _one_count(ratio: float, counts: Sequence[int]) -> str:
+    """Which single count was divided by; several words where the same number has several."""
+    names = {
+        "the count of the first micro-batch": counts[0],
+        "the count of the last micro-batch": max(counts[-1], 1),
+        "the largest count": max(counts),
+    }
+    fit = [
+        name
+        for name, count in names.items()
+        if count and math.isclose(ratio, sum(counts) / count, rel_tol=1e-3)
+    ]
+    if len(fit) < 2:
+        return "".join(fit)
+    return "the count of one micro-batch"
 
 
 def _same(numbers: Sequence[float]) -> bool:
@@ -205,6 +206,7 @@ def why_loss(loss: float, sums: Sequence[float], counts: Sequence[int]) -> str |
         (sum(sums) / k, "the sum over all items, divided by K and not by the number of items"),
         (mean / k, "the mean, divided by K once more"),
         (mean / sum(counts), "divided by the number of items twice"),
+        (math.exp(min(mean, 700)), "the perplexity, exp of the mean: return the mean itself"),
     )
     if not isinstance(loss, (int, float)):
         return None

@@ -34,7 +34,7 @@ WRONG["0.1"] = {
     ),
     "kilobytes": (
         lambda shape, size: math.prod(shape) * size / 1024,
-        r"1024 times too small|fraction",
+        r"1,024 times too small",
     ),
     "a tuple": (lambda shape, size: (math.prod(shape), size), "return one number"),
     "bits": (lambda shape, size: math.prod(shape) * size * 8, "bits"),

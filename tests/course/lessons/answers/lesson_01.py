@@ -98,7 +98,7 @@ WRONG["1.2"] = {
     "parameters": (lambda model, x: _saved(model, x, own=()), "parameters"),
     "no input": (lambda model, x: _saved(model, x) - x.nbytes, "input is left out"),
     "output too": (lambda model, x: _saved(model, x) + model(x).nbytes, "output is counted too"),
-    "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1024 times too small|fraction"),
+    "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1,024 times too small"),
     "nothing": (lambda model, x: 0, "the answer is 0 for all"),
 }
 

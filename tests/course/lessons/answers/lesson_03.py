@@ -54,7 +54,7 @@ WRONG["3.2"] = {
     "all": (lambda labels: labels.numel(), "padding"),
     "no shift": (lambda labels: int((labels != -100).sum()), "position 0"),
     "last": (lambda labels: int((labels[:, :-1] != -100).sum()), "last label"),
-    "wrong dimension": (lambda labels: int((labels[1:] != -100).sum()), "sequences of 5, 3 and 8"),
+    "wrong dimension": (lambda labels: int((labels[1:] != -100).sum()), "second dimension"),
     "flat": (lambda labels: int((labels.flatten()[1:] != -100).sum()), "for the whole batch"),
     "last, positive": (lambda labels: int((labels[:, :-1] > 0).sum()), "last label"),
     "one sequence": (lambda labels: int((labels[0, 1:] != -100).sum()), "got"),

@@ -75,7 +75,7 @@ WRONG["10.1"] = {
         "for|got",
     ),
     "moments in bf16": (_parts(states=4), "float32|bf16|copy"),
-    "GB": (lambda P, N, way: tuple(n / 1e9 for n in _table(P, N, way)), "not kB"),
+    "GB": (lambda P, N, way: tuple(n / 1e9 for n in _table(P, N, way)), "return bytes"),
 }
 
 

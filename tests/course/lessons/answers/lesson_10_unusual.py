@@ -1,0 +1,183 @@
+"""Answers to the exercises of lesson 10 that nobody had in mind when its checks were written."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+RIGHT, WRONG = {}, {}
+WAYS = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def _bits(parameters, ranks, way):
+    """One bit for each part: is it cut?"""
+    cut = {"ddp": 0b000, "zero1": 0b100, "zero2": 0b110, "fsdp": 0b111}[way]
+    return [
+        each * parameters // (ranks if cut >> i & 1 else 1) for i, each in enumerate((2, 2, 12))
+    ]
+
+
+def _held(weights=2, gradients=2, states=12, gather=0):
+    def bytes_per_rank(parameters, ranks, way):
+        stage = WAYS.index(way)
+        whole = [weights, gradients, states]
+        found = [n * parameters / (ranks if stage >= 3 - i else 1) for i, n in enumerate(whole)]
+        found[0] += gather * parameters
+        return tuple(found)
+
+    return bytes_per_rank
+
+
+RIGHT["10.1"] = {"bits": _bits}
+WRONG["10.1"] = {
+    "in bits": (_held(16, 16, 96), "look like bits"),
+    "SGD": (_held(2, 2, 4), "only its two moments"),
+    "8-bit moments": (_held(2, 2, 6), "12 bytes a parameter"),
+    "a gathered copy too": (_held(gather=2), "2 bytes a parameter"),
+    "GiB": (lambda p, n, w: tuple(x / 2**30 for x in _held()(p, n, w)), "look like GiB|not kB"),
+}
+
+
+def _stacked(model):
+    """All gradients of one dtype as one tensor, by views of a flat buffer."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]
+    )
+    dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+    flat /= dist.get_world_size()
+    at = 0
+    for p in trained:
+        p.grad = flat[at : at + p.numel()].view_as(p).clone()
+        at += p.numel()
+
+
+def _averaged(form):
+    def average_gradients(model):
+        n = dist.get_world_size()
+        for p in model.parameters():
+            if not p.requires_grad:
+                continue
+            if form == "those that have one":
+                has = torch.tensor(float(p.grad is not None))
+                dist.all_reduce(has)
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= has.clamp(min=1)
+                continue
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if form == "divided twice":
+                p.grad /= n
+            if form == "max":
+                dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)
+                continue
+            dist.all_reduce(p.grad)
+            if form == "rank 0 divides" and dist.get_rank():
+                continue
+            if form == "new tensor":
+                p.grad / n
+                continue
+            p.grad /= n
+
+    return average_gradients
+
+
+RIGHT["10.2"] = {"one buffer": _stacked}
+WRONG["10.2"] = {
+    "of those that have one": (_averaged("those that have one"), "counts as zeros"),
+    "divided twice": (_averaged("divided twice"), "divided twice"),
+    "rank 0 divides": (_averaged("rank 0 divides"), "last rank"),
+    "a new tensor": (_averaged("new tensor"), "the sum over the ranks"),
+}
+
+
+def _scale(form):
+    def loss_scale(micro_batches):
+        own = sum(int((y != -100).sum()) for y in micro_batches)
+        n = dist.get_world_size()
+        count = torch.tensor(own)
+        dist.all_reduce(count)
+        if form == "shifted":
+            count = torch.tensor(sum(int((y[..., 1:] != -100).sum()) for y in micro_batches))
+            dist.all_reduce(count)
+        return {
+            "right": n / count,
+            "mean count": count / n,
+            "own share": own / count,
+            "squared": n * n / count,
+            "shifted": n / count,
+            "not ranks": 1 / count,
+        }[form]
+
+    return loss_scale
+
+
+RIGHT["10.5"] = {"a tensor": _scale("right")}
+WRONG["10.5"] = {
+    "the inverse": (_scale("mean count"), "number to divide by"),
+    "shifted": (_scale("shifted"), "not shifted"),
+    "without ranks": (_scale("not ranks"), "multiply by it"),
+}
+
+
+def _seconds(
+    ddp=2, zero2=lambda k: 2 * k, fsdp=lambda k: 3 * k, share=lambda n: (n - 1) / n, unit=1
+):
+    def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
+        passes = {"ddp": ddp, "zero2": zero2(micro_batches), "fsdp": fsdp(micro_batches)}[way]
+        return unit * passes * nbytes * share(ranks) / bandwidth
+
+    return communication_seconds
+
+
+RIGHT["10.6"] = {"a function of ways": _seconds()}
+WRONG["10.6"] = {
+    "milliseconds": (_seconds(unit=1000), "1000 times"),
+    "zero2 gathers once an update": (_seconds(zero2=lambda k: 1 + k), "zero2 reduces"),
+    "fsdp gathers forward alone": (_seconds(fsdp=lambda k: 2 * k), "again in backward"),
+    "fsdp reduces once": (_seconds(fsdp=lambda k: 2 * k + 1), "three passes"),
+    "one of n": (_seconds(share=lambda n: 1 / n), "twice the `ranks`"),
+    "ddp reduces half": (_seconds(ddp=1), "two passes"),
+}
+
+
+def _wrapped(model, mesh):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    kind = type(model.model.layers[0])
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, kind)
+    )
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+RIGHT["10.4"] = {"wrappers": _wrapped}
+WRONG["10.4"] = {
+    "every second layer": (
+        lambda model, mesh: (
+            model.gradient_checkpointing_enable({"use_reentrant": False}),
+            [fully_shard(layer, mesh=mesh) for layer in model.model.layers[::2]],
+            fully_shard(model, mesh=mesh),
+        )[2],
+        "each layer is a unit",
+    ),
+}
+
+
+def _by_average(micro_batches):
+    count = torch.tensor(float(sum((labels != -100).sum() for labels in micro_batches)))
+    dist.all_reduce(count, op=dist.ReduceOp.AVG)
+    return 1 / count.item()
+
+
+RIGHT["10.5"] |= {"an average": _by_average}
+WRONG["10.1"] |= {
+    "all but ddp": (
+        lambda p, n, way: tuple(k * p / (1 if way == "ddp" else n) for k in (2, 2, 12)),
+        "as only fsdp does",
+    ),
+}
