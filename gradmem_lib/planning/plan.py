@@ -109,6 +109,13 @@ def plan(
     search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = list(METHODS) if method == "any" else [method]
+    if not work.linear_widths:
+        if method in ("lora", "qlora"):
+            raise ValueError(
+                f"method={method!r} adds to linear layers, and {title} has none: choose "
+                "method='full'"
+            )
+        methods = ["full"]
     search.find(methods)
     if fits := search.fits():
         search.next_faster(fits[0])
@@ -205,7 +212,7 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
 
 def _another_method(search: Search, method: str) -> list[str]:
     """The first method after ``method`` that would fit."""
-    if search.has_adapters:
+    if search.has_adapters or not search.work.linear_widths:
         return []
     for other in METHODS[METHODS.index(method) + 1 :]:
         recipe = search.least_resident_recipes([other])[0]

@@ -325,7 +325,7 @@ class Told(SimpleNamespace):
         return self.recipe.method
 
 
-TOKENS = SimpleNamespace(row=None, uncut="")  # a model whose rows are tokens alone
+TOKENS = SimpleNamespace(row=None, uncut="", linear_widths=1)  # a model whose rows are tokens alone
 
 
 def test_advice_by_hand(monkeypatch):
