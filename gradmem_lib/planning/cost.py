@@ -15,7 +15,7 @@ from ..hf_names import PARTS
 from ..names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
-from ..prediction.configs import example_batch, labels_of, skeleton, title_of
+from ..prediction.configs import example_batch, labels_of, skeleton, title_of, unknown_inputs
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
 from ..techniques import quantized
@@ -145,7 +145,8 @@ def _check_cut(model: nn.Module, config, example: dict | None = None) -> None:
 
     Where the tiny copy does not run, ``make_trainer`` asks the whole model before its first window.
     """
-    check_pieces(model, example or {}, "micro-batches")
+    flags = {name: value for name, value in (example or {}).items() if isinstance(value, bool)}
+    check_pieces(model, flags, "micro-batches")
     # The caller's modes, autocast and random numbers have no part in this.
     autocast = torch.autocast("cpu", enabled=False)
     with compat.without_modes(), autocast, torch.random.fork_rng([]):
@@ -259,7 +260,7 @@ def _with_rows(
         if model.main_input_name != "pixel_values":
             check_positive_int("seq_len", seq_len, 448, "tokens in a row of labels")
         example = example_batch(model, 1, seq_len)
-    count_rows(example)  # raises ValueError for what cannot be cut
+    count_rows(example)  # raises ValueError for tensors that cannot be cut
     try:
         if batch is None:
             _check_cut(model, config, example)
@@ -267,7 +268,12 @@ def _with_rows(
             check_pieces(model, batch, "micro-batches")
     except ValueError as error:
         uncut = str(error)
-    row = count_row(model, example, loss, attention)
+    try:
+        row = count_row(model, example, loss, attention)
+    except ValueError as error:
+        if batch is not None:
+            raise
+        raise ValueError(unknown_inputs(model)) from error
     return replace(work, row=row, example=example, batch=batch, loss=loss, uncut=uncut)
 
 

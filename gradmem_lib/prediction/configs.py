@@ -95,11 +95,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
         or head is None
         or not (pairs or {"labels", "start_positions", "kwargs"} & inputs)
     ):
-        raise ValueError(
-            f"what {type(model).__name__} trains on cannot be told from its config (it takes "
-            f"{main}): give batch=, a dict of its inputs and labels as tensors (torch.empty(..., "
-            "device='meta') costs no memory)"
-        )
+        raise ValueError(unknown_inputs(model))
     ids = classes(text.vocab_size, seq_len)
     if pairs:
         return {
@@ -121,6 +117,16 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
         "input_ids": ids,
         "labels": numbers() if regression else classes(config.num_labels, *shape),
     }
+
+
+def unknown_inputs(model: nn.Module) -> str:
+    """That the config of ``model`` does not tell what it trains on, and what to do."""
+    main = getattr(model, "main_input_name", "input_ids")
+    return (
+        f"what {type(model).__name__} trains on cannot be told from its config (it takes {main}): "
+        "give batch=, a dict of its inputs and labels as tensors (torch.empty(..., device='meta') "
+        "costs no memory)"
+    )
 
 
 def labels_of(model: nn.Module) -> str | None:
