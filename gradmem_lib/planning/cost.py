@@ -172,8 +172,8 @@ def count(
     loss: Callable | None = None,
     module: nn.Module | None = None,
 ) -> Work:
-    """Count parameters and matrices on a model without memory, that of ``config``; or, on meta
-    tensors, on a ``module`` that has no config of transformers.
+    """Count parameters and matrices on a model without memory, that of ``config``; or on a
+    ``module`` that transformers cannot build.
 
     Of a model that takes more than tokens with labels, and for a ``batch`` that is given, also what
     a row passes. ``seq_len`` is needed only there. Raises ``ValueError`` if the config does not
@@ -194,9 +194,12 @@ def count(
         blocks = [block for several, _ in find_layers(model).values() for block in several]
         layers = len(blocks)
         root -= sum(p.numel() for block in blocks for p in block.parameters())
-    title = type(model).__name__ if config is None else title_of(config, config)
+    if module is None:
+        source = Source(model, title_of(config, config), is_user_module=False)
+    else:
+        source = source_of(module)  # refuses a compiled one
     work = Work(
-        source=Source(model, title, is_user_module=module is not None),
+        source=source,
         parameters=parameters,
         sizes=tuple(tuple(p.shape) for p in trained),
         matrices=sum(i * o for i, o in linear),
@@ -326,7 +329,8 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     with suppress(ValueError):  # raised for an adapter on the output layer
         check_chunked_loss(given)
         counted["chunked"] = work.chunked
-    return replace(work, source=replace(source_of(given), is_user_module=False), **counted)
+    source = replace(source_of(given), is_user_module=work.source.is_user_module)
+    return replace(work, source=source, **counted)
 
 
 def _experts(model: nn.Module) -> float:

@@ -10,7 +10,7 @@ from ..training.adapters import has_adapters
 from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
 from .cards import CARDS, Card, find_card
-from .cost import count, with_adapters
+from .cost import Work, count, with_adapters
 from .margin import check_margin
 from .models import find_model, is_own_module
 from .options import METHODS, Option
@@ -91,13 +91,14 @@ def plan(
     found = find_card(card)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     _check_batch(batch, seq_len, loss)
-    config, title, module = None, type(model_or_config).__name__, None
     if batch is not None and is_own_module(model_or_config):
-        module = model_or_config
-        _check_own_module(module, method)
+        config, title = None, type(model_or_config).__name__
+        _check_own_module(model_or_config, method)
+        work = count(None, seq_len, batch, loss, module=model_or_config)
     else:
         config, title = find_model(model_or_config)
-    work = with_adapters(count(config, seq_len, batch, loss, module), model_or_config, method)
+        work = count(config, seq_len, batch, loss)
+    work = with_adapters(work, model_or_config, method)
     if work.uncut and cards > 1:
         raise ValueError(f"cards={cards} share a batch between them: {work.uncut}")
     if work.row is None:
@@ -108,14 +109,7 @@ def plan(
     search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
     search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
-    methods = list(METHODS) if method == "any" else [method]
-    if not work.linear_widths:
-        if method in ("lora", "qlora"):
-            raise ValueError(
-                f"method={method!r} adds to linear layers, and {title} has none: choose "
-                "method='full'"
-            )
-        methods = ["full"]
+    methods = _methods(method, work, title)
     search.find(methods)
     if fits := search.fits():
         search.next_faster(fits[0])
@@ -139,6 +133,17 @@ def plan(
         loss=loss,
         notes=_notes(search),
     )
+
+
+def _methods(method: str, work: Work, title: str) -> list[str]:
+    """The methods to try. Raises ``ValueError`` for LoRA without linear layers."""
+    if work.linear_widths:
+        return list(METHODS) if method == "any" else [method]
+    if method in ("lora", "qlora"):
+        raise ValueError(
+            f"method={method!r} adds to linear layers, and {title} has none: choose method='full'"
+        )
+    return ["full"]
 
 
 def _check_batch(batch: Any, seq_len: int | None, loss: Any) -> None:

@@ -3,8 +3,8 @@ that is given.
 
 The number of its tokens does not say how much such a row is: Whisper's encoder has 1,500 positions
 in each row, whatever the number of labels, and a Swin's first stage has four times as many as the
-next one. So the model computes two rows on the meta device, where tensors have shapes and no
-memory, and what it does is counted.
+next one. So the model computes two rows of fake tensors, which have shapes and no memory, and what
+it does is counted.
 """
 
 from collections import Counter
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import compat
@@ -103,8 +104,6 @@ def count_row(
     """
     together = _WithLoss(model, loss)
     held = dict(together.named_parameters()) | dict(together.named_buffers())
-    without_memory = {name: tensor.to("meta") for name, tensor in held.items()}
-    rows = compat.tree_map(_on_meta, rows_like(batch, COUNTED_ROWS))
     linear = linear_layers(model)
     head = output_layer(model)
     seen: Counter[nn.Module] = Counter()  # by linear layer, the vectors that passed it
@@ -117,10 +116,14 @@ def count_row(
         stack.enter_context(compat.without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.device("meta"))
+        # The counter does not know the CPU's fused attention.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(compat.FakeTensorMode(allow_non_fake_inputs=True))
+        fakes = {name: torch.empty_like(tensor, device="cpu") for name, tensor in held.items()}
+        rows = compat.tree_map(_fake, rows_like(batch, COUNTED_ROWS))
         counter = stack.enter_context(FlopCounterMode(display=False))
         try:
-            torch.func.functional_call(together, without_memory, (rows,))
+            torch.func.functional_call(together, fakes, (rows,))
         except Exception as error:  # the model's own code may raise anything
             message = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
@@ -132,8 +135,8 @@ def count_row(
     return _passed(model, linear, head, seen, counter.get_flop_counts(), attention)
 
 
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
+def _fake(value: Any) -> Any:
+    return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
 
 
 def output_layer(model: nn.Module) -> nn.Linear | None:

@@ -26,6 +26,7 @@ from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.rows import count_row, rows_like
 from gradmem_lib.planning.search import Search
 from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.recipe import Recipe
 
 ROWS, LABELS = 4, 6
@@ -70,7 +71,7 @@ def test_each_recipe_of_a_plan_is_predicted_to_the_byte_or_refused(family):
         assert search._lower_bound(recipe) <= 1.01 * predicted.peak.total
 
 
-@pytest.mark.parametrize("family", ["vit", "whisper"])
+@pytest.mark.parametrize("family", each(2, ["vit", "whisper"]))
 def test_the_best_recipe_fits_its_card_and_the_next_faster_does_not(family):
     config = tiny_config(family)
     asked = {"seq_len": LABELS, "global_batch": ROWS, "target": "cpu", "method": "qlora"}
@@ -258,6 +259,21 @@ def test_the_code_for_a_module_of_ones_own_runs_and_needs_what_was_predicted(nam
     assert found == expected
 
 
+def with_lora() -> nn.Module:
+    model = Diffusion()
+    add_lora(model, 2)
+    return model
+
+
+def test_a_module_of_ones_own_may_have_lora_already():
+    _, batch, loss = OWN["diffusion"]
+    asked = {"global_batch": ROWS, "batch": batch, "loss": loss, "target": "cpu"}
+    made = plan(with_lora(), card="1 GiB", **asked)
+    assert made.method == "lora" and made.best.recipe.lora_rank is None
+    rows = rows_of(batch, ROWS, made.best.recipe.weight_dtype)
+    assert tracked(with_lora(), rows, made.best.recipe, loss).peak == made.best.prediction.peak
+
+
 def test_an_encoder_and_a_decoder_may_have_unlike_lengths():
     config = tiny_config("t5")
     ids = torch.zeros(1, 12, dtype=torch.int64)
@@ -324,6 +340,13 @@ def test_what_a_plan_of_rows_refuses(model, changes, says):
     asked = {"card": "1 GiB", "global_batch": ROWS, "batch": batch, "loss": loss} | changes
     with pytest.raises(ValueError, match=says):
         plan(model(), **asked)
+
+
+def test_a_compiled_module_is_refused(monkeypatch):
+    monkeypatch.setattr("gradmem_lib.compat.is_compiled", lambda module: True)
+    build, batch, loss = OWN["layers"]
+    with pytest.raises(RuntimeError, match="is compiled with"):
+        plan(build(), card="1 GiB", global_batch=ROWS, batch=batch, loss=loss)
 
 
 def test_counting_a_row_does_not_change_the_module():
