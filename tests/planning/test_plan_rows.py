@@ -58,7 +58,9 @@ def test_each_recipe_of_a_plan_is_predicted_to_the_byte_or_refused(family):
         pytest.skip("its recipes are others")
     search = search_of(family)
     recipes = recipes_of(search)
-    assert len(recipes) > 30 and {recipe.accumulation for recipe in recipes} >= {1}
+    assert len(recipes) > 100
+    pieces = {recipe.accumulation for recipe in recipes}
+    assert pieces == ({1} if family == "clip" else {1, 2, 4})  # CLIP's loss compares rows
     for recipe in recipes[: 100 if ALL else 2]:
         try:
             predicted = search.option(recipe).prediction
@@ -241,6 +243,7 @@ def test_the_code_for_a_module_of_ones_own_runs_and_needs_what_was_predicted(nam
     build, batch, loss = OWN[name]
     asked = {"global_batch": ROWS, "batch": batch, "loss": loss, "target": "cpu"}
     made = plan(build(), card="1 GiB", method="full" if name == "unet" else "lora", **asked)
+    assert not made.ruled_out  # also in bf16, the batch has the dtype of the weights
     assert ("No checkpoints are tried" in str(made)) == (name != "layers")
     dtype = made.best.recipe.weight_dtype
     if isinstance(batch, dict):
@@ -291,7 +294,6 @@ def test_an_encoder_and_a_decoder_may_have_unlike_lengths():
 def test_a_loss_that_compares_rows_is_planned_for_in_one_piece():
     asked = {"card": "1 GiB", "seq_len": LABELS, "global_batch": ROWS, "method": "qlora"}
     made = plan(tiny_config("clip"), target="cpu", **asked)
-    assert {option.recipe.accumulation for option in made.fits + made.refused} == {1}
     assert "in one piece" in str(made) and "a loss that compares rows" in str(made)
     assert "| {'return_loss': True}" in made.code and "make_trainer" not in made.code
     with pytest.raises(ValueError, match=r"cards=2 share a batch.*a loss that compares rows"):
