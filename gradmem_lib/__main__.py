@@ -21,6 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .hf_names import PICTURES_ALONE
 from .names import (
     ATTENTION,
     CHECKPOINTING,
@@ -412,7 +413,10 @@ def _asked(options: argparse.Namespace) -> int:
 def problem_of(options: argparse.Namespace) -> str:
     """What is wrong with the options together, as far as it can be said without torch."""
     if options.seq_len is None and is_known_text_model(options.model):
-        return f"--seq-len is missing: {options.model} reads text. Give --seq-len, such as 2048"
+        return (
+            f"--seq-len is missing: {options.model} reads or writes text. Give --seq-len, such as "
+            "2048, or 448 for a speech model"
+        )
     card = getattr(options, "card", None)
     if card is not None:
         from .planning.cards import find_card
@@ -443,7 +447,7 @@ def problem_of(options: argparse.Namespace) -> str:
 
 
 def is_known_text_model(name: str) -> bool:
-    """Whether ``name`` is in the table of well-known models, and not a model of images."""
+    """Whether ``name`` is in the table of well-known models, and its rows have tokens."""
     table = json.loads(
         files(f"{__package__}.planning").joinpath("models.json").read_text(encoding="utf-8")
     )
@@ -451,7 +455,7 @@ def is_known_text_model(name: str) -> bool:
         spellings = [known, *row["ids"], *(hub.rpartition("/")[2] for hub in row["ids"])]
         same = [other for other in spellings if _letters(other) == _letters(name)]
         if same:
-            return row["model_type"] != "vit"
+            return row["model_type"] not in PICTURES_ALONE
     return False
 
 
@@ -814,7 +818,7 @@ def _add_plan(commands) -> None:
         help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)",
     )
     add("--cards", type=_count, default=1, metavar="N", help="so many of them in one machine")
-    add("--seq-len", type=_count, required=True, metavar="N", help="tokens in a row")
+    add("--seq-len", type=_count, metavar="N", help="tokens in a row (not for images)")
     add("--global-batch", type=_count, required=True, metavar="N", help="rows of one step")
     add(
         "--method",

@@ -32,9 +32,10 @@ from torch.utils._python_dispatch import (
 
 from .hf_names import CHECKPOINTING_METHODS
 
-tree_flatten, tree_leaves, tree_map_only = (
+tree_flatten, tree_leaves, tree_map, tree_map_only = (
     _pytree.tree_flatten,
     _pytree.tree_leaves,
+    _pytree.tree_map,
     _pytree.tree_map_only,
 )
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode

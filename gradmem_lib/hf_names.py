@@ -54,6 +54,10 @@ TABLES = (
     "CTC",
 )
 
+# Of the types of models that planning/models.json has, those that take pictures and no tokens. The
+# command line asks before transformers is imported.
+PICTURES_ALONE = ("dinov2", "vit")
+
 # The labels that a model takes, by the end of its class's name. Other models take tokens; ``None``:
 # the name does not say.
 LABELS_OF_HEAD = {

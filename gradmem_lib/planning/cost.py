@@ -2,8 +2,10 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +15,11 @@ from ..hf_names import PARTS
 from ..names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
-from ..prediction.configs import example_batch, labels_of, skeleton, title_of
+from ..prediction.configs import example_batch, labels_of, skeleton, title_of, unknown_inputs
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
 from ..techniques import quantized
+from ..techniques.accumulation import count_rows
 from ..techniques.checkpointing import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
@@ -32,8 +35,9 @@ from ..training.losses import (
 )
 from ..training.recipe import Recipe
 from ..training.tiny import tiny_model
-from ..units import MiB
+from ..units import MiB, check_positive_int
 from .cards import Card, seconds_between, seconds_over_bus
+from .rows import Passed, count_row, output_layer, rows_like
 
 LORA_RANK = 16
 FLOAT32 = 4  # bytes of a number
@@ -56,7 +60,11 @@ class Work:
     attentions. ``attended``: entries of ``matrices`` in attention. ``root``: parameters outside the
     layers. If the model has adapters already, ``adapter_parameters`` numbers are trained,
     ``parameters`` counts the others, and ``bytes_per_number`` are the mean bytes of a frozen number
-    and of a trained one.
+    and of a trained one. ``frozen``: parameters that the model's own code does not train.
+
+    ``row``: what a row passes, if rows are more than tokens; then costs are those of a row where
+    they are else those of a token. ``example``: a row or more of the inputs, ``batch`` and ``loss``
+    as they were given. ``uncut``: why the batch must go through in one piece; empty: it need not.
     """
 
     source: Source
@@ -76,13 +84,52 @@ class Work:
     root: int
     adapter_parameters: int | None = None
     bytes_per_number: tuple[float, float] = (0, 0)
+    frozen: int = 0
+    row: Passed | None = None
+    example: Any = None
+    batch: Any = None
+    loss: Callable | None = None
+    uncut: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What costs are counted for."""
+        return "token" if self.row is None else "row"
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether there are layers that may run again. What takes tokens alone is not asked."""
+        return self.row is None or bool(self.row.layers)
+
+    def units_of_row(self, seq_len: int | None) -> int:
+        return 1 if self.row is not None or seq_len is None else seq_len
+
+    def passed(self, seq_len: int) -> Passed:
+        """What a token passes, or a row."""
+        if self.row is not None:
+            return self.row
+        return Passed(
+            products=self.matrices + self.experts,
+            attended=self.attended,
+            attention=4 * seq_len * self.scores / (2 if self.causal else 1),
+            head=self.head,
+            logits=self.vocabulary,
+        )
+
+    def inputs(self, rows: int, seq_len: int | None, recipe: Recipe) -> dict[str, Any]:
+        """The arguments of ``predict`` for ``rows`` rows. Inputs have the dtype of the weights."""
+        if self.batch is None:
+            return {"batch_size": rows, "seq_len": seq_len}
+        return {"batch": rows_like(self.batch, rows, recipe.weight_dtype), "loss": self.loss}
 
     def adapts(self, recipe: Recipe) -> bool:
         return self.adapter_parameters is not None or recipe.lora_rank is not None
 
     def trained(self, recipe: Recipe) -> int:
         """The number of trained numbers."""
-        trained = self.parameters if self.adapter_parameters is None else self.adapter_parameters
+        trained = self.parameters - self.frozen
+        if self.adapter_parameters is not None:
+            trained = self.adapter_parameters
         return self.linear_widths * recipe.lora_rank if recipe.lora_rank else trained
 
     def bytes_each(self, recipe: Recipe) -> tuple[float, float]:
@@ -92,13 +139,14 @@ class Work:
         return recipe.weight_dtype.itemsize, recipe.weight_dtype.itemsize
 
 
-def _check_cut(model: nn.Module, config) -> None:
+def _check_cut(model: nn.Module, config, example: dict | None = None) -> None:
     """Raise ``ValueError`` if micro-batches would train something else, since the loss of a tiny
     copy of ``model`` is no mean over labels or rows.
 
     Where the tiny copy does not run, ``make_trainer`` asks the whole model before its first window.
     """
-    check_pieces(model, {}, "micro-batches")
+    flags = {name: value for name, value in (example or {}).items() if isinstance(value, bool)}
+    check_pieces(model, flags, "micro-batches")
     # The caller's modes, autocast and random numbers have no part in this.
     autocast = torch.autocast("cpu", enabled=False)
     with compat.without_modes(), autocast, torch.random.fork_rng([]):
@@ -117,58 +165,119 @@ def _check_cut(model: nn.Module, config) -> None:
         find_rule(tiny, [batch], loss_of, usual_rule(tiny), how=how)
 
 
-def count(config) -> Work:
-    """Count ``config``'s parameters and matrices on a model without memory.
+def count(
+    config: Any,
+    seq_len: int | None = None,
+    batch: Any = None,
+    loss: Callable | None = None,
+    module: nn.Module | None = None,
+) -> Work:
+    """Count parameters and matrices on a model without memory, that of ``config``; or on a
+    ``module`` that transformers cannot build.
 
-    ``ValueError`` unless it takes labelled tokens.
+    Of a model that takes more than tokens with labels, and for a ``batch`` that is given, also what
+    a row passes. ``seq_len`` is needed only there. Raises ``ValueError`` if the config does not
+    tell the inputs, and if the loss of a language model must not be cut.
     """
-    model = skeleton(config)
-    labels = {"ends": "start_positions", None: None}.get(labels_of(model), "labels")
-    named = labels in inspect.signature(model.forward).parameters
-    if not named or getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise ValueError(
-            f"plan is for rows of token ids with labels, and {type(model).__name__} takes other "
-            "inputs: predict one recipe after the other. Begin with predict(config, batch_size=8, "
-            "recipe=Recipe(precision='autocast-bf16')), and add checkpointing='per-layer', "
-            "accumulation=8 and lora_rank=16 until the peak fits. For a module whose inputs its "
-            "config does not tell, also give batch=..."
-        )
-    _check_cut(model, config)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    model = skeleton(config) if module is None else module
+    head = output_layer(model)
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     linear = list(filter(None, sizes.values()))
-    attention = [
-        f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(PARTS["attention"])
-    ]
+    ends = PARTS["attention"]
+    attention = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(ends))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    root = parameters = sum(p.numel() for p in model.parameters())
+    layers = 0
+    if module is None:
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
+        blocks = [block for several, _ in find_layers(model).values() for block in several]
+        layers = len(blocks)
+        root -= sum(p.numel() for block in blocks for p in block.parameters())
+    if module is None:
+        source = Source(model, title_of(config, config), is_user_module=False)
+    else:
+        source = source_of(module)  # refuses a compiled one
+    work = Work(
+        source=source,
+        parameters=parameters,
+        sizes=tuple(tuple(p.shape) for p in trained),
+        matrices=sum(i * o for i, o in linear),
+        head=0 if head is None else math.prod(head.weight.shape),
+        linear_widths=sum(map(sum, linear)),
+        layers=layers,
+        scores=0,
+        causal=False,
+        chunked=False,
+        vocabulary=0 if head is None else head.weight.shape[0],
+        fused=compat.takes_fused_attention(model),
+        experts=0.0,
+        attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(attention)),
+        root=root,
+        frozen=parameters - sum(p.numel() for p in trained),
+    )
+    if batch is None and _takes_tokens_alone(model):
+        return _with_tokens(work, config)
+    return _with_rows(work, config, seq_len, batch, loss, attention)
+
+
+def _takes_tokens_alone(model: nn.Module) -> bool:
+    """Whether a row is token ids with labels."""
+    labels = {"ends": "start_positions", None: None}.get(labels_of(model), "labels")
+    named = labels in inspect.signature(model.forward).parameters
+    return named and getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def _with_tokens(work: Work, config: Any) -> Work:
+    """``work`` with what a token passes, by the config's sizes."""
+    model = work.source.skeleton
+    _check_cut(model, config)
     text = config.get_text_config()
     hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
     heads = getattr(text, "num_attention_heads", 1)
     # Encoder and decoder have equally many layers, and each layer of the decoder attends twice.
     attentions = 3 * layers if config.is_encoder_decoder else layers
-    root = parameters = sum(p.numel() for p in model.parameters())
-    with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
-        blocks = [block for several, _ in find_layers(model).values() for block in several]
-        layers, root = (
-            len(blocks),
-            root - sum(p.numel() for block in blocks for p in block.parameters()),
-        )
-    return Work(
-        source=Source(model, title_of(config, config), is_user_module=False),
-        parameters=parameters,
-        sizes=tuple(tuple(p.shape) for p in model.parameters()),
-        matrices=sum(i * o for i, o in linear),
-        head=math.prod(head.weight.shape) if isinstance(head, nn.Linear) else 0,
-        linear_widths=sum(map(sum, linear)),
-        layers=layers,
+    has_head = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    return replace(
+        work,
         scores=attentions * heads * (getattr(text, "head_dim", None) or hidden // heads),
         causal=predicts_next_token(model),
-        chunked=head is not None and chunked_loss_refusal(type(model), config) is None,
-        vocabulary=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
-        fused=compat.takes_fused_attention(model),
+        chunked=has_head and chunked_loss_refusal(type(model), config) is None,
         experts=_experts(model),
-        attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(tuple(attention))),
-        root=root,
     )
+
+
+def _with_rows(
+    work: Work,
+    config: Any,
+    seq_len: int | None,
+    batch: Any,
+    loss: Callable | None,
+    attention: tuple[str, ...],
+) -> Work:
+    """``work`` with what a row passes, counted in a forward."""
+    model = work.source.skeleton
+    example = batch
+    uncut = ""
+    if batch is None:
+        if model.main_input_name != "pixel_values":
+            check_positive_int("seq_len", seq_len, 448, "tokens in a row of labels")
+        example = example_batch(model, 1, seq_len)
+    count_rows(example)  # raises ValueError for tensors that cannot be cut
+    try:
+        if batch is None:
+            _check_cut(model, config, example)
+        else:  # the step itself asks the model, before it takes a batch in pieces
+            check_pieces(model, batch, "micro-batches")
+    except ValueError as error:
+        uncut = str(error)
+    try:
+        row = count_row(model, example, loss, attention)
+    except ValueError as error:
+        if batch is not None:
+            raise
+        raise ValueError(unknown_inputs(model)) from error
+    return replace(work, row=row, example=example, batch=batch, loss=loss, uncut=uncut)
 
 
 def with_adapters(work: Work, given, method: str | None = None) -> Work:
@@ -215,10 +324,13 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     counted = {"parameters": frozen, "adapter_parameters": own, "chunked": False}
     counted["bytes_per_number"] = tuple(bytes_per_number)
     counted["linear_widths"] = sum(map(sum, bases))
+    if work.row is not None:  # which layers have adapters is not looked up
+        counted["row"] = replace(work.row, vectors=work.row.fewest_vectors)
     with suppress(ValueError):  # raised for an adapter on the output layer
         check_chunked_loss(given)
         counted["chunked"] = work.chunked
-    return replace(work, source=replace(source_of(given), is_user_module=False), **counted)
+    source = replace(source_of(given), is_user_module=work.source.is_user_module)
+    return replace(work, source=source, **counted)
 
 
 def _experts(model: nn.Module) -> float:
@@ -367,14 +479,15 @@ def cost_per_token(
 
 def _operations_per_token(work: Work, recipe: Recipe, seq_len: int) -> float:
     """Operations in matrix products: forward, backward, and what is recomputed."""
-    attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
-    layers = 2 * (work.matrices + work.experts) + attention
-    forward = layers + 2 * work.head
+    passed = work.passed(seq_len)
+    attention = passed.attention
+    layers = 2 * passed.products + attention
+    forward = layers + 2 * passed.head
     backward = 2 * forward
     if work.adapts(recipe):
-        trained = work.trained(recipe)
-        forward += 2 * trained
-        backward = forward + attention + 2 * trained
+        added = 2 * passed.vectors * work.trained(recipe)
+        forward += added
+        backward = forward + attention + added
     recomputed = recompute_fraction(work, recipe)
     scores = recomputed
     if recipe.checkpointing in SELECTIVE:
@@ -426,38 +539,58 @@ def _offload_bytes_per_token(work: Work, recipe: Recipe) -> float:
 
 def recompute_fraction(work: Work, recipe: Recipe) -> float:
     """The share of the layers' products with weights that is recomputed."""
-    if recipe.every_n_layers and work.layers:
-        return -(-work.layers // recipe.every_n_layers) / work.layers
     if recipe.checkpointing in SELECTIVE:
-        share = work.attended / max(work.matrices + work.experts, 1)
+        passed = work.passed(0)
+        share = passed.attended / max(passed.products, 1)
         part = SELECTIVE[recipe.checkpointing]
         if part.keeps_products:
             return 0.0
         return (share if part.attention else 0.0) + (1 - share if part.mlp else 0.0)
-    first = first_layers(recipe.checkpointing)
+    return _share_of_checkpointed(work, recipe, 0)
+
+
+def freed_fraction(work: Work, recipe: Recipe) -> float:
+    """The share of the linear layers' inputs and outputs that is freed until backward."""
+    if recipe.checkpointing in SELECTIVE:
+        return recompute_fraction(work, recipe)
+    return _share_of_checkpointed(work, recipe, 1)
+
+
+def _share_of_checkpointed(work: Work, recipe: Recipe, column: int) -> float:
+    """The share of the checkpointed layers in all, by a ``column`` of ``Passed.layers``."""
+    every, first = recipe.every_n_layers, first_layers(recipe.checkpointing)
+    if recipe.checkpointing is None and not every:
+        return 0.0
+    if isinstance(recipe.checkpointing, str) and first is None:
+        check_choice("checkpointing", recipe.checkpointing, CHECKPOINTING)
+    if work.row is not None:
+        # In segments of any lengths, every layer is recomputed.
+        return math.fsum(share[column] for share in work.row.layers[:first:every])
+    if every and work.layers:
+        return -(-work.layers // every) / work.layers
     if first is not None and work.layers:
         return min(first / work.layers, 1.0)
-    if recipe.checkpointing is None:
-        return 0.0
-    if isinstance(recipe.checkpointing, str):
-        check_choice("checkpointing", recipe.checkpointing, CHECKPOINTING)
-    return 1.0  # in segments of any lengths, every layer is recomputed
+    return 1.0
 
 
 def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
-    """A lower bound for the bytes that autograd saves for each token, from the sizes.
+    """A lower bound for the bytes that autograd saves for each token, or row, from the sizes.
 
     It is half of the linear layers' inputs and outputs, and the logits. If all layers are
     checkpointed, it is half of one layer's inputs and outputs.
     """
-    layers = work.linear_widths / 2
-    logits = 0 if recipe.chunked_loss else work.vocabulary
+    passed = work.passed(0)
+    layers = work.linear_widths * passed.vectors / 2
+    logits = 0 if recipe.chunked_loss else passed.logits
     if recipe.offload is not None and OFFLOAD[recipe.offload].all_saved:
         return 0.0
-    kept = 1 - recompute_fraction(work, recipe)
+    kept = 1 - freed_fraction(work, recipe)
     if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
         kept = 0.5  # their results stay, and their inputs are recomputed
-    numbers = max(kept * layers + logits, layers / max(work.layers, 1))
+    one_layer = layers / max(work.layers, 1)
+    if passed.layers:  # those outside of the lists are in none of them
+        one_layer = layers * max(widths for _, widths in passed.layers)
+    numbers = max(kept * layers + logits, one_layer)
     return _width_of_activations(recipe) * numbers
 
 

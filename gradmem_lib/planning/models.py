@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat
-from ..prediction.configs import find_config, title_of
+from ..prediction.configs import find_config, model_class, title_of
 
 
 def model_table() -> dict[str, dict[str, Any]]:
@@ -112,6 +112,24 @@ def similar_names(name: str) -> list[str]:
     return [by_plain_name[plain] for plain in nearest]
 
 
+def is_own_module(given: object) -> bool:
+    """Whether ``given`` is a module that transformers could not build from its config."""
+    from transformers import PretrainedConfig
+
+    if not isinstance(given, nn.Module):
+        return False
+    inside = compat.inside_peft(given)
+    config = getattr(inside, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return True
+    config = copy.deepcopy(config)
+    config.architectures = [type(inside).__name__]
+    try:
+        return model_class(config) is not type(inside)
+    except ValueError:
+        return True
+
+
 def find_model(model_or_config) -> tuple[Any, str]:
     """(config, title) of a model, a config, a well-known name, a folder or a hub id.
 
@@ -121,9 +139,10 @@ def find_model(model_or_config) -> tuple[Any, str]:
         inside = compat.inside_peft(model_or_config)
         if (config := getattr(inside, "config", None)) is None:
             raise ValueError(
-                f"{type(model_or_config).__name__} has no config: plan is for transformers models. "
-                "For other modules, predict each recipe with "
-                "predict(model, batch=..., recipe=Recipe(...))"
+                f"{type(model_or_config).__name__} has no config, so its inputs are not known: "
+                "give batch=, a row or more of what it takes (torch.empty(..., device='meta') "
+                "costs no memory), and loss=, if its output does not have it; or predict each "
+                "recipe with predict(model, batch=..., recipe=Recipe(...))"
             )
         config = copy.deepcopy(config)
         config.architectures = [type(inside).__name__]

@@ -1,14 +1,18 @@
 """``plan``: the ways to train a model that fit a card."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
 
 from ..names import check_choice
+from ..training.adapters import has_adapters
 from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
 from .cards import CARDS, Card, find_card
-from .cost import count, with_adapters
+from .cost import Work, count, with_adapters
 from .margin import check_margin
-from .models import find_model
+from .models import find_model, is_own_module
 from .options import METHODS, Option
 from .report import Plan
 from .search import Search
@@ -25,14 +29,17 @@ def plan(
     cards: int = 1,
     margin: float | None = None,
     notify: Callable[[str], None] | None = None,
+    batch: Any = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Plan:
     """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why
     faster ways do not fit.
 
     Args:
-        model_or_config: a transformers config, a model, a folder with a config, or a hub id.
+        model_or_config: a transformers config, a model, a folder with a config, or a hub id; with
+            ``batch``, any module in training mode.
         card: a name such as ``"RTX 4090"`` (see ``CARDS``), or its memory: ``"24 GiB"``, or bytes.
-        seq_len: tokens in a row.
+        seq_len: tokens in a row; of a speech model's labels; none for pictures.
         global_batch: rows of one optimizer step, on all cards together. The plan cuts them into
             micro-batches.
         method: ``"full"`` (the default), ``"lora"`` (rank 16 on all linear layers but the head),
@@ -46,6 +53,13 @@ def plan(
             a card may be off. ``None``: as much as published runs were off (3 %; 4.5 % for several
             cards), and 0 for target "cpu", whose bytes are exact. ``0``: none.
         notify: called with a sentence after each prediction.
+        batch: one row or more of what the model takes, with labels, as ``predict`` takes it; then
+            ``seq_len`` is left out. For modules that are not transformers models, and for inputs
+            that a config does not tell: an encoder and a decoder of unlike lengths, pictures with a
+            text. The plan assumes rows of these sizes, whose floating-point inputs have the dtype
+            of the weights.
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the model's output
+            does not have it; with ``batch`` only.
 
     It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's
     Adafactor; each also with steps in backward), the loss whole or in chunks, every micro-batch
@@ -59,6 +73,10 @@ def plan(
     bytes as mixed precision, and ``adamw-stochastic`` as many as AdamW in bf16. On several cards,
     the loss is not in chunks, and only AdamW steps in backward.
 
+    Where a row is more than tokens, times are those of a row. If the loss compares rows with each
+    other, the batch goes through in one piece. Layers run again in transformers models, and in an
+    ``nn.Sequential`` or ``nn.ModuleList``.
+
     Raises ``ValueError`` for an unknown card, model or method, for sizes that the model cannot
     take, and for a model with frozen weights or with other weights than its config's;
     ``RuntimeError`` for one that is checkpointed or compiled already.
@@ -71,14 +89,27 @@ def plan(
             f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple"
         )
     found = find_card(card)
-    config, title = find_model(model_or_config)
-    work = with_adapters(count(config), model_or_config, method)
-    seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    _check_batch(batch, seq_len, loss)
+    if batch is not None and is_own_module(model_or_config):
+        config, title = None, type(model_or_config).__name__
+        _check_own_module(model_or_config, method)
+        work = count(None, seq_len, batch, loss, module=model_or_config)
+    else:
+        config, title = find_model(model_or_config)
+        work = count(config, seq_len, batch, loss)
+    work = with_adapters(work, model_or_config, method)
+    if work.uncut and cards > 1:
+        raise ValueError(f"cards={cards} share a batch between them: {work.uncut}")
+    if work.row is None:
+        seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
+    elif batch is None and work.source.skeleton.main_input_name == "pixel_values":
+        seq_len = None  # there are pictures only
     margin = check_margin(margin, target, cards)
     search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
     search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
-    methods = list(METHODS) if method == "any" else [method]
+    methods = _methods(method, work, title)
     search.find(methods)
     if fits := search.fits():
         search.next_faster(fits[0])
@@ -97,7 +128,64 @@ def plan(
         given=model_or_config,
         config=config,
         advice=[] if fits else _advice(search, methods),
+        unit=work.unit,
+        example=work.example,
+        loss=loss,
+        notes=_notes(search),
     )
+
+
+def _methods(method: str, work: Work, title: str) -> list[str]:
+    """The methods to try. Raises ``ValueError`` for LoRA without linear layers."""
+    if work.linear_widths:
+        return list(METHODS) if method == "any" else [method]
+    if method in ("lora", "qlora"):
+        raise ValueError(
+            f"method={method!r} adds to linear layers, and {title} has none: choose method='full'"
+        )
+    return ["full"]
+
+
+def _check_batch(batch: Any, seq_len: int | None, loss: Any) -> None:
+    if batch is None and loss is not None:
+        raise ValueError("loss= is for a batch that is given: give batch= too, a row or more")
+    if batch is not None and seq_len is not None:
+        raise ValueError(
+            f"seq_len={seq_len} and batch= both say how long a row is: leave seq_len out"
+        )
+
+
+def _check_own_module(module: nn.Module, method: str | None) -> None:
+    """Raise ``ValueError`` for a module that the printed code would train in another way."""
+    name = type(module).__name__
+    if not all(part.training for part in module.modules()):
+        raise ValueError(
+            f"this {name}, or a part of it, is in eval mode, and the code of a plan trains all of "
+            "it in training mode: call model.train() first, or predict each recipe with "
+            "predict(model, batch=..., recipe=Recipe(...))"
+        )
+    lora = has_adapters(module) or method in ("lora", "qlora")
+    if not lora and not all(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"plan trains all weights, and in this {name} some are frozen: predict each recipe "
+            "with predict(model, batch=..., recipe=Recipe(...))"
+        )
+
+
+def _notes(search: Search) -> list[str]:
+    """What a reader of the plan should know about the model."""
+    notes = []
+    if search.work.uncut:
+        notes.append(f"The batch goes through in one piece. {search.work.uncut}.")
+    if not search.work.has_layers:
+        notes.append(
+            "No checkpoints are tried: this model is no nn.Sequential or nn.ModuleList, and has no "
+            "list of transformers' layers. What they would save: checkpoint_layers(its list of "
+            "layers), then predict(model, batch=..., recipe=Recipe(...))."
+        )
+    for option in [*search.fits(), *search.refused()][:1]:
+        notes += [f"{note}." for note in option.prediction.notes]
+    return notes
 
 
 def _advice(search: Search, methods: list[str]) -> list[str]:
@@ -117,16 +205,19 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
                 "one piece."
             )
             advice.append(f"{line} {why}")
-    shorter = [n for n in (search.seq_len // 2, search.seq_len // 4) if n]
-    advice += _first_that_fits(search, "seq_len", shorter, closest.recipe)
+    if search.work.row is None:
+        shorter = [n for n in (search.seq_len // 2, search.seq_len // 4) if n]
+        advice += _first_that_fits(search, "seq_len", shorter, closest.recipe)
     advice.append(_larger_card(closest))
+    if search.work.uncut:
+        return advice
     more = [n for n in (2, 4, 8) if n > search.cards and search.global_batch % n == 0]
     return advice + _first_that_fits(search, "cards", more, None, methods[-1])
 
 
 def _another_method(search: Search, method: str) -> list[str]:
     """The first method after ``method`` that would fit."""
-    if search.has_adapters:
+    if search.has_adapters or not search.work.linear_widths:
         return []
     for other in METHODS[METHODS.index(method) + 1 :]:
         recipe = search.least_resident_recipes([other])[0]

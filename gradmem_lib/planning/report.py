@@ -1,7 +1,7 @@
 """The result of a plan: the recipes that fit, fastest first, and why the others do not fit."""
 
 import html
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..display import pictures
@@ -18,12 +18,14 @@ class Plan:
     Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by needed bytes)
     were predicted. ``ruled_out`` was not predicted: weights, gradients and states alone are too
     much. ``advice``: if nothing fits, changes that would fit. ``margin``: the share of the needed
-    bytes that stays free besides.
+    bytes that stays free besides. ``unit``: what times are counted for, a token or a row.
+    ``example``: rows of the inputs, if these are more than token ids with labels. ``loss``: the one
+    that was given. ``notes``: sentences about the model.
     """
 
     title: str
     card: Card
-    seq_len: int
+    seq_len: int | None
     global_batch: int
     method: str
     target: str
@@ -35,6 +37,10 @@ class Plan:
     config: Any
     cards: int = 1
     margin: float = 0.0
+    unit: str = "token"
+    example: Any = None
+    loss: Any = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def best(self) -> Option | None:
@@ -61,11 +67,18 @@ class Plan:
     def code(self) -> str:
         """A Python program that trains by ``best``; empty if nothing fits.
 
-        Add your own ``train_dataset``.
+        Add your own ``train_dataset``, and ``loss`` if there was one.
         """
         if self.best is None:
             return ""
-        return pictures().plan_code(self.best, self.given, self.config, self.target)
+        return pictures().plan_code(
+            self.best,
+            self.given,
+            self.config,
+            self.target,
+            example=self.example,
+            with_loss=self.loss is not None,
+        )
 
     def __str__(self) -> str:
         return pictures().plan_text(self)

@@ -59,7 +59,7 @@ class Search:
         self,
         work: cost.Work,
         card: Card,
-        seq_len: int,
+        seq_len: int | None,
         global_batch: int,
         target: str,
         cards: int = 1,
@@ -70,6 +70,7 @@ class Search:
         self.margin = margin
         self.has_adapters = work.adapter_parameters is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
+        self.units = work.units_of_row(seq_len)  # tokens of a row, if costs are those of tokens
         self.chunked = work.chunked and cards == 1  # chunks bypass the code that averages gradients
         self.schedules = self._schedules()
         self.alternatives = self._alternatives()
@@ -92,6 +93,8 @@ class Search:
         """How many layers run again: none, the first k, all. Each needs less memory than the one
         before.
         """
+        if not self.work.has_layers:
+            return [{}]
         firsts: list[dict] = _HALF
         if self._layers_are_listed():
             firsts = [{"checkpointing": f"first-{k}"} for k in range(1, self.work.layers)]
@@ -99,7 +102,7 @@ class Search:
 
     def _alternatives(self) -> list[dict]:
         """What keeps fewer activations in another way than by layers that run again."""
-        alternatives = list(PARTS)
+        alternatives = list(PARTS) if self.work.has_layers else []
         if self._layers_are_listed():
             alternatives += _HALF
         if self.target == "cuda":
@@ -120,12 +123,14 @@ class Search:
         """
         if recipe not in self._known:
             ranks = self.cards if self.cards > 1 else None
-            sizes = {"batch_size": self.rows, "seq_len": self.seq_len, "ranks": ranks}
-            prediction = predict(self.work.source, recipe=recipe, target=self.target, **sizes)
+            inputs = self.work.inputs(self.rows, self.seq_len, recipe)
+            prediction = predict(
+                self.work.source, recipe=recipe, target=self.target, ranks=ranks, **inputs
+            )
             replay = prediction.peak.total <= self.available
             capability = self.card.capability
             parts = cost.overhead_of_prediction(prediction, capability, replay, self.cards)
-            tokens = self.rows * self.seq_len
+            tokens = self.rows * self.units
             estimate = self.cost(recipe, prediction.offload_traffic_bytes / tokens)
             rows = self.rows // recipe.accumulation
             option = Option(
@@ -152,7 +157,8 @@ class Search:
         found = self.fits()
         if not found:
             return f"{predicted}, and none fits yet"
-        return f"{predicted}; the best so far: {1e6 * found[0].seconds:.1f} us/token, {found[0]}"
+        time = f"{1e6 * found[0].seconds:.1f} us/{self.work.unit}"
+        return f"{predicted}; the best so far: {time}, {found[0]}"
 
     def fits(self) -> list[Option]:
         """The predicted options that fit, in order, each recipe with its largest micro-batch."""
@@ -170,7 +176,7 @@ class Search:
 
     def cost(self, recipe: Recipe, offload_bytes: float | None = None) -> cost.Cost:
         """The estimated time of a token, with the lower bound of what is offloaded for ``None``."""
-        sizes = self.rows // recipe.accumulation, self.seq_len, offload_bytes, self.cards
+        sizes = self.rows // recipe.accumulation, self.units, offload_bytes, self.cards
         return cost.cost_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
@@ -195,6 +201,8 @@ class Search:
                 optimizers = OPTIMIZERS
                 if in_backward and self.cards > 1:  # each card steps a part of each weight
                     optimizers = [name for name in OPTIMIZERS if ROWS[name].steps_shards]
+                    if not self.work.has_layers:  # no weight is in parts then
+                        optimizers = []
                 if in_backward and PRECISIONS[precision].scaled:  # a recipe refuses it
                     optimizers = []
                 for optimizer in optimizers:
@@ -212,8 +220,10 @@ class Search:
         for sharding in SHARDING if self.cards > 1 else (None,):
             if sharding in ("zero1", "zero2") and adapts:
                 continue  # with adapters, these shard little
+            if sharding and SHARDING[sharding].weights and not self.work.has_layers:
+                continue  # weights are gathered layer by layer
             precision = _precision(family, not adapts and sharding)
-            for n in [1] if family.in_backward else pieces:
+            for n in [1] if family.in_backward or self.work.uncut else pieces:
                 same = {"sharding": sharding, "precision": precision, "accumulation": n}
                 lines.append(_possible(family, [same | how for how in self.schedules]))
                 lines += [[one] for one in _possible(family, [same | a for a in self.alternatives])]
@@ -414,7 +424,7 @@ class Search:
         """
         if known is None:
             held = self.residents(recipe)
-            tokens = self.seq_len * (self.rows // recipe.accumulation)
+            tokens = self.units * (self.rows // recipe.accumulation)
             # In one piece, gradients are made while activations are freed.
             gradients = held["gradients"] if recipe.accumulation > 1 else 0
             saved = tokens * cost.saved_bytes_per_token(self.work, recipe)
@@ -461,7 +471,7 @@ class Search:
             )
             for r in (known, recipe)
         ]
-        fractions = [cost.recompute_fraction(self.work, r) for r in (known, recipe)]
+        fractions = [cost.freed_fraction(self.work, r) for r in (known, recipe)]
         saves = fractions[0] >= fractions[1]
         # products are no measure there
         if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:

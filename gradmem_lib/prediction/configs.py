@@ -25,10 +25,18 @@ def model_class(config):
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
+    named = None
     for name in config.architectures or ():
-        if (known := getattr(transformers, name, None)) is not None:
-            return known
-    if config.architectures:
+        named = getattr(transformers, name, None)
+        if named is not None:
+            break
+    # A picture model without a head has no loss. Its usual head is one linear layer. A language
+    # model without a head is not replaced: which head it gets decides its bytes.
+    headless = auto.MODEL_MAPPING.get(type(config), None)
+    is_headless = named is not None and named is headless
+    if named is not None and not (is_headless and named.main_input_name == "pixel_values"):
+        return named
+    if config.architectures and named is None:
         raise ValueError(
             f"the config is of {', '.join(config.architectures)}, which transformers does not "
             "have: name the class to train in config.architectures, set it to None for the "
@@ -39,6 +47,8 @@ def model_class(config):
         if type(config) in table:
             found = table[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
+    if named is not None:
+        return named
     raise ValueError(
         f"no training class is known for a {type(config).__name__}: language models, pairs of an "
         "encoder and a decoder, and "
@@ -85,11 +95,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
         or head is None
         or not (pairs or {"labels", "start_positions", "kwargs"} & inputs)
     ):
-        raise ValueError(
-            f"what {type(model).__name__} trains on cannot be told from its config (it takes "
-            f"{main}): give batch=, a dict of its inputs and labels as tensors (torch.empty(..., "
-            "device='meta') costs no memory)"
-        )
+        raise ValueError(unknown_inputs(model))
     ids = classes(text.vocab_size, seq_len)
     if pairs:
         return {
@@ -111,6 +117,16 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
         "input_ids": ids,
         "labels": numbers() if regression else classes(config.num_labels, *shape),
     }
+
+
+def unknown_inputs(model: nn.Module) -> str:
+    """That the config of ``model`` does not tell what it trains on, and what to do."""
+    main = getattr(model, "main_input_name", "input_ids")
+    return (
+        f"what {type(model).__name__} trains on cannot be told from its config (it takes {main}): "
+        "give batch=, a dict of its inputs and labels as tensors (torch.empty(..., device='meta') "
+        "costs no memory)"
+    )
 
 
 def labels_of(model: nn.Module) -> str | None:

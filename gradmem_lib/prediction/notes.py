@@ -12,7 +12,9 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 def notes_of(question: Question) -> tuple[str, ...]:
     """What a reader of the prediction should know about the module. Empty if there is nothing."""
     model = question.source.skeleton
-    if not question.source.is_user_module or any(module.training for module in model.modules()):
+    if not question.source.is_user_module:
+        return _about_the_class(model)
+    if any(module.training for module in model.modules()):
         return ()
     switched_off = []
     if has_checkpoints(model) or question.recipe.checkpointing or question.recipe.every_n_layers:
@@ -24,6 +26,18 @@ def notes_of(question: Question) -> tuple[str, ...]:
     return (
         f"{' and '.join(switched_off)}: the model is in eval mode, as from_pretrained leaves it. "
         "If your loop calls model.train(), call it before predict too",
+    )
+
+
+def _about_the_class(model: nn.Module) -> tuple[str, ...]:
+    """That the model is not of the class that its config names."""
+    named = getattr(getattr(model, "config", None), "architectures", None) or ()
+    name = type(model).__name__
+    if not named or name in named:
+        return ()
+    return (
+        f"{named[0]} has no loss of its own, so the figures are those of {name}, the usual class "
+        "for training it",
     )
 
 

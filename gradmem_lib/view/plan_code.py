@@ -5,9 +5,11 @@ It runs the library's own step, so it needs the bytes that were predicted.
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..planning.models import known_model
@@ -16,17 +18,23 @@ from ..prediction.configs import model_class
 from ..training.recipe import Recipe
 
 
-def plan_code(option: Option, given, config, target: str) -> str:
+def plan_code(
+    option: Option, given, config, target: str, example: Any = None, with_loss: bool = False
+) -> str:
     """Python that trains the model ``given``, with this ``config``, by ``option``.
 
     It uses ``make_trainer`` if a ``Trainer`` can do it, else ``step``. The user defines
-    ``train_dataset`` (rows with ``labels``), and ``model`` or ``config`` if ``given`` is one of
-    these. For several cards it is a script, and its first line says how to start it.
+    ``train_dataset`` (rows with ``labels``, or like those of ``example``), ``model`` or ``config``
+    if ``given`` is one of these, and ``loss`` if there was one. A module without a ``config`` of
+    transformers has ``None``. For several cards it is a script, and its first line says how to
+    start it.
     """
     recipe = option.recipe
-    loop = recipe.in_backward or recipe.sharding not in (None, "ddp")
-    uses, write_training = (["prepare", "step"], _loop) if loop else (["make_trainer"], _trainer)
-    loading, transformers, library_names = _loading(given, model_class(config).__name__)
+    plain = config is not None and not with_loss and not _flags(example)
+    loop = recipe.in_backward or recipe.sharding not in (None, "ddp") or not plain
+    uses = ["prepare", "step"] if loop else ["make_trainer"]
+    name = type(given).__name__ if config is None else model_class(config).__name__
+    loading, transformers, library_names = _loading(given, name)
     imports, setup = [], []
     if option.cards > 1:
         imports.append(f"# Save this as train.py, and start it with: {launch(option.cards)}")
@@ -38,7 +46,7 @@ def plan_code(option: Option, given, config, target: str) -> str:
         ]
     elif loop:
         imports.append("from torch.utils.data import DataLoader")
-    transformers += ["default_data_collator"] if loop else []
+    transformers += ["default_data_collator"] if loop and example is None else []
     if transformers:
         imports.append(f"from transformers import {', '.join(sorted(transformers))}")
     if imports:
@@ -52,7 +60,45 @@ def plan_code(option: Option, given, config, target: str) -> str:
         *loading,
         *_recipe(recipe),
     ]
-    return "\n".join([*lines, *write_training(option, target)]) + "\n"
+    if example is not None:
+        lines.append("# A row of train_dataset:")
+        lines += [f"#   {words}" for words in row_text(example, recipe).split(", ")]
+    if loop:
+        lines += _loop(option, target, example, with_loss)
+    else:
+        lines += _trainer(option, target)
+    return "\n".join(lines) + "\n"
+
+
+def row_text(example: Any, recipe: Recipe | None = None) -> str:
+    """The names and shapes of the tensors in a row of ``example``; with a ``recipe``, also their
+    dtypes: floating-point inputs have that of the weights.
+    """
+    if isinstance(example, Mapping):
+        named = list(example.items())
+    elif isinstance(example, (tuple, list)):
+        named = [(f"tensor {place}", value) for place, value in enumerate(example)]
+    else:
+        named = [("a tensor", example)]
+    words = []
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            continue
+        dtype = value.dtype
+        if recipe is not None and recipe.weight_dtype is not None and dtype.is_floating_point:
+            dtype = recipe.weight_dtype
+        shape = " x ".join(map(str, value.shape[1:])) or "one number"
+        words.append(f"{name} {shape}")
+        if recipe is not None:
+            words[-1] += f" ({str(dtype).removeprefix('torch.')})"
+    return ", ".join(words)
+
+
+def _flags(example: Any) -> dict[str, Any]:
+    """What a batch has besides tensors, such as ``return_loss=True``."""
+    if not isinstance(example, Mapping):
+        return {}
+    return {name: value for name, value in example.items() if not isinstance(value, Tensor)}
 
 
 def launch(cards: int, script: str = "train.py") -> str:
@@ -118,23 +164,35 @@ def _trainer(option: Option, target: str) -> list[str]:
     return [f"trainer = make_trainer({given})", "trainer.train()"]
 
 
-def _loop(option: Option, target: str) -> list[str]:
+def _loop(option: Option, target: str, example: Any, with_loss: bool) -> list[str]:
     """The training loop without ``Trainer``.
 
-    It is for steps in backward, which ``Trainer`` does not have, and for sharding, which it does
-    differently.
+    It is for steps in backward, which ``Trainer`` does not have, for sharding, which it does
+    differently, and for a module or a loss that it does not know.
     """
     place = f'.to("{target}")' if target == "cuda" else ""
-    batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
     rows, several = option.micro_batch * option.recipe.accumulation, option.cards > 1
     order = (
         "sampler=DistributedSampler(train_dataset), drop_last=True" if several else "shuffle=True"
     )
+    collate = ", collate_fn=default_data_collator" if example is None else ""
+    result, own_loss = ("value", ", loss=loss") if with_loss else ("loss", "")
     return [
         f"model, optimizer, undo = prepare(model, recipe{', mesh=mesh' if several else ''})",
         *([f"model{place}"] if place and not several else []),
-        f"loader = DataLoader(train_dataset, {rows}, {order}, collate_fn=default_data_collator)",
+        f"loader = DataLoader(train_dataset, {rows}, {order}{collate})",
         "for rows in loader:",
-        f"    loss = step(model, optimizer, {batch}, recipe)",
+        f"    {result} = step(model, optimizer, {_batch(example, place)}, recipe{own_loss})",
         *(["destroy_process_group()"] if several else []),
     ]
+
+
+def _batch(example: Any, place: str) -> str:
+    """The expression that makes the model's batch of what a loader gives."""
+    if isinstance(example, Tensor):
+        return f"rows{place}"
+    if isinstance(example, (tuple, list)):
+        return f"tuple(tensor{place} for tensor in rows)"
+    batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
+    flags = _flags(example)
+    return f"{batch} | {flags!r}" if flags else batch

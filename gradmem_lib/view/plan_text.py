@@ -10,16 +10,16 @@ from ..planning.options import Option, method_of
 from ..planning.report import Plan
 from ..prediction.predict import Prediction
 from ..units import format_bytes
-from .plan_code import launch
+from .plan_code import launch, row_text
 
 
 def plan_text(plan: Plan) -> str:
     several, each = (f"{plan.cards} x ", " each") if plan.cards > 1 else ("", "")
     lines = [
         f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global "
-        f"batch {plan.global_batch} x {plan.seq_len:,} tokens, method {plan.method}, target "
-        f"{plan.target}",
+        f"batch {plan.global_batch} {_rows_of(plan)}, method {plan.method}, target {plan.target}",
         *_about_the_margin(plan.margin),
+        *_about_the_rows(plan),
         "",
     ]
     if plan.fits:
@@ -29,8 +29,8 @@ def plan_text(plan: Plan) -> str:
                 "moved; of those within 10 %"
             ),
             "of each other, the recipe that changes training least comes first.",
-            *_table(plan.fits),
-            *_terms_of(plan.fits[0]),
+            *_table(plan.fits, plan.unit),
+            *_terms_of(plan.fits[0], plan.unit),
             *(
                 [f"Start the code of the first one with: {launch(plan.cards)}"]
                 if plan.cards > 1
@@ -38,7 +38,7 @@ def plan_text(plan: Plan) -> str:
             ),
         ]
     else:
-        lines += ["Nothing fits. Closest:", *_table([plan.closest])]
+        lines += ["Nothing fits. Closest:", *_table([plan.closest], plan.unit)]
         lines += ["", _wrapped(f"It {plan.closest.why_not()}.")]
     lines += [_wrapped(line, "  * ") for line in plan.advice]
     faster = plan.next_faster
@@ -56,7 +56,18 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _terms_of(option: Option) -> list[str]:
+def _rows_of(plan: Plan) -> str:
+    return "rows" if plan.seq_len is None else f"x {plan.seq_len:,} tokens"
+
+
+def _about_the_rows(plan: Plan) -> list[str]:
+    lines = [_wrapped(note, "") for note in plan.notes]
+    if plan.example is not None:
+        lines.insert(0, f"A row: {row_text(plan.example)}.")
+    return lines
+
+
+def _terms_of(option: Option, unit: str) -> list[str]:
     """What the estimated time of ``option`` consists of."""
     if option.cost is None:
         return []
@@ -65,7 +76,7 @@ def _terms_of(option: Option) -> list[str]:
         for name, seconds in asdict(option.cost).items()
         if seconds
     ]
-    return [f"The time of the first one, in us/token: {', '.join(terms)}."]
+    return [f"The time of the first one, in us/{unit}: {', '.join(terms)}."]
 
 
 def _about_the_margin(margin: float) -> list[str]:
@@ -88,18 +99,19 @@ def plan_dict(plan: Plan) -> dict:
         "method": plan.method,
         "target": plan.target,
         "margin": plan.margin,
-        "fits": [_option_dict(o) for o in plan.fits],
-        "refused": [_option_dict(o) | {"why": o.why_not()} for o in plan.refused],
+        "fits": [_option_dict(o, plan.unit) for o in plan.fits],
+        "refused": [_option_dict(o, plan.unit) | {"why": o.why_not()} for o in plan.refused],
         "ruled_out": [
             {"recipe": str(o), "needs_at_least": o.needs, "why": o.why} for o in plan.ruled_out
         ],
-        "closest": _option_dict(plan.closest),
+        "closest": _option_dict(plan.closest, plan.unit),
+        "notes": plan.notes,
         "advice": plan.advice,
         "code": plan.code,
     }
 
 
-def _option_dict(option: Option) -> dict:
+def _option_dict(option: Option, unit: str) -> dict:
     peak = option.prediction.peak
     return {
         "method": method_of(option.recipe, option.has_adapters),
@@ -108,7 +120,7 @@ def _option_dict(option: Option) -> dict:
         "needs": option.needs,
         "spare": option.spare,
         "kept_free": option.kept_free,
-        "estimated_seconds_per_token": option.seconds,
+        f"estimated_seconds_per_{unit}": option.seconds,
         "estimated_terms": None if option.cost is None else asdict(option.cost),
         "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
         "beyond_the_peak": dict(option.parts),
@@ -116,8 +128,8 @@ def _option_dict(option: Option) -> dict:
     }
 
 
-def _table(options: list[Option]) -> list[str]:
-    lines = [f"  {'us/token':>8} {'needs':>10} {'spare':>10}   recipe"]
+def _table(options: list[Option], unit: str) -> list[str]:
+    lines = [f"  {'us/' + unit:>8} {'needs':>10} {'spare':>10}   recipe"]
     for o in options:
         spare = ("-" if o.spare < 0 else "") + format_bytes(abs(o.spare))
         lines.append(f"  {o.seconds * 1e6:8.2f} {format_bytes(o.needs):>10} {spare:>10}   {o}")

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.families import tiny_config
 from torch import nn
 
 from gradmem_lib.course.material import models
@@ -167,22 +166,6 @@ def test_qlora_predicted_equals_tracked(config, checkpointing):
     assert track(recipe, 64, 2, None).peak == predicted.peak
 
 
-@pytest.mark.parametrize("family", ["vit", "whisper"])
-def test_what_is_said_instead_of_a_plan_needs_less_one_after_the_other(family):
-    config = tiny_config(family)
-    with pytest.raises(ValueError, match="takes other inputs: predict one recipe after the other"):
-        plan(config, card="1 GiB", seq_len=16, global_batch=8, target="cpu")
-    steps = [
-        Recipe(precision="autocast-bf16"),
-        Recipe(precision="autocast-bf16", checkpointing="per-layer"),
-        Recipe(precision="autocast-bf16", checkpointing="per-layer", accumulation=8),
-        Recipe(precision="autocast-bf16", checkpointing="per-layer", accumulation=8, lora_rank=4),
-    ]
-    sizes = {"batch_size": 8, "seq_len": 16, "target": "cpu"}
-    peaks = [predict(config, recipe=recipe, **sizes).peak.total for recipe in steps]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
-
-
 @pytest.mark.parametrize(
     "changes, says",
     [
@@ -246,7 +229,7 @@ def test_lora_freezes_what_it_is_given_frozen_or_not():
 
 
 def test_a_module_without_a_config_is_sent_to_predict():
-    with pytest.raises(ValueError, match="plan is for transformers models"):
+    with pytest.raises(ValueError, match=r"has no config.*give batch=.*predict\(model, "):
         plan(nn.Linear(2, 2), card="1 GiB", seq_len=16, global_batch=1)
 
 

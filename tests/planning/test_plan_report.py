@@ -195,6 +195,7 @@ def test_a_plan_as_plain_values():
             {"recipe": str(out), "needs_at_least": out.needs, "why": out.why} for out in RULED_OUT
         ],
         "closest": {name: value for name, value in options[0].items() if name != "why"},
+        "notes": [],
         "advice": ["Go."],
         "code": "",
     }
@@ -324,6 +325,9 @@ class Told(SimpleNamespace):
         return self.recipe.method
 
 
+TOKENS = SimpleNamespace(row=None, uncut="", linear_widths=1)  # a model whose rows are tokens alone
+
+
 def test_advice_by_hand(monkeypatch):
     """1 GiB and a card of 300 MiB: the next method that fits, the most rows, the longest row, the
     smallest card and number.
@@ -340,7 +344,7 @@ def test_advice_by_hand(monkeypatch):
     shorter = "seq_len=2 would fit, by the same recipe: full needs 256.00 MiB."
     larger = f"{least.name} would do: {format_bytes(least.nbytes)}."
     several = "cards=4 would fit: full needs 256.00 MiB."
-    search = Sizes(None, small, 8, 16)
+    search = Sizes(TOKENS, small, 8, 16)
     assert _advice(search, ["full"]) == [method, rows, shorter, larger, several]
     assert _advice(search, ["full", "lora"])[0] == method
     assert _advice(search, ["full", "lora", "qlora"])[0] == rows
@@ -348,22 +352,22 @@ def test_advice_by_hand(monkeypatch):
     assert _advice(search, ["full"])[0] == rows
     # Two cards: rows go by twos, 12 are dealt to 4 cards and not to 8; half of a row of one token
     # is none.
-    assert _advice(Sizes(None, small, 8, 12, cards=2), ["full"])[1:] == [
+    assert _advice(Sizes(TOKENS, small, 8, 12, cards=2), ["full"])[1:] == [
         "global_batch=6 would fit, by the same recipe: full needs 192.00 MiB." + in_backward,
         "seq_len=4 would fit, by the same recipe: full needs 192.00 MiB.",
         larger,
         "cards=4 would fit: full needs 192.00 MiB.",
     ]
-    assert [line.split("=")[0] for line in _advice(Sizes(None, small, 1, 128), ["full"])] == [
+    assert [line.split("=")[0] for line in _advice(Sizes(TOKENS, small, 1, 128), ["full"])] == [
         "method",
         "global_batch",
         larger,
         "cards",
     ]
     one_row = "global_batch=1 would fit, by the same recipe: full needs 296.00 MiB."
-    assert one_row + in_backward in _advice(Sizes(None, small, 37, 16), ["full"])
+    assert one_row + in_backward in _advice(Sizes(TOKENS, small, 37, 16), ["full"])
     most = max(card.nbytes for card in CARDS.values())
-    lines = _advice(Sizes(None, small, 8, most // (64 * MiB) + 1), ["qlora", "full"])
+    lines = _advice(Sizes(TOKENS, small, 8, most // (64 * MiB) + 1), ["qlora", "full"])
     needs = format_bytes(most // (64 * MiB) * 64 * MiB + 64 * MiB)
     assert f"No card of the table has {needs}: this model needs several." in lines
 

@@ -159,6 +159,10 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
             "at least 1",
         ),
         (["predict", "tiny-llama", "--batch-size", "3"], "--seq-len is missing"),
+        (
+            ["plan", "Whisper-tiny", "--card", "T4", "--global-batch", "8"],
+            "--seq-len is missing: Whisper-tiny reads or writes text",
+        ),
         (["predict", "gpt2", "--batch-size", "3", "--precision", "f"], "'f' is none of float32"),
         (["class", "nowhere/at-all"], "nowhere/at-all does not exist"),
         (["class", "Makefile"], "Makefile is not a folder"),
@@ -221,12 +225,21 @@ def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_pa
     assert code == 2 and "has no config.json" in err
 
 
+def test_command_plan_takes_pictures_without_a_length(capsys, tmp_path):
+    tiny_config("vit").save_pretrained(tmp_path)
+    asked = ["--card", "1GiB", "--global-batch", "4", "--target", "cpu", "--method", "qlora"]
+    code, out, err = command(capsys, "plan", str(tmp_path), *asked)
+    assert code == 0 and not err
+    assert "global batch 4 rows" in out and "A row: pixel_values 3 x 32 x 32" in out
+    assert "ViTForImageClassification(config)" in out and "us/row" in out
+    code, out, err = command(capsys, "plan", str(tmp_path), *asked, "--json")
+    assert "estimated_seconds_per_row" in json.loads(out)["fits"][0]
+    tiny_config("whisper").save_pretrained(tmp_path)
+    code, out, err = command(capsys, "plan", str(tmp_path), *asked)
+    assert code == 2 and "--seq-len is not given: give a whole number of tokens" in err
+
+
 OTHERS = {
-    "ResNetForImageClassification": "resnet",
-    "ViTForImageClassification": "vit",
-    "CLIPModel": "clip",
-    "SiglipModel": "siglip",
-    "WhisperForConditionalGeneration": "whisper",
     "BertForMultipleChoice": "bert",
     "BertForNextSentencePrediction": "bert",
     "BertForPreTraining": "bert",
@@ -250,7 +263,10 @@ OTHERS = {
             "the config of .* is not valid .*not a multiple",
         ),
         *(
-            ({"model_type": kind, "architectures": [name]}, f"{name} takes other inputs: .*batch=")
+            (
+                {"model_type": kind, "architectures": [name]},
+                f"what {name} trains on cannot .*batch=",
+            )
             for name, kind in OTHERS.items()
         ),
         (

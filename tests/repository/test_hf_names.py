@@ -10,10 +10,13 @@ import pytest
 import transformers
 from support.families import OLDER
 from support.paths import ROOT
+from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gradmem_lib import hf_names
+from gradmem_lib.planning.models import model_table
+from gradmem_lib.prediction.configs import model_class
 
 LIBRARY = ROOT / "gradmem_lib"
 EXPORTED = dir(transformers)  # names only: importing all of them takes minutes
@@ -63,6 +66,17 @@ def test_models_and_layers_have_the_names_of_checkpointing():
     assert present
     layer = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
     assert hasattr(layer, hf_names.LAYER_SWITCH)
+
+
+def test_of_the_well_known_types_these_take_pictures_alone():
+    found = set()
+    for row in model_table().values():
+        row.pop("ids")
+        model = model_class(AutoConfig.for_model(**row))
+        takes = inspect.signature(model.forward).parameters
+        if "pixel_values" in takes and "input_ids" not in takes:
+            found.add(row["model_type"])
+    assert found == set(hf_names.PICTURES_ALONE)
 
 
 def test_a_layer_takes_its_input_and_has_its_parts_by_these_names():

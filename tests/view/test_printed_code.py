@@ -95,6 +95,28 @@ KINDS = {
             "max_position_embeddings": 64,
         },
     ),
+    "ViTForImageClassification": (
+        "vit",
+        VIT | {"num_labels": 5, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+    "WhisperForConditionalGeneration": (
+        "whisper",
+        TEXT
+        | {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 64,
+            "decoder_start_token_id": 1,
+            "dropout": 0.0,
+        },
+    ),
     "LlavaForConditionalGeneration": (
         "llava",
         {
@@ -145,6 +167,12 @@ class Rows(Dataset):
                 "end_positions": torch.tensor([0, 5, 15, 3]),
             }
             self.rows = {"input_ids": ids} | ends
+        elif name.startswith("ViT"):
+            pixels = torch.randn(ROWS, 3, 16, 16, generator=draw)
+            self.rows = {"pixel_values": pixels, "labels": torch.tensor([0, 2, 1, 1])}
+        elif name.startswith("Whisper"):
+            spectrogram = torch.randn(ROWS, 8, 32, generator=draw)
+            self.rows = {"input_features": spectrogram, "labels": labels}
         elif name.startswith("Llava"):
             ids[:, 1:5] = IMAGE_TOKEN
             labels[:, 1:5] = -100
@@ -214,7 +242,11 @@ def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
 def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
     made = planned(name)
     text = plan_code(
-        option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu"
+        option_of(made, optimizer="sgd", accumulation=ROWS),
+        config_of(name),
+        made.config,
+        "cpu",
+        example=made.example,
     )
     assert f"import {name}" in text
     gradients = Gradients()
@@ -233,7 +265,11 @@ def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned
 def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
     made = planned(name)
     text = plan_code(
-        option_of(made, optimizer="sgd", in_backward=True), config_of(name), made.config, "cpu"
+        option_of(made, optimizer="sgd", in_backward=True),
+        config_of(name),
+        made.config,
+        "cpu",
+        example=made.example,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -292,6 +328,34 @@ def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
     dataset = 2 * ROWS * row  # the tracker sees it, since each row of it is a view
     wanted = dict(expected.by_category)
     wanted["other"] += labels + next_micro_batch + dataset
+    for category, nbytes in wanted.items():
+        # The loss's few numbers apart.
+        assert 0 <= found.by_category[category] - nbytes <= 16, category
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "WhisperForConditionalGeneration"])
+def test_printed_code_for_pictures_and_sounds_needs_what_was_predicted(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe(
+        precision="bf16", optimizer="adamw-fused", checkpointing="first-1", accumulation=2
+    )
+    work = count(config_of(name), TOKENS)
+    option = Search(work, find_card("24 GiB"), TOKENS, 2, "cpu").option(recipe)
+    text = plan_code(option, config_of(name), config_of(name), "cpu", example=work.example)
+    assert " (bfloat16)" in text  # the code says what the rows have to be
+    more = ", max_steps=2, live=False, progress=False"
+    text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
+    rows = Rows(name)
+    for key, tensor in rows.rows.items():
+        if tensor.is_floating_point():
+            rows.rows[key] = tensor.bfloat16()
+    space = {"config": config_of(name), "train_dataset": rows}
+    exec(compile(text, "plan", "exec"), space)
+    expected, found = option.prediction.peak, space["trainer"].memory.by_step[2]
+    dataset = sum(tensor.nbytes for tensor in rows.rows.values())  # each row is a view of it
+    wanted = dict(expected.by_category)
+    wanted["other"] += dataset
+    assert found.phase == expected.phase
     for category, nbytes in wanted.items():
         # The loss's few numbers apart.
         assert 0 <= found.by_category[category] - nbytes <= 16, category
