@@ -131,10 +131,19 @@ def numbers(model: nn.Module, batch: Any) -> int | None:
 
 def positions(model: nn.Module, batch: Any) -> int | None:
     """What the attention mask shows, such as the words that a teacher's logits are compared at."""
+    mask = _mask_of(batch)
+    return None if mask is None else int((mask == 1).sum())
+
+
+def predicted_positions(model: nn.Module, batch: Any) -> int | None:
+    """What it shows after the first word, such as the words of a policy's sample."""
+    mask = _mask_of(batch)
+    return None if mask is None else int((mask[:, 1:] == 1).sum())
+
+
+def _mask_of(batch: Any) -> Tensor | None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    return int((mask == 1).sum())
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 RULES = (
@@ -148,6 +157,7 @@ RULES = (
     elements,
     numbers,
     positions,
+    predicted_positions,
 )
 
 Rule = Callable[[nn.Module, Any], int | None]
@@ -287,9 +297,9 @@ def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: 
 class LossBeforeTheWindow:
     """The loss of a few rows before the first window, and whether it is the same after it.
 
-    No weight changes in a window. If its forwards change the loss all the same, they have written
-    what the loss reads, such as a queue of embeddings, a counter or an average of the weights. Then
-    a micro-batch sees what those before it have left, and the full batch does not.
+    No trained weight changes in a window. If its forwards change the loss all the same, they have
+    written what the loss reads, such as a queue of embeddings, a counter or an average of the
+    weights. Then a micro-batch sees what those before it have left, and the full batch does not.
 
     A ``BatchNorm`` does so only in eval mode, and has its own warning.
     """
@@ -329,8 +339,8 @@ class LossBeforeTheWindow:
             _found.pop(self.model, None)  # ask again if it is tried again
             raise ValueError(
                 f"{self.how} cuts the batch, and the loss of {type(self.model).__name__} has "
-                "changed with the forwards of the first window, though no weight has: the same "
-                f"rows had the loss {self.before:.6g} before it, and have {after:.6g} now. A "
+                "changed with the forwards of the first window, though no trained weight has: the "
+                f"same rows had the loss {self.before:.6g} before it, and have {after:.6g} now. A "
                 "forward in training changes what the next one reads (a queue, a counter, an "
                 "average of weights), so each micro-batch sees what those before it have left. "
                 "Change it after optimizer.step(), outside of forward; or use accumulation=1 and "

@@ -461,7 +461,9 @@ def numbers(seed=1):
 def test_a_forward_that_changes_what_the_next_one_reads_is_refused(model):
     before = [p.clone() for p in model.parameters()]
     for seed in (1, 2):  # trying again does not help
-        with pytest.raises(ValueError, match=r"though no weight has.*after optimizer\.step\(\)"):
+        with pytest.raises(
+            ValueError, match=r"though no trained weight has.*after optimizer\.step\(\)"
+        ):
             accumulated(model, numbers(seed))
         model.zero_grad()
     assert all(map(torch.equal, before, model.parameters()))
@@ -517,6 +519,26 @@ def test_a_regression_counts_what_is_there(kind, missing):
         return F.mse_loss(model(x)[there], labels[there])
 
     model, batch = nn.Linear(6, 6), kind(**batch)
+    loss(model, batch).backward()
+    expected = gradient(model)
+    model.zero_grad()
+    found, _ = accumulated(model, batch, loss=loss)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_policy_counts_the_words_of_its_samples():
+    """A loss over the words that the mask shows after the first, without labels."""
+    model, batch = llama(transformers.LlamaForCausalLM), ragged()
+    del batch["labels"]
+    batch["advantage"] = torch.tensor([1.0, -2.0, 4.0, -3.0])
+
+    def loss(model, micro):
+        logits = model(micro["input_ids"]).logits[:, :-1].log_softmax(-1)
+        log_p = logits.gather(-1, micro["input_ids"][:, 1:, None])[..., 0]
+        ratio = (log_p - log_p.detach()).exp()
+        there = micro["attention_mask"][:, 1:]
+        return -(ratio * micro["advantage"][:, None] * there).sum() / there.sum()
+
     loss(model, batch).backward()
     expected = gradient(model)
     model.zero_grad()

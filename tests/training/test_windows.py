@@ -289,4 +289,4 @@ def test_in_two_processes(tmp_path):
         assert (found["gradient"] - expected).norm() <= 1e-5 * expected.norm()
         assert found["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
         assert "is no mean over labels or rows" in found["compares rows"]
-        assert "though no weight has" in found["counts"]
+        assert "though no trained weight has" in found["counts"]
