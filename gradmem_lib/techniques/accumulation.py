@@ -4,6 +4,19 @@ A mean over a batch is a sum over its *items* (predicted tokens, or examples) di
 number. A sum can be computed piece by piece. The means of pieces can only be averaged if all pieces
 have the same number of items. So every micro-batch contributes its summed loss, and all of these
 are divided by one number: the items of the whole window.
+
+For a list of micro-batches in one process, all of it is this loop, which can be pasted into a
+script:
+
+    total = sum(count_items(micro) for micro in micro_batches)
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)  # a sum over the micro-batch's items
+        (loss / total).backward()
+
+``accumulate_gradients`` is this loop for any iterable, also where the total is not known before the
+first backward, for losses of several means, and over several processes. ``_Window`` keeps its sums,
+and ``_Correction`` scales the gradients at the end where the total was unknown. The rest refuses
+what would give a wrong gradient.
 """
 
 import math

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import textwrap
 import warnings
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import BatchEncoding
 
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques import accumulation
 from gradmem_lib.techniques.accumulation import Accumulated, accumulate_gradients, split
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
 
@@ -532,3 +534,17 @@ def test_packed_rows_do_not_see_each_other(cache):
     }
     accumulate_gradients([packed], loss_of(model))
     assert error(gradient(model), expected) <= 1e-6  # the norms of Llama are in float32
+
+
+def test_the_loop_at_the_head_of_the_file_can_be_pasted():
+    lines = accumulation.__doc__.splitlines()
+    loop = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    model, batch = MODELS[torch.float64], padded((3, 12, 5, 9))
+    expected, _ = full_gradient(model, batch)
+    given = {
+        "micro_batches": list(split(batch, 1)),
+        "count_items": lambda micro: count_targets(micro["labels"]),
+        "loss_and_count": lambda micro: next_token_loss(model, micro),
+    }
+    exec(loop, given)
+    assert (gradient(model) - expected).norm() <= 1e-12 * expected.norm()
