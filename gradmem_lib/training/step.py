@@ -52,9 +52,9 @@ def step(
     Args:
         batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...).
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise: a mean over the
-            micro-batch's labels that are not
-            -100, or over its rows if it has no labels. Without ``loss``, the model's output has the
-            scalar (``output.loss``, or the output itself).
+            micro-batch's labels that are not -100, over its rows, or over what its attention mask
+            shows. Without ``loss``, the model's output has the scalar (``output.loss``, the first
+            of a tuple, or the output itself).
         mark: called with ``"forward"``, ``"backward"`` and ``"step"`` before each of them begins.
         micro_batches: stop after this many micro-batches. Predictions use it, since the others are
             alike.
@@ -65,7 +65,8 @@ def step(
         keep_gradients: leave ``.grad`` as it is after the step, for a loop that frees it later.
 
     Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
-    step (``find_rule``), is not a mean over labels or rows, as with CLIP.
+    step (``find_rule``), is not a mean over labels or rows, as with CLIP; or if the forwards of
+    that step have changed what the loss reads, such as a queue (``LossBeforeTheWindow``).
     """
     if loss is None:
         check_own_loss(model, batch, recipe)
