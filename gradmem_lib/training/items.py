@@ -429,9 +429,9 @@ def _joined(parts: list[Any]) -> Any:
         return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, tuple | list):
         joined = [_joined([part[i] for part in parts]) for i in range(len(first))]
-        if hasattr(first, "_fields"):
-            return type(first)(*joined)  # a namedtuple
-        return type(first)(joined)
+        if type(first) in (tuple, list):
+            return type(first)(joined)
+        return type(first)(*joined)  # a namedtuple
     if not isinstance(first, Tensor) or not first.dim():
         return first
     shape = [min(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
