@@ -177,7 +177,8 @@ class MemoryTracker:
                         live_after=done.live_after,
                         peak=done.peak,
                         line=source_line(done.line),
-                        has_graph=(done.last or next_sequence_nr()) > done.first,
+                        # a Function of one's own counts its nodes under no_grad() too
+                        has_graph=done.with_grad and (done.last or next_sequence_nr()) > done.first,
                         chained=done.chained,
                         has_weights=done.has_weights,
                         kept_at_peak=kept_at_peak,

@@ -4,6 +4,19 @@ A mean over a batch is a sum over its *items* (predicted tokens, or examples) di
 number. A sum can be computed piece by piece. The means of pieces can only be averaged if all pieces
 have the same number of items. So every micro-batch contributes its summed loss, and all of these
 are divided by one number: the items of the whole window.
+
+For a list of micro-batches in one process, all of it is this loop, which can be pasted into a
+script:
+
+    total = sum(count_items(micro) for micro in micro_batches)
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)  # a sum over the micro-batch's items
+        (loss / total).backward()
+
+``accumulate_gradients`` is this loop for any iterable, also where the total is not known before the
+first backward, for losses of several means, and over several processes. ``_Window`` keeps its sums,
+and ``_Correction`` scales the gradients at the end where the total was unknown. The rest refuses
+what would give a wrong gradient.
 """
 
 import math
@@ -310,20 +323,30 @@ def warn_of_shared_statistics(
     """
     if model is None:
         return
-    kinds: list[type[nn.Module]] = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
-    rows = "each micro-batch of each rank"
-    if not between_ranks:
-        kinds.append(nn.SyncBatchNorm)  # averages over ranks, but not over micro-batches
-        rows = "each micro-batch"
+    rows = "each micro-batch"
+    if between_ranks:
+        rows = "each micro-batch of each rank"
+    for name, module in batch_norms(model):
+        # SyncBatchNorm averages over ranks, but not over micro-batches.
+        if between_ranks and isinstance(module, nn.SyncBatchNorm):
+            continue
+        warnings.warn(
+            f"{name} is a {type(module).__name__}, which normalizes {rows} by its own rows: "
+            "the gradient is not the full batch's. Freeze its statistics (its eval()), or use "
+            "GroupNorm or LayerNorm",
+            stacklevel=stacklevel,
+        )
+        return
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules, with their names, that normalize by the statistics of a batch."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    found = []
     for name, module in model.named_modules():
-        if module.training and isinstance(module, tuple(kinds)):
-            warnings.warn(
-                f"{name} is a {type(module).__name__}, which normalizes {rows} by its own rows: "
-                "the gradient is not the full batch's. Freeze its statistics (its eval()), or use "
-                "GroupNorm or LayerNorm",
-                stacklevel=stacklevel,
-            )
-            return
+        if module.training and isinstance(module, kinds):
+            found.append((name, module))
+    return found
 
 
 def split(batch: Any, size: int) -> Iterator[Any]:
@@ -387,8 +410,8 @@ def _totals(
         if not isinstance(micro_batches, Sequence):
             raise TypeError(
                 f"count_items= reads the micro-batches twice, and a {type(micro_batches).__name__} "
-                "can be read once: give a list of them, or leave count_items out (the gradients "
-                "are then corrected at the end)"
+                "may give others the second time, or none: give a list of them, or leave "
+                "count_items out (the gradients are then corrected at the end)"
             )
         counted = [_check_counts(count_items(m), "count_items(micro)") for m in micro_batches]
         lengths = sorted({len(counts) for counts in counted})

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,15 @@ class CheckpointedLayers(AbstractContextManager):
         self.remove()
 
 
+class _Pending(NamedTuple):
+    """A segment that has run, while the calls of its other layers are still expected."""
+
+    next_layer: int  # the layer whose call is expected
+    stop: int  # the layer after the segment's last
+    out: Any  # the segment's output, which those calls hand on
+    rest: tuple  # the arguments of its layers, without the input
+
+
 @dataclass(eq=False)
 class _Segments:
     """One list of layers, and how it runs.
@@ -151,9 +160,6 @@ class _Segments:
         call of layer 1: returns its input, which is that output
         call of layer 2: the same
         call of layer 3: runs layers 3, 4 and 5 in one checkpoint, ...
-
-    While such calls are expected, ``pending`` is (the next layer, the segment's end, its output,
-    its arguments without the input).
     """
 
     layers: list[nn.Module]
@@ -164,7 +170,7 @@ class _Segments:
     keep_last: bool | None
     internal: list[int] | None = None
     boundary: list[int] | None = None
-    pending: tuple[int, int, Any, tuple] | None = None
+    pending: _Pending | None = None
     per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
     warned: bool = False
     called: bool = False  # whether any layer of the list was called
@@ -217,9 +223,9 @@ class _Segments:
             out = self._begin_segment(item, start, x, rest, kept=kept)
         else:  # the segment has run: hand its output on
             self._refuse_unless_continued(i, start, x, rest, pending)
-            out, rest = pending[2:]
+            out, rest = pending.out, pending.rest
         if i + 1 < stop:
-            self.pending = i + 1, stop, out, rest
+            self.pending = _Pending(i + 1, stop, out, rest)
         return out
 
     def _segment_of(self, i: int) -> tuple[int | Schedule, int, int]:
@@ -245,10 +251,10 @@ class _Segments:
             raise RuntimeError(_IN_PLACE.format(start))
         return out
 
-    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, pending: Any) -> Any:
+    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, pending: _Pending | None) -> Any:
         """Call layer ``i`` where nothing is checkpointed: without gradients, or in eval mode."""
-        continues = pending is not None and pending[0] == i
-        if continues and _split_input(args, kwargs)[0] is self._hidden(pending[2]):
+        continues = pending is not None and pending.next_layer == i
+        if continues and _split_input(args, kwargs)[0] is self._hidden(pending.out):
             raise RuntimeError(
                 "gradients or training mode were switched off in a segment that has run: "
                 f"begin a new one at layer {i}"
@@ -287,7 +293,7 @@ class _Segments:
         return any(part is not None for part in out[1:])
 
     def _refuse_unless_continued(
-        self, i: int, start: int, x: Any, rest: tuple, pending: tuple | None
+        self, i: int, start: int, x: Any, rest: tuple, pending: _Pending | None
     ) -> None:
         problem = self._problem(i, x, rest, pending)
         if problem:
@@ -297,14 +303,13 @@ class _Segments:
                 f"new segment at layer {i}, or use every=1"
             )
 
-    def _problem(self, i: int, x: Any, rest: tuple, pending: tuple | None) -> str | None:
+    def _problem(self, i: int, x: Any, rest: tuple, pending: _Pending | None) -> str | None:
         """The reason why this call of layer ``i`` does not continue a segment; None if it does."""
-        if pending is None or pending[0] != i:
+        if pending is None or pending.next_layer != i:
             return "was called out of order"
-        _, _, out, before = pending
-        if self._has_extra_outputs(out) or x is not self._hidden(out):
+        if self._has_extra_outputs(pending.out) or x is not self._hidden(pending.out):
             return f"was given something else than the output of layer {i - 1}"
-        if not _same_arguments(rest, before):
+        if not _same_arguments(rest, pending.rest):
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None
 
@@ -378,7 +383,7 @@ class _Segments:
         else:  # layers that cannot share a segment
             self.segments, self.keep_last = [1] * len(self.layers), bool(self.keep_last)
 
-    def _measure(self, i: int, x: Any, rest: tuple, pending: tuple | None) -> Any:
+    def _measure(self, i: int, x: Any, rest: tuple, pending: _Pending | None) -> Any:
         """Record the bytes that layer ``i`` saves and needs. Returns its output without a graph."""
         if any(hasattr(p, "placements") for p in self.layers[i].parameters()):
             raise RuntimeError(
@@ -394,15 +399,14 @@ class _Segments:
                 raise RuntimeError(_IN_PLACE.format(i)) from error
             raise
         self.measured.append((i, size, self._problem(i, x, rest, pending) is None))
-        self.pending = i + 1, len(self.layers), out, rest
+        self.pending = _Pending(i + 1, len(self.layers), out, rest)
         return out
 
 
 def checkpoints_of(model: nn.Module) -> list[_Segments]:
     """The checkpoints that ``checkpoint_layers`` has put on layers of ``model``."""
-    found: dict[
-        _Segments, None
-    ] = {}  # a dict, which keeps the order: the layers of one list share their _Segments
+    # The layers of one list share their _Segments. A dict keeps the order.
+    found: dict[_Segments, None] = {}
     for module in model.modules():
         override = call_override(module)
         if isinstance(override, _SegmentCall):
@@ -455,9 +459,14 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
             "the layers were given a key-value cache that has entries, and running them again "
             "would add to it again: train without past_key_values, or remove the checkpoints"
         )
-    args = tuple(None if isinstance(value, kind) else value for value in args)
-    kwargs = {name: None if isinstance(value, kind) else value for name, value in kwargs.items()}
-    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {}), bool(caches)
+
+    def without(value: Any) -> Any:
+        return None if isinstance(value, kind) else value
+
+    named = {name: without(value) for name, value in kwargs.items()}
+    if "use_cache" in named:
+        named["use_cache"] = False
+    return tuple(map(without, args)), named, bool(caches)
 
 
 def _split_input(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
@@ -480,7 +489,9 @@ def _split_input(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
 def _join_input(x: Any, rest: tuple) -> tuple[tuple, dict]:
     """The opposite of ``_split_input``: (args, kwargs)."""
     positional, named = rest
-    return ((), named | {LAYER_INPUT: x}) if positional is None else ((x, *positional), named)
+    if positional is None:  # the input was named
+        return (), named | {LAYER_INPUT: x}
+    return (x, *positional), named
 
 
 def _same_arguments(a: Any, b: Any) -> bool:

@@ -160,17 +160,27 @@ class _OffloadedStorage:
         """
         # so that a tracker counts it as an activation, like one that is recomputed
         with torch.enable_grad():
-            storage = self._reloaded()
-            if storage is None or version(self._version_probe):
-                flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-                self._fill(flat.data)
-                storage, self._version_probe = flat.untyped_storage(), flat.detach()
-                self._version_probe.data = flat.new_empty(0)
-                # weakly: of the storage, since autograd makes new tensors of it
-                self._reloaded = WeakIdRef(storage)
-            shared = self._version_probe.detach()
-            shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *geometry)
-            return shared
+            storage = self._reload()
+            # A tensor made by detach() shares the probe's version counter. A change of it in place
+            # is then seen at the probe.
+            tensor = self._version_probe.detach()
+            empty = torch.empty(0, dtype=dtype, device=self._device)
+            tensor.data = empty.set_(storage, *geometry)
+            return tensor
+
+    def _reload(self) -> torch.UntypedStorage:
+        """The storage's bytes, in memory again: the copy of before, if one is alive unchanged."""
+        storage = self._reloaded()
+        if storage is not None and not version(self._version_probe):
+            return storage
+        flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        self._fill(flat.data)
+        storage = flat.untyped_storage()
+        self._version_probe = flat.detach()
+        self._version_probe.data = flat.new_empty(0)  # it must not keep the bytes alive
+        # Weakly, and the storage: autograd makes new tensors of it.
+        self._reloaded = WeakIdRef(storage)
+        return storage
 
     def _fill(self, flat: Tensor) -> None:
         if self._host is not None:

@@ -18,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import compat
 from .accumulation import check_reduction, checked_pair, count_rows, split
-from .data_parallel import device_of, processes_of
+from .data_parallel import Processes, Sharded, device_of, processes_of
 
+CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
 ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
 
 Pairs = list[tuple[float, float]]  # a sum and its count, for each mean
@@ -40,9 +41,10 @@ def check_pieces_add_up(
 
         check_pieces_add_up(model, next(split(batch, 4)), loss_and_count, reduction="mean")
 
-    It costs three forwards of at most these rows: in eval mode, without gradients, and unseen by a
-    tracker. Afterwards the random numbers and the model's mode are as before. ``loss_and_count`` is
-    called three times (before a refusal once more), with what it does besides.
+    It costs three forwards of at most these rows: in eval mode, without gradients, with a few other
+    numbers in the trained weights, and unseen by a tracker. Afterwards the weights, the random
+    numbers and the model's mode are as before. ``loss_and_count`` is called three times (before a
+    refusal up to eight times), with what it does besides.
 
     Args:
         model: what ``loss_and_count`` calls. With ``DistributedDataParallel`` or sharding, all
@@ -58,18 +60,18 @@ def check_pieces_add_up(
     processes = processes_of(model)
     pieces = _all_but_the_last_row_and_it(batch)
     with as_in_evaluation(model) as autocasts:
-        together, error = _sums_and_counts(loss_and_count, batch, reduction)
-        alone = []
-        for piece in pieces:  # after an error too: sharded processes run each forward together
-            found, message = _sums_and_counts(loss_and_count, piece, reduction)
-            alone.append(found)
-            error = error or message
+        with other_weights(model, processes):
+            together, alone, error = _ask(loss_and_count, batch, pieces, reduction)
+        finite = all(math.isfinite(loss) for loss, _ in together)
+        if processes.sums(bool(error) or not finite)[0]:  # the model cannot have such weights
+            together, alone, error = _ask(loss_and_count, batch, pieces, reduction)
         limit = rounding(model, autocasts)
         difference = error or _difference(together, alone, limit)
         refused = processes.sums(bool(difference))[0] > 0
         if refused:
+            first, _ = _sums_and_counts(loss_and_count, batch, reduction)
             again, _ = _sums_and_counts(loss_and_count, batch, reduction)
-            if not error and _difference(together, [again], limit):
+            if not error and _difference(first, [again], limit):
                 difference = DRAWS_RANDOM_NUMBERS
     if refused:
         raise ValueError(
@@ -93,6 +95,19 @@ def _all_but_the_last_row_and_it(batch: Any) -> list[Any]:
             f"a batch of {rows} rows cannot be compared with its pieces: give at least two rows"
         )
     return list(split(batch, rows - 1))
+
+
+def _ask(
+    loss_and_count: Callable, batch: Any, pieces: list[Any], reduction: str
+) -> tuple[Pairs, list[Pairs], str]:
+    """The sums and counts of ``batch`` and of each piece, and an error if there was one."""
+    together, message = _sums_and_counts(loss_and_count, batch, reduction)
+    alone = []
+    for piece in pieces:  # after an error too: sharded processes run each forward together
+        found, error = _sums_and_counts(loss_and_count, piece, reduction)
+        alone.append(found)
+        message = message or error
+    return together, alone, message
 
 
 def _sums_and_counts(loss_and_count: Callable, batch: Any, reduction: str) -> tuple[Pairs, str]:
@@ -179,6 +194,48 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         for module in model.modules():
             if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
                 module.reshard()
+
+
+@contextmanager
+def other_weights(model: nn.Module, processes: Processes) -> Iterator[None]:
+    """In the block, a part of each trained weight has other numbers. Afterwards it has its own.
+
+    The weights that a training starts from may hide what a loss does. A head of zeros gives all
+    tokens the same loss, so that each way to weigh them is right. A model that still is its own
+    reference gives all pairs the preference loss log 2. Any other weights show it.
+
+    Shards stay as they are, since some kinds of sharding keep the weights that they have gathered.
+    """
+    if isinstance(processes, Sharded):
+        yield
+        return
+    generator = torch.Generator().manual_seed(0)
+    changed = []
+    try:
+        for parameter in model.parameters():
+            part = _first_numbers(parameter)
+            if part is None:
+                continue
+            changed.append((part, part.clone()))
+            # A matrix gets outputs of about the size of its inputs; a gain of 1 stays positive.
+            size = 0.1 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
+            noise = torch.randn(len(part), generator=generator) * size
+            part.add_(noise.to(part))
+        yield
+    finally:
+        for part, numbers in changed:
+            part.copy_(numbers)
+        if changed:
+            torch.clear_autocast_cache()  # the caller's autocast may have cast the other numbers
+
+
+def _first_numbers(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The first numbers of a trained weight, as a view; ``None`` for any other kind of weight."""
+    data = parameter.data
+    plain = type(data) is torch.Tensor and data.is_floating_point() and data.is_contiguous()
+    if not parameter.requires_grad or not plain or not data.dim():
+        return None
+    return data.view(-1)[:CHANGED_NUMBERS]
 
 
 def rounding(model: nn.Module, autocasts: set[torch.dtype]) -> float:

@@ -114,24 +114,32 @@ class Tiled(CallOverride):
         if not (torch.is_grad_enabled() and self.module.training):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):
-            # A checkpoint of the whole layer around this call must not see this check.
-            with (
-                without_modes(),
-                saved_tensors_hooks(lambda t: t, lambda t: t),
-                torch.random.fork_rng(),
-            ):
-                # In a new context: transformers collects a forward's outputs through a context
-                # variable.
-                tokens = max(2, min(16, x.shape[-2] - 1))
-                sample = x[..., :tokens, :]  # a view, with the strides that slices have
-                Context().run(self._check, run, sample.detach().requires_grad_())
+            self._check_unseen(run, x)
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
-    def _check(self, run: Callable, sample: Tensor) -> None:
-        """Check that each token has an output, and that the first and last token's outputs have no
-        gradient at other tokens.
+    def _check_unseen(self, run: Callable, x: Tensor) -> None:
+        """Check that slices may run one by one, on a few tokens of ``x`` (..., tokens, width).
+
+        A checkpoint of the whole layer around this call must not see it, and it draws no numbers.
         """
+        tokens = max(2, min(16, x.shape[-2] - 1))
+        sample = x[..., :tokens, :]  # a view, with the strides that slices have
+        sample = sample.detach().requires_grad_()
+        unseen = saved_tensors_hooks(lambda t: t, lambda t: t)
+        with without_modes(), unseen, torch.random.fork_rng():
+            # In a new context: transformers collects a forward's outputs through a context
+            # variable.
+            Context().run(self._check, run, sample)
+
+    def _check(self, run: Callable, sample: Tensor) -> None:
+        out = self._output(run, sample)
+        for token in (0, -1):
+            self._check_token(out, sample, token)
+        self.checked = sample.shape[-2] > 1  # a single token says nothing about longer rows
+
+    def _output(self, run: Callable, sample: Tensor) -> Tensor:
+        """The output of a slice. ``ValueError`` if it is not one tensor with all its tokens."""
         name, shape = type(self.module).__name__, (*sample.shape,)
         try:
             out = run(sample)
@@ -141,25 +149,28 @@ class Tiled(CallOverride):
                 "takes (..., tokens, width) in any strides, such as an MLP. A mixture's block may "
                 "take slices of one row, but not of several"
             ) from error
-        if not isinstance(out, Tensor) or out.shape[:-1] != sample.shape[:-1]:
-            what = (
-                f"shape {(*out.shape,)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            )
+        if isinstance(out, Tensor) and out.shape[:-1] == sample.shape[:-1]:
+            return out
+        what = f"a {type(out).__name__}"
+        if isinstance(out, Tensor):
+            what = f"shape {(*out.shape,)}"
+        raise ValueError(
+            f"{name} returned {what} for a slice of shape {shape}, and what slices return is "
+            "joined token by token: tile a module that returns one tensor (..., tokens, width), "
+            "such as an MLP"
+        )
+
+    def _check_token(self, out: Tensor, sample: Tensor, token: int) -> None:
+        """``ValueError`` if the output of ``token`` has a gradient at other tokens."""
+        one = out[..., token, :]
+        (found,) = torch.autograd.grad(one, sample, torch.rand_like(one), retain_graph=True)
+        found[..., token, :] = 0
+        if found.any():
             raise ValueError(
-                f"{name} returned {what} for a slice of shape {shape}, and what slices return is "
-                "joined token by token: tile a module that returns one tensor (..., tokens, "
-                "width), such as an MLP"
+                f"in {type(self.module).__name__}, a token's output depends on another token, and "
+                "slices would change it: tile a module that treats each token by itself, such as "
+                "an MLP"
             )
-        for i in (0, -1):
-            one = out[..., i, :]
-            (found,) = torch.autograd.grad(one, sample, torch.rand_like(one), retain_graph=True)
-            found[..., i, :] = 0
-            if found.any():
-                raise ValueError(
-                    f"in {name}, a token's output depends on another token, and slices would "
-                    "change it: tile a module that treats each token by itself, such as an MLP"
-                )
-        self.checked = sample.shape[-2] > 1  # a single token says nothing about longer rows
 
 
 class Policy:

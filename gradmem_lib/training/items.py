@@ -7,9 +7,11 @@ no rule is right, the loss is no mean over items, and must not be cut.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +21,15 @@ from .. import compat
 from ..hf_names import IGNORED_PIXEL
 from ..measure.storages import tensors_in
 from ..names import IGNORED
-from ..techniques.accumulation import count_rows, split
+from ..techniques.accumulation import batch_norms, count_rows, split
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, as_in_evaluation, first_line, rounding
+from ..techniques.pieces import (
+    DRAWS_RANDOM_NUMBERS,
+    as_in_evaluation,
+    first_line,
+    other_weights,
+    rounding,
+)
 
 MOST_ROWS = 4  # of one probe: more of them show more classes
 
@@ -30,8 +38,15 @@ MOST_ROWS = 4  # of one probe: more of them show more classes
 
 
 def _labels_of(batch: Any) -> Tensor | None:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return labels if isinstance(labels, Tensor) else None
+    """What a dict or a namedtuple has as ``labels``."""
+    named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+    return named if isinstance(named, Tensor) else None
+
+
+def _with_labels(batch: Any, labels: Tensor) -> Any:
+    if isinstance(batch, Mapping):
+        return {**batch, "labels": labels}
+    return batch._replace(labels=labels)
 
 
 def _whole_labels(batch: Any) -> Tensor | None:
@@ -106,6 +121,31 @@ def masked_words(model: nn.Module, batch: Any) -> int | None:
     return int(((found != IGNORED) & (found != own)).sum())
 
 
+def numbers(model: nn.Module, batch: Any) -> int | None:
+    """The labels of a regression that are numbers: a missing one is often nan."""
+    found = _labels_of(batch)
+    if found is None or not found.is_floating_point():
+        return None
+    return int((~found.isnan()).sum())
+
+
+def positions(model: nn.Module, batch: Any) -> int | None:
+    """What the attention mask shows, such as the words that a teacher's logits are compared at."""
+    mask = _mask_of(batch)
+    return None if mask is None else int((mask == 1).sum())
+
+
+def predicted_positions(model: nn.Module, batch: Any) -> int | None:
+    """What it shows after the first word, such as the words of a policy's sample."""
+    mask = _mask_of(batch)
+    return None if mask is None else int((mask[:, 1:] == 1).sum())
+
+
+def _mask_of(batch: Any) -> Tensor | None:
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
 RULES = (
     predicted_tokens,
     labels,
@@ -115,6 +155,9 @@ RULES = (
     masked_words,
     rows,
     elements,
+    numbers,
+    positions,
+    predicted_positions,
 )
 
 Rule = Callable[[nn.Module, Any], int | None]
@@ -167,47 +210,154 @@ def find_rule(
     known = _found.setdefault(inner, {})
     if key is not None and key in known:
         return known[key]
-    # A prediction has shapes and no values. Its weights may be sharded, and its batch is not.
-    tensors = (*inner.parameters(), *tensors_in(micro_batches))
-    if any(isinstance(tensor, compat.FakeTensor) for tensor in tensors):
+    if not _have_values(inner, micro_batches):
         return None
     processes = processes or Processes()
     whole = some_rows(micro_batches)
     rules = [default, *(rule for rule in RULES if rule is not default)]
-    fits, difference = [1] * len(rules), ""
+    answer = _Answer([1] * len(rules))
     usable = whole is not None and has_labels(whole)
     if whole is not None:
-        fits, difference = _which_fit(inner, whole, loss_of, rules)
+        answer = _ask(inner, whole, loss_of, rules, processes)
+    fits = answer.fits
     if not usable:
         fits = [1] * len(rules)  # this process has nothing to say
     votes = processes.sums(*fits, 1, usable)
     if not votes[-1]:
-        return None  # no label anywhere: the next window is asked
+        if whole is None:
+            _check_uncuttable(inner, micro_batches, default, how)
+        return None  # no label anywhere, or no rows: the next window is asked
     for rule, agreeing in zip(rules, votes, strict=False):
         if agreeing == votes[-2]:
             if key is not None:
                 known[key] = rule
             return rule
-    raise ValueError(_refusal(inner, whole, loss_of, how, difference))
+    raise ValueError(_refusal(inner, whole, loss_of, how, answer)) from answer.error
 
 
-def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, difference: str) -> str:
+def _check_uncuttable(
+    model: nn.Module, micro_batches: Sequence[Any], default: Rule, how: str
+) -> None:
+    """Warn that the usual rule is taken for batches without rows; refuse where it does not apply.
+
+    Such are packed rows with the places of their beginnings, or graphs with their edges.
+    """
+    inside = compat.inside_peft(model)
+    name = f"{type(model).__name__}"
+    why = (
+        f"{how} cuts the batch, and the loss of {name} could not be asked about single rows, since "
+        "the tensors of its batches have different numbers of rows"
+    )
+    for micro in micro_batches:
+        if default(inside, micro) is None:
+            raise ValueError(
+                f"{why}; nor are there labels of whole numbers, whose mean it could be. Use "
+                "accumulation=1 and no sharding; or accumulate_gradients, which takes your loss "
+                "and its count at their word"
+            )
+    warnings.warn(f"{why}: it is taken as the mean over the labels that are not -100", stacklevel=4)
+
+
+class _Answer(NamedTuple):
+    """What a few rows have shown about the rules."""
+
+    fits: list[int]  # for each rule, 1 if it is right
+    difference: str = ""  # between the rows together and alone
+    error: Exception | None = None  # of the model's code
+    finite: bool = True  # whether the loss of all rows is a number
+
+
+def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: _Answer) -> str:
     """What was found, and what to do."""
+    name = f"{type(model).__name__}"
+    if answer.error is not None:
+        return (
+            f"{how} cuts the batch, so the loss of {name} was asked about a few rows together and "
+            f"about each of them alone, and this raised {first_line(answer.error)}. It has to take "
+            "any number of rows: see the error above. Or use accumulation=1 and no sharding"
+        )
     if whole is not None and _differs_from_itself(model, whole, loss_of):
         return (
-            f"{how} cuts the batch, and it cannot be seen whether the loss of "
-            f"{type(model).__name__} may be cut: {DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and "
-            "no sharding; or accumulate_gradients, which takes your loss and its count at their "
-            "word"
+            f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
+            f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
+            "accumulate_gradients, which takes your loss and its count at their word"
         )
     return (
-        f"{how} cuts the batch, and the loss of {type(model).__name__} is no mean over labels or "
-        f"rows: {difference or 'another process found it'}. A loss that compares rows with each "
-        "other, weighs classes, or adds several means differs in pieces. Use accumulation=1 and "
-        "no sharding, with checkpointing to save memory; or accumulate_gradients, whose counts may "
-        "be sums of weights and several for several means; or accumulate_through_embeddings, for a "
-        "loss that compares rows"
+        f"{how} cuts the batch, and the loss of {name} is no mean over labels or rows: "
+        f"{answer.difference or 'another process found it'}. Such a loss compares rows with each "
+        "other, weighs classes, adds several means, or is the mean of something else than the "
+        "batch's 'labels', its rows or its attention mask. Use accumulation=1 and no sharding, "
+        "with checkpointing to save memory. Or write the loop with accumulate_gradients: it takes "
+        "a sum with what it is divided by (a sum of weights, for example), and a list of such "
+        "pairs for several means. A loss that compares rows goes through "
+        "accumulate_through_embeddings"
     )
+
+
+class LossBeforeTheWindow:
+    """The loss of a few rows before the first window, and whether it is the same after it.
+
+    No trained weight changes in a window. If its forwards change the loss all the same, they have
+    written what the loss reads, such as a queue of embeddings, a counter or an average of the
+    weights. Then a micro-batch sees what those before it have left, and the full batch does not.
+
+    A ``BatchNorm`` does so only in eval mode, and has its own warning.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[Any],
+        loss_of: Callable,
+        how: str,
+        processes: Processes,
+    ):
+        self.model, self.loss_of = unwrapped(model), loss_of
+        self.how, self.processes = how, processes
+        self.rows = None
+        if _have_values(self.model, micro_batches) and not batch_norms(self.model):
+            self.rows = some_rows(micro_batches)
+        self.before = self._loss()
+
+    def _loss(self) -> float:
+        if self.rows is None:
+            return math.nan
+        with as_in_evaluation(self.model) as autocasts:
+            loss, _ = _loss(self.model, self.rows, self.loss_of)
+            self.limit = rounding(self.model, autocasts)
+        return loss
+
+    def check(self) -> None:
+        """Call this after the window, before the weights change. All processes call it together.
+
+        Raises ``ValueError`` if the loss is another one.
+        """
+        after = self._loss()
+        numbers = math.isfinite(self.before) and math.isfinite(after)
+        differs = numbers and not math.isclose(self.before, after, rel_tol=self.limit)
+        if self.processes.sums(differs)[0]:
+            _found.pop(self.model, None)  # ask again if it is tried again
+            raise ValueError(
+                f"{self.how} cuts the batch, and the loss of {type(self.model).__name__} has "
+                "changed with the forwards of the first window, though no trained weight has: the "
+                f"same rows had the loss {self.before:.6g} before it, and have {after:.6g} now. A "
+                "forward in training changes what the next one reads (a queue, a counter, an "
+                "average of weights), so each micro-batch sees what those before it have left. "
+                "Change it after optimizer.step(), outside of forward; or use accumulation=1 and "
+                "no sharding"
+            )
+
+
+def was_asked(model: nn.Module, key: Any) -> bool:
+    """Whether ``find_rule`` has found the rule of this model and key."""
+    return key in _found.get(unwrapped(model), {})
+
+
+def _have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
+    """Whether there are numbers to compute with: a prediction has shapes and no values."""
+    # Its weights may be sharded, and its batch is not.
+    tensors = (*model.parameters(), *tensors_in(micro_batches))
+    return not any(isinstance(tensor, compat.FakeTensor) for tensor in tensors)
 
 
 def _differs_from_itself(model: nn.Module, whole: Any, loss_of: Callable) -> bool:
@@ -268,7 +418,8 @@ def _another_class(row: Any) -> Any:
     labels = _whole_labels(row)
     if labels is None or labels.dim() != 1 or labels.item() == IGNORED:
         return row
-    return {**row, "labels": torch.zeros_like(labels) if labels.item() else labels + 1}
+    other = torch.zeros_like(labels) if labels.item() else labels + 1
+    return _with_labels(row, other)
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -277,7 +428,10 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, tuple | list):
-        return tuple(_joined([part[i] for part in parts]) for i in range(len(first)))
+        joined = [_joined([part[i] for part in parts]) for i in range(len(first))]
+        if type(first) in (tuple, list):
+            return type(first)(joined)
+        return type(first)(*joined)  # a namedtuple
     if not isinstance(first, Tensor) or not first.dim():
         return first
     shape = [min(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
@@ -285,19 +439,52 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat(cut)
 
 
+def _ask(
+    model: nn.Module,
+    whole: Any,
+    loss_of: Callable,
+    rules: Sequence[Rule],
+    processes: Processes,
+) -> _Answer:
+    """Whether each rule is right for ``whole``.
+
+    It is asked with other weights than those that the training starts from, which may hide what
+    the loss does.
+    """
+    answer = _which_fit(model, whole, loss_of, rules, processes)
+    if answer.finite and any(answer.fits):
+        return answer
+    # The model cannot have such weights, or the error should quote a loss that its user knows.
+    with_its_own = _which_fit(model, whole, loss_of, rules, None)
+    if answer.finite and any(with_its_own.fits):
+        return answer._replace(
+            difference=f"with a few other numbers in its weights, {answer.difference}"
+        )
+    return with_its_own
+
+
 def _which_fit(
-    model: nn.Module, whole: Any, loss_of: Callable, rules: Sequence[Rule]
-) -> tuple[list[int], str]:
-    """For each rule, 1 if it is right for ``whole`` and for ``whole`` with fewer labels in its
-    first row; and what was found, for the error.
+    model: nn.Module,
+    whole: Any,
+    loss_of: Callable,
+    rules: Sequence[Rule],
+    processes: Processes | None,
+) -> _Answer:
+    """Whether each rule is right for ``whole``, and for ``whole`` with fewer labels in its first
+    row.
+
+    With the weights that the model has if ``processes`` is ``None``, else with other ones.
     """
     inside = compat.inside_peft(model)
-    fits, difference = [1] * len(rules), ""
-    with as_in_evaluation(model) as autocasts:
+    fits, difference, first_error, finite = [1] * len(rules), "", None, True
+    weights = nullcontext() if processes is None else other_weights(model, processes)
+    with as_in_evaluation(model) as autocasts, weights:
         for place, batch in enumerate((whole, *fewer_labels(inside, whole))):
             together, alone, error = _losses(model, batch, loss_of)
             if error and place:  # it does not take such labels: the data themselves were right
                 continue
+            if not place:
+                finite, first_error = math.isfinite(together), error
             limit = rounding(model, autocasts)
             # Losses of unlike signs cancel, as with advantages, and their rounding does not.
             largest = max([0.0, *(abs(loss) for loss in alone if math.isfinite(loss))])
@@ -308,13 +495,13 @@ def _which_fit(
                 right = weighed is not None and math.isclose(
                     weighed, together, rel_tol=limit, abs_tol=limit * largest
                 )
-                if not right and not difference and (weighed is not None or error):
-                    difference = error or (
+                if not right and not difference and weighed is not None:
+                    difference = (
                         f"{len(parts)} rows have the loss {together:.6g} together, and "
                         f"{weighed:.6g} as the mean of their losses alone"
                     )
                 fits[number] &= right
-    return fits, difference
+    return _Answer(fits, difference, first_error, finite)
 
 
 def _weighed(losses: Sequence[float], counts: Sequence[int | None]) -> float | None:
@@ -327,25 +514,27 @@ def _weighed(losses: Sequence[float], counts: Sequence[int | None]) -> float | N
     return total / sum(counts)
 
 
-def _losses(model: nn.Module, batch: Any, loss_of: Callable) -> tuple[float, list[float], str]:
+def _losses(
+    model: nn.Module, batch: Any, loss_of: Callable
+) -> tuple[float, list[float], Exception | None]:
     """The loss of all rows together, of each alone, and an error if there was one.
 
     Always as many forwards: the processes of a sharded model run each of them together.
     """
-    found, message = [], ""
+    found, first = [], None
     for part in (batch, *split(batch, 1)):
         value, error = _loss(model, part, loss_of)
         found.append(value)
-        message = message or error
-    return found[0], found[1:], message
+        first = first or error
+    return found[0], found[1:], first
 
 
-def _loss(model: nn.Module, batch: Any, loss_of: Callable) -> tuple[float, str]:
+def _loss(model: nn.Module, batch: Any, loss_of: Callable) -> tuple[float, Exception | None]:
     """The loss, which is not a number if there was an error; and this error."""
     try:
-        return float(loss_of(model, batch)), ""
+        return float(loss_of(model, batch)), None
     except Exception as error:  # the model's own code may raise anything
-        return math.nan, first_line(error)
+        return math.nan, error
 
 
 def fewer_labels(model: nn.Module, batch: Any) -> Iterator[Any]:
@@ -361,4 +550,4 @@ def fewer_labels(model: nn.Module, batch: Any) -> Iterator[Any]:
     for ignored in (IGNORED, padding or 0):
         changed = found.clone()
         changed[0, max(2, length // 3) :] = ignored
-        yield {**batch, "labels": changed}
+        yield _with_labels(batch, changed)

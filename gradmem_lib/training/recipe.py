@@ -308,8 +308,9 @@ class Recipe:
         if batch_size % self.accumulation:
             raise ValueError(
                 f"a batch of {batch_size} cannot be cut into {self.accumulation} equal "
-                f"micro-batches: give a batch_size that is a multiple of {self.accumulation}, or "
-                "another accumulation"
+                f"micro-batches: give a batch_size that is a multiple of {self.accumulation} (and "
+                "DataLoader(drop_last=True), whose last batch is then as large), or another "
+                "accumulation"
             )
         return batch_size // self.accumulation
 

@@ -1,7 +1,7 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..techniques.accumulation import accumulate_gradients, count_rows, split
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
-from .items import find_rule
+from .items import LossBeforeTheWindow, Rule, find_rule, was_asked
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 
@@ -52,9 +52,9 @@ def step(
     Args:
         batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...).
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise: a mean over the
-            micro-batch's labels that are not
-            -100, or over its rows if it has no labels. Without ``loss``, the model's output has the
-            scalar (``output.loss``, or the output itself).
+            micro-batch's labels that are not -100, over its rows, or over what its attention mask
+            shows. Without ``loss``, the model's output has the scalar (``output.loss``, the first
+            of a tuple, or the output itself).
         mark: called with ``"forward"``, ``"backward"`` and ``"step"`` before each of them begins.
         micro_batches: stop after this many micro-batches. Predictions use it, since the others are
             alike.
@@ -65,7 +65,8 @@ def step(
         keep_gradients: leave ``.grad`` as it is after the step, for a loop that frees it later.
 
     Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
-    step (``find_rule``), is not a mean over labels or rows, as with CLIP.
+    step (``find_rule``), is not a mean over labels or rows, as with CLIP; or if the forwards of
+    that step have changed what the loss reads, such as a queue (``LossBeforeTheWindow``).
     """
     if loss is None:
         check_own_loss(model, batch, recipe)
@@ -81,13 +82,7 @@ def step(
         check_loss(value, asked)
         return value
 
-    rule = None
-    if how := _how_cut(recipe):
-        # A function that is written in a loop is another one each time, with the same code.
-        key = (getattr(loss, "__code__", loss), recipe.chunked_loss)
-        usual = usual_rule(model)
-        processes = processes_of(model)
-        rule = find_rule(model, parts, mean_loss, usual, how=how, key=key, processes=processes)
+    rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, _identity(loss))
     counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
@@ -110,12 +105,67 @@ def step(
             scaler=scaler,
             float32_sums=recipe.float32_sums,
         )
+    if loss_before is not None:
+        loss_before.check()
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
         _update(optimizer, scaler)
         if not keep_gradients:
             optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
+
+
+def _ask(
+    model: nn.Module,
+    optimizer: Optimizer | list[Optimizer],
+    parts: list[Any],
+    mean_loss: Callable,
+    recipe: Recipe,
+    identity: tuple,
+) -> tuple[Rule | None, LossBeforeTheWindow | None]:
+    """Before the first window in pieces: what the loss is a mean of, and what it is now."""
+    how = _how_cut(recipe)
+    if not how:
+        return None, None
+    processes, loss_before = processes_of(model), None
+    key = (*identity, recipe.chunked_loss)
+    # with a list of optimizers, the weights change inside the window
+    if not was_asked(model, key) and not isinstance(optimizer, list):
+        loss_before = LossBeforeTheWindow(model, parts, mean_loss, how, processes)
+    usual = usual_rule(model)
+    rule = find_rule(model, parts, mean_loss, usual, how=how, key=key, processes=processes)
+    return rule, loss_before
+
+
+def _identity(loss: Callable | None) -> tuple:
+    """What tells whether ``loss`` was asked before.
+
+    A function that is written in a loop is another one each time, with the same code. It is still
+    another loss if it reads another function, module or word (``reduction=how``) from around it.
+    Numbers and tensors change from step to step, and are left out.
+    """
+    code = getattr(loss, "__code__", None)
+    if code is None:
+        return (loss,)
+    found: list[Any] = [code]
+    for value in _read_from_around(loss):
+        if isinstance(value, str | bool):
+            found.append(value)
+        elif isinstance(value, nn.Module):
+            found.append(id(value))
+        elif hasattr(value, "__code__"):
+            found.append(value.__code__)
+    return tuple(found)
+
+
+def _read_from_around(loss: Any) -> Iterator[Any]:
+    """What a function reads that it was not given: its object, variables around it, defaults."""
+    yield getattr(loss, "__self__", None)
+    for cell in loss.__closure__ or ():
+        with suppress(ValueError):  # a variable that has no value yet
+            yield cell.cell_contents
+    yield from loss.__defaults__ or ()
+    yield from (loss.__kwdefaults__ or {}).values()
 
 
 def _how_cut(recipe: Recipe) -> str:
@@ -175,6 +225,8 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if isinstance(output, dict):
         output = output.get("loss")
+    if isinstance(output, tuple) and output and not hasattr(output, "loss"):
+        return output[0]  # as transformers' models return it with return_dict=False
     return getattr(output, "loss", output)
 
 

@@ -34,7 +34,7 @@ from ..techniques.accumulation import accumulate_gradients, count_rows, split
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.sharding import NO_PROCESS_GROUP
 from .adapters import adapters_of, save_adapters
-from .items import Rule, find_rule
+from .items import LossBeforeTheWindow, Rule, find_rule
 from .items import rows as by_rows
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .prepare import change_model, make_optimizer, set_checkpointing
@@ -42,6 +42,7 @@ from .recipe import Recipe
 from .step import check_loss, offload_context
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
+HOW = "accumulation or several processes"  # cuts a batch
 
 
 def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
@@ -166,6 +167,7 @@ class RecipeTrainer(Trainer):
         self.recipe, self.memory, self._interrupt = recipe, memory, _StopAfterStep()
         self._pending_micro_batches: list[Any] = []
         self._rule: Rule | None = None  # what counts as an item, once it was asked
+        self._was_checked = False  # whether a window's forwards leave the loss as it was
         self._windows = self._empty_windows = 0  # of this training
         self._calls = 0  # of training_step in this window
         self._rule_refused = False
@@ -221,6 +223,11 @@ class RecipeTrainer(Trainer):
         if self._calls < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         micro_batches, self._pending_micro_batches, self._calls = self._pending_micro_batches, [], 0
+        loss_before = None
+        if not self._was_checked and self._in_pieces(micro_batches):
+            loss_before = LossBeforeTheWindow(
+                self.model, micro_batches, self._loss_of, HOW, self._processes()
+            )
         rule = self._find_rule(micro_batches)
         model.train()
         counts = [count_items(self.model, micro, rule) for micro in micro_batches]
@@ -245,24 +252,28 @@ class RecipeTrainer(Trainer):
             scaler=self.accelerator.scaler,
             float32_sums=self.recipe.float32_sums,
         )
+        if loss_before is not None:
+            loss_before.check()
+            self._was_checked = True
         return torch.tensor(result.loss, device=self.args.device)
+
+    def _in_pieces(self, micro_batches: list[Any]) -> bool:
+        return len(micro_batches) > 1 or self.args.world_size > 1
 
     def _find_rule(self, micro_batches: list[Any]) -> Rule | None:
         """What the loss is a mean of, asked before the first window in pieces.
 
         Raises ``ValueError`` if it is not the mean of its pieces.
         """
-        in_pieces = len(micro_batches) > 1 or self.args.world_size > 1
-        if not in_pieces:
+        if not self._in_pieces(micro_batches):
             return self._rule
-        how = "accumulation or several processes"
         for micro in micro_batches:
-            check_pieces(self.model, micro, how)
+            check_pieces(self.model, micro, HOW)
         if self._rule is None:
             usual = usual_rule(self.model)
             processes = self._processes()
             self._rule = find_rule(
-                self.model, micro_batches, self._loss_of, usual, how=how, processes=processes
+                self.model, micro_batches, self._loss_of, usual, how=HOW, processes=processes
             )
         return self._rule
 

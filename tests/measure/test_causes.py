@@ -154,6 +154,7 @@ DO_NOT_HAVE = [
     (around.members_by_functional_call, FOR_NOBODY),
     (around.experts, ADDED_UP),
     (around.crops_of_one_image, ADDED_UP),
+    (around.scores_of_a_reference_first, ADDED_UP),
     (around.data_like_a_weight, COPIED),
     (around.one_batch_for_all_steps, DATA),
     (around.rows_of_many_lengths, ONE_STEP),

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import textwrap
 import warnings
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import BatchEncoding
 
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques import accumulation
 from gradmem_lib.techniques.accumulation import Accumulated, accumulate_gradients, split
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
 
@@ -381,7 +383,9 @@ def test_no_micro_batches_and_totals_that_do_not_come_out():
         accumulate_gradients([1, 2], loss_and_count, total_items=-3)
     with pytest.raises(ValueError, match="give one of them"):
         accumulate_gradients([1], loss_and_count, total_items=1, count_items=int)
-    with pytest.raises(TypeError, match="a generator can be read once: give a list"):
+    with pytest.raises(
+        TypeError, match="a generator may give others the second time, or none: give a list"
+    ):
         accumulate_gradients((n for n in [1, 2]), loss_and_count, count_items=int)
     W.grad = None
 
@@ -532,3 +536,17 @@ def test_packed_rows_do_not_see_each_other(cache):
     }
     accumulate_gradients([packed], loss_of(model))
     assert error(gradient(model), expected) <= 1e-6  # the norms of Llama are in float32
+
+
+def test_the_loop_at_the_head_of_the_file_can_be_pasted():
+    lines = accumulation.__doc__.splitlines()
+    loop = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    model, batch = MODELS[torch.float64], padded((3, 12, 5, 9))
+    expected, _ = full_gradient(model, batch)
+    given = {
+        "micro_batches": list(split(batch, 1)),
+        "count_items": lambda micro: count_targets(micro["labels"]),
+        "loss_and_count": lambda micro: next_token_loss(model, micro),
+    }
+    exec(loop, given)
+    assert (gradient(model) - expected).norm() <= 1e-12 * expected.norm()

@@ -5,6 +5,10 @@ float64, or a refusal. No name of a class decides.
 from __future__ import annotations
 
 import ast
+import copy
+import math
+from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ import transformers
 from torch import nn
 
 from gradmem_lib import Recipe, prepare, step
+from gradmem_lib.training.items import find_rule, labels
 from gradmem_lib.training.losses import predicts_next_token
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
@@ -333,6 +338,247 @@ def test_models_in_bf16_are_not_refused(family):
     expected, _ = full_gradient(model, batch, True)
     found, _ = accumulated(model, batch)
     assert (found - expected).norm() <= 0.03 * expected.norm()
+
+
+# A training may start from weights that hide what a loss does.
+
+
+class ZeroHead(transformers.LlamaForCausalLM):
+    """Its head begins at 0, so that all tokens have the same loss. Each row is one item."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.weight.data.zero_()
+
+    def forward(self, labels=None, **inputs):
+        logits = super().forward(**inputs).logits[:, :-1]
+        each = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        return {"loss": (each.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()}
+
+
+class Balanced(ZeroHead):
+    """A router's loss, whose experts are all alike at the start: it compares rows."""
+
+    def forward(self, labels=None, **inputs):
+        out = super().forward(labels=labels, **inputs)
+        chosen = self.lm_head(self.model(inputs["input_ids"]).last_hidden_state).softmax(-1)
+        return {"loss": out["loss"] + 0.01 * VOCABULARY * chosen.mean((0, 1)).square().sum()}
+
+
+class OwnReference(nn.Module):
+    """A preference loss as KTO's, relative to the mean of the batch: at the start, the model still
+    is its own reference, and all rows have the same loss.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.policy = llama(transformers.LlamaForCausalLM)
+        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+
+    def forward(self, input_ids, labels):
+        gains = []
+        for model in (self.policy, self.reference):
+            log_p = model(input_ids).logits[:, :-1].log_softmax(-1)
+            gains.append(log_p.gather(-1, input_ids[:, 1:, None])[..., 0].sum(1))
+        gain = gains[0] - gains[1]
+        return {"loss": (1 - torch.sigmoid(gain - gain.detach().mean())).mean()}
+
+
+def pairs_of(batch):
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
+def test_a_head_of_zeros_does_not_hide_what_an_item_is():
+    model, batch = llama(ZeroHead).double(), ragged()
+    model(**batch)["loss"].backward()
+    expected = gradient(model)
+    model.zero_grad()
+    found, _ = accumulated(model, batch)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("model", [llama(Balanced), OwnReference()], ids=["router", "KTO"])
+def test_weights_at_the_start_do_not_hide_a_loss_that_compares_rows(model):
+    batch = pairs_of(ragged((9, 9, 9, 9)))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="with a few other numbers in its weights, 4 rows"):
+        accumulated(model, batch)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_autocast_around_the_step_does_not_keep_the_other_numbers():
+    found = []
+    for pieces in (1, 4):  # only pieces are asked
+        torch.manual_seed(0)
+        model = llama(transformers.LlamaForCausalLM)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(accumulated(model, ragged(), pieces)[0])
+    assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
+
+
+# What a forward leaves for the next one.
+
+
+class Queue(nn.Module):
+    """Compares each row with the embeddings of earlier rows."""
+
+    def __init__(self, in_forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.in_forward = nn.Linear(6, 4), in_forward
+        self.register_buffer("queue", torch.randn(8, 4))
+
+    def forward(self, x):
+        embedded = self.encoder(x)
+        loss = (embedded @ self.queue.T.clone()).logsumexp(1) - embedded.square().sum(1)
+        if self.training and self.in_forward:
+            self.enqueue(x)
+        return {"loss": loss.mean()}
+
+    @torch.no_grad()
+    def enqueue(self, x):
+        self.queue = torch.cat([self.encoder(x), self.queue])[:8]
+
+
+class Warming(nn.Module):
+    """The weight of its second part grows with each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.calls = nn.Linear(6, 4), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        embedded = self.encoder(x)
+        return embedded.square().mean() + self.calls / 100 * embedded.abs().mean()
+
+
+def numbers(seed=1):
+    return {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("model", [Queue(in_forward=True), Warming()], ids=["queue", "counter"])
+def test_a_forward_that_changes_what_the_next_one_reads_is_refused(model):
+    before = [p.clone() for p in model.parameters()]
+    for seed in (1, 2):  # trying again does not help
+        with pytest.raises(
+            ValueError, match=r"though no trained weight has.*after optimizer\.step\(\)"
+        ):
+            accumulated(model, numbers(seed))
+        model.zero_grad()
+    assert all(map(torch.equal, before, model.parameters()))
+    accumulated(model, numbers(), pieces=1)
+
+
+def test_a_queue_that_changes_after_the_step_is_right():
+    """What the refusal advises."""
+    model, batch = Queue(in_forward=False), numbers()
+    for _ in range(2):
+        model.zero_grad()
+        model(**batch)["loss"].backward()
+        expected = gradient(model)
+        model.zero_grad()
+        found, _ = accumulated(model, batch)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        model.enqueue(batch["x"])
+
+
+# Which loss was asked.
+
+
+def loss_reduced(how):
+    return lambda model, micro: F.mse_loss(model(micro["x"]), micro["x"][:, :1], reduction=how)
+
+
+def test_the_same_code_with_another_word_is_asked_again():
+    model, batch = nn.Linear(6, 1), numbers()
+    accumulated(model, batch, loss=loss_reduced("mean"))
+    with pytest.raises(ValueError, match="is no mean over labels or rows"):
+        accumulated(model, batch, loss=loss_reduced("sum"))
+
+
+Named = namedtuple("Named", "x labels")
+
+
+@pytest.mark.parametrize("kind", [dict, Named])
+@pytest.mark.parametrize("missing", [math.nan, -100])
+def test_a_regression_counts_what_is_there(kind, missing):
+    """Missing targets are nan, or are left out by the mask (here in a dict only)."""
+    x = numbers()["x"]
+    mask = (x > 0).long()
+    batch = {"x": x, "labels": x.flip(0).masked_fill(mask == 0, missing)}
+    if kind is dict:
+        batch["attention_mask"] = mask
+    elif missing == -100:
+        return  # nothing in a namedtuple of these two says what is missing
+
+    def loss(model, micro):
+        labels = micro["labels"] if kind is dict else micro.labels
+        x = micro["x"] if kind is dict else micro.x
+        there = ~labels.isnan() & (labels != -100)
+        return F.mse_loss(model(x)[there], labels[there])
+
+    model, batch = nn.Linear(6, 6), kind(**batch)
+    loss(model, batch).backward()
+    expected = gradient(model)
+    model.zero_grad()
+    found, _ = accumulated(model, batch, loss=loss)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_policy_counts_the_words_of_its_samples():
+    """A loss over the words that the mask shows after the first, without labels."""
+    model, batch = llama(transformers.LlamaForCausalLM), ragged()
+    del batch["labels"]
+    batch["advantage"] = torch.tensor([1.0, -2.0, 4.0, -3.0])
+
+    def loss(model, micro):
+        logits = model(micro["input_ids"]).logits[:, :-1].log_softmax(-1)
+        log_p = logits.gather(-1, micro["input_ids"][:, 1:, None])[..., 0]
+        ratio = (log_p - log_p.detach()).exp()
+        there = micro["attention_mask"][:, 1:]
+        return -(ratio * micro["advantage"][:, None] * there).sum() / there.sum()
+
+    loss(model, batch).backward()
+    expected = gradient(model)
+    model.zero_grad()
+    found, _ = accumulated(model, batch, loss=loss)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_an_error_of_the_model_is_not_taken_for_its_loss():
+    def breaks(model, micro):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(ValueError, match=r"this raised RuntimeError: size mismatch") as raised:
+        accumulated(nn.Linear(6, 1), numbers(), loss=breaks)
+    assert "compares rows" not in str(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_batches_without_rows_are_not_taken_at_their_word():
+    """Packed rows with the places where they begin, or graphs with their edges."""
+    model = nn.Linear(6, 2)
+    micro = {"x": torch.randn(3, 6), "edges": torch.zeros(7, 2), "labels": torch.tensor([0, 1, 1])}
+    ask = partial(find_rule, model, loss_of=None, default=labels, how="accumulation=2")
+    with pytest.warns(UserWarning, match="different numbers of rows: it is taken as the mean"):
+        assert ask([micro, micro]) is None
+    with pytest.raises(ValueError, match=r"nor are there labels of whole numbers.*accumulation=1"):
+        ask([micro | {"labels": torch.randn(3)}])
+
+
+def test_a_tuple_begins_with_the_loss():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            return out.square().mean(), out
+
+    model = Pair(6, 1)
+    model(**numbers())[0].backward()
+    expected = gradient(model)
+    model.zero_grad()
+    found, _ = accumulated(model, numbers())
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_no_decision_by_a_name():

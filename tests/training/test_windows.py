@@ -225,9 +225,21 @@ def test_losses_of_ones_own_that_are_none_are_refused(tmp_path):
 class Worse(type(tiny())):
     """A loss that compares rows."""
 
-    def forward(self, labels=None, **inputs):
-        out = super().forward(labels=labels, **inputs)
+    def forward(self, input_ids=None, labels=None, **inputs):
+        out = super().forward(input_ids, labels=labels, **inputs)
         out.loss = out.loss + out.logits.std(0).mean()
+        return out
+
+
+class Counts(type(tiny())):
+    """Its loss grows with each forward."""
+
+    calls = 0
+
+    def forward(self, input_ids=None, labels=None, **inputs):
+        self.calls += self.training
+        out = super().forward(input_ids, labels=labels, **inputs)
+        out.loss = out.loss * (1 + self.calls / 100)
         return out
 
 
@@ -253,6 +265,11 @@ def in_two_processes(folder):
         make_trainer(worse, recipe, train_dataset=Rows(7), **given, max_steps=1).train()
     except ValueError as error:
         found["compares rows"] = str(error)
+    try:
+        counts = Counts(tiny().config)
+        make_trainer(counts, recipe, train_dataset=Rows(7), **given, max_steps=1).train()
+    except ValueError as error:
+        found["counts"] = str(error)
     return rank, found
 
 
@@ -272,3 +289,4 @@ def test_in_two_processes(tmp_path):
         assert (found["gradient"] - expected).norm() <= 1e-5 * expected.norm()
         assert found["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
         assert "is no mean over labels or rows" in found["compares rows"]
+        assert "though no trained weight has" in found["counts"]
