@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -37,6 +38,7 @@ from ..display import has_viewer, pictures
 from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
+from .causes_of_growth import growing_holders
 from .facts import Facts
 from .recording import Recording, is_expanded
 from .source_lines import source_line
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 TIMELINE_SAMPLES = 16_384
 LIVE_FRAME_SECONDS = 0.1
+GROWS_AFTER = 3  # steps, turns, or forwards of an evaluation: before, nothing is said to grow
 
 
 class MemoryTracker:
@@ -135,7 +138,17 @@ class MemoryTracker:
     def timeline(self) -> Timeline:
         """Live bytes after each operation so far."""
         with self._meter.lock:
-            return Timeline(self._recording.rows())
+            recording = self._recording
+            batches = recording.batches if len(recording.batches) > 1 else ()
+            return Timeline(recording.rows(), self._growing(), tuple(batches))
+
+    def _growing(self) -> np.ndarray | None:
+        """Of each sample's bytes by category, those that grow from step to step, if any do."""
+        recording, position = self._recording, self._meter.position
+        if max(recording.step, recording.turn, len(position.passes)) < GROWS_AFTER:
+            return None
+        holders = growing_holders(self.facts)
+        return recording.bytes_of(holders) if holders else None
 
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
@@ -319,6 +332,7 @@ class MemoryTracker:
             holders.append(
                 Holder(
                     nbytes=entry.nbytes,
+                    samples=self._recording.lifetime(entry),
                     category=CATEGORIES[entry.category],
                     module=name_of(entry.module, named),
                     op=str(entry.op).removesuffix(".default"),
