@@ -33,8 +33,7 @@ from .style import (
     GROWING_HATCH,
     HATCHES,
     MAX_POINTS,
-    display_size,
-    png,
+    picture_bundle,
 )
 from .timeline import GROWING_WORDS, PHASE_LABELS, describe, peak_of, plot_timeline
 
@@ -184,12 +183,6 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
 
 
 _EXPORT = "export default { render };\n"  # a widget's script is a module, one in a page is not
-
-
-def picture_bundle(figure, alt: str, words: str) -> tuple[dict, dict]:
-    """A still figure's mimebundle: (data, metadata)."""
-    data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": words}
-    return data, {"image/png": {**display_size(figure), "alt": alt}}
 
 
 def still_bundle(

@@ -134,7 +134,8 @@ def plot_timeline(
             if title:
                 ax.set_title(title, loc="left", pad=24)
             return ax.figure
-        figure = new_figure(8.6, 3.5)
+        alt = describe(timeline, title=title, budget=budget, peak=peak)
+        figure = new_figure(8.6, 3.5, alt)
         axes = figure.add_axes((0.078, 0.145, 0.672, 0.66))
         used = draw_areas(axes, timeline, budget, peak)
         figure.text(

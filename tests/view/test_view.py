@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import nbformat
 import numpy as np
@@ -288,6 +289,20 @@ def test_a_real_error_keeps_all_its_lines():
     except ValueError as error:
         keep_own_lines()
         assert "decoder.py" in error.__traceback__.tb_next.tb_next.tb_frame.f_code.co_filename
+
+
+def test_a_picture_in_a_notebook_at_work_can_be_read_out(monkeypatch):
+    timeline = timeline_of(50)
+    figure = stills.plot_timeline(timeline, title='a "run"')
+    built, metadata = figure._repr_mimebundle_()
+    assert set(built) == {"image/png", "text/plain"}
+    assert metadata["image/png"]["alt"] == stills.describe(timeline, title='a "run"')
+    monkeypatch.setattr(style, "live_enabled", lambda: True)
+    at_work, _ = figure._repr_mimebundle_()
+    (image,) = ElementTree.fromstring(f"<p>{at_work.pop('text/html')}</p>".replace('">', '"/>'))
+    assert image.get("alt") == metadata["image/png"]["alt"]
+    assert image.get("src") == "data:image/png;base64," + built["image/png"]
+    assert at_work == built
 
 
 def test_an_own_axes_and_settings_are_respected():
