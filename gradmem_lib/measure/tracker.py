@@ -35,10 +35,18 @@ from torch.optim import Optimizer
 
 from ..compat import next_sequence_nr
 from ..display import has_viewer, pictures
-from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
+from ..names import (
+    ACTIVATIONS,
+    BETWEEN_STEPS,
+    CATEGORIES,
+    EVALUATION,
+    MOMENTS,
+    PHASES,
+    check_choice,
+)
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
-from .causes_of_growth import growing_holders
+from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .recording import Recording, is_expanded
 from .source_lines import source_line
@@ -52,7 +60,6 @@ if TYPE_CHECKING:
 
 TIMELINE_SAMPLES = 16_384
 LIVE_FRAME_SECONDS = 0.1
-GROWS_AFTER = 3  # steps, turns, or forwards of an evaluation: before, nothing is said to grow
 
 
 class MemoryTracker:
@@ -144,11 +151,22 @@ class MemoryTracker:
 
     def _growing(self) -> np.ndarray | None:
         """Of each sample's bytes by category, those that grow from step to step, if any do."""
-        recording, position = self._recording, self._meter.position
-        if max(recording.step, recording.turn, len(position.passes)) < GROWS_AFTER:
-            return None
+        if not self._may_grow():
+            return None  # found without the facts, which a live plot should not wait for
         holders = growing_holders(self.facts)
-        return recording.bytes_of(holders) if holders else None
+        return self._recording.bytes_of(holders) if holders else None
+
+    def _may_grow(self) -> bool:
+        """Whether storages of several earlier steps or turns were alive at the peak, or the peak
+        is outside of a training step, where an evaluation may collect its results.
+        """
+        peak = self._recording.run_peak
+        if peak.moment in (BETWEEN_STEPS, EVALUATION):
+            return True
+        entries = self._recording.entries(peak)
+        steps = {entry.step for entry in entries if 0 <= entry.step < peak.step}
+        turns = {entry.turn for entry in entries if entry.turn < peak.turn}
+        return max(len(steps), len(turns)) >= OLD_STEPS
 
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
