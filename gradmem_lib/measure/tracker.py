@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
-LIVE_FRAME_SECONDS = 0.1
+LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
+FRAMES_SHARE = 0.2  # of the time, at most: what frames cost depends on the model and the machine
 
 
 class MemoryTracker:
@@ -108,7 +109,7 @@ class MemoryTracker:
         self._recording = self.recording_class(self.device, TIMELINE_SAMPLES)
         draws = live is not False and has_viewer()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
-        self._last_frame = 0.0
+        self._next_frame = 0.0  # not before this time
         # no callback where there is nothing to do: it would run after every operation
         callback = self._after_sample if draws or self.budget is not None else None
         self._meter = self.meter_class(
@@ -396,10 +397,12 @@ class MemoryTracker:
             and self._state == "running"
             and threading.get_ident() == self._thread
         ):
-            now = time.perf_counter()
-            if now - self._last_frame > LIVE_FRAME_SECONDS:
-                self._last_frame = now
+            begun = time.perf_counter()
+            if begun > self._next_frame:
                 self._draw("push", self.timeline, None, self.current)
+                ended = time.perf_counter()
+                rest = (ended - begun) * (1 / FRAMES_SHARE - 1)
+                self._next_frame = ended + max(rest, LIVE_FRAME_SECONDS)
 
     def _draw(self, action: str, *args) -> None:
         """Draw. An error in a picture must not stop a training run."""
