@@ -101,10 +101,10 @@ with MemoryTracker(
         train(batch, steps=4)
 
 # %% [markdown]
-# The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps.) **Parameters**,
-# **gradients** and the **optimizer**'s memory do not depend on the batch. (The optimizer's memory appears in the first
-# step and stays.) Two things grow: the **activations**, which forward keeps for backward, and the **temporaries** on top
-# of them, in short spikes.
+# The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps, and dashed lines
+# show where the batch's size changes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the
+# batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the **activations**, which forward
+# keeps for backward, and the **temporaries** on top of them, in short spikes.
 #
 # When the cell ends, the picture stands still. A saved notebook keeps it.
 

@@ -661,8 +661,8 @@ except BudgetExceeded as error:
     print(error)
 
 # %% [markdown]
-# Each tooth of the picture begins a little higher than the one before. The error's lines say where the tensors were
-# *made*. Which line *keeps* them?
+# Each tooth of the picture begins a little higher than the one before. The bytes that grow are the striped band at its
+# foot. The error's lines say where the tensors were *made*. Which line *keeps* them?
 #
 # ### Exercise 1.9 · a history that grows
 #

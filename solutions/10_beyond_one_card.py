@@ -552,7 +552,7 @@ def buckets(accumulate):
 # %%
 for accumulate in (False, True):
     sent = run_ranks(buckets, accumulate)[0]
-    print(f"{1 + accumulate} micro-batches: {len(sent)} buckets, {sum(sent):,} bytes")
+    print(f"micro-batches: {1 + accumulate}, buckets: {len(sent)}, bytes: {sum(sent):,}")
 
 # %% [markdown]
 # The buckets hold all 1,716,992 bytes of gradients, with one micro-batch and with two.

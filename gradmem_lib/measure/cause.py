@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..units import format_bytes
 from .source_lines import SourceLine
@@ -21,7 +21,8 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_z
 @dataclass(frozen=True)
 class Cause:
     """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
-    takes away; ``lines``: the user's lines that made them, the largest first.
+    takes away; ``lines``: the user's lines that made them, the largest first. ``growing``: the
+    storages that these bytes are, if there are more of them after each step.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Cause:
     evidence: str
     remedy: str
     lines: tuple[SourceLine, ...] = ()
+    growing: tuple[Holder, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.evidence}"]

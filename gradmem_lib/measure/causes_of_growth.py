@@ -50,7 +50,20 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"{format_bytes(nbytes)} at the peak were made in {len(times)} earlier {facts.unit}s, "
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
-    return Cause(GROWTH, nbytes, evidence, _remedy_of_growth(holders, facts), lines_of(holders))
+    remedy = _remedy_of_growth(holders, facts)
+    return Cause(GROWTH, nbytes, evidence, remedy, lines_of(holders), tuple(holders))
+
+
+def growing_holders(facts: Facts) -> tuple[Holder, ...]:
+    """The storages that pictures show as a band of their own.
+
+    A tensor that a longer one replaces has no band: the shorter ones are no longer known.
+    """
+    for find in (growing_bytes, evaluation_results):
+        cause = find(facts)
+        if cause is not None:
+            return cause.growing
+    return ()
 
 
 def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
@@ -184,9 +197,10 @@ def evaluation_results(facts: Facts) -> Cause | None:
         "logits.argmax(-1), or TrainingArguments(eval_accumulation_steps=1), or "
         "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
     )
-    return Cause(
-        "An evaluation collects its results", nbytes, evidence, remedy, lines_of(collected)
-    )
+    name = "An evaluation collects its results"
+    in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
+    growing = tuple(collected) if in_a_list else ()
+    return Cause(name, nbytes, evidence, remedy, lines_of(collected), growing)
 
 
 def generation_cache(facts: Facts) -> Cause | None:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import UntypedStorage
 from ..compat import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .storages import has_memory, storages_of
-from .timeline import MemorySnapshot, Turn, largest_of_windows
+from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
 
 # A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
 # total; then bytes by category.
@@ -33,7 +34,8 @@ class Entry(weakref.ref):
     ``dtype`` and ``shape``: those of its first tensor; ``step``: the optimizer steps that were
     finished when it was made; ``turn``: the turns; ``line``: the calling line, as code and
     number; ``expanded``: it is several times larger than all that it was computed from (see
-    ``is_expanded``: few entries have this attribute).
+    ``is_expanded``: few entries have this attribute); ``stop``: the first sample without it, if it
+    was freed after the peak.
     """
 
     __slots__ = (
@@ -49,6 +51,7 @@ class Entry(weakref.ref):
         "shape",
         "size",
         "step",
+        "stop",
         "turn",
     )
     category: int
@@ -63,6 +66,7 @@ class Entry(weakref.ref):
     shape: tuple[int, ...]
     size: int
     step: int
+    stop: int
     turn: int
 
 
@@ -103,6 +107,8 @@ class Recording:
         self.turn = 0  # see `Position`
         self.turns: list[Turn] = []  # at most MAX_TURNS of them, spread over the run
         self._turns_apart = 1
+        # Where training goes on with batches of another size: (operation, rows of the batch)
+        self.batches: list[tuple[int, int]] = []
         self.count = 0  # samples so far
         self.run_peak, self.window_peak = Peak(), Peak()
         self.moment_peaks: dict[int, int] = {}  # of the moments since the last reset
@@ -186,6 +192,7 @@ class Recording:
             self._flush()
         for peak in (self.run_peak, self.window_peak):
             if entry.sample <= peak.sample:
+                entry.stop = self.count
                 peak.freed_since.append(entry)
         self.after_free(entry)
 
@@ -246,6 +253,12 @@ class Recording:
             self._turns_apart *= 2
             self.turns = [kept for kept in self.turns if kept.number % self._turns_apart == 0]
 
+    def note_batch(self, rows: int) -> None:
+        """Training goes on with a batch of ``rows`` rows; 0 if that is not known."""
+        before = self.batches[-1][1] if self.batches else 0
+        if rows not in (0, before) and len(self.batches) < MAX_TURNS:
+            self.batches.append((self.op, rows))
+
     # Samples
 
     def sample(self, func: object = "") -> None:
@@ -282,6 +295,20 @@ class Recording:
         phases = _PHASES[kept[:, MOMENT]]
         columns = (kept[:, 1], phases, kept[:, TOTAL], kept[:, BY], kept[:, MOMENT], kept[:, STEP])
         return np.column_stack(columns)
+
+    def bytes_of(self, holders: Iterable[Holder]) -> np.ndarray:
+        """Of the bytes by category, those of ``holders``: int64 (samples, 6), as in ``rows``."""
+        lifetimes = []
+        for holder in holders:
+            category = CATEGORIES.index(holder.category)
+            lifetimes.append((*holder.samples, holder.nbytes, category))
+        rows = np.zeros_like(self._flush())
+        rows[:, 0] = self._flushed[:, 0]
+        return _add_lifetimes(rows, lifetimes)[:, BY]
+
+    def lifetime(self, entry: Entry) -> tuple[int, int]:
+        """The first sample with ``entry``, and the first one without it."""
+        return entry.sample, getattr(entry, "stop", self.count)
 
     def _flush(self) -> np.ndarray:
         """Add the pending samples and the bytes of freed storages to the stored samples."""

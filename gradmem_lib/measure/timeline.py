@@ -4,6 +4,7 @@ a whole run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class Holder(NamedTuple):
     written. ``line``: the line of the user's script that made it, or read it first. ``turn``: how
     many turns were finished when it was made, or first read. ``expanded``: a forward has made it,
     and it is several times larger than all that the operation has read (and that was no weight).
+    ``samples``: the recording's first sample with it, and the first one without it.
     """
 
     nbytes: int
@@ -61,6 +63,7 @@ class Holder(NamedTuple):
     line: SourceLine | None = None
     turn: int = 0
     expanded: bool = False
+    samples: tuple[int, int] = (0, 0)
 
 
 class Turn(NamedTuple):
@@ -112,10 +115,20 @@ class Timeline:
     category, then moment and finished optimizer steps (these two may be missing). If a run has more
     samples than are kept, it is thinned evenly. Each sample that stays is the largest of its
     window, so no peak is lost.
+
+    ``growing`` is an int64 array (samples, 6), or ``None`` if nothing grows: of the bytes by
+    category, those that ``diagnose`` says to grow from step to step. ``batches``: pairs of an
+    operation and a number of rows, where training goes on with batches of another size. The first
+    pair is where it begins. Empty if the size does not change.
     """
 
-    def __init__(self, rows: np.ndarray):
-        self.rows = rows
+    def __init__(
+        self,
+        rows: np.ndarray,
+        growing: np.ndarray | None = None,
+        batches: Sequence[tuple[int, int]] = (),
+    ):
+        self.rows, self.growing, self.batches = rows, growing, batches
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -159,7 +172,9 @@ class Timeline:
         n = len(self.rows)
         if n <= max_points:
             return self
-        return Timeline(self.rows[largest_of_windows(self.rows[:, TOTAL], -(-n // max_points))])
+        kept = largest_of_windows(self.rows[:, TOTAL], -(-n // max_points))
+        growing = None if self.growing is None else self.growing[kept]
+        return Timeline(self.rows[kept], growing, self.batches)
 
 
 def largest_of_windows(values: np.ndarray, window: int) -> np.ndarray:

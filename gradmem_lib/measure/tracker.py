@@ -28,15 +28,25 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..compat import next_sequence_nr
 from ..display import has_viewer, pictures
-from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
+from ..names import (
+    ACTIVATIONS,
+    BETWEEN_STEPS,
+    CATEGORIES,
+    EVALUATION,
+    MOMENTS,
+    PHASES,
+    check_choice,
+)
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
+from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .recording import Recording, is_expanded
 from .source_lines import source_line
@@ -49,7 +59,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
-LIVE_FRAME_SECONDS = 0.1
+LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
+FRAMES_SHARE = 0.2  # of the time, at most: what frames cost depends on the model and the machine
 
 
 class MemoryTracker:
@@ -98,7 +109,7 @@ class MemoryTracker:
         self._recording = self.recording_class(self.device, TIMELINE_SAMPLES)
         draws = live is not False and has_viewer()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
-        self._last_frame = 0.0
+        self._next_frame = 0.0  # not before this time
         # no callback where there is nothing to do: it would run after every operation
         callback = self._after_sample if draws or self.budget is not None else None
         self._meter = self.meter_class(
@@ -135,7 +146,28 @@ class MemoryTracker:
     def timeline(self) -> Timeline:
         """Live bytes after each operation so far."""
         with self._meter.lock:
-            return Timeline(self._recording.rows())
+            recording = self._recording
+            batches = recording.batches if len(recording.batches) > 1 else ()
+            return Timeline(recording.rows(), self._growing(), tuple(batches))
+
+    def _growing(self) -> np.ndarray | None:
+        """Of each sample's bytes by category, those that grow from step to step, if any do."""
+        if not self._may_grow():
+            return None  # found without the facts, which a live plot should not wait for
+        holders = growing_holders(self.facts)
+        return self._recording.bytes_of(holders) if holders else None
+
+    def _may_grow(self) -> bool:
+        """Whether storages of several earlier steps or turns were alive at the peak, or the peak
+        is outside of a training step, where an evaluation may collect its results.
+        """
+        peak = self._recording.run_peak
+        if peak.moment in (BETWEEN_STEPS, EVALUATION):
+            return True
+        entries = self._recording.entries(peak)
+        steps = {entry.step for entry in entries if 0 <= entry.step < peak.step}
+        turns = {entry.turn for entry in entries if entry.turn < peak.turn}
+        return max(len(steps), len(turns)) >= OLD_STEPS
 
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
@@ -320,6 +352,7 @@ class MemoryTracker:
             holders.append(
                 Holder(
                     nbytes=entry.nbytes,
+                    samples=self._recording.lifetime(entry),
                     category=CATEGORIES[entry.category],
                     module=name_of(entry.module, named),
                     op=str(entry.op).removesuffix(".default"),
@@ -365,10 +398,12 @@ class MemoryTracker:
             and self._state == "running"
             and threading.get_ident() == self._thread
         ):
-            now = time.perf_counter()
-            if now - self._last_frame > LIVE_FRAME_SECONDS:
-                self._last_frame = now
+            begun = time.perf_counter()
+            if begun > self._next_frame:
                 self._draw("push", self.timeline, None, self.current)
+                ended = time.perf_counter()
+                rest = (ended - begun) * (1 / FRAMES_SHARE - 1)
+                self._next_frame = ended + max(rest, LIVE_FRAME_SECONDS)
 
     def _draw(self, action: str, *args) -> None:
         """Draw. An error in a picture must not stop a training run."""

@@ -136,6 +136,7 @@ class Meter:
         # of the optimizer step that runs: its first sample, and shapes of parameters without state
         self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
         self._hooked: dict[int, weakref.ref] = {}
+        self._turn_of_batch = -1  # the latest turn that has said how large its batch is
         self.recomputed = False  # a forward ran again in a backward
         # The node of autograd's graph that allocated last, by its number, and what it allocated.
         self._node, self._made_by_node = -1, set[int]()
@@ -683,6 +684,8 @@ class Meter:
                     module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                 )
             )
+            if with_grad and weight is not None:
+                self._note_batch((args, kwargs))
             recording.moment = self.position.moment_of_call
             self.sync(states=False)  # states would take as long as all the rest
             # Count a batch that was made before the block. Storages that are known keep their
@@ -690,6 +693,16 @@ class Meter:
             for tensor in tensors_in((args, kwargs)):
                 if self._count_read(tensor, "", INPUTS):
                     self.sample()
+
+    def _note_batch(self, inputs: tuple) -> None:
+        """The first training forward of a turn says how many rows its batch has."""
+        if self._turn_of_batch == self.recording.turn:
+            return
+        self._turn_of_batch = self.recording.turn
+        for tensor in tensors_in(inputs):
+            if tensor.dim():
+                self.recording.note_batch(tensor.size(0))
+                return
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""

@@ -4,13 +4,12 @@ loss.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from .style import GRID, INK, display_size, new_figure, png, style
+from .style import GRID, INK, new_figure, picture_bundle, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -171,9 +170,7 @@ def show_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smoot
 def _show(figure: Figure, title: str, words: str) -> None:
     from IPython.display import display
 
-    # The text stays the same on every computer, since notebook tests compare it; the picture need
-    # not.
     text = "Descent plot" + (f": {title}" if title else "")
-    data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": text}
-    metadata = {**display_size(figure), "alt": f"{title}: {words}" if title else words}
-    display(data, metadata={"image/png": metadata}, raw=True)
+    alt = f"{title}: {words}" if title else words
+    data, metadata = picture_bundle(figure, alt, text)
+    display(data, metadata=metadata, raw=True)

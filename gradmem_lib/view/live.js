@@ -1,7 +1,10 @@
 // The drawing half of the live plot. One frame (see encode_frame in live.py) holds the whole picture.
 
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
-const PAD = { left: 52, right: 14, top: 26, bottom: 38 };
+const PAD = { left: 52, right: 14, top: 38, bottom: 38 };
+const STRIP = 21; // the strip begins so far above the areas
+const PLAIN = 1; // the version of a frame without marks
+const MOST_BATCHES = 12; // marks of changes of the batch's size; more would hide the picture
 const ALARM = "#e0483f";
 const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kernel's states in which it cannot answer
 const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
@@ -43,16 +46,37 @@ function stepsOf(runs) {
   return steps.length > 1 ? steps : null;
 }
 
+// What follows the rows of a frame: the bytes that grow, by category (null if none do), and the sizes of the batch.
+function decodeMarks(marks, n) {
+  const count = marks.length ? marks[0] : 0, pairs = marks.subarray(1 + count * n), batches = [];
+  const growing = count ? Array.from({ length: count }, (_, i) => marks.subarray(1 + i * n, 1 + (i + 1) * n)) : null;
+  for (let i = 0; i + 1 < pairs.length; i += 2) batches.push({ op: pairs[i], rows: pairs[i + 1] });
+  return { growing, batches };
+}
+
+// How many bytes grow at sample number i.
+const growingAt = (frame, i) => (frame.growing ? frame.growing.reduce((sum, row) => sum + row[i], 0) : 0);
+
+function batchesInWords(batches) {
+  if (!batches.length) return "";
+  if (batches.length > MOST_BATCHES) {
+    const sizes = batches.map(({ rows }) => rows);
+    return `The batch has ${grouped(Math.min(...sizes))} to ${grouped(Math.max(...sizes))} rows. `;
+  }
+  return `Rows of the batch: ${batches.map(({ op, rows }) => `${grouped(rows)} from operation ${grouped(op)} on`).join(", ")}. `;
+}
+
 function decode(view, categories) {
   if (!view || view.byteLength < 64) return null;
   const copy = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
   const head = new Float64Array(copy, 0, 8 + 2 * categories), n = head[1];
-  const body = new Float32Array(copy, head.byteLength, n * (2 + categories));
+  const body = new Float32Array(copy, head.byteLength);
   const row = (i) => body.subarray(i * n, (i + 1) * n);
   const parts = Array.from({ length: categories }, (_, i) => row(2 + i));
   const totals = Float64Array.from({ length: n }, (_, i) => parts.reduce((sum, part) => sum + part[i], 0));
+  const marks = head[0] === PLAIN ? new Float32Array(0) : body.subarray(n * (2 + categories));
   return {
-    n, finished: head[2] === 1, op: row(0), phase: row(1), parts, totals,
+    n, finished: head[2] === 1, op: row(0), phase: row(1), parts, totals, ...decodeMarks(marks, n),
     peak: { total: head[3], op: head[4], phase: head[5], parts: head.subarray(8, 8 + categories) },
     current: { total: head[6], phase: head[7], parts: head.subarray(8 + categories) },
   };
@@ -65,12 +89,13 @@ function hatched(color, sign, scale) {
   const g = tile.getContext("2d");
   g.scale(tile.width / size, tile.height / size);
   g.fillStyle = color; g.fillRect(0, 0, size, size);
-  g.strokeStyle = g.fillStyle = isDark(color) ? "rgba(255,255,255,.42)" : "rgba(16,20,28,.3)";
+  g.strokeStyle = g.fillStyle = isDark(color) ? "rgba(255,255,255,.42)" : `rgba(16,20,28,${sign === "|" ? 0.85 : 0.3})`;
   g.beginPath();
   const line = (x0, y0, x1, y1) => { g.moveTo(x0, y0); g.lineTo(x1, y1); };
   if (sign === "/") { line(-2, 2, 2, -2); line(0, 8, 8, 0); line(6, 10, 10, 6); }
   if (sign === "\\") { line(-2, 6, 2, 10); line(0, 0, 8, 8); line(6, -2, 10, 2); }
   if (sign === "-") line(0, 4, 8, 4);
+  if (sign === "|") { line(2, 0, 2, 8); line(6, 0, 6, 8); }
   if (sign === "x") { line(0, 0, 8, 8); line(0, 8, 8, 0); }
   g.stroke();
   if (sign === ".") for (const c of [2, 6]) { g.beginPath(); g.arc(c, c, 1.1, 0, 7); g.fill(); }
@@ -88,6 +113,7 @@ function make(tag, className, parent, text) {
 function render({ model, el }) {
   const names = model.get("names"), colors = model.get("colors"), hatches = model.get("hatches");
   const phases = model.get("phases"), budget = model.get("budget"), title = model.get("title");
+  const growingLook = model.get("growing"); // colour, hatch, name
 
   const root = make("figure", model.get("small") ? "gm-live gm-small" : "gm-live", el);
   const head = make("div", "gm-head", root);
@@ -114,20 +140,23 @@ function render({ model, el }) {
   const headRow = make("tr", "", make("thead", "", table));
   make("th", "", headRow, "category").scope = "col";
   const when = make("td", "", headRow, "now"), rows = make("tbody", "", table), cells = [];
-  for (let c = names.length - 1; c >= 0; c--) { // top of the stack first
-    const tr = make("tr", "", rows), th = make("th", "", tr);
+  const addRow = (parent, color, hatch, name) => {
+    const tr = make("tr", "", parent), th = make("th", "", tr);
     th.scope = "row";
     const swatch = make("canvas", "gm-swatch", th);
     swatch.width = 34; swatch.height = 28;
     const g = swatch.getContext("2d");
-    g.fillStyle = g.createPattern(hatched(colors[c], hatches[c], 2), "repeat");
+    g.fillStyle = g.createPattern(hatched(color, hatch, 2), "repeat");
     g.fillRect(0, 0, 34, 28);
-    th.append(names[c]);
-    cells[c] = make("td", "", tr, "–");
-  }
-  const footRow = make("tr", "", make("tfoot", "", table));
+    th.append(name);
+    return make("td", "", tr, "–");
+  };
+  for (let c = names.length - 1; c >= 0; c--) cells[c] = addRow(rows, colors[c], hatches[c], names[c]); // top of the stack first
+  const foot = make("tfoot", "", table), footRow = make("tr", "", foot);
   make("th", "", footRow, "total").scope = "row";
   const sum = make("td", "", footRow, "–");
+  const growingCell = addRow(foot, ...growingLook), growingRow = growingCell.parentNode;
+  growingRow.className = "gm-growing gm-none";
   const key = make("div", "gm-phases", side);
   const keyMarks = phases.map((phase) => {
     if (!phase) return null;
@@ -148,7 +177,7 @@ function render({ model, el }) {
   };
   hint();
 
-  let frame = null, cursorOp = null, request = 0, fills = null, fillScale = 0, geometry = null;
+  let frame = null, cursorOp = null, request = 0, fills = null, growingFill = null, fillScale = 0, geometry = null;
   let ink, paper, line, font, tones;
 
   function theme() {
@@ -162,12 +191,12 @@ function render({ model, el }) {
     keyMarks.forEach((mark, i) => { if (mark) mark.style.background = tones[i]; });
   }
 
-  function cursorIndex() {
-    if (cursorOp === null || !frame || !frame.n) return -1;
+  function sampleAt(op) {
     let best = 0;
-    while (best + 1 < frame.n && frame.op[best + 1] <= cursorOp) best++;
+    while (best + 1 < frame.n && frame.op[best + 1] <= op) best++;
     return best;
   }
+  const cursorIndex = () => (cursorOp === null || !frame || !frame.n ? -1 : sampleAt(cursorOp));
 
   function words() {
     const at = cursorIndex(), { current, peak } = frame;
@@ -184,10 +213,14 @@ function render({ model, el }) {
     when.textContent = at >= 0 ? `operation ${grouped(frame.op[at])}` : frame.finished ? "at the peak" : "now";
     names.forEach((_, c) => { cells[c].textContent = formatBytes(source[c]); });
     sum.textContent = formatBytes(total);
+    const growing = growingAt(frame, at >= 0 ? at : frame.finished ? sampleAt(peak.op) : frame.n - 1);
+    growingRow.classList.toggle("gm-none", frame.growing === null);
+    growingCell.textContent = formatBytes(growing);
     canvas.setAttribute("aria-label",
       `Memory${title ? " of " + title : ""} by category. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
       `${grouped(peak.op)}${phases[peak.phase] ? ", " + phases[peak.phase] : ""}. ` +
       (frame.finished ? "" : `Current ${formatBytes(current.total)}. `) +
+      (frame.growing ? `${formatBytes(growing)} of it grow from step to step. ` : "") + batchesInWords(frame.batches) +
       (budget ? `Budget ${formatBytes(budget)}. ` : "") + "Arrow keys read single operations, P jumps to the peak.");
   }
 
@@ -197,7 +230,8 @@ function render({ model, el }) {
     const parts = names.map((name, c) => [frame.parts[c][at], name]).filter(([n]) => n > 0).sort((a, b) => b[0] - a[0]);
     read.textContent = `operation ${grouped(frame.op[at])}${phases[frame.phase[at]] ? ", " + phases[frame.phase[at]] : ""}: ` +
       `${formatBytes(frame.totals[at])}` +
-      (parts.length ? ", of which " + parts.map(([n, name]) => `${name} ${formatBytes(n)}`).join(", ") : "");
+      (parts.length ? ", of which " + parts.map(([n, name]) => `${name} ${formatBytes(n)}`).join(", ") : "") +
+      (growingAt(frame, at) > 0 ? `; ${formatBytes(growingAt(frame, at))} of it grow from step to step` : "");
   }
 
   function draw() {
@@ -213,11 +247,13 @@ function render({ model, el }) {
     g.clearRect(0, 0, width, height);
     if (fillScale !== ratio) {
       fillScale = ratio;
-      fills = colors.map((color, c) => {
-        const pattern = g.createPattern(hatched(color, hatches[c], ratio), "repeat");
+      const fill = (color, hatch) => {
+        const pattern = g.createPattern(hatched(color, hatch, ratio), "repeat");
         pattern.setTransform(new DOMMatrix().scale(1 / ratio));
         return pattern;
-      });
+      };
+      fills = colors.map((color, c) => fill(color, hatches[c]));
+      growingFill = fill(growingLook[0], growingLook[1]);
     }
     const x0 = PAD.left, x1 = width - PAD.right, y0 = height - PAD.bottom, y1 = PAD.top;
     g.font = `11px ${font}`; g.textBaseline = "middle"; g.lineJoin = "round";
@@ -229,7 +265,7 @@ function render({ model, el }) {
       return;
     }
     words();
-    const { n, op, phase, parts, totals, peak } = frame;
+    const { n, op, phase, parts, totals, peak, growing, batches } = frame;
     const highest = Math.max(peak.total, model.get("top"), totals.reduce((a, b) => Math.max(a, b), 1));
     const shown = Math.max(highest, budget && budget <= 2.5 * highest ? budget : 0) * 1.08;
     const [unit, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
@@ -265,16 +301,19 @@ function render({ model, el }) {
       for (let i = 0; i < n; i++) { g.lineTo(px(op[i]), py(values[i])); g.lineTo(px(until(i)), py(values[i])); }
     };
     const dense = n > (x1 - x0) / 4; // spikes this close would be covered by their own outline
+    // From the foot of the stack: what grows, then the other bytes by category.
+    const areas = parts.map((part, c) => ({ part: growing ? part.map((v, i) => v - growing[c][i]) : part, fill: fills[c], color: colors[c] }));
+    if (growing) areas.unshift({ part: totals.map((_, i) => growingAt(frame, i)), fill: growingFill, color: growingLook[0] });
     let low = new Float64Array(n);
-    parts.forEach((part, c) => {
-      if (!part.some((v) => v > 0)) return;
+    for (const { part, fill } of areas) {
+      if (!part.some((v) => v > 0)) continue;
       const high = low.map((v, i) => v + part[i]);
       g.beginPath(); edge(high);
       for (let i = n - 1; i >= 0; i--) { g.lineTo(px(until(i)), py(low[i])); g.lineTo(px(op[i]), py(low[i])); }
-      g.fillStyle = fills[c]; g.fill();
+      g.fillStyle = fill; g.fill();
       g.beginPath(); edge(high); g.strokeStyle = paper; g.globalAlpha = dense ? 0.25 : 0.8; g.lineWidth = 0.8; g.stroke(); g.globalAlpha = 1;
       low = high;
-    });
+    }
     g.globalAlpha = dense ? 0.3 : 1;
     g.beginPath(); edge(low); g.strokeStyle = ink; g.lineWidth = dense ? 0.6 : 1.2; g.stroke();
     g.globalAlpha = 1;
@@ -292,7 +331,7 @@ function render({ model, el }) {
       if (!steps && !tones[run.phase]) continue;
       const a = px(run.from), b = px(run.to), tone = steps ? tones[1 + run.number % 2] : tones[run.phase];
       g.fillStyle = tone;
-      g.fillRect(a, y1 - 21, Math.max(b - a - (b - a > 6 ? 1 : 0), 0.5), 15);
+      g.fillRect(a, y1 - STRIP, Math.max(b - a - (b - a > 6 ? 1 : 0), 0.5), 15);
       g.font = `10.5px ${font}`;
       const names = steps ? [`step ${run.number}`, `${run.number}`] : [phases[run.phase], SHORT[run.phase]];
       const label = names.find((name) => g.measureText(name).width + 4 < b - a);
@@ -304,6 +343,22 @@ function render({ model, el }) {
         g.strokeStyle = ink; g.globalAlpha = 0.16; g.lineWidth = 1;
         g.beginPath(); g.moveTo(a, y1 - 6); g.lineTo(a, y0); g.stroke(); g.globalAlpha = 1;
       }
+    }
+
+    // Where the batch's size changes: a line, and above the strip the size from there on.
+    g.font = `10.5px ${font}`; g.textAlign = "left"; g.strokeStyle = g.fillStyle = ink; g.lineWidth = 1.1;
+    let free = x0; // from here on, no label stands
+    for (const [i, { op: from, rows }] of (batches.length > MOST_BATCHES ? [] : batches).entries()) {
+      const x = px(from), label = `batch ${grouped(rows)}`, wide = g.measureText(label).width;
+      if (i) {
+        g.setLineDash([3, 3]); g.globalAlpha = 0.75;
+        g.beginPath(); g.moveTo(x, y1 - 6); g.lineTo(x, y0); g.stroke();
+        g.setLineDash([]); g.globalAlpha = 1;
+      }
+      const start = Math.max(Math.min(x, x1 - wide), x0);
+      if (start < free) continue;
+      free = start + wide + 6;
+      g.fillText(label, start, y1 - STRIP - 8);
     }
 
     g.font = `600 12px ${font}`;
@@ -331,11 +386,11 @@ function render({ model, el }) {
       g.strokeStyle = ink; g.lineWidth = 1.2;
       g.beginPath(); g.moveTo(x, y1 - 6); g.lineTo(x, y0); g.stroke();
       let sumHere = 0;
-      parts.forEach((part, c) => {
+      areas.forEach(({ part, color }) => {
         if (!(part[at] > 0)) return;
         sumHere += part[at];
         g.beginPath(); g.arc(x, py(sumHere), 3.4, 0, 7);
-        g.fillStyle = colors[c]; g.strokeStyle = paper; g.lineWidth = 3; g.stroke(); g.fill();
+        g.fillStyle = color; g.strokeStyle = paper; g.lineWidth = 3; g.stroke(); g.fill();
         g.strokeStyle = ink; g.lineWidth = 1; g.stroke();
       });
     }

@@ -27,15 +27,22 @@ from ..measure.timeline import BY, OP, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
 from .interrupt import keep_own_lines
 from .place import place, still_html
-from .style import COLORS, HATCHES, MAX_POINTS, display_size, png
-from .timeline import PHASE_LABELS, describe, peak_of, plot_timeline
+from .style import (
+    COLORS,
+    GROWING,
+    GROWING_HATCH,
+    HATCHES,
+    MAX_POINTS,
+    picture_bundle,
+)
+from .timeline import GROWING_WORDS, PHASE_LABELS, describe, peak_of, plot_timeline
 
 if TYPE_CHECKING:
     from ..measure.timeline import MemorySnapshot, Timeline
 
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
-_VERSION = 1
+_PLAIN, _WITH_MARKS = 1, 2  # versions of a frame
 WAIT = "No picture yet: one appears here when this cell has run to its end."
 STILL = "This picture stands still. To explore it, run the cell again."
 
@@ -51,13 +58,18 @@ def encode_frame(
     A header of 20 float64: version, number of points n, finished (0 or 1), peak bytes, the
     operation and phase of the peak, current bytes and phase, then the peak and the current bytes by
     category. After it 8 rows of n float32: operation, phase, and the bytes of each category.
+
+    If bytes grow, or the batch's size changes, the version is 2, and more float32 follow: how many
+    rows of growing bytes there are (0, or one for each category), these rows, and a pair for each
+    size of the batch: the operation from which on it is so large, and its number of rows.
     """
     header = np.zeros(HEADER_VALUES, "<f8")
-    header[0], header[2] = _VERSION, finished
+    header[0], header[2] = _PLAIN, finished
     if timeline is None or not len(timeline):
         return header.tobytes()
     total, parts, phase, at = peak_of(timeline, peak)
-    points = timeline.decimate(MAX_POINTS).rows
+    shown = timeline.decimate(MAX_POINTS)
+    points = shown.rows
     last = timeline.rows[-1]
     header[1] = len(points)
     header[3:6] = total, timeline.rows[at, OP], PHASES.index(phase)
@@ -67,8 +79,21 @@ def encode_frame(
     if current is not None:
         header[6:8] = current.total, PHASES.index(current.phase)
         header[14:20] = [current.by_category[name] for name in CATEGORIES]
-    columns = np.delete(points, TOTAL, axis=1)  # the total is the sum of its categories
-    return header.tobytes() + np.ascontiguousarray(columns.T, "<f4").tobytes()
+    marks = _marks(shown)
+    if marks:
+        header[0] = _WITH_MARKS
+    columns = points[:, [OP, PHASE, *range(points.shape[1])[BY]]]
+    return header.tobytes() + np.ascontiguousarray(columns.T, "<f4").tobytes() + marks
+
+
+def _marks(shown: Timeline) -> bytes:
+    """Growing bytes and sizes of the batch, for a frame; empty if there are none."""
+    if shown.growing is None and not shown.batches:
+        return b""
+    rows = np.zeros((0, len(shown))) if shown.growing is None else shown.growing.T
+    return (
+        np.concatenate(([len(rows)], rows.ravel(), np.ravel(shown.batches))).astype("<f4").tobytes()
+    )
 
 
 def frame_peak(frame: bytes) -> float:
@@ -101,6 +126,7 @@ APPEARANCE = {
     "colors": [COLORS[name] for name in CATEGORIES],
     "hatches": [HATCHES[name][:1] for name in CATEGORIES],
     "phases": [PHASE_LABELS.get(name, "") for name in PHASES],
+    "growing": [GROWING, GROWING_HATCH[:1], GROWING_WORDS],
 }
 
 
@@ -121,6 +147,7 @@ def widget_class():
         colors = traitlets.List(APPEARANCE["colors"]).tag(sync=True)
         hatches = traitlets.List(APPEARANCE["hatches"]).tag(sync=True)
         phases = traitlets.List(APPEARANCE["phases"]).tag(sync=True)
+        growing = traitlets.List(APPEARANCE["growing"]).tag(sync=True)
         frame = traitlets.Bytes(b"").tag(sync=True)
 
     return MemoryView
@@ -156,12 +183,6 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
 
 
 _EXPORT = "export default { render };\n"  # a widget's script is a module, one in a page is not
-
-
-def picture_bundle(figure, alt: str, words: str) -> tuple[dict, dict]:
-    """A still figure's mimebundle: (data, metadata)."""
-    data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": words}
-    return data, {"image/png": {**display_size(figure), "alt": alt}}
 
 
 def still_bundle(

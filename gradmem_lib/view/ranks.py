@@ -15,12 +15,11 @@ from .live import (
     explorable_html,
     frame_peak,
     live,
-    picture_bundle,
     plain_text,
     widget_class,
 )
 from .place import place, still_html
-from .style import new_figure, shortened, style, swatch
+from .style import new_figure, picture_bundle, shortened, style, swatch
 from .timeline import describe, draw_areas
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ your own, and also mistakes.
 
 from __future__ import annotations
 
-import base64
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +20,12 @@ from .style import (
     GRID,
     INK,
     LIGHT,
-    display_size,
     draw_quiet_axes,
     hatch_ink,
     new_figure,
     nice_step,
+    picture_bundle,
     plate,
-    png,
     scale_of,
     style,
 )
@@ -408,13 +406,7 @@ PLAIN_TEXT = "Schedule plot"
 
 
 def bundle(figure: Figure, words: str, title: str, text: str = PLAIN_TEXT) -> tuple[dict, dict]:
-    # The text stays the same on every computer, since notebook tests compare it; the picture need
-    # not.
-    data = {
-        "image/png": base64.b64encode(png(figure)).decode(),
-        "text/plain": text + (f": {title}" if title else ""),
-    }
-    return data, {"image/png": {**display_size(figure), "alt": words}}
+    return picture_bundle(figure, words, text + (f": {title}" if title else ""))
 
 
 def schedule_bundle(record: ScheduleRecord) -> tuple[dict, dict]:

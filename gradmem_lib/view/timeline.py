@@ -7,7 +7,7 @@ also carries a hatch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..measure.timeline import BY, PHASE, TOTAL
@@ -17,6 +17,8 @@ from .style import (
     ALARM,
     COLORS,
     DARK,
+    GROWING,
+    GROWING_HATCH,
     HATCHES,
     INK,
     LIGHT,
@@ -33,14 +35,17 @@ from .style import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ..measure.timeline import MemorySnapshot, Timeline
 
 
+GROWING_WORDS = "of it growing"  # in legends, below the categories
 PHASE_LABELS = {"forward": "forward", "backward": "backward", "optimizer_step": "optimizer step"}
 _SHORT_PHASE_LABELS = {"forward": "fwd", "backward": "bwd", "optimizer_step": "step"}
+MOST_BATCHES = 12  # marks of changes of the batch's size; more would hide the picture
 PHASE_COLORS = {"forward": "#dfe3ea", "backward": "#7b8495", "optimizer_step": "#262c38"}
 
 
@@ -70,12 +75,29 @@ def describe(
     listed = ", ".join(
         f"{k} {format_bytes(n)}" for k, n in sorted(parts.items(), key=lambda kv: -kv[1]) if n
     )
+    grows = growing_at(timeline, at)
+    growing = f" {format_bytes(grows)} of it grow from step to step." if grows else ""
     limit = "" if budget is None else f" Budget: {format_bytes(budget)} ({budget:,} bytes)."
     return (
         f"{name} over {timeline.events[-1]:,} operations, stacked by category. Peak: "
         f"{format_bytes(total)} ({total:,} bytes) at operation {timeline.events[at]:,}, in "
-        f"{PHASE_LABELS.get(phase, phase)}: {listed}.{limit}"
+        f"{PHASE_LABELS.get(phase, phase)}: {listed}.{growing}{limit}{_batches_in_words(timeline)}"
     )
+
+
+def growing_at(timeline: Timeline, sample: int) -> int:
+    """How many of the bytes at ``sample`` grow from step to step."""
+    return 0 if timeline.growing is None else int(timeline.growing[sample].sum())
+
+
+def _batches_in_words(timeline: Timeline) -> str:
+    if not timeline.batches:
+        return ""
+    if len(timeline.batches) > MOST_BATCHES:
+        sizes = [rows for _, rows in timeline.batches]
+        return f" The batch has {min(sizes):,} to {max(sizes):,} rows."
+    parts = [f"{rows:,} from operation {operation:,} on" for operation, rows in timeline.batches]
+    return f" Rows of the batch: {', '.join(parts)}."
 
 
 def plot_timeline(
@@ -105,14 +127,15 @@ def plot_timeline(
         raise ValueError(
             "this timeline has no samples: run something inside `with MemoryTracker(...)` first"
         )
-    total, parts, phase, _ = peak_of(timeline, peak)
+    total, parts, phase, at = peak_of(timeline, peak)
     with style():
         if ax is not None:
             draw_areas(ax, timeline, budget, peak)
             if title:
                 ax.set_title(title, loc="left", pad=24)
             return ax.figure
-        figure = new_figure(8.6, 3.5)
+        alt = describe(timeline, title=title, budget=budget, peak=peak)
+        figure = new_figure(8.6, 3.5, alt)
         axes = figure.add_axes((0.078, 0.145, 0.672, 0.66))
         used = draw_areas(axes, timeline, budget, peak)
         figure.text(
@@ -136,7 +159,7 @@ def plot_timeline(
         where = PHASE_LABELS.get(phase, phase)
         figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=INK, fontsize=6.8)
         figure.text(0.985, 0.865, f"{total:,} bytes", color=INK, fontsize=6.8, ha="right")
-        _draw_legend(figure, 0.772, 0.79, parts, used)
+        _draw_legend(figure, 0.772, 0.79, parts, used, growing_at(timeline, at))
     return figure
 
 
@@ -161,17 +184,17 @@ def draw_areas(
     # Spikes this close would be covered by their own outline.
     dense = len(x) > 150
     low = np.zeros(len(x))
-    for name in CATEGORIES:
-        values = np.resize(np.asarray(shown.by_category[name], dtype=float) / factor, len(x))
+    for color, hatch, nbytes in _stack(shown):
+        values = np.resize(nbytes / factor, len(x))
         if values.any():
             ax.fill_between(
                 x,
                 low,
                 low + values,
                 step="post",
-                facecolor=COLORS[name],
-                hatch=HATCHES[name],
-                edgecolor=hatch_ink(COLORS[name]),
+                facecolor=color,
+                hatch=hatch,
+                edgecolor=hatch_ink(color),
                 linewidth=0.0,
                 zorder=2,
             )
@@ -199,7 +222,22 @@ def draw_areas(
     if budget is not None:
         # On the side without the peak, so that the two labels do not overlap.
         _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
+    _mark_batches(ax, shown.batches)
     return _draw_phases(ax, x, shown.phases)
+
+
+def _stack(shown: Timeline) -> list[tuple[str, str, np.ndarray]]:
+    """(colour, hatch, bytes at each sample) of each area, from the foot of the stack: the bytes
+    that grow, then the others by category.
+    """
+    by_category = shown.rows[:, BY]
+    areas = []
+    if shown.growing is not None:
+        by_category = by_category - shown.growing
+        areas.append((GROWING, GROWING_HATCH, shown.growing.sum(axis=1)))
+    for name, nbytes in zip(CATEGORIES, by_category.T, strict=True):
+        areas.append((COLORS[name], HATCHES[name], nbytes))
+    return areas
 
 
 def _draw_axes(ax: Axes, top: float, unit: str) -> None:
@@ -263,6 +301,38 @@ def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> N
     )
 
 
+def _mark_batches(ax: Axes, batches: Sequence[tuple[int, int]]) -> None:
+    """A line where the batch's size changes, and above the strip the size from there on."""
+    if len(batches) > MOST_BATCHES:
+        return
+    left, right = ax.get_xlim()
+    points = _points_per_operation(ax)
+    free = left  # from here on, no label stands
+    for change, (operation, rows) in enumerate(batches):
+        if change:  # the first size is no change
+            ax.axvline(operation, color=INK, linewidth=1.1, linestyle=(0, (2, 2)), zorder=4.5)
+        label = f"batch {rows:,}"
+        width = (4.5 * len(label) + 6) / points
+        start = max(min(operation, right - width), left)
+        if start < free:
+            continue
+        free = start + width
+        ax.text(
+            start,
+            1.1,
+            label,
+            transform=ax.get_xaxis_transform(),
+            color=INK,
+            fontsize=7.5,
+            va="baseline",
+        )
+
+
+def _points_per_operation(ax: Axes) -> float:
+    left, right = ax.get_xlim()
+    return ax.get_position().width * ax.figure.get_size_inches()[0] * 72 / (right - left)
+
+
 def phase_runs(events, phases) -> list[tuple[str, float, float]]:
     """Neighbouring samples of one phase as (phase, first operation, first operation of the next
     phase).
@@ -299,7 +369,7 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
     from matplotlib.patches import Rectangle
 
     phase_transform = ax.get_xaxis_transform()
-    points = ax.get_position().width * ax.figure.get_size_inches()[0] * 72 / max(x[-1] - x[0], 1)
+    points = _points_per_operation(ax)
     all_runs = phase_runs(x, phases)
     runs = [run for run in all_runs if run[0] in PHASE_LABELS]
     steps = step_runs(all_runs)
@@ -343,10 +413,15 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
 
 
 def _draw_legend(
-    figure: Figure, x: float, y: float, parts: Mapping[str, int], phases: list[str]
+    figure: Figure,
+    x: float,
+    y: float,
+    parts: Mapping[str, int],
+    phases: list[str],
+    growing: int,
 ) -> None:
-    """Categories from the top of the stack to its foot, with their bytes at the peak; then the
-    phases.
+    """Categories from the top of the stack to its foot, with their bytes at the peak; of all these,
+    the bytes that grow; then the phases.
     """
     from matplotlib.patches import Rectangle
 
@@ -367,9 +442,13 @@ def _draw_legend(
         figure.text(0.985, y, value, va="center_baseline", ha="right", fontsize=8.5)
 
     figure.text(0.985, y, "at the peak", color=INK, fontsize=8, ha="right", va="center_baseline")
+    height = 0.07 if growing else 0.075  # one row more has to fit
     for name in reversed(CATEGORIES):
-        y -= 0.075
+        y -= height
         row(y, name, COLORS[name], HATCHES[name], format_bytes(parts[name]))
+    if growing:
+        y -= height
+        row(y, GROWING_WORDS, GROWING, GROWING_HATCH, format_bytes(growing))
     y -= 0.035
     if not phases:
         figure.text(x, y - 0.068, "strip: steps", color=INK, fontsize=8, va="center_baseline")

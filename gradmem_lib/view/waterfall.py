@@ -18,11 +18,10 @@ from .style import (
     HATCHES,
     INK,
     LIGHT,
-    display_size,
     hatch_ink,
     new_figure,
     nice_step,
-    png,
+    picture_bundle,
     scale_of,
     style,
     swatch,
@@ -133,14 +132,10 @@ class Waterfall:
             return _draw(self)
 
     def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
-        import base64
-
-        text = {"text/plain": "Waterfall: " + self.title}
+        text = "Waterfall: " + self.title
         if not self.bars:
-            return text, {}
-        figure = self.plot()
-        data = {"image/png": base64.b64encode(png(figure)).decode(), **text}
-        return data, {"image/png": {**display_size(figure), "alt": self.describe()}}
+            return {"text/plain": text}, {}
+        return picture_bundle(self.plot(), self.describe(), text)
 
 
 def short(nbytes: int, scale: tuple[int, str] | None = None) -> str:

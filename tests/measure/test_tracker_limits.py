@@ -406,3 +406,28 @@ def test_who_watches_gets_frames_and_an_end_and_nobody_else_draws(monkeypatch):
     assert actions[:3] == ["made", "start", "push"] and actions[-1] == "finish"
     assert told[0][1] == 10**6 and max(told[-1][1].totals) == tracker.peak.total == 4000
     assert any(figures[-1].total == 4000 for what, *figures in told if what == "push")
+
+
+@pytest.mark.parametrize("seconds", [0.001, 1.0])
+def test_frames_take_a_fifth_of_the_time_at_most(monkeypatch, seconds):
+    """On a clock of our own, an operation takes 10 ms, and a frame takes ``seconds``."""
+    clock = SimpleNamespace(now=0.0, frames=0)
+
+    class Plot:
+        def __init__(self, **settings):
+            self.start = self.finish = lambda *figures: None
+
+        def push(self, *figures):
+            clock.frames += 1
+            clock.now += seconds
+
+    monkeypatch.setattr(of_tracker, "pictures", lambda: SimpleNamespace(LivePlot=Plot))
+    monkeypatch.setattr(of_tracker, "has_viewer", lambda: True)
+    monkeypatch.setattr(of_tracker.time, "perf_counter", lambda: clock.now)
+    with MemoryTracker():
+        for _ in range(1200):
+            clock.now += 0.01
+            torch.ones(1)
+    at_most = clock.now / (seconds + 0.1)  # ten a second
+    assert 2 <= clock.frames <= at_most + 1
+    assert (clock.frames - 1) * seconds <= of_tracker.FRAMES_SHARE * clock.now

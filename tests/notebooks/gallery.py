@@ -22,7 +22,17 @@ WATERFALL = """
 from gradmem_lib.view.waterfall import Waterfall
 Waterfall(budget="2 MiB").add("ten steps", tracker.peak).add("the same again", tracker.peak)
 """
-HEIGHT = 4000  # CSS pixels, enough for all cells
+GROWS = """
+history = []
+with MemoryTracker(model, optimizer, title="a history grows, and so does the batch") as tracker:
+    for rows in (500, 500, 500, 500, 1000, 1000, 1000, 1000):
+        history.append(model(torch.ones(rows, 300)))
+        history[-1].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+tracker.plot()
+"""
+HEIGHT = 5000  # CSS pixels, enough for all cells
 # Chromium's names for kinds of colour blindness.
 VISIONS = ("deuteranopia", "protanopia", "tritanopia", "achromatopsia")
 
@@ -48,7 +58,7 @@ RUNS = (
 
 def write_notebook(path: Path) -> None:
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    sources = [*CELLS, EXPLORE, WATERFALL]
+    sources = [*CELLS, EXPLORE, WATERFALL, GROWS]
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
 

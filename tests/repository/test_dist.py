@@ -433,3 +433,20 @@ def test_without_jupyterlab_the_notebooks_are_there_all_the_same(monkeypatch, tm
     monkeypatch.setattr(models, "smollm2_status", lambda: "ready")
     assert command.main(["lab", str(tmp_path)]) == 1
     assert (tmp_path / lab.FIRST).exists() and "pip install jupyterlab" in capsys.readouterr().err
+
+
+# The window.
+
+
+def test_the_lab_wraps_long_lines_of_code_unless_the_user_has_chosen(tmp_path, monkeypatch):
+    from jupyter_server.services.config.manager import ConfigManager
+    from jupyterlab.labapp import LabApp
+
+    own = tmp_path / "own"
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(own))
+    monkeypatch.setattr(LabApp, "launch_instance", lambda arguments: None)
+    assert lab.open_lab(tmp_path) == 0
+    assert os.environ["JUPYTER_CONFIG_PATH"].split(os.pathsep)[0] == str(own)
+    # As jupyterlab_server reads it: the defaults of settings, below what a user sets.
+    defaults = ConfigManager(config_dir_name="labconfig").get("default_setting_overrides")
+    assert defaults["@jupyterlab/notebook-extension:tracker"]["codeCellConfig"]["lineWrap"] is True

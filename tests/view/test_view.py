@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import nbformat
 import numpy as np
@@ -86,14 +87,14 @@ def lab(color: str, sight="normal") -> np.ndarray:
 
 def test_palette_survives_greyscale_by_lightness_and_by_hatch():
     assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
-    lightness = [lab(color)[0] for color in style.COLORS.values()]
+    lightness = [lab(color)[0] for color in [*style.COLORS.values(), style.GROWING]]
     assert min(abs(a - b) for a, b in itertools.combinations(lightness, 2)) > 9
-    assert len(set(style.HATCHES.values())) == len(CATEGORIES)
+    assert len({*style.HATCHES.values(), style.GROWING_HATCH}) == len(CATEGORIES) + 1
 
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_palette_survives_colour_blindness(sight):
-    seen = [lab(color, sight) for color in style.COLORS.values()]
+    seen = [lab(color, sight) for color in [*style.COLORS.values(), style.GROWING]]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
 
 
@@ -125,6 +126,20 @@ def test_a_frame_holds_the_whole_picture():
 def test_a_frame_before_the_first_operation_is_a_header_alone():
     for nothing in (None, Timeline(np.zeros((0, 9), np.int64))):
         assert live.encode_frame(nothing, None, None)[8:] == bytes(8 * (live.HEADER_VALUES - 1))
+
+
+def test_a_frame_with_marks_holds_what_grows_and_the_sizes_of_the_batch():
+    plain, marked = timeline_of(50), timeline_of(50)
+    marked.growing = np.arange(50 * 6).reshape(50, 6)
+    marked.batches = [(0, 8), (60, 16)]
+    frames = [np.frombuffer(live.encode_frame(t, None, None), "<f4") for t in (plain, marked)]
+    both = len(frames[0])
+    assert np.array_equal(frames[0][2:both], frames[1][2:both])
+    head = [np.frombuffer(frame.tobytes(), "<f8", 1)[0] for frame in frames]
+    assert head == [1, 2]
+    marks = frames[1][both:]
+    assert marks[0] == 6 and marks[-4:].tolist() == [0, 8, 60, 16]
+    assert np.array_equal(marks[1:-4].reshape(6, 50), marked.growing.T)
 
 
 # Still pictures.
@@ -203,6 +218,46 @@ def test_many_phases_become_numbered_steps():
     assert not {"forward", "fwd", "backward"} & set(shown)
 
 
+def words_of(figure) -> list[str]:
+    return [text.get_text() for text in [*figure.texts, *figure.axes[0].texts]]
+
+
+def test_bytes_that_grow_are_a_band_at_the_foot():
+    timeline = timeline_of(300)
+    timeline.growing = np.zeros((300, 6), dtype=np.int64)
+    timeline.growing[:, 0] = np.arange(300) // 100 * 8 * MiB
+    figure = stills.plot_timeline(timeline)
+    at_peak = format_bytes(int(timeline.growing[timeline.peak_index].sum()))
+    assert stills.GROWING_WORDS in words_of(figure) and at_peak in words_of(figure)
+    assert f"{at_peak} of it grow from step to step" in stills.describe(timeline)
+    band, parameters, *_ = figure.axes[0].collections
+    assert band.get_hatch() == style.GROWING_HATCH
+    # The band rises to 16 MiB, and what is drawn on it is as high in all as without it.
+    assert band.get_datalim(figure.axes[0].transData).y1 == 16
+    assert parameters.get_datalim(figure.axes[0].transData).y1 == 28
+
+
+def test_no_band_and_no_marks_where_nothing_grows():
+    figure = stills.plot_timeline(timeline_of(300))
+    assert stills.GROWING_WORDS not in words_of(figure)
+    assert not any("batch" in words for words in words_of(figure))
+    assert "grow" not in stills.describe(timeline_of(300))
+
+
+def test_changes_of_the_batch_are_marked_unless_they_are_too_many():
+    timeline = timeline_of(300)
+    timeline.batches = [(0, 8), (300, 16), (310, 32)]
+    assert [words for words in words_of(stills.plot_timeline(timeline)) if "batch" in words] == [
+        "batch 8",
+        "batch 16",  # and no third one on top of it
+    ]
+    said = "Rows of the batch: 8 from operation 0 on, 16 from operation 300 on, 32 from"
+    assert said in stills.describe(timeline)
+    timeline.batches = [(3 * n, 1 + n % 7) for n in range(90)]
+    assert not any("batch" in words for words in words_of(stills.plot_timeline(timeline)))
+    assert "The batch has 1 to 7 rows." in stills.describe(timeline)
+
+
 def interrupted_in_a_library() -> KeyboardInterrupt:
     """A ``KeyboardInterrupt`` out of a library's function that was called from here."""
     import json
@@ -234,6 +289,20 @@ def test_a_real_error_keeps_all_its_lines():
     except ValueError as error:
         keep_own_lines()
         assert "decoder.py" in error.__traceback__.tb_next.tb_next.tb_frame.f_code.co_filename
+
+
+def test_a_picture_in_a_notebook_at_work_can_be_read_out(monkeypatch):
+    timeline = timeline_of(50)
+    figure = stills.plot_timeline(timeline, title='a "run"')
+    built, metadata = figure._repr_mimebundle_()
+    assert set(built) == {"image/png", "text/plain"}
+    assert metadata["image/png"]["alt"] == stills.describe(timeline, title='a "run"')
+    monkeypatch.setattr(style, "live_enabled", lambda: True)
+    at_work, _ = figure._repr_mimebundle_()
+    (image,) = ElementTree.fromstring(f"<p>{at_work.pop('text/html')}</p>".replace('">', '"/>'))
+    assert image.get("alt") == metadata["image/png"]["alt"]
+    assert image.get("src") == "data:image/png;base64," + built["image/png"]
+    assert at_work == built
 
 
 def test_an_own_axes_and_settings_are_respected():

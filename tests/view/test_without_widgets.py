@@ -85,13 +85,11 @@ def test_what_moves_ends_in_a_picture_that_carries_its_script(shown):
 def test_what_is_shown_is_also_a_still_picture_in_words(shown):
     for cell in ("show", "explorer"):
         [(_, data)] = drawn(shown, cell)
-        assert data["image/png"]
-        if "text/html" in data:
-            assert data["image/png"] in data["text/html"]
-            assert re.search(
-                r'<img src="data:image/png;base64,[^"]+" .*alt="[^"]{40,}"', data["text/html"]
-            )
-    assert ("text/html" in drawn(shown, "explorer")[0][1]) != shown["lost"]
+        assert data["image/png"] in data["text/html"]
+        assert re.search(
+            r'<img src="data:image/png;base64,[^"]+" .*alt="[^"]{40,}"', data["text/html"]
+        )
+    assert ("data-gradmem-place" in drawn(shown, "explorer")[0][1]["text/html"]) != shown["lost"]
 
 
 def test_a_guess_can_be_made_in_code_and_stays_in_the_file(shown):

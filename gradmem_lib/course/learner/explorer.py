@@ -10,7 +10,6 @@ quick to explore as a small one.
 from __future__ import annotations
 
 import asyncio
-import base64
 import threading
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +22,7 @@ from ...planning.cost import overhead_bytes
 from ...units import format_bytes
 from ...view.bars import bar_svg, plot_bars
 from ...view.live import show_explorer
-from ...view.style import display_size, png
+from ...view.style import picture_bundle
 from ..material import accounting
 
 PLAIN_TEXT = "Memory explorer"
@@ -276,9 +275,8 @@ class Explorer:
         settings, found = self.settings, self._answer(self.settings)
         words = verdict(found, settings["card"])
         figure = plot_bars(**_bars(settings, found), title=words.split(":")[0])
-        data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": PLAIN_TEXT}
         alt = f"{_label(settings)}. {words} {detail(found, settings)}"
-        return data, {"image/png": {**display_size(figure), "alt": alt}}
+        return picture_bundle(figure, alt, PLAIN_TEXT)
 
     def widget(self):
         """The controls over the picture, as one ipywidget."""

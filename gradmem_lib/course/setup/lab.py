@@ -23,6 +23,9 @@ from ..machine.course_files import course_folder
 
 MANIFEST = ".gradmem.json"
 FIRST = "00_start_here.ipynb"
+# Settings for a JupyterLab whose user has not chosen otherwise: lines of code are wrapped, since a
+# narrow window with the file browser open would cut one line in four.
+SETTINGS = Path(__file__).with_name("jupyter")
 
 
 def lab(folder: Path, *, copy_only: bool = False) -> int:
@@ -186,6 +189,8 @@ def open_lab(folder: Path) -> int:
     if not _has_screen():
         print("No browser here: open the address below in one.", flush=True)
         arguments.append("--no-browser")
+    folders = [os.environ.get("JUPYTER_CONFIG_PATH"), str(SETTINGS)]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
     LabApp.launch_instance(arguments)
     return 0
 

@@ -1,0 +1,71 @@
+"""What a timeline says of a run beside its bytes: those that grow, and the sizes of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import oom_programs as programs
+from torch import nn
+
+from gradmem_lib import MemoryTracker, diagnose
+from gradmem_lib.names import CATEGORIES
+
+SIZE = 4 * 512 * 64  # bytes of an output in these programs
+
+
+def test_the_band_is_what_the_program_keeps():
+    timeline = programs.outputs_in_a_list().timeline
+    band = timeline.growing[:, CATEGORIES.index("activations")]
+    assert np.array_equal(band, timeline.growing.sum(axis=1))
+    seen = sorted(set(band.tolist()))
+    assert seen == [SIZE * kept for kept in range(programs.STEPS)]
+    # Each step adds one output, in its own forward.
+    for step in range(programs.STEPS - 1):
+        of_step = band[np.array(timeline.steps) == step]
+        assert (of_step[0], of_step[-1]) == (SIZE * step, SIZE * (step + 1))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.detached_losses_in_a_list,
+        programs.metrics_with_their_graph,
+        programs.batches_in_a_list,
+        programs.logits_in_a_list,
+        programs.second_list_of_outputs,
+    ],
+)
+def test_the_band_has_as_many_bytes_as_the_cause(program):
+    tracker = program()
+    timeline = tracker.timeline
+    at_peak = timeline.growing[timeline.peak_index]
+    assert at_peak.sum() == diagnose(tracker).causes[0].nbytes > 0
+    assert (timeline.growing <= timeline.rows[:, 3:9]).all()
+    shown = timeline.decimate(40)
+    assert (shown.growing.sum(axis=1) == at_peak.sum()).any()
+
+
+def test_what_is_freed_after_the_peak_leaves_the_band():
+    timeline = programs.second_list_of_outputs().timeline
+    assert timeline.growing[-1].sum() == 0
+
+
+@pytest.mark.parametrize(
+    "program", [programs.ordinary_training, programs.numbers_in_a_list, programs.the_last_outputs]
+)
+def test_there_is_no_band_where_nothing_grows(program):
+    timeline = program().timeline
+    assert timeline.growing is None and timeline.batches == ()
+
+
+def test_changes_of_the_batch_are_where_their_forwards_begin():
+    net, begun = nn.Linear(8, 8), []
+    with MemoryTracker(net, live=False) as tracker:
+        for rows in (2, 2, 6, 6, 3):
+            x = torch.ones(rows, 8)
+            begun.append(tracker.timeline.events[-1])
+            net(x).sum().backward()
+            with torch.no_grad():
+                net(torch.ones(50, 8))  # no batch of the training
+    assert tracker.timeline.batches == ((begun[0], 2), (begun[2], 6), (begun[4], 3))
