@@ -32,42 +32,60 @@ class Entry(weakref.ref):
     sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it;
     ``dtype`` and ``shape``: those of its first tensor; ``step``: the optimizer steps that were
     finished when it was made; ``turn``: the turns; ``line``: the calling line, as code and
-    number; ``expanded``: it is several times larger than all that it was computed from (see
-    ``is_expanded``: few entries have this attribute).
+    number; ``moment``: the moment that ran then.
+
+    Few entries have these, so there are functions that ask for them. ``expanded``: it is several
+    times larger than all that it was computed from. ``is_result``: an outermost module has returned
+    it. ``source``: the category of all that it was computed from between steps.
     """
 
     __slots__ = (
         "category",
         "dtype",
         "expanded",
+        "is_result",
         "key",
         "line",
         "module",
+        "moment",
         "nbytes",
         "op",
         "sample",
         "shape",
         "size",
+        "source",
         "step",
         "turn",
     )
     category: int
     dtype: torch.dtype | None
     expanded: bool
+    is_result: bool
     key: int
     line: tuple[CodeType, int] | None
     module: Any
+    moment: int
     nbytes: int
     op: Any
     sample: int
     shape: tuple[int, ...]
     size: int
+    source: int
     step: int
     turn: int
 
 
 def is_expanded(entry: Entry) -> bool:
     return getattr(entry, "expanded", False)
+
+
+def is_result(entry: Entry) -> bool:
+    return getattr(entry, "is_result", False)
+
+
+def source_of(entry: Entry) -> int:
+    """The category of all that it was computed from; -1 if there are several, or none is known."""
+    return getattr(entry, "source", -1)
 
 
 class Peak:
@@ -167,6 +185,7 @@ class Recording:
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
         entry.step, entry.turn, entry.line = self.step, self.turn, line
+        entry.moment = self.moment
         entry.dtype, entry.shape = (
             (tensor.dtype, tensor.shape) if tensor is not None else (None, ())
         )

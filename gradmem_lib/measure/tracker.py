@@ -38,7 +38,8 @@ from ..names import ACTIVATIONS, CATEGORIES, MOMENTS, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .facts import Facts
-from .recording import Recording, is_expanded
+from .moments import Pass
+from .recording import Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
@@ -165,8 +166,9 @@ class MemoryTracker:
             if not self._closed:
                 self._meter.mark_passes()
             found = []
-            kept = self._kept_at_peak()
-            for done, kept_at_peak in zip(self._meter.position.passes, kept, strict=True):
+            passes = self._meter.position.passes
+            kept, inside = self._kept_at_peak(passes)
+            for done, kept_at_peak, inside_at_peak in zip(passes, kept, inside, strict=True):
                 found.append(
                     ForwardPass(
                         module=name_of(done.owner, named),
@@ -181,22 +183,32 @@ class MemoryTracker:
                         chained=done.chained,
                         has_weights=done.has_weights,
                         kept_at_peak=kept_at_peak,
+                        inside_at_peak=inside_at_peak,
+                        made=done.live_after - done.live_before - done.returned,
                         turn=done.turn,
                         differentiable=done.differentiable,
                         for_no_optimizer=done.for_no_optimizer,
+                        number=done.number,
                     )
                 )
             return found
 
-    def _kept_at_peak(self) -> list[int]:
-        """For each of the forwards, what it has made of the activations at the peak."""
-        first_samples = [done.first_sample for done in self._meter.position.passes]
-        kept = [0] * len(first_samples)
+    def _kept_at_peak(self, passes: list[Pass]) -> tuple[list[int], list[int]]:
+        """For each of the forwards, what it has made of the activations at the peak: until the
+        next one begins, and until its own end. What it has returned is left out.
+        """
+        first_samples = [done.first_sample for done in passes]
+        kept, inside = [0] * len(passes), [0] * len(passes)
         for entry in self._recording.entries(self._recording.run_peak):
             begun = bisect_right(first_samples, entry.sample)  # how many forwards before it
-            if begun and entry.category == ACTIVATIONS:
-                kept[begun - 1] += entry.nbytes
-        return kept
+            if not begun or entry.category != ACTIVATIONS or is_result(entry):
+                continue
+            done = passes[begun - 1]
+            kept[begun - 1] += entry.nbytes
+            runs_now = done is self._meter.position.open
+            if runs_now or entry.sample < done.end_sample:
+                inside[begun - 1] += entry.nbytes
+        return kept, inside
 
     @property
     def facts(self) -> Facts:
@@ -328,6 +340,9 @@ class MemoryTracker:
                     line=source_line(entry.line),
                     turn=entry.turn,
                     expanded=is_expanded(entry),
+                    made_in=MOMENTS[entry.moment],
+                    is_result=is_result(entry),
+                    computed_from=_category_name(source_of(entry)),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
@@ -353,6 +368,7 @@ class MemoryTracker:
         if allocated and self.budget is not None and recording.total > self.budget:
             meter.sync()
             meter.tag_states_being_made()
+            meter.find_waiting_optimizers()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             snapshot, holders = recording.now(), self._holders()
@@ -379,6 +395,10 @@ class MemoryTracker:
             warnings.warn(
                 f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2
             )
+
+
+def _category_name(category: int) -> str:
+    return "" if category < 0 else CATEGORIES[category]
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:

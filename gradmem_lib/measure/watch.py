@@ -2,13 +2,14 @@
 and parameters behind them.
 """
 
+import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import UntypedStorage, nn
@@ -29,7 +30,7 @@ from ..names import (
 from .facts import FIRST_READ_PARAMETER, INPUTS, READ_IN_PARTS
 from .moments import Pass, Position
 from .patches import patched_torch
-from .recording import EXISTED, Entry, Recording, is_expanded
+from .recording import EXISTED, Entry, Recording, is_expanded, is_result, source_of
 from .source_lines import calling_line
 from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
 from .structure import Structure
@@ -63,28 +64,41 @@ class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             # DTensors and quantized tensors next dispatch operations on the tensors inside
             return NotImplemented
-        run = (_operators.get(id(func)) or _operator(func))[1]
+        run = (_operators.get(id(func)) or _operator(func)).run
         out = run(*args, **kwargs) if kwargs else run(*args)
         self._observe(func, args, kwargs, out)
         return out
 
 
-_operators: dict[int, tuple[Any, Callable, bool]] = {}  # by address: an operator's hash is slow
+class Operator(NamedTuple):
+    """What is known of an operator.
 
-
-def _operator(func: Any) -> tuple[Any, Callable, bool]:
-    """``func``, the callable that runs it, and whether it returns an argument or a view of one.
-
-    Holding ``func`` keeps its address, the key, from being reused.
+    ``func``: itself, which keeps its address, the key, from being reused. ``run``: what runs it.
+    ``aliases``: it returns an argument or a view of one. ``only_views``: it returns views of its
+    first argument and nothing else, and writes nothing: it allocates no storage.
     """
+
+    func: Any
+    run: Callable
+    aliases: bool
+    only_views: bool
+
+
+_operators: dict[int, Operator] = {}  # by address: an operator's hash is slow
+
+
+def _operator(func: Any) -> Operator:
     if id(func) not in _operators:
         run = getattr(func, compat.KERNEL, func)
         if func in compat.collectives:
             run = partial(compat.run_collective_synchronously, func)
-        _operators[id(func)] = (
+        aliases = [result.alias_info for result in compat.returns(func)]
+        views = [alias for alias in aliases if alias is not None and not alias.is_write]
+        _operators[id(func)] = Operator(
             func,
             run,
-            any(r.alias_info is not None for r in compat.returns(func)),
+            aliases=any(alias is not None for alias in aliases),
+            only_views=len(views) == len(aliases) > 0,
         )
     return _operators[id(func)]
 
@@ -129,6 +143,7 @@ class Meter:
         # Reentrant, since a garbage collection inside the locked part may free tensors and run
         # Python code.
         self.lock = threading.RLock()
+        self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self.position = Position()
         self.stack = self.position.calls
         self._thread = threading.get_ident()
@@ -240,8 +255,21 @@ class Meter:
             done.for_no_optimizer = found[id(module)]
 
     def _ids_in_optimizers(self) -> set[int]:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        known = {*self.optimizers, *self.waiting_optimizers}
+        groups = [group for optimizer in known for group in optimizer.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def find_waiting_optimizers(self) -> None:
+        """Find the optimizers that have not stepped so far. It takes about as long as a garbage
+        collection.
+
+        A diagnosis of a run that ends before its first step has no other way to know them.
+        """
+        if self.recording.step or self.position.has_stepped:
+            return
+        for value in gc.get_objects():
+            if issubclass(type(value), Optimizer):
+                self.waiting_optimizers.add(value)
 
     def close(self) -> None:
         """Drop the model. The recorded entries keep the names of its modules."""
@@ -259,7 +287,7 @@ class Meter:
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: count its allocations and frees, and sample a change."""
         recording, allocated = self.recording, 0
-        live = recording.live
+        operator = _operators.get(id(func)) or _operator(func)
         self.lock.acquire()  # `with` takes twice as long
         try:
             recording.op += 1
@@ -268,27 +296,48 @@ class Meter:
                 recording.drain()
             if self._reused is not None:
                 self._check_reused()
-            moment = recording.moment = self.position.moment()
-            if self._has_ddp and moment == IN_BACKWARD and _operator(func)[2]:
-                before += self._find_bucket(out, func)
-            if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
-                allocated += self._count_reads(args, kwargs, func)
-            if moment == IN_BACKWARD and func is compat.add_tensors:
-                self._free_reused(args)
-            for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
-                for storage in storages_of(tensor):
-                    entry = live.get(storage_key(storage))
-                    if entry is None or entry.size != storage.nbytes():
-                        allocated += self._add(tensor, storage, entry, func, args)
-            # FSDP's buffer, which backward does not need
-            if self._has_fsdp and func is compat.all_gather:
-                recording.tag(args[0], names.TEMPORARIES, GATHERED)
+            recording.moment = self.position.moment()
+            # Half of all operations make views of tensors that are counted already.
+            if not (operator.only_views and self._is_counted(args[0])):
+                if self._has_ddp:
+                    before += self._find_bucket(operator, out)
+                allocated = self._count(func, args, kwargs, out)
             if allocated or recording.total != before:
                 self.sample(allocated, func)
             if recording.scratch and (scratch := recording.scratch(func, args)):
                 recording.record_scratch(scratch, func)
         finally:
             self.lock.release()
+
+    def _is_counted(self, tensor: Any) -> bool:
+        """Whether the storage of a plain tensor is among those that live."""
+        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+            return False
+        try:
+            return storage_key(tensor.untyped_storage()) in self.recording.live
+        except NO_STORAGE:
+            return False
+
+    def _count(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> int:
+        """Count the storages that an operation reads for the first time, and those that it makes.
+
+        Returns their bytes.
+        """
+        recording, nbytes = self.recording, 0
+        live = recording.live
+        if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
+            nbytes += self._count_reads(args, kwargs, func)
+        if func is compat.add_tensors and recording.moment == IN_BACKWARD:
+            self._free_reused(args)
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
+            for storage in storages_of(tensor):
+                entry = live.get(storage_key(storage))
+                if entry is None or entry.size != storage.nbytes():
+                    nbytes += self._add(tensor, storage, entry, func, args)
+        # FSDP's buffer, which backward does not need
+        if self._has_fsdp and func is compat.all_gather:
+            recording.tag(args[0], names.TEMPORARIES, GATHERED)
+        return nbytes
 
     def sample(self, allocated: int = 0, func: object = "") -> None:
         self.recording.sample(func)
@@ -359,10 +408,14 @@ class Meter:
             self._note_node(storage)
             if category == names.TEMPORARIES:
                 owner = "(backward)"
-        nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
+        nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(4))
+        if not nbytes:
+            return 0
         is_large = nbytes * LARGE_PART > recording.run_peak.total
         if is_large and recording.moment in FORWARDS and self._expands(nbytes, args):
             recording.live[storage_key(storage)].expanded = True
+        if recording.moment == BETWEEN_STEPS:
+            recording.live[storage_key(storage)].source = self._category_of_reads(args)
         return nbytes
 
     def _expands(self, nbytes: int, args: tuple) -> bool:
@@ -380,6 +433,25 @@ class Meter:
                 read += storage.nbytes()
         return 0 < read * EXPANDS < nbytes
 
+    def _category_of_reads(self, args: tuple) -> int:
+        """The category of all that an operation reads, if it is gradients or parameters; or -1.
+
+        What was computed from gradients alone, such as a copy of them, counts as gradients.
+        """
+        found = -1
+        for tensor in tensors_in(args):
+            for storage in storages_of(tensor):
+                entry = self.recording.live.get(storage_key(storage))
+                if entry is None:
+                    return -1
+                category = source_of(entry) if entry.category == names.OTHER else entry.category
+                if category not in (names.GRADIENTS, names.PARAMETERS):
+                    return -1
+                if found not in (-1, category):
+                    return -1
+                found = category
+        return found
+
     def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
         """The category of a storage that an operation has just made.
 
@@ -387,7 +459,7 @@ class Meter:
         """
         moment = self.recording.moment
         in_ddp = self.stack and isinstance(self.stack[-1], DistributedDataParallel)
-        if _operator(func)[2] or in_ddp:
+        if _operator(func).aliases or in_ddp:
             return names.OTHER  # made by code that does not dispatch, or DDP's own
         if moment in (TRAINING_FORWARD, LOSS):
             return names.ACTIVATIONS
@@ -459,16 +531,18 @@ class Meter:
         """A weak reference to ``module``: a strong one would keep the weights alive."""
         return weakref.ref(module), type(module)
 
-    def _find_bucket(self, out: Any, func: Any) -> int:
+    def _find_bucket(self, operator: Operator, out: Any) -> int:
         """Count a gradient bucket of DDP, and return its bytes.
 
         Its allocation is not dispatched: it is first seen when a gradient is written into it.
         """
         recording = self.recording
+        if recording.moment != IN_BACKWARD or not operator.aliases:
+            return 0
         storage = own_storage(out) if isinstance(out, torch.Tensor) else None
         if storage is None or storage_key(storage) in recording.live:
             return 0
-        nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", func)
+        nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", operator.func)
         recording.backdate([recording.live[storage_key(storage)]] if nbytes else [])
         return nbytes
 
@@ -648,12 +722,14 @@ class Meter:
             else:
                 self.note_weights(module)
             self.stack.append(module)
+            out = None
             try:
-                return call(module, *args, **kwargs)
+                out = call(module, *args, **kwargs)
             finally:
                 del self.stack[-1:]
                 if not self.stack and graph_task() == -1:
-                    self.position.end_forward(self.recording.total)
+                    self.end_forward(out)
+            return out
 
         return __call__
 
@@ -667,6 +743,10 @@ class Meter:
             if with_grad:
                 self.begin_step()
             weight = next(module.parameters(), None)
+            with compat.plain_tensors():
+                # a weight too may be computed, by functional_call or a parametrization
+                given = tensors_in((args, kwargs, weight))
+                chained = any(tensor.grad_fn is not None for tensor in given)
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -675,12 +755,13 @@ class Meter:
                     recording.total,
                     calling_line(2),
                     compat.next_sequence_nr(),
-                    chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
+                    chained=chained,
                     has_weights=weight is not None,
                     first_sample=recording.count,
                     turn=recording.turn,
                     # In functional_call, other tensors stand in the place of its parameters.
                     module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
+                    number=id(module),
                 )
             )
             recording.moment = self.position.moment_of_call
@@ -690,6 +771,22 @@ class Meter:
             for tensor in tensors_in((args, kwargs)):
                 if self._count_read(tensor, "", INPUTS):
                     self.sample()
+
+    def end_forward(self, out: Any) -> None:
+        """The outermost module has returned ``out``; ``None`` if it raised an error."""
+        recording, forward = self.recording, self.position.open
+        if forward is None:
+            return
+        returned = 0
+        with self.lock:
+            for tensor in tensors_in((out,)):
+                for storage in storages_of(tensor):
+                    entry = recording.live.get(storage_key(storage))
+                    if entry is None or entry.sample < forward.first_sample or is_result(entry):
+                        continue  # not made in this forward, or seen already
+                    entry.is_result = True
+                    returned += entry.nbytes
+            self.position.end_forward(recording.total, recording.count, returned)
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""
