@@ -118,8 +118,8 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
         )
     if largest == "parameters":
         return (
-            "the models of earlier rounds are kept. Keep their results as numbers, and weights that "
-            "are needed again on the host: {name: t.cpu() for name, t in "
+            "the models of earlier rounds are kept. Keep their results as numbers, and weights "
+            "that are needed again on the host: {name: t.cpu() for name, t in "
             "model.state_dict().items()}."
         )
     remedy = (

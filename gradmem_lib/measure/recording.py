@@ -92,11 +92,13 @@ class Peak:
     """The sample with the most bytes since some moment.
 
     ``freed_since``: the entries that were alive at that sample and have been freed after it.
+    ``saved_numbers``: as in ``Recording``, at that sample.
     """
 
     def __init__(self) -> None:
         self.total, self.moment, self.step, self.sample = 0, BETWEEN_STEPS, 0, -1
         self.turn = 0
+        self.saved_numbers = 0
         self.freed_since: list[Entry] = []
 
 
@@ -119,6 +121,7 @@ class Recording:
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
         self.step = 0  # optimizer steps that are finished
         self.turn = 0  # see `Position`
+        self.saved_numbers = 0  # Python numbers that autograd has kept since the turn began
         self.turns: list[Turn] = []  # at most MAX_TURNS of them, spread over the run
         self._turns_apart = 1
         self.count = 0  # samples so far
@@ -181,15 +184,20 @@ class Recording:
         if nbytes == 0:
             return 0
         entry = Entry(storage, self._queue_freed)
-        key = entry.key = storage_key(storage)
-        entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
-        entry.module, entry.op, entry.sample = module, op, self.count
-        entry.step, entry.turn, entry.line = self.step, self.turn, line
+        entry.key = storage_key(storage)
+        entry.nbytes = nbytes
+        entry.size = storage.nbytes()
+        entry.category = category
+        entry.module = module
+        entry.op = op
+        entry.sample = self.count
+        entry.step = self.step
+        entry.turn = self.turn
         entry.moment = self.moment
-        entry.dtype, entry.shape = (
-            (tensor.dtype, tensor.shape) if tensor is not None else (None, ())
-        )
-        self.live[key] = entry
+        entry.line = line
+        entry.dtype = None if tensor is None else tensor.dtype
+        entry.shape = () if tensor is None else tensor.shape
+        self.live[entry.key] = entry
         self.total += nbytes
         self.after_alloc(entry)
         return nbytes
@@ -203,9 +211,10 @@ class Recording:
         self._lifetimes += (entry.sample, self.count, entry.nbytes, entry.category)
         if len(self._lifetimes) >= 4 * MAX_PENDING_LIFETIMES:
             self._flush()
-        for peak in (self.run_peak, self.window_peak):
-            if entry.sample <= peak.sample:
-                peak.freed_since.append(entry)
+        if entry.sample <= self.run_peak.sample:
+            self.run_peak.freed_since.append(entry)
+        if entry.sample <= self.window_peak.sample:
+            self.window_peak.freed_since.append(entry)
         self.after_free(entry)
 
     def drain(self) -> None:
@@ -258,12 +267,19 @@ class Recording:
 
     def begin_turn(self, turn: int) -> None:
         """The first forward of a turn begins."""
-        self.turn = turn
+        self.turn, self.saved_numbers = turn, 0
         if turn % self._turns_apart == 0:
             self.turns.append(Turn(turn, self.step, self.total))
         if len(self.turns) >= MAX_TURNS:
             self._turns_apart *= 2
             self.turns = [kept for kept in self.turns if kept.number % self._turns_apart == 0]
+
+    def note_number(self) -> None:
+        """Autograd keeps a Python number, which the total does not contain."""
+        self.saved_numbers += 1
+        for peak in (self.run_peak, self.window_peak):
+            if self.total == peak.total:  # of several such moments, the last has the most numbers
+                peak.saved_numbers = max(peak.saved_numbers, self.saved_numbers)
 
     # Samples
 
@@ -275,6 +291,7 @@ class Recording:
                 if total > peak.total:
                     peak.total, peak.moment, peak.step = total, moment, self.step
                     peak.turn, peak.sample, peak.freed_since = self.turn, self.count, []
+                    peak.saved_numbers = self.saved_numbers
         if total > self.moment_peaks.get(moment, -1):
             self.moment_peaks[moment] = total
             self.moments_seen.add(moment)

@@ -109,7 +109,7 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
     Wrappers, and the zeros of forward-mode differentiation, have a size but no memory.
     """
     try:
-        return storage.device == _META or storage.data_ptr() != 0 or storage.nbytes() == 0
+        return storage.data_ptr() != 0 or storage.nbytes() == 0 or storage.device == _META
     except RuntimeError:
         return storage.device == _META  # a fake tensor's storage counts as if it had memory
 

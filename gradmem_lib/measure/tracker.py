@@ -15,7 +15,8 @@ of place. The tracker reports the bytes of the program without it, where the sum
 first gradient. Two differences stay: autograd copies a sparse gradient (its indices, 8 bytes an id,
 are then not the batch's), and the backward of a matrix exponential joins its blocks in a new
 tensor. A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that
-no operation shows. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
+no operation shows: ``tracker.saved_numbers``. On a CUDA card, ``tracker.allocator`` has the
+allocator's own figures.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
+NUMBER_BYTES = 8  # a Python number as a tensor: float64 or int64
 LIVE_FRAME_SECONDS = 0.1
 
 
@@ -126,6 +128,14 @@ class MemoryTracker:
         """The moment with the most live bytes."""
         with self._meter.lock:
             return self._recording.at(self._recording.run_peak)
+
+    @property
+    def saved_numbers(self) -> int:
+        """Bytes that the CPU's allocator may have had beside the peak: 8 for each Python number
+        that autograd kept for backward (``x * 0.5``). No operation shows them, so no other figure here
+        has them. At a peak in backward, some of them are free already.
+        """
+        return NUMBER_BYTES * self._recording.run_peak.saved_numbers
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
@@ -243,7 +253,10 @@ class MemoryTracker:
 
     def __repr__(self) -> str:
         card = "".join(f", CUDA {name} {n:,} bytes" for name, n in (self.allocator or {}).items())
-        return f"MemoryTracker(peak {self.peak}{card})"
+        numbers = ""
+        if self.saved_numbers and self.device.type == "cpu":
+            numbers = f", beside it up to {self.saved_numbers:,} bytes of saved Python numbers"
+        return f"MemoryTracker(peak {self.peak}{numbers}{card})"
 
     def reset_peak(self) -> None:
         """Forget the peak, and search for a new one from the bytes that are live now.

@@ -74,14 +74,16 @@ class Operator(NamedTuple):
     """What is known of an operator.
 
     ``func``: itself, which keeps its address, the key, from being reused. ``run``: what runs it.
-    ``aliases``: it returns an argument or a view of one. ``only_views``: it returns views of its
-    first argument and nothing else, and writes nothing: it allocates no storage.
+    ``aliases``: it returns an argument or a view of one. These allocate no storage: ``only_views``,
+    if it returns views of its first argument and nothing else, and writes nothing; ``in_place``, if
+    it writes into its first argument, and returns that.
     """
 
     func: Any
     run: Callable
     aliases: bool
     only_views: bool
+    in_place: bool
 
 
 _operators: dict[int, Operator] = {}  # by address: an operator's hash is slow
@@ -99,6 +101,7 @@ def _operator(func: Any) -> Operator:
             run,
             aliases=any(alias is not None for alias in aliases),
             only_views=len(views) == len(aliases) > 0,
+            in_place=len(aliases) == 1 and compat.writes_first_argument(func),
         )
     return _operators[id(func)]
 
@@ -297,8 +300,12 @@ class Meter:
             if self._reused is not None:
                 self._check_reused()
             recording.moment = self.position.moment()
-            # Half of all operations make views of tensors that are counted already.
-            if not (operator.only_views and self._is_counted(args[0])):
+            # Most operations make views of tensors that are counted already, or write into them.
+            if operator.only_views and self._is_counted(args[0]):
+                pass
+            elif operator.in_place and not self._has_ddp:
+                allocated = self._count_reads(args, kwargs, func)
+            else:
                 if self._has_ddp:
                     before += self._find_bucket(operator, out)
                 allocated = self._count(func, args, kwargs, out)
@@ -324,14 +331,13 @@ class Meter:
         Returns their bytes.
         """
         recording, nbytes = self.recording, 0
-        live = recording.live
         if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
             nbytes += self._count_reads(args, kwargs, func)
         if func is compat.add_tensors and recording.moment == IN_BACKWARD:
             self._free_reused(args)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
             for storage in storages_of(tensor):
-                entry = live.get(storage_key(storage))
+                entry = recording.live.get(storage_key(storage))
                 if entry is None or entry.size != storage.nbytes():
                     nbytes += self._add(tensor, storage, entry, func, args)
         # FSDP's buffer, which backward does not need
@@ -340,10 +346,10 @@ class Meter:
         return nbytes
 
     def sample(self, allocated: int = 0, func: object = "") -> None:
-        self.recording.sample(func)
-        forward = self.position.open
-        if forward is not None and self.recording.total > forward.peak:
-            forward.peak = self.recording.total
+        recording, forward = self.recording, self.position.open
+        recording.sample(func)
+        if forward is not None and recording.total > forward.peak:
+            forward.peak = recording.total
         if self.after_sample is not None:
             self.after_sample(allocated, func)
 
@@ -403,20 +409,29 @@ class Meter:
         if entry is not None:
             return recording.resize(entry, storage)
         category = self._category_of_new(storage, func, args)
-        owner = self.owner()
-        if recording.moment == IN_BACKWARD:
+        owner, moment = self.owner(), recording.moment
+        if moment == IN_BACKWARD:
             self._note_node(storage)
             if category == names.TEMPORARIES:
                 owner = "(backward)"
         nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(4))
-        if not nbytes:
-            return 0
-        is_large = nbytes * LARGE_PART > recording.run_peak.total
-        if is_large and recording.moment in FORWARDS and self._expands(nbytes, args):
-            recording.live[storage_key(storage)].expanded = True
-        if recording.moment == BETWEEN_STEPS:
-            recording.live[storage_key(storage)].source = self._category_of_reads(args)
+        if nbytes and moment in FORWARDS:
+            self._note_origin(recording.live[storage_key(storage)], args)
         return nbytes
+
+    def _note_origin(self, entry: Entry, args: tuple) -> None:
+        """Note what is asked of a tensor later: whether it is much larger than what it was computed
+        from, whether that was nothing but gradients, and whether it was a number.
+        """
+        is_large = entry.nbytes * LARGE_PART > self.recording.run_peak.total
+        if is_large and self._expands(entry.nbytes, args):
+            entry.expanded = True
+        if entry.moment == BETWEEN_STEPS:
+            entry.source = self._category_of_reads(args)
+        elif entry.op is compat.multiply or entry.op is compat.divide:
+            by_a_number = not isinstance(args[1], torch.Tensor)
+            if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
+                self.recording.note_number()
 
     def _expands(self, nbytes: int, args: tuple) -> bool:
         """Whether an operation without weights has made ``nbytes`` from much less."""
@@ -459,10 +474,9 @@ class Meter:
         """
         moment = self.recording.moment
         in_ddp = self.stack and isinstance(self.stack[-1], DistributedDataParallel)
-        if _operator(func).aliases or in_ddp:
+        operator = _operators.get(id(func)) or _operator(func)
+        if operator.aliases or in_ddp:
             return names.OTHER  # made by code that does not dispatch, or DDP's own
-        if moment in (TRAINING_FORWARD, LOSS):
-            return names.ACTIVATIONS
         if moment == IN_BACKWARD:
             # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being
             # recomputed.
@@ -470,7 +484,9 @@ class Meter:
                 return names.TEMPORARIES
             self.recomputed = True
             return names.ACTIVATIONS
-        if moment in (EVALUATION, IN_OPTIMIZER_STEP):
+        if moment in (TRAINING_FORWARD, LOSS):
+            return names.ACTIVATIONS
+        if moment in (IN_OPTIMIZER_STEP, EVALUATION):
             return names.TEMPORARIES
         if (
             storage.nbytes()
@@ -559,13 +575,22 @@ class Meter:
         recording = self.recording
         before = recording.total
         recording.drain()
-        named, buffers = {}, {}
         if self.model is not None:
-            named = dict(self.model.named_parameters())
-            buffers = dict(self.model.named_buffers())
-        # In a call of functional_call, computed tensors stand in the place of parameters.
-        parameters = {name: p for name, p in named.items() if p.is_leaf}
-        computed = named.keys() - parameters.keys()
+            self._sync_model(self.model)
+        if states:
+            for optimizer in self.optimizers:
+                self._tag_states(optimizer)
+        if recording.total != before:
+            self.sample()
+
+    def _sync_model(self, model: nn.Module) -> None:
+        recording = self.recording
+        parameters, computed = dict[str, nn.Parameter](), set[str]()
+        for name, parameter in model.named_parameters():
+            if parameter.is_leaf:
+                parameters[name] = parameter
+            else:  # in a call of functional_call, it stands in the place of a parameter
+                computed.add(name)
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
                 self.on_moved(name, parameter.device)
@@ -575,42 +600,53 @@ class Meter:
                 entry.category = names.OTHER  # set back below if it is still a parameter
         # Buffers first: the storage of a buffer that is a view of a parameter belongs to the
         # parameter.
-        for name, buffer in buffers.items():
+        for name, buffer in model.named_buffers():
             recording.tag(buffer, names.OTHER, name)
         for name, parameter in parameters.items():
-            self._names[id(parameter)] = name
-            self._tag_parameter(parameter)
-            state = getattr(parameter, "quant_state", None)
-            # bitsandbytes' 4-bit weights have scales, and these may have scales too
-            while state is not None:
-                recording.tag(vars(state), names.PARAMETERS, name)
-                state = state.state2
-            known = self._hooked.get(id(parameter), lambda: None)() is parameter
-            if not known and parameter.requires_grad and not is_lazy(parameter):
-                self._hooked[id(parameter)] = weakref.ref(parameter)
-                self.exit_stack.callback(
-                    parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove
-                )
-        if states:
-            for optimizer in self.optimizers:
-                self._tag_states(optimizer)
-        if recording.total != before:
-            self.sample()
+            self._sync_parameter(name, parameter)
+
+    def _sync_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        self._names[id(parameter)] = name
+        self._tag_now(parameter)
+        # bitsandbytes' 4-bit weights have scales, and these may have scales too
+        state = vars(parameter).get("quant_state")
+        while state is not None:
+            self.recording.tag(vars(state), names.PARAMETERS, name)
+            state = state.state2
+        self._watch_gradient(parameter)
+
+    def _watch_gradient(self, parameter: nn.Parameter) -> None:
+        """Tag the gradient of ``parameter`` whenever it has been accumulated."""
+        known = self._hooked.get(id(parameter))
+        if known is not None and known() is parameter:
+            return
+        if parameter.requires_grad and not is_lazy(parameter):
+            self._hooked[id(parameter)] = weakref.ref(parameter)
+            hook = parameter.register_post_accumulate_grad_hook(self._tag_parameter)
+            self.exit_stack.callback(hook.remove)
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
-        # also called when the parameter's gradient has been accumulated
         with self.lock, compat.plain_tensors():
-            name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
-            self.recording.tag(parameter, names.PARAMETERS, name)
-            for gradient in (grad, getattr(parameter, names.GRADIENT_SUM, None)):
-                if gradient is not None:
-                    self.recording.tag(gradient, names.GRADIENTS, name)
+            self._tag_now(parameter)
+
+    def _tag_now(self, parameter: torch.Tensor) -> None:
+        """Count a parameter and its gradients under their categories."""
+        recording, name = self.recording, self._names.get(id(parameter), "parameter")
+        recording.tag(parameter, names.PARAMETERS, name)
+        if parameter.grad is not None:
+            recording.tag(parameter.grad, names.GRADIENTS, name)
+        summed = vars(parameter).get(names.GRADIENT_SUM)
+        if summed is not None:
+            recording.tag(summed, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
         """Count all that the optimizer keeps under "optimizer": its states, also those inside
         objects, and the tensors in attributes of its own.
         """
+        self.recording.drain()
         for parameter, state in optimizer.state.items():
+            if isinstance(state, dict) and all(map(self._is_state, state.values())):
+                continue  # as in all steps but the first
             name = self._names.get(id(parameter), "parameter")
             for tensor in tensors_held(state):
                 self._tag_state(tensor, name)
@@ -618,6 +654,16 @@ class Meter:
             if attribute not in ("state", "param_groups", "defaults"):
                 for tensor in tensors_held(value):
                     self._tag_state(tensor, f"{type(optimizer).__name__}.{attribute}")
+
+    def _is_state(self, value: Any) -> bool:
+        """Whether it is a plain tensor that counts as an optimizer's already."""
+        if type(value) is not torch.Tensor:
+            return False
+        try:
+            entry = self.recording.live.get(storage_key(value.untyped_storage()))
+        except NO_STORAGE:
+            return False
+        return entry is not None and entry.category == names.OPTIMIZER
 
     def _tag_state(self, tensor: torch.Tensor, name: str) -> None:
         """Count a tensor of an optimizer. Weights and gradients in it stay what they are."""
@@ -643,10 +689,11 @@ class Meter:
             self.position.stepping.append(optimizer)
             self._step_began_at = recording.count
             self._without_state = set()
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                self._tag_parameter(parameter)
-                if parameter not in optimizer.state:
-                    self._without_state.add(tuple(parameter.shape))
+            with compat.plain_tensors():
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    self._tag_now(parameter)
+                    if parameter not in optimizer.state:
+                        self._without_state.add(tuple(parameter.shape))
             self._tag_states(optimizer)
             self.sample()
         return tuple(map(self._wrap_closure, args)), {

@@ -356,6 +356,23 @@ def test_chunks_of_the_loss_are_not_offered_for_an_embeddings_output():
     assert CHUNKS in diagnose(caught.value).cannot_help
 
 
+def test_a_trainers_evaluation_is_told_three_arguments_and_each_of_them_helps():
+    before = diagnose(loops.evaluation_of_a_trainer())
+    first = before.causes[0]
+    assert first.name == COLLECTED
+    for argument in (
+        "preprocess_logits_for_metrics",
+        "eval_accumulation_steps",
+        "prediction_loss_only",
+    ):
+        assert argument in first.remedy
+        after = loops.evaluation_of_a_trainer(argument)
+        assert before.peak.total - after.peak.total >= first.nbytes // 2
+    smaller_batch = loops.evaluation_of_a_trainer(batch=1)
+    assert "A smaller batch does not help" in first.remedy
+    assert smaller_batch.peak.total > before.peak.total - first.nbytes // 4
+
+
 def test_an_error_says_the_causes_too():
     net, total, budget = programs.Net(), 0, 2 * 2**20
     x = torch.randn(256, 64)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from support.oom_programs import Net, adamw, sgd
+from support.oom_programs import Net, adamw, llama, rows, sgd
 from support.oom_programs_around import trained
 from torch import nn
 from torch.func import functional_call
@@ -191,16 +192,16 @@ def errors_that_are_kept(remedied=False):
     net, errors = Net(), []
     optimizer = adamw(net)
 
-    def run(rows):
-        out = net(torch.randn(rows, 64))
-        if rows > 64:
+    def run(n):
+        out = net(torch.randn(n, 64))
+        if n > 64:
             raise ValueError("too large")
         updated(out.square().mean(), optimizer)
 
     def step(i):
-        for rows in (256, 64):
+        for n in (256, 64):
             try:
-                run(rows)
+                run(n)
             except ValueError as error:
                 errors.append(str(error) if remedied else error)
 
@@ -350,6 +351,53 @@ def rows_of_a_hessian(remedied=False):
 
 
 # Evaluations
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, n: int):
+        self.ids = rows(n, 16, 512)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def evaluation_of_a_trainer(remedied="", batch=2):
+    """Metrics of all logits. ``remedied``: by which of the arguments."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = {
+        "eval_accumulation_steps": {"eval_accumulation_steps": 1},
+        "prediction_loss_only": {"prediction_loss_only": True},
+    }
+    keep_less = None
+    if remedied == "preprocess_logits_for_metrics":
+
+        def keep_less(logits, labels):
+            return logits.argmax(-1)
+
+    model = llama(layers=1, hidden=16, intermediate=16, vocab=512)
+    with TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                folder,
+                per_device_eval_batch_size=batch,
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                **arguments.get(remedied, {}),
+            ),
+            eval_dataset=Rows(24),
+            compute_metrics=lambda found: {"n": float(len(found.predictions))},
+            preprocess_logits_for_metrics=keep_less,
+        )
+        trainer.log = lambda *given, **named: None
+        with MemoryTracker(model, live=False) as tracker:
+            trainer.evaluate()
+    return tracker
 
 
 def scores_before_an_update(remedied=False):
