@@ -132,8 +132,8 @@ class MemoryTracker:
     @property
     def saved_numbers(self) -> int:
         """Bytes that the CPU's allocator may have had beside the peak: 8 for each Python number
-        that autograd kept for backward (``x * 0.5``). No operation shows them, so no other figure here
-        has them. At a peak in backward, some of them are free already.
+        that autograd kept for backward (``x * 0.5``). No operation shows them, so no other figure
+        here has them. At a peak in backward, some of them are free already.
         """
         return NUMBER_BYTES * self._recording.run_peak.saved_numbers
 
