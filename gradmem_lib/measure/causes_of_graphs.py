@@ -341,12 +341,14 @@ def _outer_forwards(facts: Facts) -> list[ForwardPass]:
 
 
 def _loss_between(before: ForwardPass, after: ForwardPass, facts: Facts) -> bool:
-    """Whether something was computed between two forwards, other than by forwards of models."""
-    order = list(facts.of_models)
-    computed = after.live_before - before.live_after
+    """Whether bytes came or went between two forwards, other than by forwards of models. They go
+    where the model computes the loss itself, and the rest of its outputs is dropped.
+    """
+    order = facts.of_models
+    change = after.live_before - before.live_after
     for done in order[order.index(before) + 1 : order.index(after)]:
-        computed -= done.live_after - done.live_before
-    return computed > 0
+        change -= done.live_after - done.live_before
+    return change != 0
 
 
 def gradients_for_no_optimizer(facts: Facts) -> Cause | None:

@@ -826,6 +826,7 @@ class Meter:
             return
         returned = 0
         with self.lock:
+            recording.drain()
             for tensor in tensors_in((out,)):
                 for storage in storages_of(tensor):
                     entry = recording.live.get(storage_key(storage))

@@ -128,6 +128,7 @@ HAVE = {
     loops.targets_of_a_copy: UNUSED,
     loops.predictions_of_a_function: UNUSED,
     loops.outputs_of_the_step_before: LEFT,
+    loops.losses_of_the_model_added_up: ADDED_UP,
     loops.unrolled: CHAIN,
     loops.inner_steps: TWICE,
     loops.rows_of_a_hessian: TWICE,
@@ -255,6 +256,7 @@ IN_THE_MIDDLE = [
     loops.norm_of_all_gradients,
     loops.masks_of_all_lengths,
     loops.unrolled,
+    loops.losses_of_the_model_added_up,
     loops.vocabulary_beside_a_reference,
 ]
 

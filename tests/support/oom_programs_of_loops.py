@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -317,6 +318,39 @@ def unrolled(remedied=False, calls=12):
 
 def two_calls():
     return unrolled(calls=2)
+
+
+class ComputesItsLoss(nn.Module):
+    """As the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> SimpleNamespace:
+        logits = self.net(x)
+        return SimpleNamespace(loss=F.mse_loss(logits, y), logits=logits)
+
+
+def losses_of_the_model_added_up(remedied=False):
+    model, x, y = ComputesItsLoss(), torch.randn(64, 64), torch.randn(64, 64)
+    optimizer = sgd(model)
+
+    def step(i):
+        summed = 0
+        for _ in range(6):
+            loss = model(x, y).loss / 6
+            if remedied:
+                loss.backward()
+            else:
+                summed = summed + loss
+            del loss
+        if not remedied:
+            summed.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(model, optimizer, step, steps=2)
 
 
 def inner_steps(remedied=False):
