@@ -68,7 +68,9 @@ def eager_scores(facts: Facts) -> Cause | None:
     )
     remedy = (
         "use attention that never stores the scores: from_pretrained(..., "
-        "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module."
+        "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module. Its "
+        "inputs need four dimensions, (rows, heads, tokens, features): with three, it stores the "
+        "scores as well."
     )
     return Cause("Attention stores its scores", nbytes, evidence, remedy, lines_of(scores))
 

@@ -114,6 +114,7 @@ class MemoryTracker:
         self._structure: Structure | None = None
         self._optimized: frozenset[str] | None = None
         self._closed = False
+        self._interrupted = False  # an error ended the block: what it would have done is not known
 
     @property
     def current(self) -> MemorySnapshot:
@@ -309,6 +310,7 @@ class MemoryTracker:
         return self
 
     def __exit__(self, exc_type, exc, tb) -> None:
+        self._interrupted = exc is not None
         try:
             self._undo.close()
             if isinstance(exc, torch.OutOfMemoryError):
@@ -369,7 +371,7 @@ class MemoryTracker:
             steps=self.steps,
             turns=self._recording.turns,
             moments=frozenset(MOMENTS[moment] for moment in self._recording.moments_seen),
-            ended=self._closed,
+            ended=self._closed and not self._interrupted,
             optimized=self._optimized if self._closed else self._meter.optimized(),
             structure=self._structure if self._closed else self._meter.structure(),
             recomputed=self._meter.recomputed,
@@ -379,9 +381,9 @@ class MemoryTracker:
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
+            meter.find_waiting_optimizers()  # they tell which models are in training
             meter.sync()
             meter.tag_states_being_made()
-            meter.find_waiting_optimizers()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             snapshot, holders = recording.now(), self._holders()

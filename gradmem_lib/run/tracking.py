@@ -223,10 +223,11 @@ class ScriptTracker(MemoryTracker):
         if snapshot:
             self.recording.history = History()
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         self.device = self._recording.device  # which may have become an accelerator
         self.meter.find_waiting_optimizers()
         self.__exit__(None, None, None)
+        self._interrupted = isinstance(error, Exception)  # an exit of the script is none
         with self.meter.lock:
             last = self._recording.next_window()
             self.meter.steps.add(last, self._recording.total, self.steps)

@@ -135,6 +135,7 @@ HAVE = {
     loops.scores_before_an_update: STAYS,
     loops.vocabulary_beside_a_reference: LOGITS,
     loops.dense_neighbours: ONE_TENSOR,
+    loops.attention_of_three_dimensions: SCORES,
 }
 DO_NOT_HAVE = [
     (programs.numbers_in_a_list, GROWS),

@@ -333,7 +333,7 @@ class ComputesItsLoss(nn.Module):
 
 
 def losses_of_the_model_added_up(remedied=False):
-    model, x, y = ComputesItsLoss(), torch.randn(64, 64), torch.randn(64, 64)
+    model, x, y = ComputesItsLoss(), torch.randn(256, 64), torch.randn(256, 64)
     optimizer = sgd(model)
 
     def step(i):
@@ -482,6 +482,20 @@ def segmented_images():
             target = F.one_hot(y, 16).permute(0, 3, 1, 2).float()
             updated(1 - (shares * target).sum() / shares.sum(), optimizer)
     return tracker
+
+
+def attention_of_three_dimensions(remedied=False):
+    """PyTorch's own attention, whose inputs have no dimension for heads."""
+    project, x = nn.Linear(16, 48), torch.randn(4, 96, 16)
+    optimizer = sgd(project)
+
+    def step(i):
+        q, k, v = project(x).chunk(3, dim=-1)
+        if remedied:
+            q, k, v = q[:, None], k[:, None], v[:, None]
+        updated(F.scaled_dot_product_attention(q, k, v).square().mean(), optimizer)
+
+    return trained(project, optimizer, step, steps=2)
 
 
 def vocabulary_beside_a_reference(remedied=False):
