@@ -124,15 +124,19 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
         )
     remedy = (
         "something of each step is kept, such as a list of losses, outputs or metrics, what a hook "
-        "stores, a sum of losses, a cache that is never emptied, or an exception (its traceback "
-        "has the tensors of the failed step). Keep numbers instead of tensors: loss.item(), or "
+        "stores, or a sum of losses. Keep numbers instead of tensors: loss.item(), or "
         "tensor.detach().cpu() for what has to stay a tensor."
     )
     inside = {holder.op for holder in holders if holder.category == "activations" and holder.module}
+    shapes = {holder.shape for holder in holders}
+    if len(inside) <= 1 and 2 * len(shapes) > len(holders):
+        remedy += " A cache with an entry for each shape or length needs a limit (maxsize=...)."
     if len(inside) > 1:
         remedy += (
             " Whole graphs of earlier steps are alive: what goes from one step to the next, such as"
             " a running loss or a hidden state, keeps them, so detach it (hidden.detach())."
+            " An exception that is kept does the same: its traceback has the tensors of the step"
+            " that failed, so keep str(error)."
         )
     if any(larger_than_its_tensor(holder) for holder in holders):
         remedy += (
