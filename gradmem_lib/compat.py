@@ -82,7 +82,25 @@ def returns(func) -> list:
     return getattr(getattr(func, "_schema", None), "returns", [])
 
 
+def writes_first_argument(func) -> bool:
+    """Whether an operator writes into its first argument, keeps its size, and returns it."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", [])
+    results = returns(func)
+    if not arguments or not results or getattr(func, "overloadpacket", None) in _resizing:
+        return False
+    written, returned = arguments[0].alias_info, results[0].alias_info
+    if written is None or returned is None or not written.is_write:
+        return False
+    return written.before_set == returned.before_set
+
+
 _aten = torch.ops.aten
+# With a Python number in the second place, autograd keeps the number as a tensor of 8 bytes.
+multiply, divide = _aten.mul.Tensor, _aten.div.Tensor
+# Operations that give a tensor another size or another storage.
+_resizing = frozenset(
+    {_aten.resize_, _aten.resize_as_, _aten.set_, _aten.resize_as_sparse_, _aten._resize_output_}
+)
 # Autograd calls this operation on a fake tensor about ten times for each real operation.
 read_device = torch.ops.prim.device.default
 lift_fresh = torch.ops.aten.lift_fresh.default

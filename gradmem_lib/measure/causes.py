@@ -9,18 +9,23 @@ from collections.abc import Callable
 
 from .cause import Cause
 from .causes_of_graphs import (
+    chained_forwards,
     gradients_for_no_optimizer,
     graph_of_a_sum,
+    graphs_of_gradients,
     idle_checkpoints,
     kept_graph,
+    leftovers,
     several_graphs,
     unused_forward,
 )
 from .causes_of_growth import (
+    GROWTH,
     evaluation_results,
     generation_cache,
     growing_bytes,
     growing_tensor,
+    results_in_training,
     waiting_data,
 )
 from .causes_of_tensors import (
@@ -30,10 +35,13 @@ from .causes_of_tensors import (
     expanded_tensors,
     large_logits,
     one_large_step,
+    one_tensor,
 )
 from .causes_of_weights import (
+    copied_gradients,
     copy_in_another_module,
     copy_made_here,
+    double_tensors,
     first_optimizer_step,
     loaded_copy,
     second_model,
@@ -41,35 +49,43 @@ from .causes_of_weights import (
 )
 from .facts import Facts
 
+SMALL = 0.1
+
 CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     growing_bytes,
     growing_tensor,
     evaluation_results,
+    results_in_training,
     generation_cache,
     unused_forward,
     graph_of_a_sum,
     several_graphs,
+    chained_forwards,
+    graphs_of_gradients,
     kept_graph,
     gradients_for_no_optimizer,
     copy_in_another_module,
     loaded_copy,
     copy_made_here,
+    copied_gradients,
     second_model,
     waiting_data,
     idle_checkpoints,
     one_large_step,
     first_optimizer_step,
     wide_weights,
+    double_tensors,
     dense_embedding_gradient,
     eager_scores,
     large_logits,
     expanded_tensors,
+    leftovers,
     evaluation_batch,
 )
 
 
 def find_causes(facts: Facts) -> list[Cause]:
-    """The causes that the facts show, in the order of ``CAUSES``."""
+    """The causes that the facts show, in the order of ``CAUSES``; small ones come last."""
     if not facts.peak.total:
         return []
     found = []
@@ -77,4 +93,13 @@ def find_causes(facts: Facts) -> list[Cause]:
         cause = find(facts)
         if cause is not None:
             found.append(cause)
-    return found
+    # It says the least of all, so it speaks where no other has anything to say.
+    only = one_tensor(facts) if not found else None
+    if only is not None:
+        found.append(only)
+    return sorted(found, key=lambda cause: _is_small(cause, facts))
+
+
+def _is_small(cause: Cause, facts: Facts) -> bool:
+    """Whether it is a small part of the peak, and stays small."""
+    return cause.nbytes < SMALL * facts.peak.total and cause.name != GROWTH

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from ..units import format_bytes
-from .cause import WORTH, Cause, lines_of, lines_of_forwards
+from .cause import DOMINATES, LINES, WORTH, Cause, in_words, lines_of, lines_of_forwards
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
@@ -20,16 +20,17 @@ def unused_forward(facts: Facts) -> Cause | None:
     unused = []
     for done in facts.forwards:
         has_unused_graph = done.has_graph and not done.used
-        if has_unused_graph and _no_backward_will_come(done, facts):
+        if has_unused_graph and (is_unused(done, facts) or _may_be_unused(done, facts)):
             unused.append(done)
     kept = [done for done in unused if done.kept_at_peak]
     if not kept:
-        return None
+        return _unused_functions(facts)
     nbytes = sum(done.kept_at_peak for done in kept)
     if unused[0] is facts.forwards[0]:
         # What was made before the first call in the list belongs to earlier ones of a long
         # evaluation.
         of_all = sum(done.kept_at_peak for done in facts.forwards)
+        of_all += total(h for h in facts.at_peak if h.is_result and h.category == "activations")
         nbytes += facts.peak.by_category["activations"] - of_all
     if nbytes < WORTH * facts.peak.total:
         return None
@@ -49,19 +50,59 @@ def unused_forward(facts: Facts) -> Cause | None:
     )
 
 
-def _no_backward_will_come(done: ForwardPass, facts: Facts) -> bool:
+def _unused_functions(facts: Facts) -> Cause | None:
+    """The same, of a model that is written as a function: no module is called."""
+    of_modules = any(done.step == facts.peak.step for done in facts.of_models)
+    if of_modules or not facts.ended or facts.peak.moment != TRAINING_FORWARD:
+        return None
+    kept = [holder for holder in facts.at_peak if holder.category == "activations"]
+    nbytes = total(kept)
+    if facts.has_backward_in_step(facts.peak.step) or nbytes < DOMINATES * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} of activations at the peak are kept for a backward that never "
+        "comes."
+    )
+    remedy = "put what is computed here under torch.no_grad(), as in `with torch.no_grad():`."
+    return Cause("A forward's graph is never used", nbytes, evidence, remedy, lines_of(kept))
+
+
+def is_unused(done: ForwardPass, facts: Facts) -> bool:
     """Whether it is known that no backward goes through this forward."""
+    if done.used:
+        return False
     if done.step < facts.steps - 1:
         return True  # the optimizer has stepped twice since then
-    same_line = [p for p in facts.forwards if p.line == done.line and p.has_graph and p is not done]
-    trains = facts.had_backward or facts.had_optimizer_step
-    if facts.ended and trains:
+    if facts.ended and _trains(facts):
         return True
     if _is_new_to_the_training(done, facts):
         return True
-    # Another call of this line was never used, or there is no training at all.
-    never_used_before = any(p.step < facts.steps - 1 and not p.used for p in same_line)
-    return never_used_before or (bool(same_line) and not trains)
+    # Another call of this line was never used.
+    for other in facts.forwards:
+        if _calls_the_same(other, done) and other.step < facts.steps - 1 and not other.used:
+            return True
+    return False
+
+
+def _calls_the_same(other: ForwardPass, done: ForwardPass) -> bool:
+    """Whether another forward with a graph is of the same module, and called by the same line."""
+    if other is done or not other.has_graph:
+        return False
+    return (other.line, other.number) == (done.line, done.number)
+
+
+def _trains(facts: Facts) -> bool:
+    return facts.had_backward or facts.had_optimizer_step
+
+
+def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
+    """Whether a line is called again and again, and no backward has come so far.
+
+    If there is an optimizer and the run goes on, its first backward may still come.
+    """
+    if _trains(facts) or (facts.optimized is not None and not facts.ended):
+        return False
+    return any(_calls_the_same(other, done) for other in facts.forwards)
 
 
 def _is_new_to_the_training(done: ForwardPass, facts: Facts) -> bool:
@@ -78,12 +119,14 @@ def kept_graph(facts: Facts) -> Cause | None:
     if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
         return None
     kept, nbytes = [], 0
-    for done in facts.forwards:
-        made = done.live_after - done.live_before
+    for done in facts.of_models:
+        # What is older grows from step to step.
+        is_recent = done.step >= facts.peak.step - 1
         finished = done.turn < facts.peak.turn and done.used and not done.differentiable
-        if finished and done.has_weights and 2 * done.kept_at_peak > made > 0:
+        # Without its graph, only what it has returned would be there.
+        if finished and is_recent and 2 * done.inside_at_peak > done.made > 0:
             kept.append(done)
-            nbytes += min(done.kept_at_peak, made)
+            nbytes += min(done.inside_at_peak, done.made)
     if nbytes < MUCH * facts.peak.total:
         return None
     if graph_of_a_sum(facts):
@@ -100,6 +143,40 @@ def kept_graph(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(kept)
     return Cause("A graph is kept after its backward", nbytes, evidence, remedy, lines)
+
+
+def leftovers(facts: Facts) -> Cause | None:
+    """What the step before has computed, and a variable still holds: its outputs, its loss."""
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
+        return None
+    previous = {done.turn for done in facts.of_models if done.turn < facts.peak.turn}
+    if not previous or not _finished_before(max(previous), facts):
+        return None
+    left = []
+    for holder in facts.at_peak:
+        if holder.category == "activations" and holder.turn == max(previous):
+            left.append(holder)
+    nbytes = total(left)
+    if nbytes < MUCH * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in left))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were computed before the last backward, which needs "
+        f"them no more: {'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "a variable keeps its tensor until it is assigned again, and that is after the next "
+        "forward. `del` the outputs and the loss at the end of a step, or compute them in a "
+        "function that returns numbers."
+    )
+    lines = lines_of(left)
+    return Cause("Tensors of the step before are still there", nbytes, evidence, remedy, lines)
+
+
+def _finished_before(turn: int, facts: Facts) -> bool:
+    """Whether a backward has been through all forwards of a turn, and needs them no more."""
+    of_turn = [done for done in facts.of_models if done.turn == turn]
+    return all(done.used and not done.differentiable for done in of_turn if done.has_graph)
 
 
 def several_graphs(facts: Facts) -> Cause | None:
@@ -126,6 +203,65 @@ def several_graphs(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(passes[-1:])
     return Cause("Losses are added up before one backward", nbytes, evidence, remedy, lines)
+
+
+def chained_forwards(facts: Facts) -> Cause | None:
+    """One module is called again and again with what it has computed, and one backward goes
+    through all of these calls.
+    """
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
+        return None
+    chains = defaultdict[int, list[ForwardPass]](list)
+    for done in facts.of_models:
+        now = (done.step, done.turn) == (facts.peak.step, facts.peak.turn)
+        follows = done.chained or done.number not in chains
+        needed_once = not done.differentiable and not is_unused(done, facts)
+        if now and follows and needed_once and done.inside_at_peak:
+            chains[done.number].append(done)
+    chain = max(chains.values(), key=len, default=[])
+    if len(chain) <= GRAPHS_AT_ONCE:
+        return None
+    inside = [done.inside_at_peak for done in chain]
+    nbytes = sum(inside) - max(inside)  # a checkpoint computes one of them again
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    each = sum(inside) // len(chain)
+    evidence = (
+        f"{format_bytes(sum(inside))} at the peak are the graphs of {len(chain)} calls of one "
+        f"module, each of which continues the one before, about {format_bytes(each)} each."
+    )
+    remedy = (
+        "let each call keep only its inputs, and compute the rest again in backward: "
+        "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False) in place of module(x). "
+        "Or cut the chain every few calls: backward, then x = x.detach()."
+    )
+    lines = lines_of_forwards(chain)
+    return Cause("One backward goes through a chain of forwards", nbytes, evidence, remedy, lines)
+
+
+def graphs_of_gradients(facts: Facts) -> Cause | None:
+    """Gradients that were taken with ``create_graph=True``, and what they keep."""
+    if not any(done.differentiable for done in facts.forwards):
+        return None
+    kept = []
+    for holder in facts.at_peak:
+        if holder.category == "activations" and holder.made_in == IN_BACKWARD:
+            kept.append(holder)
+    nbytes = total(kept)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were computed with gradients, for a second derivative "
+        "(create_graph=True)."
+    )
+    remedy = (
+        "leave create_graph=True out where the gradient itself is the result, as in the last "
+        "derivative of several, or .detach() it at once: what is computed from it otherwise keeps "
+        "all of this. If a loss needs it, take it for fewer rows (a gradient penalty), or for fewer"
+        " inner steps (meta-learning, whose first-order method needs no create_graph)."
+    )
+    lines = lines_of(kept)
+    return Cause("Gradients keep graphs of their own", nbytes, evidence, remedy, lines)
 
 
 def graph_of_a_sum(facts: Facts) -> Cause | None:
@@ -174,12 +310,14 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
 
     A forward that continues another one, as in backward through time, does not count.
     """
-    calls = defaultdict[tuple[SourceLine | None, str], list[ForwardPass]](list)
+    calls = defaultdict[tuple[SourceLine | None, int], list[ForwardPass]](list)
     for done in facts.of_models:
         is_last = done is facts.forwards[-1]  # it may run now, with a graph that is not finished
         if done.step != facts.peak.step or done.chained or not (done.has_graph or is_last):
             continue
-        together = calls[done.line, done.module]
+        if is_unused(done, facts):
+            continue  # there is no loss
+        together = calls[done.line, done.number]
         if together:
             previous = together[-1]
             kept = previous.live_after - previous.live_before
@@ -189,14 +327,33 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
                 together.clear()
         together.append(done)
     found = max(calls.values(), key=len, default=[])
-    # Nothing was computed between these calls, so there are no losses: one loss takes all outputs.
-    one_loss = all(after.live_before == before.live_after for before, after in pairwise(found))
-    return [] if one_loss else found
+    if all(done.differentiable for done in found) and not _outer_forwards(facts):
+        return []  # gradients have been taken already
+    # Without losses in between, one loss takes all outputs.
+    return found if any(_loss_between(*pair, facts) for pair in pairwise(found)) else []
+
+
+def _outer_forwards(facts: Facts) -> list[ForwardPass]:
+    """In the peak's step, the forwards whose loss is not differentiated twice: those of the outer
+    losses of meta-learning, say.
+    """
+    return [p for p in facts.of_models if p.step == facts.peak.step and not p.differentiable]
+
+
+def _loss_between(before: ForwardPass, after: ForwardPass, facts: Facts) -> bool:
+    """Whether bytes came or went between two forwards, other than by forwards of models. They go
+    where the model computes the loss itself, and the rest of its outputs is dropped.
+    """
+    order = facts.of_models
+    change = after.live_before - before.live_after
+    for done in order[order.index(before) + 1 : order.index(after)]:
+        change -= done.live_after - done.live_before
+    return change != 0
 
 
 def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
     """Weights that need a gradient, though no optimizer has them: a backbone, VGG in a loss."""
-    if facts.optimized is None or facts.structure is None or not facts.steps:
+    if facts.optimized is None or facts.structure is None:
         return None
     shapes_of_others = {h.shape for h in facts.at_peak if facts.of_another_model(h)}
     gradients = []
@@ -205,31 +362,34 @@ def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
             gradients.append(holder)
     nbytes = total(gradients)
     forwards = []
-    for done in facts.forwards:
+    for done in facts.of_models:
         # the graph of one that was given a gradient's path is needed for what comes before it
-        if done.for_no_optimizer and done.used and not done.chained and done.kept_at_peak:
+        needless = done.for_no_optimizer and done.has_graph and not done.chained
+        known = done.used or not facts.ended  # else it is a forward without any backward
+        if needless and known and done.inside_at_peak:
             forwards.append(done)
-            nbytes += min(done.kept_at_peak, max(done.live_after - done.live_before, 0))
+            nbytes += min(done.inside_at_peak, max(done.made, 0))
     if nbytes < WORTH * facts.peak.total:
         return None
     evidence = (
-        f"{format_bytes(nbytes)} at the peak are gradients of weights that no optimizer has, or "
-        "graphs that only such gradients need."
+        f"{format_bytes(nbytes)} at the peak are gradients of weights that no optimizer has"
+        f"{'' if facts.steps else ' so far'}, or graphs that only such gradients need."
     )
     remedy = (
         "module.requires_grad_(False) for what is not trained (a backbone, the network of a "
         "perceptual loss, a teacher): its gradients, and the graph in front of the first trained "
-        "layer, are then never made. A teacher's outputs can be computed under torch.no_grad()."
+        "layer, are then never made. What is there from before goes with zero_grad() on the whole "
+        "model. A teacher's outputs can be computed under torch.no_grad()."
     )
     lines = lines_of_forwards(forwards)
     return Cause("Gradients are computed for no optimizer", nbytes, evidence, remedy, lines)
 
 
 def _is_unwanted(holder: Holder, facts: Facts) -> bool:
-    """Whether it is the gradient of a parameter that no optimizer has."""
-    return holder.category == "gradients" and holder.module in (
-        facts.structure.trained - facts.optimized
-    )
+    """Whether it is the gradient of a parameter that no optimizer has, or that was frozen later."""
+    if holder.category != "gradients" or holder.module not in facts.structure.shapes:
+        return False
+    return holder.module not in facts.structure.trained & facts.optimized
 
 
 def _is_left(holder: Holder, facts: Facts, shapes: set) -> bool:

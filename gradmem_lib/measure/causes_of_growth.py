@@ -19,7 +19,16 @@ from .cause import (
     lines_of,
     lines_of_forwards,
 )
-from .facts import READ_IN_PARTS, Facts, total
+from .facts import (
+    EVALUATION,
+    IN_BACKWARD,
+    IN_OPTIMIZER_STEP,
+    LOSS,
+    READ_IN_PARTS,
+    TRAINING_FORWARD,
+    Facts,
+    total,
+)
 from .timeline import ForwardPass, Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
@@ -74,28 +83,34 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
         if holder.category in ("gradients", "optimizer"):
             # one parameter has gradients or states of several steps
             kinds[holder.category, holder.module, holder.shape, holder.dtype].append(holder)
-        elif holder.category != "parameters":
-            kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
+        elif holder.category == "parameters":
+            # models of earlier rounds; the parameters of one model are made at the same time
+            kinds["parameters", holder.line, holder.shape, holder.dtype].append(holder)
+        else:
+            # In a cache, each tensor may have another shape.
+            kinds[holder.line, holder.op, holder.dtype].append(holder)
     growing = []
     for kind in kinds.values():
         if belongs_to_training(kind[0]):
             newest = max(map(facts.time_of, kind))  # the ones in use
             kind = [holder for holder in kind if facts.time_of(holder) < newest]
-        if _since_the_first_steps(kind, facts):
+        if _from_first_to_last(kind, facts):
             growing.append(kind)
     return growing
 
 
-def _since_the_first_steps(holders: list[Holder], facts: Facts) -> bool:
-    """Whether they come from several steps, the first ones included.
+def _from_first_to_last(holders: list[Holder], facts: Facts) -> bool:
+    """Whether they come from several steps, the first and the last ones included.
 
     The last n of something (a window for an average) do not grow for ever: the first ones are gone.
+    Neither do the first n, such as examples for a picture.
     """
     steps = sorted({facts.time_of(holder) for holder in holders})
     if len(steps) < OLD_STEPS:
         return False
     between = max(after - before for before, after in pairwise(steps))
-    return steps[0] <= between
+    # In the peak's step, nothing may have been kept so far.
+    return steps[0] <= between and facts.peak_time - steps[-1] <= between + 1
 
 
 def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
@@ -111,7 +126,14 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
     if largest == "optimizer":
         return (
             "the states of earlier optimizers are kept. Make one optimizer before the loop, or "
-            "drop the old one before the new one is made."
+            "drop the old one before the new one is made. If a model of each round is kept as well,"
+            " keep its results, and its weights on the host."
+        )
+    if largest == "parameters":
+        return (
+            "the models of earlier rounds are kept. Keep their results as numbers, and weights "
+            "that are needed again on the host: {name: t.cpu() for name, t in "
+            "model.state_dict().items()}."
         )
     remedy = (
         "something of each step is kept, such as a list of losses, outputs or metrics, what a hook "
@@ -119,10 +141,15 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
         "tensor.detach().cpu() for what has to stay a tensor."
     )
     inside = {holder.op for holder in holders if holder.category == "activations" and holder.module}
+    shapes = {holder.shape for holder in holders}
+    if len(inside) <= 1 and 2 * len(shapes) > len(holders):
+        remedy += " A cache with an entry for each shape or length needs a limit (maxsize=...)."
     if len(inside) > 1:
         remedy += (
             " Whole graphs of earlier steps are alive: what goes from one step to the next, such as"
             " a running loss or a hidden state, keeps them, so detach it (hidden.detach())."
+            " An exception that is kept does the same: its traceback has the tensors of the step"
+            " that failed, so keep str(error)."
         )
     if any(larger_than_its_tensor(holder) for holder in holders):
         remedy += (
@@ -203,6 +230,41 @@ def evaluation_results(facts: Facts) -> Cause | None:
     return Cause(name, nbytes, evidence, remedy, lines_of(collected), growing)
 
 
+def results_in_training(facts: Facts) -> Cause | None:
+    """Results of forwards without gradients that are still there in the training's own peak."""
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP):
+        return None
+    kinds = defaultdict[tuple, list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.made_in == EVALUATION and holder.category == "temporaries":
+            kinds[_kind(holder)].append(holder)
+    left, nbytes = [], 0
+    for kind in kinds.values():
+        left += kind
+        nbytes += total(kind)
+        if len(kind) >= MANY:
+            nbytes -= kind[0].nbytes  # the last one may be in use
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in left))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(left)} results of forwards without gradients:"
+        f" {'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "keep less of each: outputs.argmax(-1), or of log-probabilities those of the chosen tokens "
+        "alone; and `del` the rest before the training goes on. What a loss needs later can wait "
+        "off the card (outputs.cpu()), or be computed for one micro-batch at a time."
+    )
+    return Cause(
+        "Results of an evaluation stay during the training",
+        nbytes,
+        evidence,
+        remedy,
+        lines_of(left),
+    )
+
+
 def generation_cache(facts: Facts) -> Cause | None:
     """Keys and values that a generation keeps for each token."""
     passes, collected, cache = _kept_by_evaluation(facts)
@@ -265,7 +327,7 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     for done in passes:
         previous = rows[-1][-1] if rows else None
         grows = previous is not None and done.live_before > previous.live_before
-        if previous is not None and grows and done.module == previous.module:
+        if previous is not None and grows and done.number == previous.number:
             rows[-1].append(done)
         else:
             rows.append([done])

@@ -12,6 +12,7 @@ from .timeline import STEP, TOTAL
 
 OUTLIER = 2  # times the median of all steps
 STEPS_TO_COMPARE = 4
+MOST = 0.5  # of the peak
 
 
 def large_logits(facts: Facts) -> Cause | None:
@@ -38,9 +39,12 @@ def large_logits(facts: Facts) -> Cause | None:
 def eager_scores(facts: Facts) -> Cause | None:
     """Attention scores, with a number for each pair of tokens."""
     # The lengths of sequences. Without them, a square image would look like scores.
-    tokens = {
-        h.shape[-2] for h in facts.at_peak if len(h.shape) >= 2 and h.shape[-1] != h.shape[-2]
-    }
+    tokens = set()
+    for holder in facts.at_peak:
+        shape = holder.shape
+        is_image = len(shape) >= 3 and shape[-2] == shape[-3]  # with its channels last
+        if len(shape) >= 2 and shape[-1] != shape[-2] and not is_image:
+            tokens.add(shape[-2])
     shapes = set()
     for holder in facts.at_peak:
         square = len(holder.shape) >= 3 and holder.shape[-1] == holder.shape[-2]
@@ -64,7 +68,9 @@ def eager_scores(facts: Facts) -> Cause | None:
     )
     remedy = (
         "use attention that never stores the scores: from_pretrained(..., "
-        "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module."
+        "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module. Its "
+        "inputs need four dimensions, (rows, heads, tokens, features): with three, it stores the "
+        "scores as well."
     )
     return Cause("Attention stores its scores", nbytes, evidence, remedy, lines_of(scores))
 
@@ -151,6 +157,22 @@ def dense_embedding_gradient(facts: Facts) -> Cause | None:
     return Cause("The gradient of an embedding is the largest part", nbytes, evidence, remedy)
 
 
+def one_tensor(facts: Facts) -> Cause | None:
+    """A tensor that no layer has made, and that is most of the peak by itself."""
+    largest = max(facts.at_peak, key=lambda holder: holder.nbytes, default=None)
+    if largest is None or largest.category != "other" or largest.nbytes < MOST * facts.peak.total:
+        return None
+    evidence = f"{format_bytes(largest.nbytes)} at the peak are one: {in_words(largest)}."
+    remedy = (
+        "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
+        "keep it off the card and move the rows that a step needs. If it is the batch, take a "
+        "smaller one."
+    )
+    return Cause(
+        "One tensor is most of the peak", largest.nbytes, evidence, remedy, lines_of([largest])
+    )
+
+
 def one_large_step(facts: Facts) -> Cause | None:
     """One step that needs much more than the others: its batch has longer rows."""
     if (
@@ -161,7 +183,7 @@ def one_large_step(facts: Facts) -> Cause | None:
         return None
     steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
     peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
-    if len(peaks) < STEPS_TO_COMPARE:
+    if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
         return None
     usual = int(statistics.median(peaks))
     nbytes = facts.peak.total - usual

@@ -69,6 +69,32 @@ def second_model(facts: Facts) -> Cause | None:
     return Cause("A second model is in memory", nbytes, evidence, remedy, lines_of(holders))
 
 
+def copied_gradients(facts: Facts) -> Cause | None:
+    """Copies of the gradients, and what else was computed from gradients alone."""
+    copies, originals = [], []
+    for holder in facts.at_peak:
+        if holder.computed_from == "gradients" and holder.category in ("gradients", "other"):
+            copies.append(holder)
+        elif holder.category == "gradients":
+            originals.append(holder)
+    # Either these copies can go, or the gradients that they were made from.
+    nbytes = min(total(copies), total(originals))
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(total(copies))} at the peak were computed from gradients alone, as a copy "
+        f"or in another dtype, beside {format_bytes(total(originals))} of gradients."
+    )
+    remedy = (
+        "take one gradient after another instead of all at once: p.grad.norm() of each for a norm "
+        "(torch.nn.utils.clip_grad_norm_ does that), one running sum for the gradients of several "
+        "tasks, and p.grad = None as soon as a copy in another dtype has taken its place."
+    )
+    return Cause(
+        "The gradients are there more than once", nbytes, evidence, remedy, lines_of(copies)
+    )
+
+
 def first_optimizer_step(facts: Facts) -> Cause | None:
     """The optimizer makes its states at the peak."""
     if facts.peak.moment != IN_OPTIMIZER_STEP:
@@ -130,6 +156,31 @@ def wide_weights(facts: Facts) -> Cause | None:
     return Cause("Weights are wider than needed", frozen // 2, evidence, remedy)
 
 
+def double_tensors(facts: Facts) -> Cause | None:
+    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64."""
+    if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
+        return None
+    double = []
+    for holder in facts.at_peak:
+        if holder.dtype is torch.float64 and holder.category != "optimizer":
+            double.append(holder)
+    nbytes = total(double) // 2
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(total(double))} at the peak are in float64, though no weight is. What is "
+        "computed from a float64 tensor and a float32 one is float64."
+    )
+    remedy = (
+        "numpy's numbers are float64 by default: torch.from_numpy(array).float(), or "
+        "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them."
+    )
+    # data first: the line where it begins
+    data = [holder for holder in double if holder.category == "other"]
+    lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
+    return Cause("Tensors are in float64", nbytes, evidence, remedy, lines)
+
+
 def _copies(facts: Facts) -> list[list[Holder]]:
     """Groups of tensors with the shapes of all parameters, each made by one line in one step.
 
@@ -140,7 +191,8 @@ def _copies(facts: Facts) -> list[list[Holder]]:
     groups = defaultdict[Any, list[Holder]](list)
     for holder in facts.at_peak:
         is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
-        if holder.category != "other" or is_data:
+        of_gradients = holder.computed_from == "gradients"
+        if holder.category != "other" or is_data or of_gradients:
             continue
         if holder.module in facts.untrained:
             groups["another model"].append(holder)

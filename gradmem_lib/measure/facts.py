@@ -10,7 +10,7 @@ import numpy as np
 
 from ..names import MOMENTS
 from .structure import Structure
-from .timeline import ForwardPass, Holder, MemorySnapshot, Turn
+from .timeline import MOMENT, STEP, ForwardPass, Holder, MemorySnapshot, Turn
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
 # The "operation" of a parameter that was there before its first use.
@@ -63,6 +63,13 @@ class Facts:
     @property
     def had_optimizer_step(self) -> bool:
         return IN_OPTIMIZER_STEP in self.moments
+
+    def has_backward_in_step(self, step: int) -> bool:
+        """Whether a backward has allocated anything in this step, as far as it is known."""
+        if self.rows is None or self.rows.shape[1] <= STEP:
+            return True
+        moments = self.rows[self.rows[:, STEP] == step, MOMENT]
+        return MOMENTS.index(IN_BACKWARD) in moments
 
     # Steps of an optimizer, or the turns of a script that updates its weights by hand.
 

@@ -35,9 +35,10 @@ class Pass:
 
     ``owner``: the module, as ``Meter.owner`` gives it. ``first``, ``last``: autograd's numbers for
     the nodes of its graph, from the first one to the one after the last. ``first_sample``: the
-    first sample of the recording that can have its bytes. ``turn``: as in ``Position``. ``module``:
-    what is called. The rest is as in ``ForwardPass``; ``has_weights`` may become true while the
-    call runs.
+    first sample of the recording that can have its bytes, ``end_sample`` the first one after it.
+    ``returned``: the bytes that it has made and returned. ``turn``: as in ``Position``.
+    ``module``: what is called. The rest is as in ``ForwardPass``; ``has_weights`` may become true
+    while the call runs.
     """
 
     owner: Any
@@ -53,10 +54,13 @@ class Pass:
     chained: bool = False
     has_weights: bool = True
     first_sample: int = 0
+    end_sample: int = 0
+    returned: int = 0
     turn: int = 0
     differentiable: bool = False
     module: weakref.ref[nn.Module] | None = None
     for_no_optimizer: bool = False
+    number: int = 0
 
 
 class Position:
@@ -138,11 +142,12 @@ class Position:
         self._of_losses.remove(self.open)
         self._of_models.append(self.open)
 
-    def end_forward(self, live: int) -> None:
+    def end_forward(self, live: int, sample: int, returned: int) -> None:
         done, self.open = self.open, None
         if done is None:
             return
         done.last, done.live_after = compat.next_sequence_nr(), live
+        done.end_sample, done.returned = sample, returned
         done.peak = max(done.peak, live)
         if done.with_grad and done.last > done.first:  # something in it needs a gradient
             self._unused.append(done)

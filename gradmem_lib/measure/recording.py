@@ -33,23 +33,29 @@ class Entry(weakref.ref):
     sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it;
     ``dtype`` and ``shape``: those of its first tensor; ``step``: the optimizer steps that were
     finished when it was made; ``turn``: the turns; ``line``: the calling line, as code and
-    number; ``expanded``: it is several times larger than all that it was computed from (see
-    ``is_expanded``: few entries have this attribute); ``stop``: the first sample without it, if it
-    was freed after the peak.
+    number; ``moment``: the moment that ran then.
+
+    Few entries have these, so there are functions that ask for them. ``expanded``: it is several
+    times larger than all that it was computed from. ``is_result``: an outermost module has returned
+    it. ``source``: the category of all that it was computed from between steps. ``stop``: the first
+    sample without it, if it was freed after the peak.
     """
 
     __slots__ = (
         "category",
         "dtype",
         "expanded",
+        "is_result",
         "key",
         "line",
         "module",
+        "moment",
         "nbytes",
         "op",
         "sample",
         "shape",
         "size",
+        "source",
         "step",
         "stop",
         "turn",
@@ -57,14 +63,17 @@ class Entry(weakref.ref):
     category: int
     dtype: torch.dtype | None
     expanded: bool
+    is_result: bool
     key: int
     line: tuple[CodeType, int] | None
     module: Any
+    moment: int
     nbytes: int
     op: Any
     sample: int
     shape: tuple[int, ...]
     size: int
+    source: int
     step: int
     stop: int
     turn: int
@@ -74,15 +83,26 @@ def is_expanded(entry: Entry) -> bool:
     return getattr(entry, "expanded", False)
 
 
+def is_result(entry: Entry) -> bool:
+    return getattr(entry, "is_result", False)
+
+
+def source_of(entry: Entry) -> int:
+    """The category of all that it was computed from; -1 if there are several, or none is known."""
+    return getattr(entry, "source", -1)
+
+
 class Peak:
     """The sample with the most bytes since some moment.
 
     ``freed_since``: the entries that were alive at that sample and have been freed after it.
+    ``saved_numbers``: as in ``Recording``, at that sample.
     """
 
     def __init__(self) -> None:
         self.total, self.moment, self.step, self.sample = 0, BETWEEN_STEPS, 0, -1
         self.turn = 0
+        self.saved_numbers = 0
         self.freed_since: list[Entry] = []
 
 
@@ -105,6 +125,7 @@ class Recording:
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
         self.step = 0  # optimizer steps that are finished
         self.turn = 0  # see `Position`
+        self.saved_numbers = 0  # Python numbers that autograd has kept since the turn began
         self.turns: list[Turn] = []  # at most MAX_TURNS of them, spread over the run
         self._turns_apart = 1
         # Where training goes on with batches of another size: (operation, rows of the batch)
@@ -169,14 +190,20 @@ class Recording:
         if nbytes == 0:
             return 0
         entry = Entry(storage, self._queue_freed)
-        key = entry.key = storage_key(storage)
-        entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
-        entry.module, entry.op, entry.sample = module, op, self.count
-        entry.step, entry.turn, entry.line = self.step, self.turn, line
-        entry.dtype, entry.shape = (
-            (tensor.dtype, tensor.shape) if tensor is not None else (None, ())
-        )
-        self.live[key] = entry
+        entry.key = storage_key(storage)
+        entry.nbytes = nbytes
+        entry.size = storage.nbytes()
+        entry.category = category
+        entry.module = module
+        entry.op = op
+        entry.sample = self.count
+        entry.step = self.step
+        entry.turn = self.turn
+        entry.moment = self.moment
+        entry.line = line
+        entry.dtype = None if tensor is None else tensor.dtype
+        entry.shape = () if tensor is None else tensor.shape
+        self.live[entry.key] = entry
         self.total += nbytes
         self.after_alloc(entry)
         return nbytes
@@ -246,7 +273,7 @@ class Recording:
 
     def begin_turn(self, turn: int) -> None:
         """The first forward of a turn begins."""
-        self.turn = turn
+        self.turn, self.saved_numbers = turn, 0
         if turn % self._turns_apart == 0:
             self.turns.append(Turn(turn, self.step, self.total))
         if len(self.turns) >= MAX_TURNS:
@@ -259,6 +286,13 @@ class Recording:
         if rows not in (0, before) and len(self.batches) < MAX_TURNS:
             self.batches.append((self.op, rows))
 
+    def note_number(self) -> None:
+        """Autograd keeps a Python number, which the total does not contain."""
+        self.saved_numbers += 1
+        for peak in (self.run_peak, self.window_peak):
+            if self.total == peak.total:  # of several such moments, the last has the most numbers
+                peak.saved_numbers = max(peak.saved_numbers, self.saved_numbers)
+
     # Samples
 
     def sample(self, func: object = "") -> None:
@@ -269,6 +303,7 @@ class Recording:
                 if total > peak.total:
                     peak.total, peak.moment, peak.step = total, moment, self.step
                     peak.turn, peak.sample, peak.freed_since = self.turn, self.count, []
+                    peak.saved_numbers = self.saved_numbers
         if total > self.moment_peaks.get(moment, -1):
             self.moment_peaks[moment] = total
             self.moments_seen.add(moment)

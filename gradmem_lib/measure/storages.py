@@ -109,6 +109,7 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
     Wrappers, and the zeros of forward-mode differentiation, have a size but no memory.
     """
     try:
+        # PyTorch warns if a fake tensor, whose device is meta, is asked for its address.
         return storage.device == _META or storage.data_ptr() != 0 or storage.nbytes() == 0
     except RuntimeError:
         return storage.device == _META  # a fake tensor's storage counts as if it had memory

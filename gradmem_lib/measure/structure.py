@@ -86,24 +86,34 @@ def within(name: str, outer: Any) -> bool:
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
     """The features that come out of the matrices at the model's end.
 
-    Such a matrix is in no list of layers, has more outputs than inputs, and no other matrix takes
-    its outputs, or their halves or thirds (as those of queries, keys and values).
+    Such a matrix is in no list of layers or is the last one of all, has more outputs than inputs,
+    and no other matrix takes its outputs, or their halves or thirds (as those of queries, keys and
+    values).
     """
+    matrices = _matrices(model)
+    last = next(reversed(matrices), None)
     widening, taken = set[int](), set[int]()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue  # a table's rows are looked up, and not multiplied with
-        matrices = []
-        for parameter in module.parameters(recurse=False):
-            if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2:
-                matrices.append(parameter)
-        for n_out, n_in in [matrix.shape for matrix in matrices]:
+    for name, shapes in matrices.items():
+        for n_out, n_in in shapes:
             taken.add(n_in)
+            at_the_end = name == last or not within(name, layers)
             # a recurrent cell has several matrices, for its gates
-            if n_out > n_in and len(matrices) == 1 and not within(name, layers):
+            if n_out > n_in and len(shapes) == 1 and at_the_end:
                 widening.add(n_out)
     in_parts = {parts * n_in for n_in in taken for parts in (1, 2, 3)}
     return frozenset(widening - in_parts)
+
+
+def _matrices(model: nn.Module) -> dict[str, list[Shape]]:
+    """The shapes of each module's own matrices. An embedding has none: its rows are looked up."""
+    found = dict[str, list[Shape]]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2:
+                found.setdefault(name, []).append(tuple(parameter.shape))
+    return found
 
 
 def _checkpoints(model: nn.Module) -> Checkpoints:

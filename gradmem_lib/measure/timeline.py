@@ -50,6 +50,9 @@ class Holder(NamedTuple):
     written. ``line``: the line of the user's script that made it, or read it first. ``turn``: how
     many turns were finished when it was made, or first read. ``expanded``: a forward has made it,
     and it is several times larger than all that the operation has read (and that was no weight).
+    ``made_in``: the moment in which it was made, or first read. ``is_result``: an outermost module
+    has returned it. ``computed_from``: the category of all that it was computed from, if it was
+    made between steps of nothing but gradients, say, or copies of them.
     ``samples``: the recording's first sample with it, and the first one without it.
     """
 
@@ -63,6 +66,9 @@ class Holder(NamedTuple):
     line: SourceLine | None = None
     turn: int = 0
     expanded: bool = False
+    made_in: str = ""
+    is_result: bool = False
+    computed_from: str = ""
     samples: tuple[int, int] = (0, 0)
 
 
@@ -85,10 +91,12 @@ class ForwardPass(NamedTuple):
     ``has_graph``: something in it needs a gradient. ``chained``: it was given what an earlier
     operation with a gradient has computed. ``has_weights``: the module has parameters, or calls a
     module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``kept_at_peak``: of the
-    activations at the run's peak, those that were made from its beginning until the next call's.
-    ``turn``: how many turns were finished. ``differentiable``: the backward that used it has built
-    a graph itself. ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer
-    has one of them.
+    activations at the run's peak, those that were made from its beginning until the next call's,
+    without what it has returned. ``inside_at_peak``: of these, what was made until its end.
+    ``made``: how many bytes it has left when it ended, without what it has returned. ``turn``: how
+    many turns were finished. ``differentiable``: the backward that used it has built a graph
+    itself. ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one
+    of them. ``number``: the same for all calls of one module.
     """
 
     module: str
@@ -103,9 +111,12 @@ class ForwardPass(NamedTuple):
     chained: bool = False
     has_weights: bool = True
     kept_at_peak: int = 0
+    inside_at_peak: int = 0
+    made: int = 0
     turn: int = 0
     differentiable: bool = False
     for_no_optimizer: bool = False
+    number: int = 0
 
 
 class Timeline:

@@ -15,7 +15,8 @@ of place. The tracker reports the bytes of the program without it, where the sum
 first gradient. Two differences stay: autograd copies a sparse gradient (its indices, 8 bytes an id,
 are then not the batch's), and the backward of a matrix exponential joins its blocks in a new
 tensor. A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that
-no operation shows. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
+no operation shows: ``tracker.saved_numbers``. On a CUDA card, ``tracker.allocator`` has the
+allocator's own figures.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
-from .recording import Recording, is_expanded
+from .moments import Pass
+from .recording import Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
+NUMBER_BYTES = 8  # a Python number as a tensor: float64 or int64
 LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
 FRAMES_SHARE = 0.2  # of the time, at most: what frames cost depends on the model and the machine
 
@@ -122,6 +125,7 @@ class MemoryTracker:
         self._structure: Structure | None = None
         self._optimized: frozenset[str] | None = None
         self._closed = False
+        self._interrupted = False  # an error ended the block: what it would have done is not known
 
     @property
     def current(self) -> MemorySnapshot:
@@ -136,6 +140,14 @@ class MemoryTracker:
         """The moment with the most live bytes."""
         with self._meter.lock:
             return self._recording.at(self._recording.run_peak)
+
+    @property
+    def saved_numbers(self) -> int:
+        """Bytes that the CPU's allocator may have had beside the peak: 8 for each Python number
+        that autograd kept for backward (``x * 0.5``). No operation shows them, so no other figure
+        here has them. At a peak in backward, some of them are free already.
+        """
+        return NUMBER_BYTES * self._recording.run_peak.saved_numbers
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
@@ -197,8 +209,9 @@ class MemoryTracker:
             if not self._closed:
                 self._meter.mark_passes()
             found = []
-            kept = self._kept_at_peak()
-            for done, kept_at_peak in zip(self._meter.position.passes, kept, strict=True):
+            passes = self._meter.position.passes
+            kept, inside = self._kept_at_peak(passes)
+            for done, kept_at_peak, inside_at_peak in zip(passes, kept, inside, strict=True):
                 found.append(
                     ForwardPass(
                         module=name_of(done.owner, named),
@@ -214,22 +227,32 @@ class MemoryTracker:
                         chained=done.chained,
                         has_weights=done.has_weights,
                         kept_at_peak=kept_at_peak,
+                        inside_at_peak=inside_at_peak,
+                        made=done.live_after - done.live_before - done.returned,
                         turn=done.turn,
                         differentiable=done.differentiable,
                         for_no_optimizer=done.for_no_optimizer,
+                        number=done.number,
                     )
                 )
             return found
 
-    def _kept_at_peak(self) -> list[int]:
-        """For each of the forwards, what it has made of the activations at the peak."""
-        first_samples = [done.first_sample for done in self._meter.position.passes]
-        kept = [0] * len(first_samples)
+    def _kept_at_peak(self, passes: list[Pass]) -> tuple[list[int], list[int]]:
+        """For each of the forwards, what it has made of the activations at the peak: until the
+        next one begins, and until its own end. What it has returned is left out.
+        """
+        first_samples = [done.first_sample for done in passes]
+        kept, inside = [0] * len(passes), [0] * len(passes)
         for entry in self._recording.entries(self._recording.run_peak):
             begun = bisect_right(first_samples, entry.sample)  # how many forwards before it
-            if begun and entry.category == ACTIVATIONS:
-                kept[begun - 1] += entry.nbytes
-        return kept
+            if not begun or entry.category != ACTIVATIONS or is_result(entry):
+                continue
+            done = passes[begun - 1]
+            kept[begun - 1] += entry.nbytes
+            runs_now = done is self._meter.position.open
+            if runs_now or entry.sample < done.end_sample:
+                inside[begun - 1] += entry.nbytes
+        return kept, inside
 
     @property
     def facts(self) -> Facts:
@@ -264,7 +287,10 @@ class MemoryTracker:
 
     def __repr__(self) -> str:
         card = "".join(f", CUDA {name} {n:,} bytes" for name, n in (self.allocator or {}).items())
-        return f"MemoryTracker(peak {self.peak}{card})"
+        numbers = ""
+        if self.saved_numbers and self.device.type == "cpu":
+            numbers = f", beside it up to {self.saved_numbers:,} bytes of saved Python numbers"
+        return f"MemoryTracker(peak {self.peak}{numbers}{card})"
 
     def reset_peak(self) -> None:
         """Forget the peak, and search for a new one from the bytes that are live now.
@@ -317,6 +343,7 @@ class MemoryTracker:
         return self
 
     def __exit__(self, exc_type, exc, tb) -> None:
+        self._interrupted = exc is not None
         try:
             self._undo.close()
             if isinstance(exc, torch.OutOfMemoryError):
@@ -362,6 +389,9 @@ class MemoryTracker:
                     line=source_line(entry.line),
                     turn=entry.turn,
                     expanded=is_expanded(entry),
+                    made_in=MOMENTS[entry.moment],
+                    is_result=is_result(entry),
+                    computed_from=_category_name(source_of(entry)),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
@@ -375,7 +405,7 @@ class MemoryTracker:
             steps=self.steps,
             turns=self._recording.turns,
             moments=frozenset(MOMENTS[moment] for moment in self._recording.moments_seen),
-            ended=self._closed,
+            ended=self._closed and not self._interrupted,
             optimized=self._optimized if self._closed else self._meter.optimized(),
             structure=self._structure if self._closed else self._meter.structure(),
             recomputed=self._meter.recomputed,
@@ -385,6 +415,7 @@ class MemoryTracker:
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
+            meter.find_waiting_optimizers()  # they tell which models are in training
             meter.sync()
             meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
@@ -415,6 +446,10 @@ class MemoryTracker:
             warnings.warn(
                 f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2
             )
+
+
+def _category_name(category: int) -> str:
+    return "" if category < 0 else CATEGORIES[category]
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:

@@ -2,13 +2,14 @@
 and parameters behind them.
 """
 
+import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import UntypedStorage, nn
@@ -29,7 +30,7 @@ from ..names import (
 from .facts import FIRST_READ_PARAMETER, INPUTS, READ_IN_PARTS
 from .moments import Pass, Position
 from .patches import patched_torch
-from .recording import EXISTED, Entry, Recording, is_expanded
+from .recording import EXISTED, Entry, Recording, is_expanded, is_result, source_of
 from .source_lines import calling_line
 from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
 from .structure import Structure
@@ -63,28 +64,44 @@ class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             # DTensors and quantized tensors next dispatch operations on the tensors inside
             return NotImplemented
-        run = (_operators.get(id(func)) or _operator(func))[1]
+        run = (_operators.get(id(func)) or _operator(func)).run
         out = run(*args, **kwargs) if kwargs else run(*args)
         self._observe(func, args, kwargs, out)
         return out
 
 
-_operators: dict[int, tuple[Any, Callable, bool]] = {}  # by address: an operator's hash is slow
+class Operator(NamedTuple):
+    """What is known of an operator.
 
-
-def _operator(func: Any) -> tuple[Any, Callable, bool]:
-    """``func``, the callable that runs it, and whether it returns an argument or a view of one.
-
-    Holding ``func`` keeps its address, the key, from being reused.
+    ``func``: itself, which keeps its address, the key, from being reused. ``run``: what runs it.
+    ``aliases``: it returns an argument or a view of one. These allocate no storage: ``only_views``,
+    if it returns views of its first argument and nothing else, and writes nothing; ``in_place``, if
+    it writes into its first argument, and returns that.
     """
+
+    func: Any
+    run: Callable
+    aliases: bool
+    only_views: bool
+    in_place: bool
+
+
+_operators: dict[int, Operator] = {}  # by address: an operator's hash is slow
+
+
+def _operator(func: Any) -> Operator:
     if id(func) not in _operators:
         run = getattr(func, compat.KERNEL, func)
         if func in compat.collectives:
             run = partial(compat.run_collective_synchronously, func)
-        _operators[id(func)] = (
+        aliases = [result.alias_info for result in compat.returns(func)]
+        views = [alias for alias in aliases if alias is not None and not alias.is_write]
+        _operators[id(func)] = Operator(
             func,
             run,
-            any(r.alias_info is not None for r in compat.returns(func)),
+            aliases=any(alias is not None for alias in aliases),
+            only_views=len(views) == len(aliases) > 0,
+            in_place=len(aliases) == 1 and compat.writes_first_argument(func),
         )
     return _operators[id(func)]
 
@@ -129,6 +146,7 @@ class Meter:
         # Reentrant, since a garbage collection inside the locked part may free tensors and run
         # Python code.
         self.lock = threading.RLock()
+        self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self.position = Position()
         self.stack = self.position.calls
         self._thread = threading.get_ident()
@@ -241,8 +259,21 @@ class Meter:
             done.for_no_optimizer = found[id(module)]
 
     def _ids_in_optimizers(self) -> set[int]:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        known = {*self.optimizers, *self.waiting_optimizers}
+        groups = [group for optimizer in known for group in optimizer.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def find_waiting_optimizers(self) -> None:
+        """Find the optimizers that have not stepped so far. It takes about as long as a garbage
+        collection.
+
+        A diagnosis of a run that ends before its first step has no other way to know them.
+        """
+        if self.recording.step or self.position.has_stepped:
+            return
+        for value in gc.get_objects():
+            if issubclass(type(value), Optimizer):
+                self.waiting_optimizers.add(value)
 
     def close(self) -> None:
         """Drop the model. The recorded entries keep the names of its modules."""
@@ -260,7 +291,7 @@ class Meter:
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: count its allocations and frees, and sample a change."""
         recording, allocated = self.recording, 0
-        live = recording.live
+        operator = _operators.get(id(func)) or _operator(func)
         self.lock.acquire()  # `with` takes twice as long
         try:
             recording.op += 1
@@ -269,21 +300,16 @@ class Meter:
                 recording.drain()
             if self._reused is not None:
                 self._check_reused()
-            moment = recording.moment = self.position.moment()
-            if self._has_ddp and moment == IN_BACKWARD and _operator(func)[2]:
-                before += self._find_bucket(out, func)
-            if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
-                allocated += self._count_reads(args, kwargs, func)
-            if moment == IN_BACKWARD and func is compat.add_tensors:
-                self._free_reused(args)
-            for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
-                for storage in storages_of(tensor):
-                    entry = live.get(storage_key(storage))
-                    if entry is None or entry.size != storage.nbytes():
-                        allocated += self._add(tensor, storage, entry, func, args)
-            # FSDP's buffer, which backward does not need
-            if self._has_fsdp and func is compat.all_gather:
-                recording.tag(args[0], names.TEMPORARIES, GATHERED)
+            recording.moment = self.position.moment()
+            # Most operations make views of tensors that are counted already, or write into them.
+            if operator.only_views and self._is_counted(args[0]):
+                pass
+            elif operator.in_place and not self._has_ddp:
+                allocated = self._count_reads(args, kwargs, func)
+            else:
+                if self._has_ddp:
+                    before += self._find_bucket(operator, out)
+                allocated = self._count(func, args, kwargs, out)
             if allocated or recording.total != before:
                 self.sample(allocated, func)
             if recording.scratch and (scratch := recording.scratch(func, args)):
@@ -291,11 +317,40 @@ class Meter:
         finally:
             self.lock.release()
 
+    def _is_counted(self, tensor: Any) -> bool:
+        """Whether the storage of a plain tensor is among those that live."""
+        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+            return False
+        try:
+            return storage_key(tensor.untyped_storage()) in self.recording.live
+        except NO_STORAGE:
+            return False
+
+    def _count(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> int:
+        """Count the storages that an operation reads for the first time, and those that it makes.
+
+        Returns their bytes.
+        """
+        recording, nbytes = self.recording, 0
+        if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
+            nbytes += self._count_reads(args, kwargs, func)
+        if func is compat.add_tensors and recording.moment == IN_BACKWARD:
+            self._free_reused(args)
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
+            for storage in storages_of(tensor):
+                entry = recording.live.get(storage_key(storage))
+                if entry is None or entry.size != storage.nbytes():
+                    nbytes += self._add(tensor, storage, entry, func, args)
+        # FSDP's buffer, which backward does not need
+        if self._has_fsdp and func is compat.all_gather:
+            recording.tag(args[0], names.TEMPORARIES, GATHERED)
+        return nbytes
+
     def sample(self, allocated: int = 0, func: object = "") -> None:
-        self.recording.sample(func)
-        forward = self.position.open
-        if forward is not None and self.recording.total > forward.peak:
-            forward.peak = self.recording.total
+        recording, forward = self.recording, self.position.open
+        recording.sample(func)
+        if forward is not None and recording.total > forward.peak:
+            forward.peak = recording.total
         if self.after_sample is not None:
             self.after_sample(allocated, func)
 
@@ -355,16 +410,29 @@ class Meter:
         if entry is not None:
             return recording.resize(entry, storage)
         category = self._category_of_new(storage, func, args)
-        owner = self.owner()
-        if recording.moment == IN_BACKWARD:
+        owner, moment = self.owner(), recording.moment
+        if moment == IN_BACKWARD:
             self._note_node(storage)
             if category == names.TEMPORARIES:
                 owner = "(backward)"
-        nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(3))
-        is_large = nbytes * LARGE_PART > recording.run_peak.total
-        if is_large and recording.moment in FORWARDS and self._expands(nbytes, args):
-            recording.live[storage_key(storage)].expanded = True
+        nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(4))
+        if nbytes and moment in FORWARDS:
+            self._note_origin(recording.live[storage_key(storage)], args)
         return nbytes
+
+    def _note_origin(self, entry: Entry, args: tuple) -> None:
+        """Note what is asked of a tensor later: whether it is much larger than what it was computed
+        from, whether that was nothing but gradients, and whether it was a number.
+        """
+        is_large = entry.nbytes * LARGE_PART > self.recording.run_peak.total
+        if is_large and self._expands(entry.nbytes, args):
+            entry.expanded = True
+        if entry.moment == BETWEEN_STEPS:
+            entry.source = self._category_of_reads(args)
+        elif entry.op is compat.multiply or entry.op is compat.divide:
+            by_a_number = not isinstance(args[1], torch.Tensor)
+            if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
+                self.recording.note_number()
 
     def _expands(self, nbytes: int, args: tuple) -> bool:
         """Whether an operation without weights has made ``nbytes`` from much less."""
@@ -381,6 +449,25 @@ class Meter:
                 read += storage.nbytes()
         return 0 < read * EXPANDS < nbytes
 
+    def _category_of_reads(self, args: tuple) -> int:
+        """The category of all that an operation reads, if it is gradients or parameters; or -1.
+
+        What was computed from gradients alone, such as a copy of them, counts as gradients.
+        """
+        found = -1
+        for tensor in tensors_in(args):
+            for storage in storages_of(tensor):
+                entry = self.recording.live.get(storage_key(storage))
+                if entry is None:
+                    return -1
+                category = source_of(entry) if entry.category == names.OTHER else entry.category
+                if category not in (names.GRADIENTS, names.PARAMETERS):
+                    return -1
+                if found not in (-1, category):
+                    return -1
+                found = category
+        return found
+
     def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
         """The category of a storage that an operation has just made.
 
@@ -388,10 +475,9 @@ class Meter:
         """
         moment = self.recording.moment
         in_ddp = self.stack and isinstance(self.stack[-1], DistributedDataParallel)
-        if _operator(func)[2] or in_ddp:
+        operator = _operators.get(id(func)) or _operator(func)
+        if operator.aliases or in_ddp:
             return names.OTHER  # made by code that does not dispatch, or DDP's own
-        if moment in (TRAINING_FORWARD, LOSS):
-            return names.ACTIVATIONS
         if moment == IN_BACKWARD:
             # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being
             # recomputed.
@@ -399,7 +485,9 @@ class Meter:
                 return names.TEMPORARIES
             self.recomputed = True
             return names.ACTIVATIONS
-        if moment in (EVALUATION, IN_OPTIMIZER_STEP):
+        if moment in (TRAINING_FORWARD, LOSS):
+            return names.ACTIVATIONS
+        if moment in (IN_OPTIMIZER_STEP, EVALUATION):
             return names.TEMPORARIES
         if (
             storage.nbytes()
@@ -460,16 +548,18 @@ class Meter:
         """A weak reference to ``module``: a strong one would keep the weights alive."""
         return weakref.ref(module), type(module)
 
-    def _find_bucket(self, out: Any, func: Any) -> int:
+    def _find_bucket(self, operator: Operator, out: Any) -> int:
         """Count a gradient bucket of DDP, and return its bytes.
 
         Its allocation is not dispatched: it is first seen when a gradient is written into it.
         """
         recording = self.recording
+        if recording.moment != IN_BACKWARD or not operator.aliases:
+            return 0
         storage = own_storage(out) if isinstance(out, torch.Tensor) else None
         if storage is None or storage_key(storage) in recording.live:
             return 0
-        nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", func)
+        nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", operator.func)
         recording.backdate([recording.live[storage_key(storage)]] if nbytes else [])
         return nbytes
 
@@ -486,13 +576,22 @@ class Meter:
         recording = self.recording
         before = recording.total
         recording.drain()
-        named, buffers = {}, {}
         if self.model is not None:
-            named = dict(self.model.named_parameters())
-            buffers = dict(self.model.named_buffers())
-        # In a call of functional_call, computed tensors stand in the place of parameters.
-        parameters = {name: p for name, p in named.items() if p.is_leaf}
-        computed = named.keys() - parameters.keys()
+            self._sync_model(self.model)
+        if states:
+            for optimizer in self.optimizers:
+                self._tag_states(optimizer)
+        if recording.total != before:
+            self.sample()
+
+    def _sync_model(self, model: nn.Module) -> None:
+        recording = self.recording
+        parameters, computed = dict[str, nn.Parameter](), set[str]()
+        for name, parameter in model.named_parameters():
+            if parameter.is_leaf:
+                parameters[name] = parameter
+            else:  # in a call of functional_call, it stands in the place of a parameter
+                computed.add(name)
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
                 self.on_moved(name, parameter.device)
@@ -502,42 +601,53 @@ class Meter:
                 entry.category = names.OTHER  # set back below if it is still a parameter
         # Buffers first: the storage of a buffer that is a view of a parameter belongs to the
         # parameter.
-        for name, buffer in buffers.items():
+        for name, buffer in model.named_buffers():
             recording.tag(buffer, names.OTHER, name)
         for name, parameter in parameters.items():
-            self._names[id(parameter)] = name
-            self._tag_parameter(parameter)
-            state = getattr(parameter, "quant_state", None)
-            # bitsandbytes' 4-bit weights have scales, and these may have scales too
-            while state is not None:
-                recording.tag(vars(state), names.PARAMETERS, name)
-                state = state.state2
-            known = self._hooked.get(id(parameter), lambda: None)() is parameter
-            if not known and parameter.requires_grad and not is_lazy(parameter):
-                self._hooked[id(parameter)] = weakref.ref(parameter)
-                self.exit_stack.callback(
-                    parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove
-                )
-        if states:
-            for optimizer in self.optimizers:
-                self._tag_states(optimizer)
-        if recording.total != before:
-            self.sample()
+            self._sync_parameter(name, parameter)
+
+    def _sync_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        self._names[id(parameter)] = name
+        self._tag_now(parameter)
+        # bitsandbytes' 4-bit weights have scales, and these may have scales too
+        state = vars(parameter).get("quant_state")
+        while state is not None:
+            self.recording.tag(vars(state), names.PARAMETERS, name)
+            state = state.state2
+        self._watch_gradient(parameter)
+
+    def _watch_gradient(self, parameter: nn.Parameter) -> None:
+        """Tag the gradient of ``parameter`` whenever it has been accumulated."""
+        known = self._hooked.get(id(parameter))
+        if known is not None and known() is parameter:
+            return
+        if parameter.requires_grad and not is_lazy(parameter):
+            self._hooked[id(parameter)] = weakref.ref(parameter)
+            hook = parameter.register_post_accumulate_grad_hook(self._tag_parameter)
+            self.exit_stack.callback(hook.remove)
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
-        # also called when the parameter's gradient has been accumulated
         with self.lock, compat.plain_tensors():
-            name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
-            self.recording.tag(parameter, names.PARAMETERS, name)
-            for gradient in (grad, getattr(parameter, names.GRADIENT_SUM, None)):
-                if gradient is not None:
-                    self.recording.tag(gradient, names.GRADIENTS, name)
+            self._tag_now(parameter)
+
+    def _tag_now(self, parameter: torch.Tensor) -> None:
+        """Count a parameter and its gradients under their categories."""
+        recording, name = self.recording, self._names.get(id(parameter), "parameter")
+        recording.tag(parameter, names.PARAMETERS, name)
+        if parameter.grad is not None:
+            recording.tag(parameter.grad, names.GRADIENTS, name)
+        summed = vars(parameter).get(names.GRADIENT_SUM)
+        if summed is not None:
+            recording.tag(summed, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
         """Count all that the optimizer keeps under "optimizer": its states, also those inside
         objects, and the tensors in attributes of its own.
         """
+        self.recording.drain()
         for parameter, state in optimizer.state.items():
+            if isinstance(state, dict) and all(map(self._is_state, state.values())):
+                continue  # as in all steps but the first
             name = self._names.get(id(parameter), "parameter")
             for tensor in tensors_held(state):
                 self._tag_state(tensor, name)
@@ -545,6 +655,16 @@ class Meter:
             if attribute not in ("state", "param_groups", "defaults"):
                 for tensor in tensors_held(value):
                     self._tag_state(tensor, f"{type(optimizer).__name__}.{attribute}")
+
+    def _is_state(self, value: Any) -> bool:
+        """Whether it is a plain tensor that counts as an optimizer's already."""
+        if type(value) is not torch.Tensor:
+            return False
+        try:
+            entry = self.recording.live.get(storage_key(value.untyped_storage()))
+        except NO_STORAGE:
+            return False
+        return entry is not None and entry.category == names.OPTIMIZER
 
     def _tag_state(self, tensor: torch.Tensor, name: str) -> None:
         """Count a tensor of an optimizer. Weights and gradients in it stay what they are."""
@@ -570,10 +690,11 @@ class Meter:
             self.position.stepping.append(optimizer)
             self._step_began_at = recording.count
             self._without_state = set()
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                self._tag_parameter(parameter)
-                if parameter not in optimizer.state:
-                    self._without_state.add(tuple(parameter.shape))
+            with compat.plain_tensors():
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    self._tag_now(parameter)
+                    if parameter not in optimizer.state:
+                        self._without_state.add(tuple(parameter.shape))
             self._tag_states(optimizer)
             self.sample()
         return tuple(map(self._wrap_closure, args)), {
@@ -649,12 +770,14 @@ class Meter:
             else:
                 self.note_weights(module)
             self.stack.append(module)
+            out = None
             try:
-                return call(module, *args, **kwargs)
+                out = call(module, *args, **kwargs)
             finally:
                 del self.stack[-1:]
                 if not self.stack and graph_task() == -1:
-                    self.position.end_forward(self.recording.total)
+                    self.end_forward(out)
+            return out
 
         return __call__
 
@@ -668,6 +791,10 @@ class Meter:
             if with_grad:
                 self.begin_step()
             weight = next(module.parameters(), None)
+            with compat.plain_tensors():
+                # a weight too may be computed, by functional_call or a parametrization
+                given = tensors_in((args, kwargs, weight))
+                chained = any(tensor.grad_fn is not None for tensor in given)
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -676,12 +803,13 @@ class Meter:
                     recording.total,
                     calling_line(2),
                     compat.next_sequence_nr(),
-                    chained=any(t.grad_fn is not None for t in tensors_in((args, kwargs))),
+                    chained=chained,
                     has_weights=weight is not None,
                     first_sample=recording.count,
                     turn=recording.turn,
                     # In functional_call, other tensors stand in the place of its parameters.
                     module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
+                    number=id(module),
                 )
             )
             if with_grad and weight is not None:
@@ -703,6 +831,23 @@ class Meter:
             if tensor.dim():
                 self.recording.note_batch(tensor.size(0))
                 return
+
+    def end_forward(self, out: Any) -> None:
+        """The outermost module has returned ``out``; ``None`` if it raised an error."""
+        recording, forward = self.recording, self.position.open
+        if forward is None:
+            return
+        returned = 0
+        with self.lock:
+            recording.drain()
+            for tensor in tensors_in((out,)):
+                for storage in storages_of(tensor):
+                    entry = recording.live.get(storage_key(storage))
+                    if entry is None or entry.sample < forward.first_sample or is_result(entry):
+                        continue  # not made in this forward, or seen already
+                    entry.is_result = True
+                    returned += entry.nbytes
+            self.position.end_forward(recording.total, recording.count, returned)
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""

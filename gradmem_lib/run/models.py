@@ -80,7 +80,7 @@ class FoundModels:
         return True
 
     def note_step(self, optimizer: Optimizer) -> bool:
-        """An optimizer steps. Returns whether that changes what is known."""
+        """An optimizer steps, or is found. Returns whether that changes what is known."""
         # a group of parameters may have been added since an optimizer was compared
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         waiting = [

@@ -91,6 +91,8 @@ class Session:
             return
         self.is_finished = True
         try:
+            if self.tracker is not None:
+                self.tracker.end(error)
             self._report(GOES_ON if goes_on else _how_it_ended(error), _explained(error))
         except Exception as problem:  # the program's exit status stays its own
             self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
@@ -102,8 +104,6 @@ class Session:
             self.tracker.end()
 
     def _report(self, ended: str, explained: str) -> None:
-        if self.tracker is not None:
-            self.tracker.end()
         if self.tracker is None or not self.tracker.peak.total:
             self._say(NOTHING)
             return

@@ -167,6 +167,10 @@ class ScriptMeter(Meter):
         super().begin_forward(module, args, kwargs)
 
     @shielded
+    def end_forward(self, out: Any) -> None:
+        super().end_forward(out)
+
+    @shielded
     def note_weights(self, module: nn.Module) -> None:
         super().note_weights(module)
 
@@ -188,6 +192,11 @@ class ScriptMeter(Meter):
         super().sync_now(states)
         for name, parameter in self.models.other_parameters():
             self.recording.tag(parameter, names.OTHER, name)
+
+    def find_waiting_optimizers(self) -> None:
+        super().find_waiting_optimizers()
+        for optimizer in self.waiting_optimizers:
+            self.models.note_step(optimizer)
 
     def can_end(self) -> bool:
         """Whether the measurement could end here: a mode that the script has entered ends first."""
@@ -214,9 +223,11 @@ class ScriptTracker(MemoryTracker):
         if snapshot:
             self.recording.history = History()
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         self.device = self._recording.device  # which may have become an accelerator
+        self.meter.find_waiting_optimizers()
         self.__exit__(None, None, None)
+        self._interrupted = isinstance(error, Exception)  # an exit of the script is none
         with self.meter.lock:
             last = self._recording.next_window()
             self.meter.steps.add(last, self._recording.total, self.steps)

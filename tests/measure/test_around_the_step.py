@@ -15,6 +15,33 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from gradmem_lib import MemoryTracker
 
 
+@pytest.mark.parametrize("times", [3, 40])
+@pytest.mark.parametrize(
+    "change", [lambda x: x * 0.5, lambda x: 2 * x, lambda x: x / 3, lambda x: x + 1, lambda x: x**2]
+)
+def test_saved_python_numbers_are_said_beside_the_peak(change, times):
+    """What the allocator has more than the tracker. While an operation with a number runs, it has
+    that number too.
+    """
+    layer, given = nn.Linear(4, 4), torch.rand(2, 4)
+
+    def step():
+        x = layer(given)
+        for _ in range(times):
+            x = change(x)
+        del x
+
+    expected = allocator_peak(step, before=1)
+    with without_collections(), MemoryTracker(layer, live=False) as tracker:
+        tracker.watch(given, "other")
+        start = tracker.current.total
+        step()
+    more = expected - (tracker.peak.total - start)
+    assert more - tracker.saved_numbers in (0, 8)
+    assert tracker.saved_numbers in (0, 8 * times)
+    assert ("saved Python numbers" in repr(tracker)) == (tracker.saved_numbers > 0)
+
+
 def nbytes(tensors) -> int:
     """The bytes of the different storages of ``tensors``."""
     storages = [tensor.untyped_storage() for tensor in tensors]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import oom_programs as programs
 from support import oom_programs_around as around
+from support import oom_programs_of_loops as loops
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
@@ -36,6 +37,13 @@ DATA = "Data waits on the device"
 ONE_STEP = "One step needs much more than the others"
 TABLE = "The gradient of an embedding is the largest part"
 EXPANDED = "One kind of tensor is the largest part"
+GRADIENTS = "The gradients are there more than once"
+DOUBLE = "Tensors are in float64"
+STAYS = "Results of an evaluation stay during the training"
+CHAIN = "One backward goes through a chain of forwards"
+TWICE = "Gradients keep graphs of their own"
+LEFT = "Tensors of the step before are still there"
+ONE_TENSOR = "One tensor is most of the peak"
 
 HAVE = {
     programs.losses_in_a_list: GROWS,
@@ -109,6 +117,25 @@ HAVE = {
     around.mask_for_each_head: EXPANDED,
     around.distances_after_an_evaluation: EXPANDED,
     around.own_softmax: SCORES,
+    loops.norm_of_all_gradients: GRADIENTS,
+    loops.gradients_of_all_tasks: GRADIENTS,
+    loops.gradients_in_two_dtypes: GRADIENTS,
+    loops.gradients_of_frozen_layers: FOR_NOBODY,
+    loops.targets_in_float64: DOUBLE,
+    loops.masks_of_all_lengths: GROWS,
+    loops.models_of_all_folds: GROWS,
+    loops.errors_that_are_kept: GROWS,
+    loops.targets_of_a_copy: UNUSED,
+    loops.predictions_of_a_function: UNUSED,
+    loops.outputs_of_the_step_before: LEFT,
+    loops.losses_of_the_model_added_up: ADDED_UP,
+    loops.unrolled: CHAIN,
+    loops.inner_steps: TWICE,
+    loops.rows_of_a_hessian: TWICE,
+    loops.scores_before_an_update: STAYS,
+    loops.vocabulary_beside_a_reference: LOGITS,
+    loops.dense_neighbours: ONE_TENSOR,
+    loops.attention_of_three_dimensions: SCORES,
 }
 DO_NOT_HAVE = [
     (programs.numbers_in_a_list, GROWS),
@@ -163,12 +190,27 @@ DO_NOT_HAVE = [
     (programs.wide_hidden_layer, EXPANDED),
     (programs.ordinary_training, EXPANDED),
     (around.own_softmax, LOGITS),
+    (around.gradient_penalty, TWICE),
+    (around.samples_that_stay, STAYS),
+    (loops.gradients_that_are_clipped, GRADIENTS),
+    (loops.all_in_float64, DOUBLE),
+    (loops.first_examples, GROWS),
+    (loops.masks_of_all_lengths, KEPT),
+    (loops.queue_of_features, UNUSED),
+    (loops.rollouts_with_graph, ADDED_UP),
+    (loops.predictions_of_a_function, ONE_STEP),
+    (loops.two_calls, CHAIN),
+    (loops.inner_steps, ADDED_UP),
+    (loops.teachers_in_a_list, GENERATION),
+    (loops.segmented_images, SCORES),
+    (loops.segmented_images, KEPT),
+    (loops.outputs_of_a_decoder, ADDED_UP),
 ]
 # A smaller evaluation or generation, or a narrower second model, may still be the largest part.
-REMAIN = (EVALUATION, GENERATION, SECOND)
+REMAIN = (EVALUATION, GENERATION, SECOND, GRADIENTS)
 # The remedy of these takes away all that was said. What may come in its place is one forward's
 # output, or gradients that wait for the optimizer.
-TAKE_ALL = (GROWS, COPIED, ADDED_UP, METRIC, COLLECTED)
+TAKE_ALL = (GROWS, COPIED, ADDED_UP, METRIC, COLLECTED, GRADIENTS, DOUBLE, CHAIN, STAYS)
 SLACK = 0.1
 
 
@@ -213,6 +255,11 @@ IN_THE_MIDDLE = [
     around.data_set_on_the_device,
     around.one_long_row,
     around.distances_of_all_pairs,
+    loops.norm_of_all_gradients,
+    loops.masks_of_all_lengths,
+    loops.unrolled,
+    loops.losses_of_the_model_added_up,
+    loops.vocabulary_beside_a_reference,
 ]
 
 
@@ -222,6 +269,7 @@ def test_a_run_that_ends_in_the_middle_is_told_the_same(program, monkeypatch):
     with_budget = partial(MemoryTracker, budget=budget)
     monkeypatch.setattr(around, "MemoryTracker", with_budget)
     monkeypatch.setattr(programs, "MemoryTracker", with_budget)
+    monkeypatch.setattr(loops, "MemoryTracker", with_budget)
     with pytest.raises(BudgetExceeded) as caught:
         program()
     first = diagnose(caught.value).causes[0]
@@ -247,7 +295,7 @@ def test_the_growth_is_that_of_the_list_at_the_peak():
 def test_a_graph_that_is_used_is_not_blamed_on_the_forward_that_is_not():
     tracker = programs.validation_before_the_backward()
     found = diagnose(tracker).causes[0]
-    rows, widths = 512, (256, 256, 64)  # before GELU, after it, and the output
+    rows, widths = 512, (256, 256)  # before GELU and after it; the output is there in any case
     assert found.nbytes == 4 * rows * sum(widths)
     assert tracker.peak.by_category["activations"] > 2 * found.nbytes
     assert "1 forward recorded" in found.evidence
@@ -260,7 +308,8 @@ def test_a_long_scoring_is_blamed_for_the_forwards_that_are_no_longer_in_the_lis
             scores.append(net(x).mean())
     found = diagnose(tracker).causes[0]
     assert found.name == UNUSED
-    assert found.nbytes == tracker.peak.by_category["activations"]
+    last_output = 4 * x.numel()  # it is there without a graph, too
+    assert found.nbytes == tracker.peak.by_category["activations"] - last_output
 
 
 def test_a_loss_module_is_no_forward_of_its_own():
@@ -311,6 +360,23 @@ def test_chunks_of_the_loss_are_not_offered_for_an_embeddings_output():
     assert CHUNKS in diagnose(caught.value).cannot_help
 
 
+def test_a_trainers_evaluation_is_told_three_arguments_and_each_of_them_helps():
+    before = diagnose(loops.evaluation_of_a_trainer())
+    first = before.causes[0]
+    assert first.name == COLLECTED
+    for argument in (
+        "preprocess_logits_for_metrics",
+        "eval_accumulation_steps",
+        "prediction_loss_only",
+    ):
+        assert argument in first.remedy
+        after = loops.evaluation_of_a_trainer(argument)
+        assert before.peak.total - after.peak.total >= first.nbytes // 2
+    smaller_batch = loops.evaluation_of_a_trainer(batch=1)
+    assert "A smaller batch does not help" in first.remedy
+    assert smaller_batch.peak.total > before.peak.total - first.nbytes // 4
+
+
 def test_an_error_says_the_causes_too():
     net, total, budget = programs.Net(), 0, 2 * 2**20
     x = torch.randn(256, 64)
@@ -324,5 +390,5 @@ def test_an_error_says_the_causes_too():
 
 
 def test_every_cause_has_a_program():
-    # copies are found in three ways, and growth in two
-    assert len(CAUSES) == len(set(HAVE.values())) + 3
+    # copies are found in three ways, and growth in two; the last one speaks where no other does
+    assert len(CAUSES) + 1 == len(set(HAVE.values())) + 3
