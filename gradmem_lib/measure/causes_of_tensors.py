@@ -17,7 +17,12 @@ MOST = 0.5  # of the peak
 
 def large_logits(facts: Facts) -> Cause | None:
     """Logits: a number for each token of each row and each entry of the vocabulary."""
-    logits = [h for h in facts.at_peak if facts.is_logits(h)]
+    logits = []
+    for holder in facts.at_peak:
+        # Older ones are kept outputs, which the next step's loss does not need.
+        is_in_use = facts.time_of(holder) >= facts.peak_time - 1
+        if is_in_use and facts.is_logits(holder):
+            logits.append(holder)
     nbytes = total(logits)
     if nbytes < DOMINATES * facts.peak.total or facts.outside_of_training:
         return None

@@ -159,7 +159,11 @@ def pretended(work):
             int(at[2]), dict(zip(CATEGORIES, at[3:].tolist(), strict=True)), PHASES[at[1]]
         )
         return SimpleNamespace(
-            target=target, timeline=SimpleNamespace(rows=rows), peak=peak, offload_traffic_bytes=0
+            target=target,
+            timeline=SimpleNamespace(rows=rows),
+            peak=peak,
+            offload_traffic_bytes=0,
+            notes=(),
         )
 
     return answer
