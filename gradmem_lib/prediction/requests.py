@@ -6,7 +6,7 @@ freed is the right block: the layer and the part of the step in which it was ask
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +55,10 @@ class Round(NamedTuple):
 
 
 def extrapolated_requests(
-    short: Trace, longer: Sequence[Trace], repeats: Sequence[int]
+    short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int]
 ) -> tuple[int, ...] | None:
-    """The requests of a model that has, of each list of layers, ``repeats`` units more than
-    ``short``. ``longer``: for each list, the trace with one unit more.
+    """The requests of a model that has, of each list of layers in ``repeats``, so many units more
+    than ``short``. ``longer``: by the same numbers of lists, the trace with one unit more.
 
     ``None`` if the traces do not prove it: without the unit that is repeated, ``longer`` has to ask
     for the same as ``short``.
@@ -68,12 +68,12 @@ def extrapolated_requests(
         return None
     units = _last_units(requests)
     rounds: list[Round] = []
-    for layers, (long, times) in enumerate(zip(longer, repeats, strict=True)):
-        found = _rounds(requests, _named(long), layers, times)
+    for layers, long in longer.items():
+        found = _rounds(requests, _named(long), layers, repeats[layers])
         if found is None:
             return None
         rounds += found
-        units[layers] = units.get(layers, 0) + times
+        units[layers] = units.get(layers, 0) + repeats[layers]
     return _numbered(_with_rounds(requests, rounds, units), units)
 
 
