@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
+from types import CodeType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -201,6 +202,12 @@ class Meter:
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
         self._has_fsdp = any(isinstance(module, kinds) for module in modules)
 
+    def line(self, depth: int) -> tuple[CodeType, int] | None:
+        """The line of a script that makes a storage: ``calling_line(depth)``. A prediction, which
+        names no lines, overrides it.
+        """
+        return calling_line(depth)
+
     # A tracker refuses these three. `gradmem run`, which must not stop a script, overrides them.
 
     runs_compiled_eagerly = False
@@ -362,14 +369,13 @@ class Meter:
         """
         live, nbytes = self.recording.live, 0
         for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind is torch.Tensor or kind is nn.Parameter:
+            if isinstance(value, torch.Tensor):
                 try:
                     if storage_key(value.untyped_storage()) in live:
                         continue
                 except NO_STORAGE:
                     pass
-            elif kind is not list and not isinstance(value, torch.Tensor):
+            elif type(value) is not list:
                 continue  # a number, a dtype, a size
             for tensor in tensors_in((value,)):
                 nbytes += self._count_read(tensor, func)
@@ -385,13 +391,13 @@ class Meter:
             if storage_key(storage) in recording.live:
                 continue
             if _is_copied_storage(tensor, func):
-                owner, line = self.owner(), calling_line(2)
+                owner, line = self.owner(), self.line(3)
                 nbytes += recording.on_alloc(storage, names.OTHER, owner, COPY, tensor, line)
                 continue
             op = READ_IN_PARTS if func in compat.parts_of_a_tensor else READ
             if isinstance(tensor, nn.Parameter):
                 op = FIRST_READ_PARAMETER
-            owner, line = module or self.owner(), calling_line(2)
+            owner, line = module or self.owner(), self.line(3)
             counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
             if counted:
                 recording.live[storage_key(storage)].step = EXISTED
@@ -415,7 +421,7 @@ class Meter:
             self._note_node(storage)
             if category == names.TEMPORARIES:
                 owner = "(backward)"
-        nbytes = recording.on_alloc(storage, category, owner, func, tensor, calling_line(4))
+        nbytes = recording.on_alloc(storage, category, owner, func, tensor, self.line(5))
         if nbytes and moment in FORWARDS:
             self._note_origin(recording.live[storage_key(storage)], args)
         return nbytes

@@ -534,7 +534,12 @@ def _offload_bytes_per_token(work: Work, recipe: Recipe) -> float:
         return 0
     if OFFLOAD[recipe.offload].all_saved:
         return 2 * saved_bytes_per_token(work, replace(recipe, offload=None))
-    return 2 * _width_of_activations(recipe) * work.scores  # the layers' inputs
+    return 2 * input_bytes_per_token(work, recipe)
+
+
+def input_bytes_per_token(work: Work, recipe: Recipe) -> float:
+    """The bytes of the inputs of all layers."""
+    return _width_of_activations(recipe) * work.scores
 
 
 def recompute_fraction(work: Work, recipe: Recipe) -> float:

@@ -47,6 +47,9 @@ PER_LAYER = {"checkpointing": "per-layer"}
 # Recompute parts of each layer. Or offload activations, for a card.
 PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
 OFFLOADED = {"offload": "activations"}
+# Of a line of so few recipes, the fastest is predicted first. Of a longer one, the slowest is: its
+# traces are often those of the recipes before it.
+SHORT_LINE = 3
 
 
 class Search:
@@ -315,17 +318,9 @@ class Search:
 
     def _first_that_fits(self, line: list[Recipe]) -> Option | None:
         """The first recipe of ``line`` that fits. Each needs less than the one before it."""
-        line = list(line)
-        # Only the last ones may need a little more than those before them, since a checkpoint
-        # keeps its input.
-        while line and not self._live_bytes_fit(line[-1]):
-            known = self._known.get(line.pop())
-            if (
-                known is None
-                or not line
-                or self._live_bytes(line[-1]) >= known.prediction.peak.total
-            ):
-                return None
+        if len(line) <= SHORT_LINE and line and self._fits(line[0]):
+            return self.option(line[0])
+        line = self._without_last_that_do_not_fit(line)
         start = bisect_left(line, True, key=self._live_bytes_fit)
         # What the allocator reserves besides does not shrink evenly: try one after the other.
         for recipe in line[start:]:
@@ -333,6 +328,29 @@ class Search:
             if option.fits:
                 return option
         return None
+
+    def _without_last_that_do_not_fit(self, line: list[Recipe]) -> list[Recipe]:
+        """``line`` up to its last recipe whose live bytes fit. It is empty if there is none.
+
+        Only the last ones may need a little more than those before them, since a checkpoint keeps
+        its input.
+        """
+        kept = list(line)
+        while kept and not self._live_bytes_fit(kept[-1]):
+            known = self._known.get(kept.pop())
+            if known is None:  # refused by a lower bound
+                return []
+            least_before = known.prediction.peak.total - self._bytes_of_inputs(known.recipe)
+            if not kept or least_before > self.available:
+                return []
+            if self._live_bytes(kept[-1]) >= known.prediction.peak.total:
+                return []
+        return kept
+
+    def _bytes_of_inputs(self, recipe: Recipe) -> float:
+        """The bytes of the inputs of all layers: more than a checkpoint adds."""
+        tokens = self.seq_len * (self.rows // recipe.accumulation)
+        return tokens * cost.input_bytes_per_token(self.work, recipe)
 
     def _live_bytes(self, recipe: Recipe) -> int:
         return self.option(recipe).prediction.peak.total

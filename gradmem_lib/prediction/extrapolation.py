@@ -6,7 +6,7 @@ more has one round more in each part of the step. If it is the shorter trace oth
 additional round can be repeated as often as the model has units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,24 +88,26 @@ def timeline_rows(changes: Changes, repeats: int) -> np.ndarray:
 
 def extrapolate(
     short: Changes,
-    longer: Sequence[Changes],
-    repeats: Sequence[int],
-    longest: Sequence[Changes] = (),
+    longer: Mapping[int, Changes],
+    repeats: Mapping[int, int],
+    longest: Mapping[int, Changes],
 ) -> Changes | None:
-    """The trace of a deep model.
+    """The trace of a deep model. Lists of layers have the numbers of the marks.
 
     Args:
         short: the trace of a model with few units of layers in each list.
-        longer: for each list, the trace of the model with one unit more in this list.
-        repeats: for each list, the number of units that the deep model has more than ``short``.
-        longest: for each list, the trace with two units more, or nothing. With it, a single
+        longer: by list, the trace of the model with one unit more in this list. A list that
+            ``short`` has whole is left out.
+        repeats: by list, the number of units that the deep model has more than ``short``.
+        longest: by list, the trace with two units more, or nothing. With it, a single
             storage may grow, by as many bytes with the second unit as with the first.
 
     ``None`` if the traces do not prove that the additional rounds may be repeated.
     """
     rows, storages = short.rows.copy(), short.storages.copy()
     inserted: list[tuple[int, Changes, int]] = []  # before this sample of ``short``: rounds, times
-    for number, (long, times) in enumerate(zip(longer, repeats, strict=True)):
+    for number, long in longer.items():
+        times = repeats[number]
         rounds = _additional_rounds(long, number)
         if rounds is None:
             return None

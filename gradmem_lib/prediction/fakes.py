@@ -8,6 +8,7 @@ from PyTorch, or from ``corrections.py``.
 
 import operator
 from collections.abc import Callable, MutableMapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ def _settings() -> tuple:
     )
 
 
+# They take a part of a tensor, or see it in another shape, without looking at its values.
+_PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.as_strided.default}
 UNIFORM = "random numbers from 0 to below 1"
 
 
@@ -128,6 +131,8 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
                 return value
         if func in _KNOWN_VALUES:
             return self._compute_known(func, types, args, kwargs or {})
+        if func in _PARTS and not kwargs and self._has_only_a_shape(args[0]):
+            return self._part(func, args)
         key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
@@ -200,35 +205,68 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         ]
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
 
+    def _part(self, func, args) -> FakeTensor:
+        """A part of a tensor, by PyTorch's own code for tensors without memory.
+
+        A loss in chunks takes hundreds of parts, each of them once: a cache would not help.
+        """
+        whole = args[0]
+        inside = torch.empty(0, dtype=whole.dtype, device="meta")
+        inside.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
+        return self.fake(func(inside, *args[1:]), whole.fake_device)
+
     def _key(self, func, args, kwargs) -> tuple | None:
         """A key of all that the result depends on.
 
-        ``None`` if it depends on more than this function reads.
+        ``None`` if it depends on more than this function reads. Only a view depends on where in
+        its storage an argument begins.
         """
         parts: list = [func, torch.is_grad_enabled()]
+        reads_offset = _is_view(func)
         for value in (*args, *kwargs.items()):
             kind = type(value)
             if kind is FakeTensor:
-                if value.fake_mode is not self or value.constant is not None or value.is_complex():
-                    return None  # of another mode, or one that knows its values
-                parts += (
-                    value.shape,
-                    value.stride(),
-                    value.dtype,
-                    value.storage_offset(),
-                    value.requires_grad,
-                    value.fake_device,
-                )
+                if not self._has_only_a_shape(value):
+                    return None
+                parts += _described(value, reads_offset)
             elif kind in (list, tuple):
                 kinds = tuple([type(item) for item in value])
-                if not _PLAIN.issuperset(kinds):
-                    return None
-                parts += (kinds, tuple(value))
+                if _PLAIN.issuperset(kinds):
+                    parts += (kinds, tuple(value))
+                    continue
+                for item in value:  # as in torch.cat
+                    if not self._has_only_a_shape(item):
+                        return None
+                    parts += _described(item, reads_offset)
+                parts.append(kinds)
             elif kind in _PLAIN:
                 parts += (kind, value)  # 1, 1.0 and True are equal, but mean different things
             else:
                 return None
         return tuple(parts)
+
+    def _has_only_a_shape(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor of this mode of which no value is known."""
+        if type(value) is not FakeTensor or value.fake_mode is not self:
+            return False
+        return value.constant is None and not value.is_complex()
+
+
+def _described(tensor: FakeTensor, reads_offset: bool) -> tuple:
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.storage_offset() if reads_offset else 0,
+        tensor.requires_grad,
+        tensor.fake_device,
+    )
+
+
+@cache
+def _is_view(func) -> bool:
+    """Whether a result of ``func`` may be a view of an argument."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in compat.returns(func))
 
 
 def _make_replay(func, args, out) -> Replay | None:
@@ -265,12 +303,19 @@ def _replay_tensor(out, args) -> Replay | None:
     offset, shape, stride, dtype = out.storage_offset(), out.shape, out.stride(), out.dtype
     device, storage = out.fake_device, out.untyped_storage()
     keys = [storage_key(a.untyped_storage()) if type(a) is FakeTensor else None for a in args]
+    in_lists = [item for a in args if isinstance(a, (list, tuple)) for item in a]
+    for item in in_lists:
+        if isinstance(item, Tensor) and storage_key(item.untyped_storage()) == storage_key(storage):
+            return None
     if storage_key(storage) in keys:
         of = keys.index(storage_key(storage))
+        # some views, as _unsafe_view, are not declared as such: their keys have no offset
+        after = offset - args[of].storage_offset()
 
         def view(mode, args):
             inside = torch.empty(0, dtype=dtype, device="meta")
-            return mode.fake(inside.set_(args[of].untyped_storage(), offset, shape, stride), device)
+            begin = args[of].storage_offset() + after
+            return mode.fake(inside.set_(args[of].untyped_storage(), begin, shape, stride), device)
 
         return view
 

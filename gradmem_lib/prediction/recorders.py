@@ -24,6 +24,9 @@ from .marks import Marks
 class _MarkingMeter(Meter):
     """A ``Meter`` that tells the marks what is touched outside of modules and backward."""
 
+    def line(self, depth: int) -> None:
+        """A prediction names no lines of scripts, and looking for them takes time."""
+
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         if not self.stack and graph_task() == -1:
             self.recording.marks.touch(func, args, self.recording.live)
@@ -53,8 +56,10 @@ class CpuRecorder(Recording):
         self.requests: list[int] = []
         # of each request: the sample that counts it, and the layer that its name tells
         self._request_places: list[tuple[int, int, int]] = []
-        self._places: list[tuple[int, ...]] = []
-        self._storages: list[tuple[int, int]] = []
+        # Flat lists of ints, four and two for each sample, are made into arrays the fastest.
+        self._places: list[int] = []
+        self._storages: list[int] = []
+        self._operations: dict[object, int] = {}  # the number of each operation
 
     def __enter__(self) -> Self:
         self.meter.__enter__()
@@ -82,15 +87,17 @@ class CpuRecorder(Recording):
 
     def sample(self, func="") -> None:
         super().sample(func)
-        place = self.marks.place(self.meter.stack)
-        self._places.append((hash(str(func)), self.part, *place))
-        self._storages.append((len(self.live), self.unrounded))
+        number = self._operations.get(func)
+        if number is None:
+            number = self._operations[func] = hash(str(func))
+        self._places += (number, self.part, *self.marks.place(self.meter.stack))
+        self._storages += (len(self.live), self.unrounded)
 
     def trace(self, offload_traffic_bytes: int = 0) -> Trace:
         return Trace(
             self.rows(),
-            np.array(self._places),
-            np.array(self._storages),
+            np.array(self._places).reshape(-1, 4),
+            np.array(self._storages).reshape(-1, 2),
             tuple(self.requests),
             tuple(self._request_places),
             offload_traffic_bytes,
@@ -133,7 +140,7 @@ class CudaRecorder(CpuRecorder):
 
     def _add_request(self, request: int, name: object = None) -> None:
         self.requests.append(request)
-        self._request_places.append((len(self._places), *self.marks.place_of_name(name)))
+        self._request_places.append((self.count, *self.marks.place_of_name(name)))
 
     def after_alloc(self, entry) -> None:
         super().after_alloc(entry)

@@ -6,10 +6,8 @@ freed is the right block: the layer and the part of the step in which it was ask
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from .extrapolation import LIST, PART, UNIT, Trace, filled_places
 from .marks import NOWHERE
@@ -55,10 +53,10 @@ class Round(NamedTuple):
 
 
 def extrapolated_requests(
-    short: Trace, longer: Sequence[Trace], repeats: Sequence[int]
+    short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int]
 ) -> tuple[int, ...] | None:
-    """The requests of a model that has, of each list of layers, ``repeats`` units more than
-    ``short``. ``longer``: for each list, the trace with one unit more.
+    """The requests of a model that has, of each list of layers in ``repeats``, so many units more
+    than ``short``. ``longer``: by the same numbers of lists, the trace with one unit more.
 
     ``None`` if the traces do not prove it: without the unit that is repeated, ``longer`` has to ask
     for the same as ``short``.
@@ -68,13 +66,13 @@ def extrapolated_requests(
         return None
     units = _last_units(requests)
     rounds: list[Round] = []
-    for layers, (long, times) in enumerate(zip(longer, repeats, strict=True)):
-        found = _rounds(requests, _named(long), layers, times)
+    for layers, long in longer.items():
+        found = _rounds(requests, _named(long), layers, repeats[layers])
         if found is None:
             return None
         rounds += found
-        units[layers] = units.get(layers, 0) + times
-    return _numbered(_with_rounds(requests, rounds, units), units)
+        units[layers] = units.get(layers, 0) + repeats[layers]
+    return _numbered(_stretches(requests, rounds, units), units)
 
 
 def _named(trace: Trace) -> list[Request] | None:
@@ -82,13 +80,13 @@ def _named(trace: Trace) -> list[Request] | None:
 
     ``None`` if a layer frees a block of a layer that is far from it.
     """
-    places = filled_places(trace.places)
+    places = filled_places(trace.places)[:, [PART, LIST, UNIT]].tolist()
     asked: Counter[tuple] = Counter()
     blocks: list[Block] = []
     makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
     at_once = _samples_that_free_every_unit(trace, places)
     for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
-        part, place = int(places[sample, PART]), places[sample, [LIST, UNIT]].tolist()
+        part, *place = places[sample]
         if request >= 0:
             if place[0] == NOWHERE[0]:
                 place = by_name  # what exists before the step has the name of a parameter
@@ -104,14 +102,16 @@ def _named(trace: Trace) -> list[Request] | None:
     return _with_distances(makers, _last_units(makers))
 
 
-def _samples_that_free_every_unit(trace: Trace, places: np.ndarray) -> set[int]:
+def _samples_that_free_every_unit(trace: Trace, places: list[list[int]]) -> set[int]:
     """The samples outside of layers that free blocks of every unit of some list, as where all
     gradients are freed at once.
+
+    ``places``: for each sample the part of the step, the list and the unit.
     """
     homes: list[tuple[int, int]] = []  # list and unit of each block
     freed: dict[tuple[int, int], set[int]] = {}  # units by (sample, list)
     for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
-        layers, unit = places[sample, [LIST, UNIT]].tolist()
+        _, layers, unit = places[sample]
         is_outside = layers == NOWHERE[0]
         if request >= 0:
             homes.append(tuple(by_name) if is_outside else (layers, unit))
@@ -185,48 +185,53 @@ def _rounds(
     return rounds
 
 
-def _with_rounds(short: list[Request], rounds: list[Round], last: dict[int, int]) -> list[Request]:
-    """The requests of the deep model, whose lists have the ``last`` units."""
+def _stretches(
+    short: list[Request], rounds: list[Round], last: dict[int, int]
+) -> Iterator[tuple[Sequence[Request], int | None]]:
+    """The requests of the deep model, whose lists have the ``last`` units: stretches of them, each
+    with the unit that makes its requests. ``None``: they have their own units.
+    """
     short_last = _last_units(short)
-    deep: list[Request] = []
+    at_end = []
+    for request in short:
+        if request.unit == short_last[request.layers]:
+            request = request._replace(unit=last[request.layers])
+        at_end.append(request)
     done = 0
-
-    def add_until(stop: int) -> None:
-        for request in short[done:stop]:
-            if request.unit == short_last[request.layers]:
-                request = request._replace(unit=last[request.layers])
-            deep.append(request)
-
     for start, requests, times, is_forward in sorted(rounds, key=lambda one: one.start):
-        add_until(start)
+        yield at_end[done:start], None
         done = start
         first = requests[0].unit
         copies = range(first, first + times)
         for unit in copies if is_forward else reversed(copies):
-            deep += [request._replace(unit=unit) for request in requests]
-    add_until(len(short))
-    return deep
+            yield requests, unit
+    yield at_end[done:], None
 
 
-def _numbered(requests: list[Request], last: dict[int, int]) -> tuple[int, ...] | None:
+def _numbered(
+    stretches: Iterable[tuple[Sequence[Request], int | None]], last: dict[int, int]
+) -> tuple[int, ...] | None:
     """The requests as ``allocator.replayed`` takes them.
 
     ``None`` if a block would be freed that is not there.
     """
-    numbers: dict[Block, int] = {}
+    numbers: dict[tuple[int, ...], int] = {}  # of a block: by part, list, number and unit
     asked: list[int] = []
     count = 0
-    for size, _, unit, block in requests:
-        if block.since == REQUEST:
-            block = block._replace(unit=unit + block.unit, since=START)
-        elif block.since == END:
-            block = block._replace(unit=last[block.layers] + block.unit, since=START)
-        if size != FREED:
-            numbers[block] = count
-            asked.append(size)
-            count += 1
-        elif block in numbers:
-            asked.append(-1 - numbers.pop(block))
-        else:
-            return None
+    for requests, unit_of_all in stretches:
+        for size, _, own_unit, (part, layers, unit, number, since) in requests:
+            # a deep model has very many requests: this loop has no calls that it can do without
+            if since == REQUEST:
+                unit += own_unit if unit_of_all is None else unit_of_all
+            elif since == END:
+                unit += last[layers]
+            block = part, layers, number, unit
+            if size != FREED:
+                numbers[block] = count
+                asked.append(size)
+                count += 1
+            elif block in numbers:
+                asked.append(-1 - numbers.pop(block))
+            else:
+                return None
     return tuple(asked)

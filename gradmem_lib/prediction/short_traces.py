@@ -31,13 +31,14 @@ MICRO_BATCHES = 3
 
 
 class ShortTraces(NamedTuple):
-    """What a deep model's trace is computed from: a trace, for each list of layers the trace of one
-    unit more, and the number of units that the deep model has more.
+    """What a deep model's trace is computed from: a trace; and for each list of layers that it has
+    not whole, by its number in the marks, the trace of one unit more and the number of units that
+    the deep model has more.
     """
 
     short: Trace
-    longer: list[Trace]
-    repeats: list[int]
+    longer: dict[int, Trace]
+    repeats: dict[int, int]
 
     def requests(self) -> tuple[int, ...] | None:
         """The deep model's requests to an allocator, without the micro-batches that are left out;
@@ -88,23 +89,23 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
         more = [*kept[:i], kept[i]._replace(count=count), *kept[i + 1 :]]
         return _shared_trace(question, more)[0]
 
-    shortened = range(len([one for one in kept if one.count < one.total]))
-    longer = [with_more(i, 1) for i in shortened]
-    longest: list[Trace] = []
+    shortened = [i for i, one in enumerate(kept) if one.count < one.total]
+    longer = {i: with_more(i, 1) for i in shortened}
+    longest: dict[int, Trace] = {}
     if _grows_in_buckets(question.recipe):
-        longest = [with_more(i, 2) for i in shortened]
-    times = [(kept[i].total - kept[i].count) // kept[i].unit for i in shortened]
+        longest = {i: with_more(i, 2) for i in shortened}
+    times = {i: (kept[i].total - kept[i].count) // kept[i].unit for i in shortened}
     changes = extrapolate(
         short.changes(),
-        [long.changes() for long in longer],
+        {i: long.changes() for i, long in longer.items()},
         times,
-        [long.changes() for long in longest],
+        {i: long.changes() for i, long in longest.items()},
     )
     if changes is None:
         return None
     traffic = short.offload_traffic_bytes
-    for long, more_units in zip(longer, times, strict=True):
-        traffic += more_units * (long.offload_traffic_bytes - short.offload_traffic_bytes)
+    for i, long in longer.items():
+        traffic += times[i] * (long.offload_traffic_bytes - short.offload_traffic_bytes)
     layers = sum(one.count for one in kept)
     traced_layers = [layers, *[layers + kept[i].unit for i in shortened]]
     if longest:
@@ -121,10 +122,10 @@ def _shared_trace(question: Question, kept: list[Kept]) -> tuple[Trace, int]:
     """
     if not _is_split(kept):
         return trace_few_micro_batches(replace(question, kept=tuple(kept)))
-    [first] = [one for one in kept if not one.at_end]
+    first, _ = kept
     recipe = replace(question.recipe, checkpointing=f"first-{first.count}")
     # how many layers the deep model has of each kind is not part of the shared question
-    shared = tuple(sorted((one._replace(total=0) for one in kept), key=lambda one: one.at_end))
+    shared = tuple(one._replace(total=0) for one in kept)
     question = replace(question, recipe=recipe, kept=shared)
     if question.batch is not None or question.loss is not None:
         return trace_few_micro_batches(question)
@@ -183,12 +184,8 @@ def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
             Kept(several, 1, min(units, k), k),
             Kept(several, 1, min(units, n - k), n - k, at_end=True),
         ]
-        # what is kept whole comes last, so that the others have the numbers of the longer traces
-        kept.sort(key=lambda one: one.count == one.total)
-        if (
-            _layers_in_all_traces([one for one in kept if one.count < one.total], n, 1)
-            >= SHARED_BY * n
-        ):
+        shortened = [one for one in kept if one.count < one.total]
+        if _layers_in_all_traces(shortened, n, 1) >= SHARED_BY * n:
             return
         yield kept
 

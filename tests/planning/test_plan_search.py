@@ -477,11 +477,40 @@ def test_the_fewest_layers_are_found_by_bisection(layers, searching, monkeypatch
             monkeypatch.setattr(search, "option", option)
             monkeypatch.setattr(search, "may_fit", lambda k: True)
             monkeypatch.setattr(search, "_known", {k: option(k) for k in range(layers)})
+            monkeypatch.setattr(search, "_bytes_of_inputs", lambda k, more=last_needs_more: more)
             asked.clear()
             found = search._first_that_fits(list(range(layers)))
             first = next((k for k in range(layers) if option(k).fits), None)
             assert (found and found.recipe) == first
             assert len(set(asked)) <= 9 + fragments + layers
+
+
+@pytest.mark.parametrize(
+    ("live", "asked"),
+    [
+        ([90, 80, 70], {0}),  # of a short line, the fastest is asked first
+        ([130, 120, 110, 101, 104], {4, 3, 2}),  # the inputs of checkpoints need 5
+        ([130, 120, 110, 101, 106], {4}),  # what comes before needs at least 101
+    ],
+    ids=["fastest first", "a little too large", "far too large"],
+)
+def test_a_line_is_asked_no_more_than_it_has_to_be(live, asked, searching, monkeypatch):
+    search = searching(card=replace(CARD, nbytes=100))
+    search.available = 100
+    known = {}
+
+    def option(k):
+        peak = SimpleNamespace(peak=SimpleNamespace(total=live[k]))
+        known[k] = SimpleNamespace(fits=live[k] <= 100, prediction=peak, recipe=k)
+        return known[k]
+
+    monkeypatch.setattr(search, "option", option)
+    monkeypatch.setattr(search, "may_fit", lambda k: True)
+    monkeypatch.setattr(search, "_known", known)
+    monkeypatch.setattr(search, "_bytes_of_inputs", lambda k: 5)
+    found = search._first_that_fits(list(range(len(live))))
+    assert set(known) == asked
+    assert (found and found.recipe) == (0 if live[0] <= 100 else None)
 
 
 @pytest.mark.parametrize("sooner", [True, False])

@@ -69,7 +69,8 @@ def made_up(encoders: int, decoders: int = 0, odd: int | None = None, grows: int
 
 
 def deepened(short: Trace, longer: list[Trace], times: list[int]):
-    return extrapolate(short.changes(), [trace.changes() for trace in longer], times)
+    longer_changes = {i: trace.changes() for i, trace in enumerate(longer)}
+    return extrapolate(short.changes(), longer_changes, dict(enumerate(times)), {})
 
 
 @pytest.mark.parametrize("units", [2, 3, 4])

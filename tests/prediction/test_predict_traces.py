@@ -173,7 +173,15 @@ def _operations(x, n):
     yield x.t() + 1
     yield x[1:]
     yield x[1:].sum(0)
+    yield x[::2]
     yield x.view(-1)[3:9]
+    # the same operation on parts that begin elsewhere
+    for part in (x[:2], x[1:3], x[2:]):
+        yield part + 1
+        yield part.t()
+        yield part.as_strided((2, 2), (1, 6), 5)
+        yield torch.ops.aten._unsafe_view(part, (12,))
+        yield torch.cat([part, x])
     yield x.expand(2, *x.shape)
     yield torch.zeros(3, 4)
     yield torch.zeros(3, 4, dtype=torch.bfloat16)
@@ -227,7 +235,7 @@ def asked(monkeypatch):
 
 KNOWN = {
     "new": lambda x: x + 1,
-    "a view": lambda x: x[1:],
+    "a view": lambda x: x.t(),
     "written to": lambda x: x.add_(1),
     "several": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
     "none": lambda x: torch.ops.aten.native_layer_norm_backward(

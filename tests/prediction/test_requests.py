@@ -61,23 +61,24 @@ def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(sourc
         full = predict(source, recipe=recipe, full=True, **sizes)
         assert (predicted.timeline.rows == full.timeline.rows).all()
         assert predicted.requests() == full.requests()
-    # Alone, each would need three. "first-3" keeps its three layers whole, is not proven by them,
-    # and is traced in full; what it has traced serves the others, which add one trace.
-    assert len([kept for kept in made if kept]) == 4
+    # Alone, each would need three, and "first-3", which keeps its three layers whole, two.
+    assert len([kept for kept in made if kept]) == 3
+    assert len([kept for kept in made if not kept]) == 3  # those of full=True
 
 
 def test_what_short_traces_do_not_prove_is_not_computed(source):
     """A longer trace that asks for one block more outside of the repeated layer, or frees one that
     is far away.
     """
-    short, [long], [times] = predict(source, recipe=PLAIN, **SIZES)._short
-    assert extrapolated_requests(short, [long], [times]) is not None
+    short, longer, times = predict(source, recipe=PLAIN, **SIZES)._short
+    assert extrapolated_requests(short, longer, times) is not None
+    [long] = longer.values()
     outside = replace(
         long,
         requests=(512, *long.requests[:0], *_shifted(long.requests)),
         request_places=((0, -1, -1), *long.request_places),
     )
-    assert extrapolated_requests(short, [outside], [times]) is None
+    assert extrapolated_requests(short, {0: outside}, times) is None
 
 
 def _shifted(asked):
