@@ -27,13 +27,11 @@ from .configs import find_config, most_positions, skeleton, stretched, title_of
 from .loop import Loop, check_loop
 from .notes import notes_of
 from .question import CannotTrace, Question, Source
-from .short_traces import ShortTraces, Traced, trace_step
+from .short_traces import MICRO_BATCHES, ShortTraces, Traced, trace_step
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
-# micro-batches for the allocator: a third one reuses what the second has freed
-REPLAYED_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,11 @@ class Prediction:
             if from_short is not None:
                 return from_short
         question, micro_batches = self._question, None
-        if (
-            question.recipe.accumulation > REPLAYED_MICRO_BATCHES
-            and not question.source.is_user_module
-        ):
-            micro_batches = REPLAYED_MICRO_BATCHES
+        many = question.recipe.accumulation > MICRO_BATCHES
+        if many and not question.source.is_user_module:
+            # The second may find other free blocks than the first. Those after the third do not
+            # reserve more.
+            micro_batches = MICRO_BATCHES
         return traced(question, micro_batches).requests
 
     def plot(self, ax: Any = None) -> Any:

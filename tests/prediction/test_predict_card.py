@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.predicted import BATCH, SEQ, config
 from torch import nn
+from transformers import GPT2Config
 
 from gradmem_lib.prediction import allocator, cuda_kernels
 from gradmem_lib.prediction.configs import model_class
@@ -103,6 +104,19 @@ def test_what_is_asked_of_the_allocator_is_what_the_timeline_holds(k, some):
     every = traced(predicted._question, None).requests
     assert len(every) > len(predicted.requests()) or k <= 2
     assert predicted.replay_allocator() == allocator.replayed(every)
+
+
+def test_a_third_micro_batch_may_reserve_more():
+    recipe = Recipe(
+        precision="autocast-bf16",
+        optimizer="adamw-fused",
+        checkpointing="first-2",
+        accumulation=4,
+        chunked_loss=True,
+    )
+    predicted = predict(GPT2Config(), batch_size=8, seq_len=1024, target="cuda", recipe=recipe)
+    two, every = (traced(predicted._question, k).requests for k in (2, None))
+    assert predicted.replay_allocator() == allocator.replayed(every) > allocator.replayed(two)
 
 
 def test_the_target_is_the_card_where_there_is_one(monkeypatch):
