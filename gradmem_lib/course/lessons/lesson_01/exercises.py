@@ -89,10 +89,8 @@ def _explain_resident(got, expected):
             "the parameters of a model may have different dtypes: ask each parameter for its "
             "element_size()."
         )
-    size = {case: found["parameters"] for case, found in expected.items()}
-    factor = shares({case: found.get("parameters") for case, found in got.items()}, size)
-    if factor and (unit := unit_of(factor[0])):
-        return unit
+    if says := _other_bytes(got, expected):
+        return says
     frozen = [*expected].index("an MLP whose first layer is frozen")
     wrong = [entry for entry, each in right.items() if not each[frozen]]
     if all(ok for each in right.values() for i, ok in enumerate(each) if i != frozen):
@@ -117,6 +115,24 @@ def _explain_resident(got, expected):
 
 
 ENTRIES = ("parameters", "gradients", "optimizer")
+_FOUR_BYTES = (
+    "this counts 4 bytes for each number, whatever its dtype: a bf16 number has 2; ask each "
+    "parameter for its element_size()."
+)
+
+
+def _other_bytes(got, expected) -> str:
+    """The sentence for a number's bytes, if they are in another unit or always those of float32."""
+    size = {case: found["parameters"] for case, found in expected.items()}
+    factor = shares({case: found.get("parameters") for case, found in got.items()}, size)
+    if factor and (unit := unit_of(factor[0])):
+        return unit
+    in_float32, in_bf16 = "a float32 MLP", "a bf16 MLP"
+    for entry in ("parameters", "gradients"):
+        right = got[in_float32].get(entry) == expected[in_float32][entry]
+        if right and got[in_bf16].get(entry) == 2 * expected[in_bf16][entry]:
+            return _FOUR_BYTES
+    return ""
 
 
 def _why_states(got, expected):
@@ -429,6 +445,7 @@ EXERCISES = (
                 lambda model: _resident(*_split(model), moments=1),
                 "this counts one moment: Adam keeps two for every parameter.",
             ),
+            Mistake("always 4 bytes", lambda model: _resident(*_split(model), size=4), _FOUR_BYTES),
             Mistake(
                 "float32 moments",
                 lambda model: _resident(*_split(model), moment_bytes=4),

@@ -18,6 +18,7 @@ def kept_at_peak(lengths, a, x):
 
 
 _PARTS = [3, 2, 5, 8]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
+_INPUTS_TWICE = "each layer's input is counted twice: a includes x, so m layers keep m * a."
 _EARLIER = "each segment keeps one boundary, its input, until its backward"
 
 
@@ -65,10 +66,12 @@ def _explain_peak(got, expected):
         )
     if says := next((says for m, says in layers.items() if 0 <= answer - 1000 * m <= 20), None):
         return says
+    cases = {case: literal_eval(case) for case in expected}
+    if _inputs_twice(got, cases):
+        return _INPUTS_TWICE
     waiting = answer - 1000 * max(_PARTS)
     if answer != right and 0 <= waiting <= 20:
         return boundaries.get(waiting, f"the boundaries are counted wrongly: {_EARLIER}.")
-    cases = {case: literal_eval(case) for case in expected}
     if all(got[case] == (len(m) - 1) * x + max(m) * a for case, (m, a, x) in cases.items()):
         return (
             "this adds all boundaries but the last to the longest segment: those of later "
@@ -77,6 +80,26 @@ def _explain_peak(got, expected):
     if all(got[case] == (len(m) - 1) * x + m[-1] * a for case, (m, a, x) in cases.items()):
         return "this uses only the last segment: an earlier, longer one may need more."
     return None
+
+
+def _inputs_twice(got, cases) -> bool:
+    """Whether a layer counts a + x everywhere, with boundaries of any number beside it."""
+    # For segment i of n: how many boundaries wait beside its m layers.
+    waiting = (
+        lambda i, n: 0,
+        lambda i, n: i,
+        lambda i, n: i + 1,
+        lambda i, n: n - 1,
+        lambda i, n: n,
+    )
+    for count in waiting:
+        peaks = {}
+        for case, (lengths, a, x) in cases.items():
+            n = len(lengths)
+            peaks[case] = max(count(i, n) * x + m * (a + x) for i, m in enumerate(lengths))
+        if got == peaks:
+            return True
+    return False
 
 
 def best_length(n, a, x):
@@ -210,7 +233,7 @@ EXERCISES = (
             Mistake(
                 "inputs once more",
                 lambda lengths, a, x: max(i * x + m * (a + x) for i, m in enumerate(lengths)),
-                "each layer's input is counted twice: a includes x, so m layers keep m * a.",
+                _INPUTS_TWICE,
             ),
             Mistake(
                 "inputs apart",

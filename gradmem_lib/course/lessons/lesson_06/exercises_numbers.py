@@ -161,6 +161,8 @@ def _stacked(phase, parts, rows, card) -> str:
 def _takes(phase, parts, rows, wrong) -> dict[str, int]:
     """The bytes that each technique takes away, by itself."""
     step = phase == "optimizer_step"
+    if wrong == "forward":
+        step = phase != "backward"
     passes = not step or wrong == "the phase"
     own = step * parts["temporaries"] * (wrong != "the step's")
     states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
@@ -406,6 +408,14 @@ EXERCISES = (
                 (
                     "the phase has no effect: in the optimizer's step the temporaries belong to "
                     "the step, and neither smaller micro-batches nor checkpoints change them."
+                ),
+            ),
+            Mistake(
+                "forward",
+                partial(_chosen, wrong="forward"),
+                (
+                    "forward is treated as the optimizer's step: in forward, smaller "
+                    "micro-batches and checkpoints help as they do in backward."
                 ),
             ),
             Mistake(

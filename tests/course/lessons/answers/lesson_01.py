@@ -52,7 +52,7 @@ WRONG["1.1"] = {
     "frozen": (lambda model: _resident(model, trained=lambda p: True), "frozen"),
     "4 bytes": (
         lambda model: _resident(model, parameters=lambda p: 4 * p.numel()),
-        "bf16 MLP, entry 'parameters'",
+        "4 bytes for each number",
     ),
     "frozen moments": (
         lambda model: (

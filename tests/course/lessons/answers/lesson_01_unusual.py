@@ -89,6 +89,14 @@ WRONG["1.1"] = {
         "entry 'gradients': got 768",
     ),
     "bits": (lambda model: _bill(model, size=lambda p: 8 * p.nbytes), "look like bits"),
+    "always 4 bytes": (
+        lambda model: _bill(model, size=lambda p: 4 * p.numel()),
+        "4 bytes for each number",
+    ),
+    "always 4 bytes, one moment": (
+        lambda model: _bill(model, size=lambda p: 4 * p.numel(), states=lambda g, n: g + 4 * n),
+        "4 bytes for each number",
+    ),
     "gradients stay": (_leaves_gradients_off, "gradients in .grad"),
     "master copy": (
         lambda model: _bill(model, states=lambda g, n: 3 * g + 4 * n),

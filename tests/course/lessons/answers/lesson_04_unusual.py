@@ -398,6 +398,18 @@ WRONG["4.5"] |= {
         lambda lengths, a, x: max(i * x + m * (a + x) for i, m in enumerate(lengths)),
         "input is counted twice",
     ),
+    "a and x, its own boundary too": (
+        lambda lengths, a, x: max((i + 1) * x + m * (a + x) for i, m in enumerate(lengths)),
+        "input is counted twice",
+    ),
+    "a and x, no boundaries": (
+        lambda lengths, a, x: max(m * (a + x) for m in lengths),
+        "input is counted twice",
+    ),
+    "a and x, all boundaries": (
+        lambda lengths, a, x: max(lengths) * (a + x) + len(lengths) * x,
+        "input is counted twice",
+    ),
     "least": (
         lambda lengths, a, x: (len(lengths) - 1) * x + min(lengths) * a,
         "needs least",

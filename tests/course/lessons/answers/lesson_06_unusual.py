@@ -126,9 +126,13 @@ WRONG["6.4"] = {
 }
 
 
-def _next(order=None, rows_from=1, takes=None, at_most=True):
+def _is_step(phase):
+    return phase == "optimizer_step"
+
+
+def _next(order=None, rows_from=1, takes=None, at_most=True, is_step=_is_step):
     def next_technique(phase, parts, rows, card):
-        step = phase == "optimizer_step"
+        step = is_step(phase)
         p = parts
         states = p["optimizer"] + (p["temporaries"] if step else 0)
         table = {
@@ -155,6 +159,10 @@ def _next(order=None, rows_from=1, takes=None, at_most=True):
 RIGHT["6.6"] = {"a loop": _next()}
 WRONG["6.6"] = {
     "below": (_next(at_most=False), "exactly `card`"),
+    "forward as the step": (
+        _next(is_step=lambda phase: phase != "backward"),
+        "forward is treated as the optimizer's step",
+    ),
     "8 bits keep a quarter": (_next(takes="three quarters"), "leave a quarter"),
     "checkpoints first": (
         _next(["checkpointing", "micro-batches", "8-bit states", "LoRA", "QLoRA"]),
