@@ -10,6 +10,7 @@ import math
 import torch
 from torch import nn
 
+from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, measure
 from ..shared.settings import flat
 
@@ -66,6 +67,41 @@ def _scaled(
     return wrong
 
 
+def _stops_at_the_first(optimizer, scale, good, patience):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            p.grad.div_(scale)
+            if not p.grad.isfinite().all():
+                return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+
+
+_STOPS = (
+    "where a gradient is not finite, some gradients are divided and others are still scaled: "
+    "divide all of them first, and then decide about the step."
+)
+_SOME_SCALED = "gradients still scaled, unlike the others"
+
+
+def _still_scaled(weights, given, scale) -> int:
+    """How many gradients are as they were ``given``, where others have been divided by ``scale``.
+
+    An answer that asks first and divides nothing before it skips the step leaves all of them alike.
+    """
+    divided = still = 0
+    for p, was in zip(weights, given, strict=True):
+        if was is None or p.grad is None:
+            continue
+        if torch.allclose(p.grad, was / scale, atol=0, equal_nan=True):
+            divided += 1
+        elif torch.equal(p.grad.nan_to_num(), was.nan_to_num()):
+            still += 1
+    return still if divided else 0
+
+
 # By step: which weight's gradient holds what, beside numbers.
 _STEPS = (
     (1, 1.0),
@@ -104,13 +140,26 @@ def _observe_scaled(candidate):
             weights[1].grad = torch.tensor([[0.5, 2.0], [1.0, 1.0]]) * scale
             weights[3].grad = torch.tensor([-1.0, 0.25]) * scale
             weights[place].grad.view(-1)[1] = odd * scale
+            given = [None if p.grad is None else p.grad.clone() for p in weights]
+            before = float(scale)
             scale, good = candidate(optimizer, scale, good, patience)
             found[f"patience {patience}, after step {number} ({_said(odd)})"] = {
                 "weights": flat(weights),
                 "scale": float(scale),
                 "good": int(good),
+                _SOME_SCALED: _still_scaled(weights, given, before),
             }
     return found
+
+
+def _explain_scaled(got, expected):
+    some_scaled = False  # and nothing else is wrong in any case
+    for case, right in expected.items():
+        mine = got[case]
+        if difference(mine | {_SOME_SCALED: 0}, right):
+            return None
+        some_scaled = some_scaled or mine[_SOME_SCALED] > 0
+    return _STOPS if some_scaled else None
 
 
 def _said(odd: float) -> str:
@@ -183,6 +232,7 @@ EXERCISES = (
         trains="when a step is skipped, and how the scale finds its size",
         reference=scaled_step,
         observe=_observe_scaled,
+        explain=_explain_scaled,
         mistakes=(
             Mistake(
                 "steps anyway",
@@ -213,6 +263,7 @@ EXERCISES = (
                     "group is not finite."
                 ),
             ),
+            Mistake("stops at the first", _stops_at_the_first, _STOPS),
             Mistake(
                 "not in a row",
                 _scaled(streak=False),

@@ -301,4 +301,57 @@ def _divides_later(optimizer, scale, good, patience):
     return (scale * 2, 0) if good == patience else (scale, good)
 
 
-RIGHT["7.5"] |= {"divides what is finite": _divides_later}
+def _stops(optimizer, scale, good, patience):
+    for p in _with_gradients(optimizer):
+        p.grad /= scale
+        if not p.grad.isfinite().all():
+            return scale / 2, 0
+    optimizer.step()
+    good += 1
+    return (scale * 2, 0) if good == patience else (scale, good)
+
+
+def _stops_before(optimizer, scale, good, patience):
+    for p in _with_gradients(optimizer):
+        if not p.grad.isfinite().all():
+            return scale / 2, 0
+        p.grad.mul_(1 / scale)
+    optimizer.step()
+    good += 1
+    return (scale * 2, 0) if good == patience else (scale, good)
+
+
+def _skips_the_odd_one(optimizer, scale, good, patience):
+    fine = True
+    for p in _with_gradients(optimizer):
+        if p.grad.isfinite().all():
+            p.grad = p.grad / scale
+        else:
+            fine = False
+    if not fine:
+        return scale / 2, 0
+    optimizer.step()
+    good += 1
+    return (scale * 2, 0) if good == patience else (scale, good)
+
+
+def _drops_gradients(optimizer, scale, good, patience):
+    found = _scaled()(optimizer, scale, good, patience)
+    optimizer.zero_grad(set_to_none=False)
+    return found
+
+
+def _with_gradients(optimizer):
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in every if p.grad is not None]
+
+
+RIGHT["7.5"] |= {
+    "divides what is finite": _divides_later,
+    "drops the gradients afterwards": _drops_gradients,
+}
+WRONG["7.5"] |= {
+    "stops at the first inf": (_stops, "divide all of them"),
+    "stops before the first inf": (_stops_before, "divide all of them"),
+    "leaves out the odd one": (_skips_the_odd_one, "divide all of them"),
+}
