@@ -689,7 +689,6 @@ on_one_card = check("5.1", on_one_card)
 # </details></details>
 
 # %%
-
 from gradmem_lib import checkpoint_layers
 
 

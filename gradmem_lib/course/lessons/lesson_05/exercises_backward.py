@@ -147,7 +147,7 @@ def _explain(got, expected):
     if not mine["gradients that wait"] and difference(mine["weights"], right["weights"]):
         return (
             "every parameter moves, but not as under torch's AdamW with its defaults and a rate "
-            "that falls in a line from lr to 0."
+            "that falls linearly from lr to 0."
         )
     others = got[_OTHERS], expected[_OTHERS]
     if not difference(mine["weights"], right["weights"]) and difference(

@@ -138,7 +138,7 @@ def _why_rows(ours, theirs, gpus, fits) -> str | None:
 
 def train_epoch(optimizer, micro_batches, window, warmup, accumulate) -> None:
     """An update after every ``window`` micro-batches and one for the rest; the rate climbs for the
-    first part ``warmup`` of the updates, then falls in a line.
+    first part ``warmup`` of the updates, then falls linearly.
     """
     from transformers import get_linear_schedule_with_warmup
 

@@ -465,7 +465,7 @@ WRONG["5.9"] = {
     ),
     "SGD": (partial(_backward, kind=torch.optim.SGD), "not as under torch's AdamW"),
     "no decay": (partial(_backward, decay=0.0), "not as under torch's AdamW"),
-    "square": (partial(_backward, rate=lambda t, n: (1 - t / n) ** 2), "falls in a line"),
+    "square": (partial(_backward, rate=lambda t, n: (1 - t / n) ** 2), "falls linearly"),
     "no schedule": (partial(_backward, rate=lambda t, n: 1), "learning rate never falls"),
     "a list": (partial(_backward, back=lambda dummy, optimizers: optimizers), "takes an optimizer"),
     "nothing": (
