@@ -513,6 +513,8 @@ except BudgetExceeded as error:
 # Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, within the
 # budget above. Keep model, batches and losses as they are, and let go of what is no longer needed.
 #
+# An exercise keeps its number for good, so the numbers in a lesson may be out of order.
+#
 # <details><summary>Hint 1: who is alive?</summary>
 #
 # In the picture above, when does the peak come, and which names of the loop still point to something large then?

@@ -231,10 +231,10 @@ count_targets = check("3.2", count_targets)
 #
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
 #
-# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each of them,
+# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each,
 # `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int, perhaps
-# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float. Keep one graph at
-# a time.
+# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean (anything that `float()`
+# takes). Keep one graph at a time.
 #
 # <details><summary>Hint 1: the total first</summary>
 #

@@ -587,9 +587,9 @@ guess_c.reveal(measured=min(peaks, key=peaks.get))
 #
 # ●●○ · 3 minutes · optional · trains: cutting a long sequence where tokens do not meet
 #
-# Write `tiled_mlp(mlp, x, tiles)`: `mlp(x)` for `x` (rows, tokens, width), with the tokens cut into so many tiles, each
-# in a checkpoint of its own. The gradients must stay the same. The budget for 250 tokens in 5 tiles is **0.8 MB**,
-# where the plain MLP takes 1.8 MB.
+# Write `tiled_mlp(mlp, x, tiles)`: `mlp(x)` for `x` (rows, tokens, width), with the tokens cut into at most `tiles` tiles,
+# each in a checkpoint of its own. The longest tile must be as short as possible, and the gradients must stay the same.
+# The budget for 250 tokens in 5 tiles is **0.8 MB**, where the plain MLP takes 1.8 MB.
 #
 # <details><summary>Hint 1: what does not divide evenly</summary>
 #
