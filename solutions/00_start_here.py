@@ -101,10 +101,10 @@ with MemoryTracker(
         train(batch, steps=4)
 
 # %% [markdown]
-# The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps, and dashed lines
-# show where the batch's size changes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the
-# batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the **activations**, which forward
-# keeps for backward, and the **temporaries** on top of them, in short spikes.
+# The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps. Dashed lines mark
+# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (The
+# optimizer's memory appears in the first step and stays.) Two things grow: the **activations**, which forward keeps for
+# backward, and the **temporaries** on top of them, in short spikes.
 #
 # When the cell ends, the picture stands still. A saved notebook keeps it.
 
@@ -112,7 +112,7 @@ with MemoryTracker(
 guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
 
 # %% [markdown]
-# Your guess, the formula, and what was counted now stand side by side. A wrong guess costs nothing.
+# Your guess, the formula, and the counted bytes stand side by side. A wrong guess costs nothing.
 #
 # ## 2 · Read the picture
 #
@@ -237,7 +237,7 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
 # Read the error from the top. It begins with the bytes over the budget, and the total includes the refused tensor. Then
 # it names the operation that asked, with its module and phase, and what the memory holds. The last lines say what could
 # help, the cheapest first, and what could not: later lessons explain those words. `BudgetExceeded` is an ordinary
-# Python exception, so the kernel keeps running and the model is still there:
+# exception, so the kernel and the model are still there:
 
 # %%
 print(f"{before:,} bytes live before the failure, {after:,} bytes after it")

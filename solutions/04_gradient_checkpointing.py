@@ -181,7 +181,7 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 # kept. But when backward reaches such a **segment**, all its k layers are in memory at once.
 #
 # `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches one real step: module hooks say
-# which layer runs, and the tracker of lesson 01 says what each operation allocates, and when it is freed.
+# which layer runs, and a dispatch mode, like the tracker's, says what each operation allocates and when it is freed.
 #
 # In its picture, layers go from bottom to top, and time from left to right.
 
