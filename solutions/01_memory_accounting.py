@@ -477,7 +477,7 @@ claims.show("C01")
 # ## Optional: three steps under a budget
 #
 # As in lesson 00, a `budget` turns your machine into a small card. The usual training loop below holds something that it
-# does not need, so do not begin with the remedies of its error.
+# does not need. Its error names two causes: find the one that costs nothing to remove.
 
 # %%
 from gradmem_lib import BudgetExceeded
