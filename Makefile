@@ -61,12 +61,16 @@ $(SITE): requirements-site.txt | $(PY)
 
 # Learning.
 
+# Long lines of code are wrapped, as by `gradmem lab`, unless the user has set it otherwise.
+LAB_SETTINGS := gradmem_lib/course/setup/jupyter
+
 lab: $(LEARN)
 	@set -- --LabApp.default_url=/lab/tree/lessons/00_start_here.ipynb; \
 	if [ "$$(id -u)" = 0 ]; then set -- "$$@" --allow-root; fi; \
 	if [ -n "$$SSH_CONNECTION$$CI" ] || { [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY" ]; }; then \
 	  echo "No browser here: open the address below in one."; set -- "$$@" --no-browser; \
 	fi; \
+	export JUPYTER_CONFIG_PATH="$${JUPYTER_CONFIG_PATH:+$$JUPYTER_CONFIG_PATH:}$(CURDIR)/$(LAB_SETTINGS)"; \
 	exec $(PY) -m jupyterlab "$$@"
 
 # Making and checking.
