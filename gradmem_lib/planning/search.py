@@ -349,7 +349,9 @@ class Search:
 
     def _bytes_of_inputs(self, recipe: Recipe) -> float:
         """The bytes of the inputs of all layers: more than a checkpoint adds."""
-        tokens = self.seq_len * (self.rows // recipe.accumulation)
+        if self.work.row is not None:
+            return math.inf  # not counted where a row is more than tokens: nothing follows
+        tokens = self.units * (self.rows // recipe.accumulation)
         return tokens * cost.input_bytes_per_token(self.work, recipe)
 
     def _live_bytes(self, recipe: Recipe) -> int:
