@@ -50,7 +50,7 @@ from .budget import BudgetExceeded, release_traceback
 from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .moments import Pass
-from .recording import Recording, is_expanded, is_result, source_of
+from .recording import NO_CATEGORY, Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
@@ -449,7 +449,8 @@ class MemoryTracker:
 
 
 def _category_name(category: int) -> str:
-    return "" if category < 0 else CATEGORIES[category]
+    """The category's name; an empty string for ``NO_CATEGORY``."""
+    return "" if category == NO_CATEGORY else CATEGORIES[category]
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:
