@@ -352,7 +352,7 @@ function render({ model, el }) {
 
     // Where the batch's size changes: a line, and above the strip the size from there on.
     g.font = `10.5px ${font}`; g.textAlign = "left"; g.strokeStyle = g.fillStyle = ink; g.lineWidth = 1.1;
-    let free = x0; // from here on, no label stands
+    let free = x0; // where the next label may begin
     for (const [i, { op: from, rows }] of (batches.length > MOST_BATCHES ? [] : batches).entries()) {
       const x = px(from), label = `batch ${grouped(rows)}`, wide = g.measureText(label).width;
       if (i) {
