@@ -714,16 +714,20 @@ class Meter:
             self.position.stepping.append(optimizer)
             self._step_began_at = recording.count
             self._without_state = set()
-            with compat.plain_tensors():
-                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            self._tag_parameters(optimizer)
+            self._tag_states(optimizer)
+            self.sample()
+        named = {name: self._wrap_closure(value) for name, value in kwargs.items()}
+        return tuple(map(self._wrap_closure, args)), named
+
+    def _tag_parameters(self, optimizer: Optimizer) -> None:
+        """Count the optimizer's parameters, and note the shapes of those without a state."""
+        with compat.plain_tensors():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
                     self._tag_now(parameter)
                     if parameter not in optimizer.state:
                         self._without_state.add(tuple(parameter.shape))
-            self._tag_states(optimizer)
-            self.sample()
-        return tuple(map(self._wrap_closure, args)), {
-            name: self._wrap_closure(value) for name, value in kwargs.items()
-        }
 
     def tag_states_being_made(self) -> None:
         """In an optimizer's first step: count as states what it has made for a parameter that had
