@@ -49,7 +49,7 @@ from .causes_of_weights import (
 )
 from .facts import Facts
 
-SMALL = 0.1
+SMALL = 0.1  # of the peak
 
 CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     growing_bytes,
@@ -93,13 +93,13 @@ def find_causes(facts: Facts) -> list[Cause]:
         cause = find(facts)
         if cause is not None:
             found.append(cause)
-    # It says the least of all, so it speaks where no other has anything to say.
-    only = one_tensor(facts) if not found else None
-    if only is not None:
-        found.append(only)
+    if not found:  # this cause says the least: it is a last resort
+        only = one_tensor(facts)
+        if only is not None:
+            found.append(only)
     return sorted(found, key=lambda cause: _is_small(cause, facts))
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:
-    """Whether it is a small part of the peak, and stays small."""
+    """Whether it is a small part of the peak, and stays one: what grows does not stay small."""
     return cause.nbytes < SMALL * facts.peak.total and cause.name != GROWTH

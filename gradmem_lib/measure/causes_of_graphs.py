@@ -27,11 +27,11 @@ def unused_forward(facts: Facts) -> Cause | None:
         return _unused_functions(facts)
     nbytes = sum(done.kept_at_peak for done in kept)
     if unused[0] is facts.forwards[0]:
-        # What was made before the first call in the list belongs to earlier ones of a long
-        # evaluation.
-        of_all = sum(done.kept_at_peak for done in facts.forwards)
-        of_all += total(h for h in facts.at_peak if h.is_result and h.category == "activations")
-        nbytes += facts.peak.by_category["activations"] - of_all
+        # The list has only the last forwards of a long evaluation. Activations that are of none of
+        # them were made by earlier ones.
+        results = [h for h in facts.at_peak if h.is_result and h.category == "activations"]
+        of_the_list = sum(done.kept_at_peak for done in facts.forwards) + total(results)
+        nbytes += facts.peak.by_category["activations"] - of_the_list
     if nbytes < WORTH * facts.peak.total:
         return None
     # A loss is no forward of its own, unless it is all that there is.
@@ -120,20 +120,21 @@ def kept_graph(facts: Facts) -> Cause | None:
         return None
     kept, nbytes = [], 0
     for done in facts.of_models:
-        # What is older grows from step to step.
+        # Graphs of older steps are left to the causes of growth.
         is_recent = done.step >= facts.peak.step - 1
         finished = done.turn < facts.peak.turn and done.used and not done.differentiable
-        # Without its graph, only what it has returned would be there.
-        if finished and is_recent and 2 * done.inside_at_peak > done.made > 0:
+        # If the graph were free, almost nothing of what the forward has made would be there.
+        most_is_there = 2 * done.inside_at_peak > done.made > 0
+        if finished and is_recent and most_is_there:
             kept.append(done)
             nbytes += min(done.inside_at_peak, done.made)
     if nbytes < MUCH * facts.peak.total:
         return None
     if graph_of_a_sum(facts):
-        return None  # the same bytes, and it knows more of them
+        return None  # that cause says where these bytes come from
     evidence = (
         f"{format_bytes(nbytes)} at the peak are the graph of {len(kept)} forward"
-        f"{'s' * (len(kept) > 1)} that a backward has been through already."
+        f"{'s' * (len(kept) > 1)} whose backward has already run."
     )
     remedy = (
         "backward(retain_graph=True) keeps the graph for a second backward: leave it out, and "
@@ -146,23 +147,26 @@ def kept_graph(facts: Facts) -> Cause | None:
 
 
 def leftovers(facts: Facts) -> Cause | None:
-    """What the step before has computed, and a variable still holds: its outputs, its loss."""
+    """What the step before has computed and a variable still holds, such as its outputs or loss."""
     if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
         return None
     previous = {done.turn for done in facts.of_models if done.turn < facts.peak.turn}
-    if not previous or not _finished_before(max(previous), facts):
+    if not previous:
+        return None
+    last_turn = max(previous)
+    if not _finished_before(last_turn, facts):
         return None
     left = []
     for holder in facts.at_peak:
-        if holder.category == "activations" and holder.turn == max(previous):
+        if holder.category == "activations" and holder.turn == last_turn:
             left.append(holder)
     nbytes = total(left)
     if nbytes < MUCH * facts.peak.total:
         return None
     words = list(dict.fromkeys(in_words(holder) for holder in left))
     evidence = (
-        f"{format_bytes(nbytes)} at the peak were computed before the last backward, which needs "
-        f"them no more: {'; '.join(words[:LINES])}."
+        f"{format_bytes(nbytes)} at the peak were computed before the last backward, and nothing "
+        f"needs them after it: {'; '.join(words[:LINES])}."
     )
     remedy = (
         "a variable keeps its tensor until it is assigned again, and that is after the next "
@@ -213,10 +217,12 @@ def chained_forwards(facts: Facts) -> Cause | None:
         return None
     chains = defaultdict[int, list[ForwardPass]](list)
     for done in facts.of_models:
-        now = (done.step, done.turn) == (facts.peak.step, facts.peak.turn)
-        follows = done.chained or done.number not in chains
+        in_this_turn = (done.step, done.turn) == (facts.peak.step, facts.peak.turn)
+        is_first = done.number not in chains
+        # Without a backward of its own, or with a second one, a checkpoint does not help.
         needed_once = not done.differentiable and not is_unused(done, facts)
-        if now and follows and needed_once and done.inside_at_peak:
+        continues = done.chained or is_first
+        if in_this_turn and continues and needed_once and done.inside_at_peak:
             chains[done.number].append(done)
     chain = max(chains.values(), key=len, default=[])
     if len(chain) <= GRAPHS_AT_ONCE:
@@ -305,10 +311,10 @@ def _finished_turns(facts: Facts) -> set[int]:
 
 
 def _alive_together(facts: Facts) -> list[ForwardPass]:
-    """Forwards of one module and line in the peak's step, whose graphs were all alive after the
-    last one: of those that there are most of.
+    """Forwards in the peak's step whose graphs were all alive after the last one.
 
-    A forward that continues another one, as in backward through time, does not count.
+    They are calls of one module by one line: of several such groups, the largest. A forward that
+    continues another one, as in backward through time, does not count.
     """
     calls = defaultdict[tuple[SourceLine | None, int], list[ForwardPass]](list)
     for done in facts.of_models:
@@ -321,9 +327,10 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
         if together:
             previous = together[-1]
             kept = previous.live_after - previous.live_before
+            # If less than half of what the previous one has kept is there, its graph is free.
             if done.live_before < previous.live_before + kept // 2:
                 if len(together) >= GRAPHS_AT_ONCE:
-                    continue
+                    continue  # the group is found
                 together.clear()
         together.append(done)
     found = max(calls.values(), key=len, default=[])
@@ -334,15 +341,18 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
 
 
 def _outer_forwards(facts: Facts) -> list[ForwardPass]:
-    """In the peak's step, the forwards whose loss is not differentiated twice: those of the outer
-    losses of meta-learning, say.
+    """In the peak's step, the forwards whose loss is not differentiated twice.
+
+    In meta-learning, these are the forwards of the outer losses.
     """
     return [p for p in facts.of_models if p.step == facts.peak.step and not p.differentiable]
 
 
 def _loss_between(before: ForwardPass, after: ForwardPass, facts: Facts) -> bool:
-    """Whether bytes came or went between two forwards, other than by forwards of models. They go
-    where the model computes the loss itself, and the rest of its outputs is dropped.
+    """Whether bytes came or went between two forwards, other than by forwards of models.
+
+    They come if the loss is computed there. They go if the model computes the loss itself, and the
+    rest of its outputs is dropped.
     """
     order = facts.of_models
     change = after.live_before - before.live_after
@@ -363,10 +373,11 @@ def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
     nbytes = total(gradients)
     forwards = []
     for done in facts.of_models:
-        # the graph of one that was given a gradient's path is needed for what comes before it
+        # A chained forward needs its graph: gradients go through it to what comes before.
         needless = done.for_no_optimizer and done.has_graph and not done.chained
-        known = done.used or not facts.ended  # else it is a forward without any backward
-        if needless and known and done.inside_at_peak:
+        # If the run has ended without a backward, this is an unused forward instead.
+        has_backward = done.used or not facts.ended
+        if needless and has_backward and done.inside_at_peak:
             forwards.append(done)
             nbytes += min(done.inside_at_peak, max(done.made, 0))
     if nbytes < WORTH * facts.peak.total:

@@ -53,8 +53,11 @@ def growing_bytes(facts: Facts) -> Cause | None:
     each = nbytes // len(times)
     if nbytes < WORTH * facts.peak.total and each < GROWS * facts.peak.total:
         return None
-    kinds_in_words = [in_words(kind[0]) for kind in sorted(growing, key=lambda k: -total(k))]
-    more = f" and {len(kinds_in_words) - LINES} more" if len(kinds_in_words) > LINES else ""
+    largest_first = sorted(growing, key=total, reverse=True)
+    kinds_in_words = [in_words(kind[0]) for kind in largest_first]
+    more = ""
+    if len(kinds_in_words) > LINES:
+        more = f" and {len(kinds_in_words) - LINES} more"
     evidence = (
         f"{format_bytes(nbytes)} at the peak were made in {len(times)} earlier {facts.unit}s, "
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
@@ -79,7 +82,7 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
     kinds = defaultdict[tuple, list[Holder]](list)
     for holder in facts.at_peak:
         if not 0 <= facts.time_of(holder) < facts.peak_time:
-            continue
+            continue  # it was there before the first step, or is of the peak's own step
         if holder.category in ("gradients", "optimizer"):
             # one parameter has gradients or states of several steps
             kinds[holder.category, holder.module, holder.shape, holder.dtype].append(holder)
@@ -100,17 +103,18 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
 
 
 def _from_first_to_last(holders: list[Holder], facts: Facts) -> bool:
-    """Whether they come from several steps, the first and the last ones included.
+    """Whether they come from several steps, with the first and the last ones among them.
 
-    The last n of something (a window for an average) do not grow for ever: the first ones are gone.
-    Neither do the first n, such as examples for a picture.
+    A window for an average keeps the last n of something. It does not grow for ever, since the
+    first ones are gone. Neither does a list of the first n, such as examples for a picture.
     """
     steps = sorted({facts.time_of(holder) for holder in holders})
     if len(steps) < OLD_STEPS:
         return False
-    between = max(after - before for before, after in pairwise(steps))
-    # In the peak's step, nothing may have been kept so far.
-    return steps[0] <= between and facts.peak_time - steps[-1] <= between + 1
+    gap = max(after - before for before, after in pairwise(steps))  # more than 1: every n steps
+    begins_early = steps[0] <= gap
+    goes_on = facts.peak_time - steps[-1] <= gap + 1  # the peak's own step may keep nothing so far
+    return begins_early and goes_on
 
 
 def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
@@ -243,7 +247,7 @@ def results_in_training(facts: Facts) -> Cause | None:
         left += kind
         nbytes += total(kind)
         if len(kind) >= MANY:
-            nbytes -= kind[0].nbytes  # the last one may be in use
+            nbytes -= kind[0].nbytes  # the last one may be in use, and all are equally large
     if nbytes < DOMINATES * facts.peak.total:
         return None
     words = list(dict.fromkeys(in_words(holder) for holder in left))

@@ -12,14 +12,14 @@ from .timeline import STEP, TOTAL
 
 OUTLIER = 2  # times the median of all steps
 STEPS_TO_COMPARE = 4
-MOST = 0.5  # of the peak
+MOST = 0.5  # of the peak: half of it
 
 
 def large_logits(facts: Facts) -> Cause | None:
     """Logits: a number for each token of each row and each entry of the vocabulary."""
     logits = []
     for holder in facts.at_peak:
-        # Older ones are kept outputs, which the next step's loss does not need.
+        # Older logits are outputs that something has kept: no loss needs them any more.
         is_in_use = facts.time_of(holder) >= facts.peak_time - 1
         if is_in_use and facts.is_logits(holder):
             logits.append(holder)
@@ -167,7 +167,7 @@ def one_tensor(facts: Facts) -> Cause | None:
     largest = max(facts.at_peak, key=lambda holder: holder.nbytes, default=None)
     if largest is None or largest.category != "other" or largest.nbytes < MOST * facts.peak.total:
         return None
-    evidence = f"{format_bytes(largest.nbytes)} at the peak are one: {in_words(largest)}."
+    evidence = f"{format_bytes(largest.nbytes)} at the peak are one tensor: {in_words(largest)}."
     remedy = (
         "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
         "keep it off the card and move the rows that a step needs. If it is the batch, take a "

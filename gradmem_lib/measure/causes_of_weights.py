@@ -77,7 +77,7 @@ def copied_gradients(facts: Facts) -> Cause | None:
             copies.append(holder)
         elif holder.category == "gradients":
             originals.append(holder)
-    # Either these copies can go, or the gradients that they were made from.
+    # Either the copies can go, or the gradients that they were made from: the smaller part counts.
     nbytes = min(total(copies), total(originals))
     if nbytes < WORTH * facts.peak.total:
         return None
@@ -175,7 +175,7 @@ def double_tensors(facts: Facts) -> Cause | None:
         "numpy's numbers are float64 by default: torch.from_numpy(array).float(), or "
         "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them."
     )
-    # data first: the line where it begins
+    # Lines of data come first: float64 most often begins there.
     data = [holder for holder in double if holder.category == "other"]
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
     return Cause("Tensors are in float64", nbytes, evidence, remedy, lines)

@@ -23,6 +23,7 @@ BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
 MAX_TURNS = 1024
 EXISTED = -1  # the step of a storage that was there before its first use
+NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
 
 
@@ -84,12 +85,13 @@ def is_expanded(entry: Entry) -> bool:
 
 
 def is_result(entry: Entry) -> bool:
+    """Whether an outermost module has returned it."""
     return getattr(entry, "is_result", False)
 
 
 def source_of(entry: Entry) -> int:
-    """The category of all that it was computed from; -1 if there are several, or none is known."""
-    return getattr(entry, "source", -1)
+    """The category of all that it was computed from, or ``NO_CATEGORY``."""
+    return getattr(entry, "source", NO_CATEGORY)
 
 
 class Peak:

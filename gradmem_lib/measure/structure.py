@@ -86,9 +86,9 @@ def within(name: str, outer: Any) -> bool:
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
     """The features that come out of the matrices at the model's end.
 
-    Such a matrix is in no list of layers or is the last one of all, has more outputs than inputs,
-    and no other matrix takes its outputs, or their halves or thirds (as those of queries, keys and
-    values).
+    Such a matrix has more outputs than inputs. It is in no list of layers, or it is the last matrix
+    of all. And no other matrix takes its outputs, nor halves or thirds of them, as attention takes
+    queries, keys and values from one matrix.
     """
     matrices = _matrices(model)
     last = next(reversed(matrices), None)
@@ -100,8 +100,10 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
             # a recurrent cell has several matrices, for its gates
             if n_out > n_in and len(shapes) == 1 and at_the_end:
                 widening.add(n_out)
-    in_parts = {parts * n_in for n_in in taken for parts in (1, 2, 3)}
-    return frozenset(widening - in_parts)
+    taken_by_another = set[int]()
+    for n_in in taken:
+        taken_by_another |= {n_in, 2 * n_in, 3 * n_in}
+    return frozenset(widening - taken_by_another)
 
 
 def _matrices(model: nn.Module) -> dict[str, list[Shape]]:

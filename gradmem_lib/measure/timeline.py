@@ -51,8 +51,8 @@ class Holder(NamedTuple):
     many turns were finished when it was made, or first read. ``expanded``: a forward has made it,
     and it is several times larger than all that the operation has read (and that was no weight).
     ``made_in``: the moment in which it was made, or first read. ``is_result``: an outermost module
-    has returned it. ``computed_from``: the category of all that it was computed from, if it was
-    made between steps of nothing but gradients, say, or copies of them.
+    has returned it. ``computed_from``: "gradients" or "parameters" if it was made between steps and
+    nothing else went into it, and otherwise empty. A copy of a gradient counts as a gradient.
     ``samples``: the recording's first sample with it, and the first one without it.
     """
 
@@ -90,13 +90,15 @@ class ForwardPass(NamedTuple):
     began and when it ended, and the most in between. ``line``: the user's line that called it.
     ``has_graph``: something in it needs a gradient. ``chained``: it was given what an earlier
     operation with a gradient has computed. ``has_weights``: the module has parameters, or calls a
-    module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``kept_at_peak``: of the
-    activations at the run's peak, those that were made from its beginning until the next call's,
-    without what it has returned. ``inside_at_peak``: of these, what was made until its end.
-    ``made``: how many bytes it has left when it ended, without what it has returned. ``turn``: how
-    many turns were finished. ``differentiable``: the backward that used it has built a graph
-    itself. ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one
-    of them. ``number``: the same for all calls of one module.
+    module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how many turns
+    were finished. ``differentiable``: the backward that used it has built a graph itself.
+    ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one of them.
+    ``number``: the same for all calls of one module.
+
+    Three fields are bytes, and what the call has returned is in none of them. ``made``: what was
+    left of the call when it ended. ``inside_at_peak``: the activations at the run's peak that were
+    made in the call. ``kept_at_peak``: the same, and those that were made after it until the next
+    call began.
     """
 
     module: str
@@ -127,10 +129,10 @@ class Timeline:
     samples than are kept, it is thinned evenly. Each sample that stays is the largest of its
     window, so no peak is lost.
 
-    ``growing`` is an int64 array (samples, 6), or ``None`` if nothing grows: of the bytes by
-    category, those that ``diagnose`` says to grow from step to step. ``batches``: pairs of an
-    operation and a number of rows, where training goes on with batches of another size. The first
-    pair is where it begins. Empty if the size does not change.
+    ``growing`` is an int64 array (samples, 6), or ``None`` if nothing grows. It has the part of the
+    bytes by category that grows from step to step, as ``diagnose`` finds it. ``batches`` has pairs
+    (operation, rows of a batch): the first pair is where training begins, and each other one is
+    where the batch's size changes. It is empty if the size never changes.
     """
 
     def __init__(

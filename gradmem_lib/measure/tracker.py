@@ -50,7 +50,7 @@ from .budget import BudgetExceeded, release_traceback
 from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .moments import Pass
-from .recording import Recording, is_expanded, is_result, source_of
+from .recording import NO_CATEGORY, Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
@@ -125,7 +125,8 @@ class MemoryTracker:
         self._structure: Structure | None = None
         self._optimized: frozenset[str] | None = None
         self._closed = False
-        self._interrupted = False  # an error ended the block: what it would have done is not known
+        # Whether an error ended the block: what would have come after it is not known then.
+        self._interrupted = False
 
     @property
     def current(self) -> MemorySnapshot:
@@ -424,17 +425,22 @@ class MemoryTracker:
             facts = self._facts(snapshot, holders)
             raise BudgetExceeded(self.budget, allocated, what, snapshot, holders, facts)
         # Autograd's own threads must not talk to the front end.
-        if (
-            self._plot is not None
-            and self._state == "running"
-            and threading.get_ident() == self._thread
-        ):
-            begun = time.perf_counter()
-            if begun > self._next_frame:
-                self._draw("push", self.timeline, None, self.current)
-                ended = time.perf_counter()
-                rest = (ended - begun) * (1 / FRAMES_SHARE - 1)
-                self._next_frame = ended + max(rest, LIVE_FRAME_SECONDS)
+        in_own_thread = threading.get_ident() == self._thread
+        if self._plot is not None and self._state == "running" and in_own_thread:
+            self._draw_frame()
+
+    def _draw_frame(self) -> None:
+        """Draw a frame of the live plot, if it is time for one.
+
+        A pause follows, so long that frames take ``FRAMES_SHARE`` of the time at most.
+        """
+        begun = time.perf_counter()
+        if begun <= self._next_frame:
+            return
+        self._draw("push", self.timeline, None, self.current)
+        ended = time.perf_counter()
+        pause = (ended - begun) * (1 - FRAMES_SHARE) / FRAMES_SHARE
+        self._next_frame = ended + max(pause, LIVE_FRAME_SECONDS)
 
     def _draw(self, action: str, *args) -> None:
         """Draw. An error in a picture must not stop a training run."""
@@ -449,7 +455,8 @@ class MemoryTracker:
 
 
 def _category_name(category: int) -> str:
-    return "" if category < 0 else CATEGORIES[category]
+    """The category's name; an empty string for ``NO_CATEGORY``."""
+    return "" if category == NO_CATEGORY else CATEGORIES[category]
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:

@@ -31,7 +31,15 @@ from ..names import (
 from .facts import FIRST_READ_PARAMETER, INPUTS, READ_IN_PARTS
 from .moments import Pass, Position
 from .patches import patched_torch
-from .recording import EXISTED, Entry, Recording, is_expanded, is_result, source_of
+from .recording import (
+    EXISTED,
+    NO_CATEGORY,
+    Entry,
+    Recording,
+    is_expanded,
+    is_result,
+    source_of,
+)
 from .source_lines import calling_line
 from .storages import NO_STORAGE, own_storage, storages_of, tensors_held, tensors_in
 from .structure import Structure
@@ -74,10 +82,12 @@ class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
 class Operator(NamedTuple):
     """What is known of an operator.
 
-    ``func``: itself, which keeps its address, the key, from being reused. ``run``: what runs it.
-    ``aliases``: it returns an argument or a view of one. These allocate no storage: ``only_views``,
-    if it returns views of its first argument and nothing else, and writes nothing; ``in_place``, if
-    it writes into its first argument, and returns that.
+    ``func``: the operator itself. While it is held here, no other one can get its address, which is
+    the key. ``run``: what runs it. ``aliases``: it returns an argument or a view of one.
+
+    Two kinds of operators allocate no storage. ``only_views``: all that it returns are views of its
+    first argument, and it writes nothing. ``in_place``: it writes into its first argument, and
+    returns only this.
     """
 
     func: Any
@@ -203,8 +213,10 @@ class Meter:
         self._has_fsdp = any(isinstance(module, kinds) for module in modules)
 
     def line(self, depth: int) -> tuple[CodeType, int] | None:
-        """The line of a script that makes a storage: ``calling_line(depth)``. A prediction, which
-        names no lines, overrides it.
+        """The line of a script that makes a storage.
+
+        ``depth``: how many frames of this file are between the script and ``calling_line``. A
+        prediction names no lines, and overrides this.
         """
         return calling_line(depth)
 
@@ -427,8 +439,11 @@ class Meter:
         return nbytes
 
     def _note_origin(self, entry: Entry, args: tuple) -> None:
-        """Note what is asked of a tensor later: whether it is much larger than what it was computed
-        from, whether that was nothing but gradients, and whether it was a number.
+        """Note what a diagnosis asks later about a tensor that a forward has made, or code between
+        steps.
+
+        Is it much larger than what it was computed from? Was it computed from gradients alone? Does
+        autograd keep a Python number for it?
         """
         is_large = entry.nbytes * LARGE_PART > self.recording.run_peak.total
         if is_large and self._expands(entry.nbytes, args):
@@ -436,6 +451,7 @@ class Meter:
         if entry.moment == BETWEEN_STEPS:
             entry.source = self._category_of_reads(args)
         elif entry.op is compat.multiply or entry.op is compat.divide:
+            # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.
             by_a_number = not isinstance(args[1], torch.Tensor)
             if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
                 self.recording.note_number()
@@ -456,21 +472,23 @@ class Meter:
         return 0 < read * EXPANDS < nbytes
 
     def _category_of_reads(self, args: tuple) -> int:
-        """The category of all that an operation reads, if it is gradients or parameters; or -1.
+        """Gradients or parameters, if an operation reads nothing else; or ``NO_CATEGORY``.
 
         What was computed from gradients alone, such as a copy of them, counts as gradients.
         """
-        found = -1
+        found = NO_CATEGORY
         for tensor in tensors_in(args):
             for storage in storages_of(tensor):
                 entry = self.recording.live.get(storage_key(storage))
                 if entry is None:
-                    return -1
-                category = source_of(entry) if entry.category == names.OTHER else entry.category
+                    return NO_CATEGORY
+                category = entry.category
+                if category == names.OTHER:
+                    category = source_of(entry)
                 if category not in (names.GRADIENTS, names.PARAMETERS):
-                    return -1
-                if found not in (-1, category):
-                    return -1
+                    return NO_CATEGORY
+                if found not in (NO_CATEGORY, category):
+                    return NO_CATEGORY  # both of them
                 found = category
         return found
 
@@ -696,16 +714,20 @@ class Meter:
             self.position.stepping.append(optimizer)
             self._step_began_at = recording.count
             self._without_state = set()
-            with compat.plain_tensors():
-                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            self._tag_parameters(optimizer)
+            self._tag_states(optimizer)
+            self.sample()
+        named = {name: self._wrap_closure(value) for name, value in kwargs.items()}
+        return tuple(map(self._wrap_closure, args)), named
+
+    def _tag_parameters(self, optimizer: Optimizer) -> None:
+        """Count the optimizer's parameters, and note the shapes of those without a state."""
+        with compat.plain_tensors():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
                     self._tag_now(parameter)
                     if parameter not in optimizer.state:
                         self._without_state.add(tuple(parameter.shape))
-            self._tag_states(optimizer)
-            self.sample()
-        return tuple(map(self._wrap_closure, args)), {
-            name: self._wrap_closure(value) for name, value in kwargs.items()
-        }
 
     def tag_states_being_made(self) -> None:
         """In an optimizer's first step: count as states what it has made for a parameter that had
@@ -829,7 +851,10 @@ class Meter:
                     self.sample()
 
     def _note_batch(self, inputs: tuple) -> None:
-        """The first training forward of a turn says how many rows its batch has."""
+        """Note how many rows the batch has, at the first training forward of each turn.
+
+        These are the rows of the first tensor among the ``inputs``.
+        """
         if self._turn_of_batch == self.recording.turn:
             return
         self._turn_of_batch = self.recording.turn
@@ -839,7 +864,7 @@ class Meter:
                 return
 
     def end_forward(self, out: Any) -> None:
-        """The outermost module has returned ``out``; ``None`` if it raised an error."""
+        """The outermost module has returned ``out``; ``None`` if it has raised an error instead."""
         recording, forward = self.recording, self.position.open
         if forward is None:
             return
@@ -886,11 +911,9 @@ class Meter:
         return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
 
     def module_names(self) -> dict[int, str]:
-        return (
-            {id(m): name for name, m in self.model.named_modules()}
-            if self.model is not None
-            else {}
-        )
+        if self.model is None:
+            return {}
+        return {id(module): name for name, module in self.model.named_modules()}
 
 
 def _is_copied_storage(tensor: torch.Tensor, func: Any) -> bool:

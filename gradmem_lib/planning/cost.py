@@ -37,7 +37,7 @@ from ..training.recipe import Recipe
 from ..training.tiny import tiny_model
 from ..units import MiB, check_positive_int
 from .cards import Card, seconds_between, seconds_over_bus
-from .rows import Passed, count_row, output_layer, rows_like
+from .rows import LayerShare, Passed, count_row, output_layer, rows_like
 
 LORA_RANK = 16
 FLOAT32 = 4  # bytes of a number
@@ -62,9 +62,9 @@ class Work:
     ``parameters`` counts the others, and ``bytes_per_number`` are the mean bytes of a frozen number
     and of a trained one. ``frozen``: parameters that the model's own code does not train.
 
-    ``row``: what a row passes, if rows are more than tokens; then costs are those of a row where
-    they are else those of a token. ``example``: a row or more of the inputs, ``batch`` and ``loss``
-    as they were given. ``uncut``: why the batch must go through in one piece; empty: it need not.
+    ``row``: what a row passes, if rows are more than tokens. Costs are then counted for a row, and
+    otherwise for a token. ``example``: one row or more of the inputs. ``batch`` and ``loss`` are as
+    they were given. ``uncut``: why the batch must go through in one piece, or an empty string.
     """
 
     source: Source
@@ -93,25 +93,32 @@ class Work:
 
     @property
     def unit(self) -> str:
-        """What costs are counted for."""
+        """What costs are counted for: a token, or a row."""
         return "token" if self.row is None else "row"
 
     @property
     def has_layers(self) -> bool:
-        """Whether there are layers that may run again. What takes tokens alone is not asked."""
+        """Whether there are layers that may run again. A model that takes tokens alone has them."""
         return self.row is None or bool(self.row.layers)
 
     def units_of_row(self, seq_len: int | None) -> int:
-        return 1 if self.row is not None or seq_len is None else seq_len
+        """How many of what costs are counted for a row has: its tokens, or 1."""
+        if self.row is not None or seq_len is None:
+            return 1
+        return seq_len
 
     def passed(self, seq_len: int) -> Passed:
-        """What a token passes, or a row."""
+        """What a token passes, or a row. Only ``attention`` depends on ``seq_len``."""
         if self.row is not None:
             return self.row
+        # Scores and their weighted sums: two products, of 2 operations for each pair of tokens.
+        attention = 4 * seq_len * self.scores
+        if self.causal:  # half of the pairs, in the mean
+            attention /= 2
         return Passed(
             products=self.matrices + self.experts,
             attended=self.attended,
-            attention=4 * seq_len * self.scores / (2 if self.causal else 1),
+            attention=attention,
             head=self.head,
             logits=self.vocabulary,
         )
@@ -145,7 +152,10 @@ def _check_cut(model: nn.Module, config, example: dict | None = None) -> None:
 
     Where the tiny copy does not run, ``make_trainer`` asks the whole model before its first window.
     """
-    flags = {name: value for name, value in (example or {}).items() if isinstance(value, bool)}
+    flags = {}  # CLIP's return_loss=True, say
+    for name, value in (example or {}).items():
+        if isinstance(value, bool):
+            flags[name] = value
     check_pieces(model, flags, "micro-batches")
     # The caller's modes, autocast and random numbers have no part in this.
     autocast = torch.autocast("cpu", enabled=False)
@@ -172,12 +182,12 @@ def count(
     loss: Callable | None = None,
     module: nn.Module | None = None,
 ) -> Work:
-    """Count parameters and matrices on a model without memory, that of ``config``; or on a
-    ``module`` that transformers cannot build.
+    """Count parameters and matrices, on a model without memory that is built from ``config``, or on
+    a ``module`` that transformers cannot build.
 
-    Of a model that takes more than tokens with labels, and for a ``batch`` that is given, also what
-    a row passes. ``seq_len`` is needed only there. Raises ``ValueError`` if the config does not
-    tell the inputs, and if the loss of a language model must not be cut.
+    For a model that takes more than tokens with labels, and for a ``batch`` that is given, what a
+    row passes is counted as well. Only this needs ``seq_len``. Raises ``ValueError`` if the config
+    does not tell the inputs, and if the loss of a language model must not be cut.
     """
     model = skeleton(config) if module is None else module
     head = output_layer(model)
@@ -551,31 +561,53 @@ def recompute_fraction(work: Work, recipe: Recipe) -> float:
         if part.keeps_products:
             return 0.0
         return (share if part.attention else 0.0) + (1 - share if part.mlp else 0.0)
-    return _share_of_checkpointed(work, recipe, 0)
+    if work.row is not None:
+        return math.fsum(share.products for share in _checkpointed_shares(work.row, recipe))
+    return _checkpointed_part(work, recipe)
 
 
 def freed_fraction(work: Work, recipe: Recipe) -> float:
     """The share of the linear layers' inputs and outputs that is freed until backward."""
     if recipe.checkpointing in SELECTIVE:
         return recompute_fraction(work, recipe)
-    return _share_of_checkpointed(work, recipe, 1)
-
-
-def _share_of_checkpointed(work: Work, recipe: Recipe, column: int) -> float:
-    """The share of the checkpointed layers in all, by a ``column`` of ``Passed.layers``."""
-    every, first = recipe.every_n_layers, first_layers(recipe.checkpointing)
-    if recipe.checkpointing is None and not every:
-        return 0.0
-    if isinstance(recipe.checkpointing, str) and first is None:
-        check_choice("checkpointing", recipe.checkpointing, CHECKPOINTING)
     if work.row is not None:
-        # In segments of any lengths, every layer is recomputed.
-        return math.fsum(share[column] for share in work.row.layers[:first:every])
+        return math.fsum(share.linear_widths for share in _checkpointed_shares(work.row, recipe))
+    return _checkpointed_part(work, recipe)
+
+
+def _checkpointed_shares(row: Passed, recipe: Recipe) -> tuple[LayerShare, ...]:
+    """The shares of the layers that ``recipe`` recomputes."""
+    if not _checkpoints_layers(recipe):
+        return ()
+    first = first_layers(recipe.checkpointing)
+    shares = row.layers
+    if first is not None:
+        shares = shares[:first]
+    if recipe.every_n_layers:
+        shares = shares[:: recipe.every_n_layers]
+    return shares  # in segments of any lengths, every layer is recomputed
+
+
+def _checkpointed_part(work: Work, recipe: Recipe) -> float:
+    """The part of the layers that ``recipe`` recomputes, where all layers are alike."""
+    if not _checkpoints_layers(recipe):
+        return 0.0
+    every, first = recipe.every_n_layers, first_layers(recipe.checkpointing)
     if every and work.layers:
         return -(-work.layers // every) / work.layers
     if first is not None and work.layers:
         return min(first / work.layers, 1.0)
     return 1.0
+
+
+def _checkpoints_layers(recipe: Recipe) -> bool:
+    """Whether whole layers run again. Raises ``ValueError`` for an unknown schedule."""
+    schedule = recipe.checkpointing
+    if schedule is None:
+        return bool(recipe.every_n_layers)
+    if isinstance(schedule, str) and first_layers(schedule) is None:
+        check_choice("checkpointing", schedule, CHECKPOINTING)
+    return True
 
 
 def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
@@ -593,8 +625,8 @@ def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
     if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
         kept = 0.5  # their results stay, and their inputs are recomputed
     one_layer = layers / max(work.layers, 1)
-    if passed.layers:  # those outside of the lists are in none of them
-        one_layer = layers * max(widths for _, widths in passed.layers)
+    if passed.layers:  # the largest of them: linear layers outside of the lists are in none
+        one_layer = layers * max(share.linear_widths for share in passed.layers)
     numbers = max(kept * layers + logits, one_layer)
     return _width_of_activations(recipe) * numbers
 

@@ -141,8 +141,8 @@ def find_model(model_or_config) -> tuple[Any, str]:
             raise ValueError(
                 f"{type(model_or_config).__name__} has no config, so its inputs are not known: "
                 "give batch=, a row or more of what it takes (torch.empty(..., device='meta') "
-                "costs no memory), and loss=, if its output does not have it; or predict each "
-                "recipe with predict(model, batch=..., recipe=Recipe(...))"
+                "costs no memory), and loss= if its output has no loss; or predict each recipe "
+                "with predict(model, batch=..., recipe=Recipe(...))"
             )
         config = copy.deepcopy(config)
         config.architectures = [type(inside).__name__]

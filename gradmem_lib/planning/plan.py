@@ -100,11 +100,14 @@ def plan(
         work = count(config, seq_len, batch, loss)
     work = with_adapters(work, model_or_config, method)
     if work.uncut and cards > 1:
-        raise ValueError(f"cards={cards} share a batch between them: {work.uncut}")
+        raise ValueError(
+            f"cards={cards} share a batch between them, and this one must stay in one piece: give "
+            f"cards=1. {work.uncut}"
+        )
     if work.row is None:
         seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
     elif batch is None and work.source.skeleton.main_input_name == "pixel_values":
-        seq_len = None  # there are pictures only
+        seq_len = None  # a row is a picture
     margin = check_margin(margin, target, cards)
     search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
     search.notify = notify
@@ -180,11 +183,12 @@ def _notes(search: Search) -> list[str]:
     if not search.work.has_layers:
         notes.append(
             "No checkpoints are tried: this model is no nn.Sequential or nn.ModuleList, and has no "
-            "list of transformers' layers. What they would save: checkpoint_layers(its list of "
-            "layers), then predict(model, batch=..., recipe=Recipe(...))."
+            "list of transformers' layers. To see what they would save, call checkpoint_layers "
+            "with its list of layers, then predict(model, batch=..., recipe=Recipe(...))."
         )
-    for option in [*search.fits(), *search.refused()][:1]:
-        notes += [f"{note}." for note in option.prediction.notes]
+    predicted = [*search.fits(), *search.refused()]
+    if predicted:  # the best one, or the closest
+        notes += [f"{note}." for note in predicted[0].prediction.notes]
     return notes
 
 

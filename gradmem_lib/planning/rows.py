@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,35 @@ from ..training.recipe import Recipe
 from ..training.step import check_loss, loss_of
 
 COUNTED_ROWS = 2  # a batch norm in training needs more than one
+MULTIPLY_ADD = 2  # operations for each entry of a weight and each vector
+# Operators that multiply with weights. What else is counted are products of tokens with tokens.
 WITH_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
+
+
+class LayerShare(NamedTuple):
+    """The parts of a whole row that one layer has, from 0 to 1.
+
+    ``products``: of ``Passed.products``. ``linear_widths``: of the numbers that go into linear
+    layers and come out of them.
+    """
+
+    products: float
+    linear_widths: float
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a row passes in a forward; in a language model, what a token passes.
+    """What one row meets in a forward; in a language model, what one token meets.
 
-    ``products``: entries of weights that it is multiplied with, without the output layer's, which
-    are ``head``. ``attended``: those of ``products`` that are in attention. ``attention``:
-    operations between tokens. ``logits``: numbers that the output layer makes. ``vectors``: how
-    many vectors pass a linear layer, in the mean; ``fewest_vectors``: at least. ``layers``: for
-    each layer that can run again, its shares of ``products``, and of the inputs and outputs of
-    linear layers; empty: all layers are alike, and there is nothing else.
+    ``products``: the entries of the weights that it is multiplied with, each as often as it is
+    used. The output layer's entries are not among them: these are ``head``. ``attended``: those of
+    ``products`` that are in attention. ``attention``: operations between tokens. ``logits``:
+    numbers that the output layer makes.
+
+    ``vectors``: how many vectors of a row go through a linear layer, in the mean over the layers,
+    where wide layers weigh more. ``fewest_vectors``: the same of the layer with the fewest.
+    ``layers``: the share of each layer that can run again. For a token there are no shares, since
+    all layers are alike there; for a row, none means that no layer can run again.
     """
 
     products: float
@@ -52,11 +68,12 @@ class Passed:
 
 
 def rows_like(batch: Any, rows: int, dtype: torch.dtype | None = None) -> Any:
-    """``rows`` rows like those of ``batch``.
+    """Make ``rows`` rows like those of ``batch``.
 
-    Floating-point tensors have no memory, and ``dtype`` if it is given. Whole numbers are repeated
-    with their values, since a mask matters. A tensor that occurs twice does so in the result.
-    Raises ``ValueError`` if tensors have unequal numbers of rows.
+    Floating-point tensors become meta tensors, in ``dtype`` if it is given. Whole numbers are
+    repeated with their values, since a mask decides what is computed. A tensor that is in the
+    batch twice is in the result twice, too. Raises ``ValueError`` if tensors have unequal numbers
+    of rows.
     """
     given = count_rows(batch)
     made: dict[int, Tensor] = {}
@@ -72,10 +89,12 @@ def rows_like(batch: Any, rows: int, dtype: torch.dtype | None = None) -> Any:
 
 
 def _repeated(value: Tensor, given: int, rows: int, dtype: torch.dtype | None) -> Tensor:
+    """``value`` with ``rows`` rows in place of the ``given`` ones."""
     if value.is_floating_point() or value.is_meta:
-        floating = dtype if value.is_floating_point() else None
-        shape = (rows, *value.shape[1:])
-        return torch.empty(shape, dtype=floating or value.dtype, device="meta")
+        new_dtype = value.dtype
+        if dtype is not None and value.is_floating_point():
+            new_dtype = dtype
+        return torch.empty((rows, *value.shape[1:]), dtype=new_dtype, device="meta")
     return value[torch.arange(rows, device=value.device) % given]
 
 
@@ -97,29 +116,33 @@ class _WithLoss(nn.Module):
 def count_row(
     model: nn.Module, batch: Any, loss: Callable | None = None, attention: tuple[str, ...] = ()
 ) -> Passed:
-    """What a row of ``batch`` passes in ``model``, which does not change.
+    """Count what a row of ``batch`` passes in ``model``, which does not change.
 
-    ``attention``: with what the names of its layers in attention begin. Raises ``ValueError`` if
-    the forward fails.
+    ``attention``: the names of its attention modules, each with a dot at the end; the names of the
+    layers inside begin so. Raises ``ValueError`` if the forward fails.
     """
     together = _WithLoss(model, loss)
-    held = dict(together.named_parameters()) | dict(together.named_buffers())
+    tensors = dict(together.named_parameters()) | dict(together.named_buffers())
     linear = linear_layers(model)
     head = output_layer(model)
+    watched = list(linear.values())
+    if head is not None:
+        watched.append(head)
     seen: Counter[nn.Module] = Counter()  # by linear layer, the vectors that passed it
+
+    def count_vectors(layer: nn.Module, args: tuple, output: Tensor) -> None:
+        seen[layer] += output.shape[:-1].numel()
+
     with ExitStack() as stack:
-        for layer in (*linear.values(), *([] if head is None else [head])):
-            hook = layer.register_forward_hook(
-                lambda layer, args, output: seen.update({layer: output.shape[:-1].numel()})
-            )
-            stack.callback(hook.remove)
+        for layer in watched:
+            stack.callback(layer.register_forward_hook(count_vectors).remove)
         stack.enter_context(compat.without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.no_grad())
         # The counter does not know the CPU's fused attention.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(compat.FakeTensorMode(allow_non_fake_inputs=True))
-        fakes = {name: torch.empty_like(tensor, device="cpu") for name, tensor in held.items()}
+        fakes = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
         rows = compat.tree_map(_fake, rows_like(batch, COUNTED_ROWS))
         counter = stack.enter_context(FlopCounterMode(display=False))
         try:
@@ -127,10 +150,11 @@ def count_row(
         except Exception as error:  # the model's own code may raise anything
             message = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
-                f"plan counts what {type(model).__name__} computes for two rows of tensors without "
-                f"values, and that fails ({type(error).__name__}: {message}): give a batch that "
-                "the model takes, or predict one recipe after the other with predict(model, "
-                "batch=..., recipe=Recipe(...))"
+                f"plan counts what {type(model).__name__} computes for {COUNTED_ROWS} rows of "
+                "tensors that have shapes and no values, and this forward fails with "
+                f"{type(error).__name__}: {message}. Give a batch that the model takes, and loss= "
+                "if the model's forward does not take the whole batch; or predict one recipe after "
+                "the other with predict(model, batch=..., recipe=Recipe(...))"
             ) from error
     return _passed(model, linear, head, seen, counter.get_flop_counts(), attention)
 
@@ -153,41 +177,52 @@ def _passed(
     flops: dict[str, dict],
     attention: tuple[str, ...],
 ) -> Passed:
-    vectors = {name: seen[layer] / COUNTED_ROWS for name, layer in linear.items()}
-    sizes = {name: linear_sizes(layer) or (0, 0) for name, layer in linear.items()}
-    widths = {name: sum(sizes[name]) for name in linear}
-    all_widths = sum(widths.values())
-    passed_widths = sum(widths[name] * vectors[name] for name in linear)
+    """What the counted forward says of one row: ``seen`` and ``flops`` are of all its rows."""
+    vectors: dict[str, float] = {}  # of a row, by the name of a linear layer
+    widths: dict[str, int] = {}  # inputs and outputs for one vector
+    passed_widths: dict[str, float] = {}  # the same for all vectors of a row
     attended = 0.0
-    for name, (inputs, outputs) in sizes.items():
+    for name, layer in linear.items():
+        inputs, outputs = linear_sizes(layer) or (0, 0)
+        vectors[name] = seen[layer] / COUNTED_ROWS
+        widths[name] = inputs + outputs
+        passed_widths[name] = widths[name] * vectors[name]
         if name.startswith(attention):
             attended += inputs * outputs * vectors[name]
-    of_all, between_tokens = _operations(flops, "Global")
+    all_widths, all_passed_widths = sum(widths.values()), sum(passed_widths.values())
+
     of_head, logits = 0.0, 0.0
     if head is not None:
         of_head = head.weight.numel() * seen[head] / COUNTED_ROWS
         logits = head.out_features * seen[head] / COUNTED_ROWS
-    products = of_all / 2 - of_head
+    with_weights, between_tokens = _operations(flops, "Global")  # the counter's word for all
+    products = with_weights / MULTIPLY_ADD - of_head
+
     layers = []
     for name in _layer_names(model):
-        own, _ = _operations(flops, f"{_WithLoss.__name__}.model.{name}")
-        inside = [one for one in linear if one.startswith(f"{name}.")]
-        own_widths = sum(widths[one] * vectors[one] for one in inside)
-        layers.append((own / 2 / max(products, 1), own_widths / max(passed_widths, 1)))
+        of_layer, _ = _operations(flops, f"{_WithLoss.__name__}.model.{name}")
+        own_widths = 0.0
+        for inner, width in passed_widths.items():
+            if inner.startswith(f"{name}."):
+                own_widths += width
+        share_of_products = of_layer / MULTIPLY_ADD / max(products, 1)
+        layers.append(LayerShare(share_of_products, own_widths / max(all_passed_widths, 1)))
     return Passed(
         products=products,
         attended=attended,
         attention=between_tokens,
         head=of_head,
         logits=logits,
-        vectors=passed_widths / max(all_widths, 1),
+        vectors=all_passed_widths / max(all_widths, 1),
         fewest_vectors=min(vectors.values(), default=0.0),
         layers=tuple(layers),
     )
 
 
 def _operations(flops: dict[str, dict], part: str) -> tuple[float, float]:
-    """The operations of a row in a part of the model: with weights, and between tokens."""
+    """The operations of one row in a part of the model: those with weights, and those between
+    tokens.
+    """
     with_weights, between_tokens = 0.0, 0.0
     for operator, count in flops.get(part, {}).items():
         if operator in WITH_WEIGHTS:

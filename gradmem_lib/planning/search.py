@@ -9,7 +9,7 @@ their lower bound. What is left is predicted, so nothing that is faster is misse
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -47,8 +47,8 @@ PER_LAYER = {"checkpointing": "per-layer"}
 # Recompute parts of each layer. Or offload activations, for a card.
 PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
 OFFLOADED = {"offload": "activations"}
-# Of a line of so few recipes, the fastest is predicted first. Of a longer one, the slowest is: its
-# traces are often those of the recipes before it.
+# In a line of at most so many recipes, the fastest one is predicted first. In a longer line, the
+# slowest one is: the recipes before it often share its traces.
 SHORT_LINE = 3
 
 
@@ -189,44 +189,58 @@ class Search:
         """
         base = Recipe(attention="fused" if self.work.fused else "eager", optimizer=OPTIMIZERS[0])
         mixed = "autocast-bf16" if self.card.bf16 else "autocast-fp16"
-        precisions = [mixed, "bf16"] if self.target == "cuda" else ["float32", mixed, "bf16"]
-        if method != "full":
-            rank = None if self.has_adapters else cost.LORA_RANK
-            frozen, trained = self.work.bytes_per_number
-            as_it_is = [None] if frozen != trained else []
-            for precision in ["bf16"] if method == "qlora" else as_it_is + precisions:
-                yield replace(
-                    base, precision=precision, lora_rank=rank, quantized_base=method == "qlora"
-                )
+        precisions: list[str | None] = [mixed, "bf16"]
+        if self.target != "cuda":
+            precisions.insert(0, "float32")
+        if method == "full":
+            for in_backward in (False, True):
+                for precision in precisions:
+                    how = {"precision": precision, "in_backward": in_backward}
+                    for optimizer in self._optimizers(in_backward, precision):
+                        yield replace(base, optimizer=optimizer, **how)
             return
-        for in_backward in (False, True):
-            for precision in precisions:
-                optimizers = OPTIMIZERS
-                if in_backward and self.cards > 1:  # each card steps a part of each weight
-                    optimizers = [name for name in OPTIMIZERS if ROWS[name].steps_shards]
-                    if not self.work.has_layers:  # no weight is in parts then
-                        optimizers = []
-                if in_backward and PRECISIONS[precision].scaled:  # a recipe refuses it
-                    optimizers = []
-                for optimizer in optimizers:
-                    yield replace(
-                        base, precision=precision, optimizer=optimizer, in_backward=in_backward
-                    )
+        rank = None if self.has_adapters else cost.LORA_RANK
+        frozen, trained = self.work.bytes_per_number
+        if method == "qlora":
+            precisions = ["bf16"]
+        elif frozen != trained:  # the adapters have a dtype of their own: keep both as they are
+            precisions.insert(0, None)
+        for precision in precisions:
+            yield replace(
+                base, precision=precision, lora_rank=rank, quantized_base=method == "qlora"
+            )
+
+    def _optimizers(self, in_backward: bool, precision: str | None) -> Sequence[str]:
+        """The optimizers that can train all weights in this way."""
+        if not in_backward:
+            return OPTIMIZERS
+        if PRECISIONS[precision].scaled:  # a recipe refuses it
+            return []
+        if self.cards == 1:
+            return OPTIMIZERS
+        if not self.work.has_layers:  # each card steps its part of a weight, and none is in parts
+            return []
+        return [name for name in OPTIMIZERS if ROWS[name].steps_shards]
 
     def lines(self, family: Recipe) -> list[list[Recipe]]:
         """The family's recipes with its own kind of loss, in lines: those of a line need less
         memory one after the other, and take more time. Lines of the fewest bytes come first.
         """
         pieces = [n for n in range(self.rows, 0, -1) if self.rows % n == 0]
+        if family.in_backward or self.work.uncut:
+            pieces = [1]
+        shardings: list[str | None] = [None]
+        if self.cards > 1:
+            shardings = list(SHARDING)
         adapts = self.work.adapts(family)
         lines: list[list[Recipe]] = []
-        for sharding in SHARDING if self.cards > 1 else (None,):
+        for sharding in shardings:
             if sharding in ("zero1", "zero2") and adapts:
                 continue  # with adapters, these shard little
             if sharding and SHARDING[sharding].weights and not self.work.has_layers:
                 continue  # weights are gathered layer by layer
             precision = _precision(family, not adapts and sharding)
-            for n in [1] if family.in_backward or self.work.uncut else pieces:
+            for n in pieces:
                 same = {"sharding": sharding, "precision": precision, "accumulation": n}
                 lines.append(_possible(family, [same | how for how in self.schedules]))
                 lines += [[one] for one in _possible(family, [same | a for a in self.alternatives])]
@@ -340,10 +354,11 @@ class Search:
             known = self._known.get(kept.pop())
             if known is None:  # refused by a lower bound
                 return []
-            least_before = known.prediction.peak.total - self._bytes_of_inputs(known.recipe)
+            needed = known.prediction.peak.total
+            least_before = needed - self._bytes_of_inputs(known.recipe)
             if not kept or least_before > self.available:
                 return []
-            if self._live_bytes(kept[-1]) >= known.prediction.peak.total:
+            if self._live_bytes(kept[-1]) >= needed:  # those before it need even more
                 return []
         return kept
 

@@ -22,41 +22,66 @@ def model_class(config):
     Encoder-decoder configs give a sequence-to-sequence model. Other configs give a masked or causal
     language model, a model of pairs of pictures and texts, an image classifier, or a speech model.
     """
-    import transformers
-    from transformers.models.auto import modeling_auto as auto
+    named = _named_class(config)
+    if named is not None and not _is_picture_model_without_head(named, config):
+        return named
+    found = _usual_class(config) or named
+    if found is None:
+        raise ValueError(
+            f"no training class is known for a {type(config).__name__}: language models, pairs of "
+            "an encoder and a decoder, and image classifiers are. Name one in "
+            "config.architectures, such as ['LlamaForSequenceClassification'], or build the module "
+            "yourself and give it with batch={...}, a dict of example tensors (device='meta' "
+            "costs no memory)"
+        )
+    return found
 
-    named = None
+
+def _named_class(config):
+    """The first class in ``config.architectures`` that transformers has; ``None`` if none is named.
+
+    Raises ``ValueError`` if it has none of those that are named.
+    """
+    import transformers
+
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
         if named is not None:
-            break
-    # A picture model without a head has no loss. Its usual head is one linear layer. A language
-    # model without a head is not replaced: which head it gets decides its bytes.
-    headless = auto.MODEL_MAPPING.get(type(config), None)
-    is_headless = named is not None and named is headless
-    if named is not None and not (is_headless and named.main_input_name == "pixel_values"):
-        return named
-    if config.architectures and named is None:
+            return named
+    if config.architectures:
         raise ValueError(
             f"the config is of {', '.join(config.architectures)}, which transformers does not "
             "have: name the class to train in config.architectures, set it to None for the "
             "family's usual class, or predict the model itself"
         )
-    for name in (*(PAIR_TABLES if config.is_encoder_decoder else ()), *TABLES):
+    return None
+
+
+def _is_picture_model_without_head(named, config) -> bool:
+    """Whether class ``named`` has no loss, and the usual class of its family may take its place.
+
+    A picture model's usual head is one linear layer. A language model without a head is not
+    replaced: which head it gets decides its bytes.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    headless = auto.MODEL_MAPPING.get(type(config), None)
+    return named is headless and named.main_input_name == "pixel_values"
+
+
+def _usual_class(config):
+    """The usual class to train a model of ``config``'s family with; ``None`` if none is known."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = list(TABLES)
+    if config.is_encoder_decoder:
+        tables = [*PAIR_TABLES, *TABLES]
+    for name in tables:
         table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})
         if type(config) in table:
             found = table[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
-    if named is not None:
-        return named
-    raise ValueError(
-        f"no training class is known for a {type(config).__name__}: language models, pairs of an "
-        "encoder and a decoder, and "
-        "image classifiers are. Name one in config.architectures, such as "
-        "['LlamaForSequenceClassification'], or build the "
-        "module yourself and give it with batch={...}, a dict of example tensors (device='meta' "
-        "costs no memory)"
-    )
+    return None
 
 
 def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Tensor]:
@@ -120,7 +145,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
 
 
 def unknown_inputs(model: nn.Module) -> str:
-    """That the config of ``model`` does not tell what it trains on, and what to do."""
+    """The words of the error that the config of ``model`` does not tell what it trains on."""
     main = getattr(model, "main_input_name", "input_ids")
     return (
         f"what {type(model).__name__} trains on cannot be told from its config (it takes {main}): "

@@ -57,7 +57,7 @@ def _settings() -> tuple:
     )
 
 
-# They take a part of a tensor, or see it in another shape, without looking at its values.
+# Operators that return a part of a tensor, or a view in another shape, whatever its values are.
 _PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.as_strided.default}
 UNIFORM = "random numbers from 0 to below 1"
 
@@ -142,9 +142,15 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         self._refuse(func, args, out)
         if func in self._corrections:
             out = self._corrections[func](args, out)
-        if (replay := None if key is None else _make_replay(func, args, out)) is not None:
-            self._answers[key] = replay
+        if key is not None:
+            self._remember(key, func, args, out)
         return out
+
+    def _remember(self, key: tuple, func: Any, args: tuple, out: Any) -> None:
+        """Keep a way to build ``out`` again, if there is a safe one."""
+        replay = _make_replay(func, args, out)
+        if replay is not None:
+            self._answers[key] = replay
 
     def _known_value(self, tensor: Tensor) -> Any:
         """The value of a one-element tensor; ``None`` if it is not known."""
@@ -291,39 +297,49 @@ def _replay_tensor(out, args) -> Replay | None:
     """The same for a single result: a new tensor, a view of an argument, an int or ``None``."""
     if out is None or type(out) is int:
         return lambda mode, args: out
-    if (
-        type(out) is not FakeTensor
-        or out.constant is not None
-        or out.requires_grad
-        or out.is_complex()
-    ):
+    if type(out) is not FakeTensor or out.constant is not None:
         return None
-    if any(out is value for value in args):
+    if out.requires_grad or out.is_complex() or any(out is value for value in args):
         return None
-    offset, shape, stride, dtype = out.storage_offset(), out.shape, out.stride(), out.dtype
-    device, storage = out.fake_device, out.untyped_storage()
-    keys = [storage_key(a.untyped_storage()) if type(a) is FakeTensor else None for a in args]
-    in_lists = [item for a in args if isinstance(a, (list, tuple)) for item in a]
-    for item in in_lists:
-        if isinstance(item, Tensor) and storage_key(item.untyped_storage()) == storage_key(storage):
-            return None
-    if storage_key(storage) in keys:
-        of = keys.index(storage_key(storage))
-        # some views, as _unsafe_view, are not declared as such: their keys have no offset
-        after = offset - args[of].storage_offset()
+    for value in args:
+        if isinstance(value, (list, tuple)) and any(_share_storage(out, item) for item in value):
+            return None  # a view of a tensor in a list, which has no place among the arguments
+    for place, value in enumerate(args):
+        if type(value) is FakeTensor and _share_storage(out, value):
+            return _replay_view(out, args, place)
+    return _replay_new(out)
 
-        def view(mode, args):
-            inside = torch.empty(0, dtype=dtype, device="meta")
-            begin = args[of].storage_offset() + after
-            return mode.fake(inside.set_(args[of].untyped_storage(), begin, shape, stride), device)
 
-        return view
+def _share_storage(out: Tensor, value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    return storage_key(out.untyped_storage()) == storage_key(value.untyped_storage())
+
+
+def _replay_view(out: FakeTensor, args: tuple, place: int) -> Replay:
+    """``out`` is a view of the argument at ``place``."""
+    shape, stride, dtype, device = out.shape, out.stride(), out.dtype, out.fake_device
+    # Counted from the argument's own beginning. Some operators, as _unsafe_view, do not declare
+    # that they return a view, so their keys say nothing of where the argument begins.
+    after = out.storage_offset() - args[place].storage_offset()
+
+    def view(mode, args):
+        whole = args[place]
+        inside = torch.empty(0, dtype=dtype, device="meta")
+        inside.set_(whole.untyped_storage(), whole.storage_offset() + after, shape, stride)
+        return mode.fake(inside, device)
+
+    return view
+
+
+def _replay_new(out: FakeTensor) -> Replay | None:
+    """``out`` has a storage of its own; ``None`` if it does not fill this storage."""
+    shape, stride, dtype, device = out.shape, out.stride(), out.dtype, out.fake_device
 
     def new(mode, args):
         return mode.fake(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
-    return (
-        None
-        if offset or storage.nbytes() != new(out.fake_mode, ()).untyped_storage().nbytes()
-        else new
-    )
+    filled = new(out.fake_mode, ()).untyped_storage().nbytes()
+    if out.storage_offset() or out.untyped_storage().nbytes() != filled:
+        return None
+    return new

@@ -161,16 +161,22 @@ class OffloadedRecorder(CudaRecorder):
     """
 
     def __enter__(self) -> Self:
-        self._host, self._copying_to_host, to = WeakValueDictionary(), False, Tensor.to
-        hosts = storages_of([*self.meter.model.parameters(), *(o.state for o in self.optimizers)])
-        self._host.update((storage_key(storage), storage) for storage in hosts)
+        # Storages in the host's memory, by key. A key may be that of another storage later.
+        self._host: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+        self._copying_to_host = False
+        states = [optimizer.state for optimizer in self.optimizers]
+        for storage in storages_of([*self.meter.model.parameters(), *states]):
+            self._host[storage_key(storage)] = storage
+        to = Tensor.to
 
         def to_and_count(tensor, *args, **kwargs):
             if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
                 return to(tensor, *args, **kwargs)
-            self._copying_to_host = self.size(tensor.untyped_storage()) > 0
             self.offload_traffic_bytes += tensor.nbytes
-            out, self._copying_to_host = tensor.clone(), False
+            # What has bytes on the card is copied to the host, and all else comes from there.
+            self._copying_to_host = self.size(tensor.untyped_storage()) > 0
+            out = tensor.clone()  # `size` is asked about it meanwhile
+            self._copying_to_host = False
             return out
 
         super().__enter__()
@@ -179,9 +185,12 @@ class OffloadedRecorder(CudaRecorder):
         return self
 
     def size(self, storage) -> int:
+        key = storage_key(storage)
         if self._copying_to_host or self.phase == OPTIMIZER_STEP:  # the host steps its shards
-            self._host[storage_key(storage)] = storage
-        return 0 if self._host.get(storage_key(storage)) is storage else super().size(storage)
+            self._host[key] = storage
+        if self._host.get(key) is storage:
+            return 0
+        return super().size(storage)
 
 
 def recorder_class(target: str, offloads_shards: bool) -> type[CpuRecorder]:

@@ -1,8 +1,8 @@
 """What a deep model's step asks of a card's allocator, computed from traces of a few layers.
 
-It is done as in ``extrapolation.py``: the requests of the last unit of layers but one, between
-those of its neighbours, are repeated. Here each block of memory also needs a name, so that what is
-freed is the right block: the layer and the part of the step in which it was asked for.
+As in ``extrapolation.py``, the requests of the last unit of layers but one, between those of its
+neighbours, are repeated. A trace frees a block by the number of its request, and this number is
+another one in a deeper model. So each block gets a name that holds for any depth (``Block``).
 """
 
 from collections import Counter
@@ -13,9 +13,9 @@ from .extrapolation import LIST, PART, UNIT, Trace, filled_places
 from .marks import NOWHERE
 
 FREED = -1  # in place of a size
-# A layer may free what a layer asked for so many units before it: its input's input.
+# A layer may free what a layer so many units away has asked for: its input's input.
 FARTHEST = 2
-# from what a block's unit is counted
+# The unit from which a block's unit is counted. In a deeper model it is the same one from there.
 START, END, REQUEST = "the first unit", "the last unit", "the unit that makes the request"
 
 
@@ -43,7 +43,8 @@ class Request(NamedTuple):
 
 class Round(NamedTuple):
     """The requests of one unit, which are repeated ``times`` times before request ``start`` of the
-    short trace. ``is_forward``: later copies stand for later units, and not for earlier ones.
+    short trace. ``is_forward``: later copies are of later units. In a backward, they are of earlier
+    ones.
     """
 
     start: int
@@ -55,11 +56,13 @@ class Round(NamedTuple):
 def extrapolated_requests(
     short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int]
 ) -> tuple[int, ...] | None:
-    """The requests of a model that has, of each list of layers in ``repeats``, so many units more
-    than ``short``. ``longer``: by the same numbers of lists, the trace with one unit more.
+    """The requests of a model that has more units than ``short``.
 
-    ``None`` if the traces do not prove it: without the unit that is repeated, ``longer`` has to ask
-    for the same as ``short``.
+    ``repeats``: by the number of a list of layers, how many units it has more. ``longer``: for each
+    of these lists, the trace with one unit more.
+
+    The result is ``None`` if the traces do not prove it: without the unit that is repeated,
+    ``longer`` has to ask for the same as ``short``.
     """
     requests = _named(short)
     if requests is None:
@@ -81,21 +84,23 @@ def _named(trace: Trace) -> list[Request] | None:
     ``None`` if a layer frees a block of a layer that is far from it.
     """
     places = filled_places(trace.places)[:, [PART, LIST, UNIT]].tolist()
-    asked: Counter[tuple] = Counter()
-    blocks: list[Block] = []
+    asked: Counter[tuple] = Counter()  # by part, list and unit: how many blocks so far
+    blocks: list[Block] = []  # by the number that the trace frees them by
     makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
     at_once = _samples_that_free_every_unit(trace, places)
     for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
         part, *place = places[sample]
         if request >= 0:
+            # What exists before the step is made outside of layers: its name tells the layer.
             if place[0] == NOWHERE[0]:
-                place = by_name  # what exists before the step has the name of a parameter
+                place = by_name
             home = part, *place
             blocks.append(Block(*home, asked[home]))
             asked[home] += 1
             makers.append((request, *place, blocks[-1]))
         else:
             block = blocks[-1 - request]
+            # As if each unit freed its own: a deeper model frees those of more units.
             if sample in at_once and block.layers != NOWHERE[0]:
                 place = [block.layers, block.unit]
             makers.append((FREED, *place, block))
@@ -118,14 +123,14 @@ def _samples_that_free_every_unit(trace: Trace, places: list[list[int]]) -> set[
         elif is_outside:
             layers, unit = homes[-1 - request]
             freed.setdefault((sample, layers), set()).add(unit)
-    number = {layers: 0 for layers, _ in homes}
+    num_units: dict[int, int] = {}
     for layers, unit in homes:
-        number[layers] = max(number[layers], unit + 1)
-    return {
-        sample
-        for (sample, layers), units in freed.items()
-        if layers != NOWHERE[0] and len(units) == number[layers]
-    }
+        num_units[layers] = max(num_units.get(layers, 0), unit + 1)
+    found = set()
+    for (sample, layers), units in freed.items():
+        if layers != NOWHERE[0] and len(units) == num_units[layers]:
+            found.add(sample)
+    return found
 
 
 def _last_units(requests: Sequence[tuple]) -> dict[int, int]:
@@ -137,7 +142,10 @@ def _last_units(requests: Sequence[tuple]) -> dict[int, int]:
 
 
 def _with_distances(makers: list[tuple], last: dict[int, int]) -> list[Request] | None:
-    """The requests, where blocks are named so that they have the same name in a deeper model."""
+    """The requests, with the units of their blocks counted so that they hold for a deeper model.
+
+    ``None`` if a layer frees a block of a layer that is far from it.
+    """
     requests = []
     for size, layers, unit, block in makers:
         in_layers = block.layers != NOWHERE[0]
@@ -147,7 +155,7 @@ def _with_distances(makers: list[tuple], last: dict[int, int]) -> list[Request] 
                 return None
             block = block._replace(unit=distance, since=REQUEST)
         elif in_layers and 2 * block.unit >= last[block.layers]:
-            # what a list's last layers leave to what comes after them
+            # The last layers of a list have left it to what comes after them.
             block = block._replace(unit=block.unit - last[block.layers], since=END)
         requests.append(Request(size, layers, unit, block))
     return requests
@@ -188,11 +196,13 @@ def _rounds(
 def _stretches(
     short: list[Request], rounds: list[Round], last: dict[int, int]
 ) -> Iterator[tuple[Sequence[Request], int | None]]:
-    """The requests of the deep model, whose lists have the ``last`` units: stretches of them, each
-    with the unit that makes its requests. ``None``: they have their own units.
+    """The requests of the deep model in stretches, each with the unit that makes its requests;
+    ``None`` in its place if the requests have units of their own.
+
+    ``last``: by list of layers, the number of the deep model's last unit.
     """
     short_last = _last_units(short)
-    at_end = []
+    at_end = []  # those of the short trace, whose last units are the deep model's last ones
     for request in short:
         if request.unit == short_last[request.layers]:
             request = request._replace(unit=last[request.layers])
@@ -202,8 +212,10 @@ def _stretches(
         yield at_end[done:start], None
         done = start
         first = requests[0].unit
-        copies = range(first, first + times)
-        for unit in copies if is_forward else reversed(copies):
+        units = list(range(first, first + times))
+        if not is_forward:
+            units.reverse()
+        for unit in units:
             yield requests, unit
     yield at_end[done:], None
 

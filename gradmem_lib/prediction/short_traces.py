@@ -9,6 +9,7 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
+from torch import nn
 
 from ..names import SELECTIVE
 from ..techniques.layers import find_layers
@@ -31,9 +32,11 @@ MICRO_BATCHES = 3
 
 
 class ShortTraces(NamedTuple):
-    """What a deep model's trace is computed from: a trace; and for each list of layers that it has
-    not whole, by its number in the marks, the trace of one unit more and the number of units that
-    the deep model has more.
+    """What a deep model's trace is computed from.
+
+    ``short``: a trace of a few layers. By the number in the marks of each list of layers that it
+    does not have whole: ``longer`` has the trace with one unit more, and ``repeats`` how many units
+    more the deep model has.
     """
 
     short: Trace
@@ -48,9 +51,11 @@ class ShortTraces(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The timeline's rows, the bytes of offload traffic, the numbers of layers in the short traces
-    (empty after a full trace), the full trace's requests (empty after short traces), and the short
-    traces (``None`` after a full trace).
+    """The timeline's rows, and how they were found.
+
+    After short traces, ``layers`` has the number of layers in each of them, and ``requests`` is
+    empty: ``short.requests()`` computes them. After a full trace, ``requests`` has its requests,
+    ``layers`` is empty, and ``short`` is ``None``.
     """
 
     rows: np.ndarray
@@ -117,22 +122,24 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
 def _shared_trace(question: Question, kept: list[Kept]) -> tuple[Trace, int]:
     """The trace of the ``kept`` layers, and the number of micro-batches that were left out of it.
 
-    Where some of a list's layers are recomputed, the trace does not depend on how many the deep
-    model has, so recipes with other numbers share it.
+    Where only some of a list's layers are recomputed ("first-k"), the trace does not depend on how
+    many layers of each kind the deep model has. So recipes with different k share it.
     """
     if not _is_split(kept):
         return trace_few_micro_batches(replace(question, kept=tuple(kept)))
     first, _ = kept
     recipe = replace(question.recipe, checkpointing=f"first-{first.count}")
-    # how many layers the deep model has of each kind is not part of the shared question
+    # The totals are those of the deep model, and no part of the shared question.
     shared = tuple(one._replace(total=0) for one in kept)
     question = replace(question, recipe=recipe, kept=shared)
+    # A batch has no hash, and a loss may read other values the next time.
     if question.batch is not None or question.loss is not None:
         return trace_few_micro_batches(question)
     known = question.source.short_traces
     if question not in known:
         if len(known) >= MOST_SHORT_TRACES:
-            del known[next(iter(known))]
+            oldest = next(iter(known))
+            del known[oldest]
         known[question] = trace_few_micro_batches(question)
     return known[question]
 
@@ -169,14 +176,15 @@ def _shortenings(question: Question) -> Iterator[list[Kept]]:
 
 def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
     """Which layers to keep where the first k of a list are recomputed, and the others are not."""
-    k, lists = first_layers(question.recipe.checkpointing), question.source.lists
+    k = first_layers(question.recipe.checkpointing)
+    lists = question.source.lists
     if len(lists) != 1 or lists[0].period != 1 or _needs_all_layers(question):
         return
     [several] = lists
     n = len(several)
-    counted = [
-        layer for layers, _ in find_layers(question.source.skeleton).values() for layer in layers
-    ]
+    counted: list[nn.Module] = []  # first-k counts over all lists that a checkpoint may be in
+    for layers, _ in find_layers(question.source.skeleton).values():
+        counted += layers
     if counted != list(several.layers) or not 0 < k < n:
         return
     for units in range(SHORTEST, max(UNITS) + 1):
@@ -191,9 +199,16 @@ def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
 
 
 def _layers_in_all_traces(kept: list[Kept], all_layers: int, longer: int) -> int:
-    """``longer``: the number of longer traces for each list."""
+    """How many layers the short trace and the longer ones have together.
+
+    ``longer``: the number of longer traces for each list.
+    """
     short = all_layers - sum(one.total - one.count for one in kept)
-    return short + sum(short + more * one.unit for one in kept for more in range(1, longer + 1))
+    total = short
+    for one in kept:
+        for more in range(1, longer + 1):
+            total += short + more * one.unit
+    return total
 
 
 def _repeated_units(question: Question) -> list[Kept]:

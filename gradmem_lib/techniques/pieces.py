@@ -139,8 +139,10 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
                 "a piece of this batch has no items, which shows nothing: give rows that all have "
                 "labels"
             )
-        whole_numbers = all(each.is_integer() for each in (count, *counts))
-        if not math.isclose(sum(counts), count, rel_tol=0.0 if whole_numbers else limit):
+        tolerance = limit
+        if all(each.is_integer() for each in (count, *counts)):
+            tolerance = 0.0  # whole numbers are not rounded
+        if not math.isclose(sum(counts), count, rel_tol=tolerance):
             return (
                 f"the count of all rows is {count:g}, and those of its pieces are "
                 f"{' and '.join(f'{each:g}' for each in counts)}: count the rows that are given, "
@@ -164,9 +166,9 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
 
 @contextmanager
 def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """No gradients, no dropout, nobody who watches; afterwards all is as before.
+    """In the block, there are no gradients, no dropout and no tracker. Afterwards all is as before.
 
-    Gives a set, to which the dtype of each autocast is added that a module is called in.
+    The block gets a set, which collects the dtype of each autocast that a module is called in.
     """
     kind = device_of(model).type
     autocasts = set[torch.dtype]()
@@ -178,9 +180,8 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
     training = [module for module in model.modules() if module.training]
     cuda = [device_of(model)] if kind == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    hook = register_module_forward_pre_hook(
-        note_autocast
-    )  # of every module: what is given may wrap
+    # For every module, since the loss may call a wrapper around the model.
+    hook = register_module_forward_pre_hook(note_autocast)
     try:
         model.eval()
         with torch.no_grad(), compat.without_modes(), torch.random.fork_rng(cuda):
@@ -201,8 +202,9 @@ def other_weights(model: nn.Module, processes: Processes) -> Iterator[None]:
     """In the block, a part of each trained weight has other numbers. Afterwards it has its own.
 
     The weights that a training starts from may hide what a loss does. A head of zeros gives all
-    tokens the same loss, so that each way to weigh them is right. A model that still is its own
-    reference gives all pairs the preference loss log 2. Any other weights show it.
+    tokens the same loss, and then each way to weigh them looks right. With preferences, the model
+    is its own reference at first, and all pairs have the loss log 2. Almost any other weights show
+    the difference.
 
     Shards stay as they are, since some kinds of sharding keep the weights that they have gathered.
     """
@@ -217,8 +219,10 @@ def other_weights(model: nn.Module, processes: Processes) -> Iterator[None]:
             if part is None:
                 continue
             changed.append((part, part.clone()))
-            # A matrix gets outputs of about the size of its inputs; a gain of 1 stays positive.
-            size = 0.1 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
+            if parameter.dim() == 1:
+                size = 0.1  # a gain of 1 stays positive
+            else:
+                size = parameter[0].numel() ** -0.5  # outputs are about as large as inputs
             noise = torch.randn(len(part), generator=generator) * size
             part.add_(noise.to(part))
         yield
@@ -239,11 +243,11 @@ def _first_numbers(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def rounding(model: nn.Module, autocasts: set[torch.dtype]) -> float:
-    """How far two right losses may be apart: relative, and by what a number is rounded to. The
-    loss was computed under ``autocasts``.
+    """The relative difference of two losses that rounding alone explains.
 
-    A matrix product of more rows adds in another order. In 16 bits, each side is rounded to half a
-    gap between two numbers, relative: both together to one gap, ``eps``.
+    ``autocasts``: the dtypes of autocast that the losses were computed under. A matrix product of
+    more rows adds in another order. In 16 bits, rounding changes each loss by up to half of
+    ``eps``, the gap after 1, so the two may be ``eps`` apart.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     narrow = (dtypes | autocasts) & {torch.bfloat16, torch.float16}

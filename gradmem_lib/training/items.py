@@ -1,9 +1,10 @@
 """What a loss is the mean of: the model is asked, with a few small forwards.
 
-Accumulation weighs each micro-batch's mean by its number of items. Which things a model counts as
-items (predicted tokens, labels, rows) is no matter of its name: two rows have one loss together and
-one each alone, and a rule of counting is right if the weighed mean of the latter is the former. If
-no rule is right, the loss is no mean over items, and must not be cut.
+Accumulation weighs each micro-batch's mean by its number of items. A model's name does not say what
+its items are: predicted tokens, labels or rows. Its losses do. A few rows have one loss together,
+and each row has a loss alone. A rule of counting is right if the mean of the losses alone, weighed
+by the rule's counts, is the loss together. If no rule is right, the loss is no mean over items, and
+must not be cut.
 """
 
 import math
@@ -86,34 +87,39 @@ def elements(model: nn.Module, batch: Any) -> int | None:
 def pixels(model: nn.Module, batch: Any) -> int | None:
     """The labels that are not the config's own ignored one."""
     found, config = _labels_of(batch), getattr(model, "config", None)
+    if found is None or found.dim() != 3:
+        return None
     for name in IGNORED_PIXEL:
-        if found is not None and found.dim() == 3 and hasattr(config, name):
+        if hasattr(config, name):
             return int((found != getattr(config, name)).sum())
     return None
 
 
-def _seen(batch: Any, like: Tensor) -> Tensor | None:
+def _counted_in_the_mask(batch: Any) -> Tensor | None:
+    """For each label, whether it is not -100 and the attention mask shows it."""
+    found = _whole_labels(batch)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.shape != like.shape:
+    if found is None or not isinstance(mask, Tensor) or mask.shape != found.shape:
         return None
-    return mask == 1
+    return (found != IGNORED) & (mask == 1)
 
 
 def labels_in_the_mask(model: nn.Module, batch: Any) -> int | None:
-    """Models that do not count a label if the attention mask hides it."""
-    found = _whole_labels(batch)
-    seen = None if found is None else _seen(batch, found)
-    return None if seen is None else int(((found != IGNORED) & seen).sum())
+    """The labels that the attention mask shows: some models count no other ones."""
+    counted = _counted_in_the_mask(batch)
+    return None if counted is None else int(counted.sum())
 
 
 def predicted_in_the_mask(model: nn.Module, batch: Any) -> int | None:
-    found = _whole_labels(batch)
-    seen = None if found is None or found.dim() != 2 else _seen(batch, found)
-    return None if seen is None else int(((found != IGNORED) & seen)[:, 1:].sum())
+    """The same after the shift: the first token of a row is not predicted."""
+    counted = _counted_in_the_mask(batch)
+    if counted is None or counted.dim() != 2:
+        return None
+    return int(counted[:, 1:].sum())
 
 
 def masked_words(model: nn.Module, batch: Any) -> int | None:
-    """ModernBERT's, which leaves out a label of its own too."""
+    """The labels without those that ModernBERT ignores besides -100."""
     found = _whole_labels(batch)
     own = getattr(model, "sparse_pred_ignore_index", None)
     if found is None or own is None:
@@ -130,13 +136,13 @@ def numbers(model: nn.Module, batch: Any) -> int | None:
 
 
 def positions(model: nn.Module, batch: Any) -> int | None:
-    """What the attention mask shows, such as the words that a teacher's logits are compared at."""
+    """The tokens that the attention mask shows: at these, a distillation compares logits, say."""
     mask = _mask_of(batch)
     return None if mask is None else int((mask == 1).sum())
 
 
 def predicted_positions(model: nn.Module, batch: Any) -> int | None:
-    """What it shows after the first word, such as the words of a policy's sample."""
+    """The same without the first token of each row: the tokens that a policy has sampled, say."""
     mask = _mask_of(batch)
     return None if mask is None else int((mask[:, 1:] == 1).sum())
 
@@ -165,13 +171,17 @@ _found: WeakKeyDictionary[nn.Module, dict[Any, Rule]] = WeakKeyDictionary()
 
 
 def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
-    """The items of ``batch`` by ``rule``. Where the rule does not apply: all labels if there is a
-    number for each pixel, else rows; 1 for a batch that has no labels and cannot be cut.
+    """The number of items in ``batch`` by ``rule``.
+
+    Where the rule does not apply, it is the number of labels if each pixel has one, and otherwise
+    that of rows. It is 1 for a batch that has no rows either.
     """
     inside = compat.inside_peft(unwrapped(model))
     found = _labels_of(batch)
-    others = (elements, rows) if found is not None and found.dim() > 2 else (rows,)
-    for each in (rule, *others):
+    rules = [rule, rows]
+    if found is not None and found.dim() > 2:
+        rules = [rule, elements, rows]
+    for each in rules:
         count = each(inside, batch)
         if count is not None:
             return count
@@ -221,14 +231,14 @@ def find_rule(
         answer = _ask(inner, whole, loss_of, rules, processes)
     fits = answer.fits
     if not usable:
-        fits = [1] * len(rules)  # this process has nothing to say
-    votes = processes.sums(*fits, 1, usable)
-    if not votes[-1]:
+        fits = [1] * len(rules)  # this process has nothing to say, so it objects to no rule
+    *agreeing, everybody, usable_anywhere = processes.sums(*fits, 1, usable)
+    if not usable_anywhere:
         if whole is None:
             _check_uncuttable(inner, micro_batches, default, how)
         return None  # no label anywhere, or no rows: the next window is asked
-    for rule, agreeing in zip(rules, votes, strict=False):
-        if agreeing == votes[-2]:
+    for rule, votes in zip(rules, agreeing, strict=True):
+        if votes == everybody:
             if key is not None:
                 known[key] = rule
             return rule
@@ -240,22 +250,27 @@ def _check_uncuttable(
 ) -> None:
     """Warn that the usual rule is taken for batches without rows; refuse where it does not apply.
 
-    Such are packed rows with the places of their beginnings, or graphs with their edges.
+    A batch has no rows if it is packed rows with the places where they begin, or graphs with their
+    edges.
     """
     inside = compat.inside_peft(model)
     name = f"{type(model).__name__}"
     why = (
-        f"{how} cuts the batch, and the loss of {name} could not be asked about single rows, since "
-        "the tensors of its batches have different numbers of rows"
+        f"{how} cuts the batch, and the loss of {name} could not be computed for single rows, "
+        "since the tensors of its batches have different numbers of rows"
     )
     for micro in micro_batches:
         if default(inside, micro) is None:
             raise ValueError(
-                f"{why}; nor are there labels of whole numbers, whose mean it could be. Use "
-                "accumulation=1 and no sharding; or accumulate_gradients, which takes your loss "
-                "and its count at their word"
+                f"{why}. The batch also has no labels of whole numbers, over which the loss could "
+                "be a mean. Use accumulation=1 and no sharding; or accumulate_gradients, which "
+                "does not check your loss and its count"
             )
-    warnings.warn(f"{why}: it is taken as the mean over the labels that are not -100", stacklevel=4)
+    warnings.warn(
+        f"{why}. The loss is taken as the mean over the labels that are not -100. If it is another "
+        "mean, use accumulate_gradients with its count",
+        stacklevel=4,
+    )
 
 
 class _Answer(NamedTuple):
@@ -272,15 +287,15 @@ def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: 
     name = f"{type(model).__name__}"
     if answer.error is not None:
         return (
-            f"{how} cuts the batch, so the loss of {name} was asked about a few rows together and "
-            f"about each of them alone, and this raised {first_line(answer.error)}. It has to take "
-            "any number of rows: see the error above. Or use accumulation=1 and no sharding"
+            f"{how} cuts the batch, so the loss of {name} was computed for a few rows together and "
+            f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
+            "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
     if whole is not None and _differs_from_itself(model, whole, loss_of):
         return (
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
-            "accumulate_gradients, which takes your loss and its count at their word"
+            "accumulate_gradients, which does not check your loss and its count"
         )
     return (
         f"{how} cuts the batch, and the loss of {name} is no mean over labels or rows: "
@@ -295,13 +310,15 @@ def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: 
 
 
 class LossBeforeTheWindow:
-    """The loss of a few rows before the first window, and whether it is the same after it.
+    """Compares the loss of a few rows before the first window with their loss after it.
 
-    No trained weight changes in a window. If its forwards change the loss all the same, they have
-    written what the loss reads, such as a queue of embeddings, a counter or an average of the
-    weights. Then a micro-batch sees what those before it have left, and the full batch does not.
+    No trained weight changes in a window. If the loss changes all the same, the window's forwards
+    have changed what the loss reads: a queue of embeddings, a counter, an average of the weights.
+    Then each micro-batch reads what those before it have left, and the full batch does not.
 
-    A ``BatchNorm`` does so only in eval mode, and has its own warning.
+    Models with a ``BatchNorm`` are left out: its running averages change in each forward, but the
+    loss reads them only in eval mode, in which it is computed here. They have a warning of their
+    own.
     """
 
     def __init__(
@@ -314,12 +331,14 @@ class LossBeforeTheWindow:
     ):
         self.model, self.loss_of = unwrapped(model), loss_of
         self.how, self.processes = how, processes
-        self.rows = None
+        self.limit = 0.0  # two losses are the same if they are so near, relative
+        self.rows = None  # what is asked; None: nothing can be
         if _have_values(self.model, micro_batches) and not batch_norms(self.model):
             self.rows = some_rows(micro_batches)
         self.before = self._loss()
 
     def _loss(self) -> float:
+        """The loss of the rows now; not a number if nothing can be asked."""
         if self.rows is None:
             return math.nan
         with as_in_evaluation(self.model) as autocasts:
@@ -338,12 +357,12 @@ class LossBeforeTheWindow:
         if self.processes.sums(differs)[0]:
             _found.pop(self.model, None)  # ask again if it is tried again
             raise ValueError(
-                f"{self.how} cuts the batch, and the loss of {type(self.model).__name__} has "
-                "changed with the forwards of the first window, though no trained weight has: the "
-                f"same rows had the loss {self.before:.6g} before it, and have {after:.6g} now. A "
-                "forward in training changes what the next one reads (a queue, a counter, an "
-                "average of weights), so each micro-batch sees what those before it have left. "
-                "Change it after optimizer.step(), outside of forward; or use accumulation=1 and "
+                f"{self.how} cuts the batch, and the forwards of the first window have changed the "
+                f"loss of {type(self.model).__name__}, though no trained weight has changed: the "
+                f"same rows had the loss {self.before:.6g} before the window, and have {after:.6g} "
+                "now. A forward in training writes what the next one reads (a queue, a counter, an "
+                "average of weights), so each micro-batch reads what those before it have left. "
+                "Write it after optimizer.step(), outside of forward; or use accumulation=1 and "
                 "no sharding"
             )
 
@@ -382,8 +401,8 @@ def has_labels(batch: Any) -> bool:
 
 
 def some_rows(micro_batches: Sequence[Any]) -> Any:
-    """A few rows with labels, as one batch: with unlike labels, if there are. ``None`` if rows
-    cannot be told apart.
+    """A few rows with labels as one batch, with different labels where the data have them. ``None``
+    if the micro-batches cannot be cut into rows.
 
     Rows of several micro-batches are cut to their common width. A single row is taken twice.
     """
@@ -434,9 +453,10 @@ def _joined(parts: list[Any]) -> Any:
         return type(first)(*joined)  # a namedtuple
     if not isinstance(first, Tensor) or not first.dim():
         return first
-    shape = [min(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-    cut = [part[tuple(slice(size) for size in (len(part), *shape[1:]))] for part in parts]
-    return torch.cat(cut)
+    shapes = [part.shape[1:] for part in parts]
+    least = [min(sizes) for sizes in zip(*shapes, strict=True)]
+    inside = tuple(slice(size) for size in least)
+    return torch.cat([part[:, *inside] for part in parts])
 
 
 def _ask(
@@ -448,17 +468,18 @@ def _ask(
 ) -> _Answer:
     """Whether each rule is right for ``whole``.
 
-    It is asked with other weights than those that the training starts from, which may hide what
+    The weights get other numbers first, since those that the training starts from may hide what
     the loss does.
     """
-    answer = _which_fit(model, whole, loss_of, rules, processes)
-    if answer.finite and any(answer.fits):
-        return answer
-    # The model cannot have such weights, or the error should quote a loss that its user knows.
+    with_others = _which_fit(model, whole, loss_of, rules, processes)
+    if with_others.finite and any(with_others.fits):
+        return with_others
+    # Either the model cannot have such weights, and its own decide. Or no rule is right, and the
+    # error should quote a loss that the user knows, unless the own weights hide the difference.
     with_its_own = _which_fit(model, whole, loss_of, rules, None)
-    if answer.finite and any(with_its_own.fits):
-        return answer._replace(
-            difference=f"with a few other numbers in its weights, {answer.difference}"
+    if with_others.finite and any(with_its_own.fits):
+        return with_others._replace(
+            difference=f"with a few other numbers in its weights, {with_others.difference}"
         )
     return with_its_own
 
@@ -473,7 +494,7 @@ def _which_fit(
     """Whether each rule is right for ``whole``, and for ``whole`` with fewer labels in its first
     row.
 
-    With the weights that the model has if ``processes`` is ``None``, else with other ones.
+    If ``processes`` is ``None``, the model has its own weights, and otherwise other ones.
     """
     inside = compat.inside_peft(model)
     fits, difference, first_error, finite = [1] * len(rules), "", None, True
@@ -481,9 +502,10 @@ def _which_fit(
     with as_in_evaluation(model) as autocasts, weights:
         for place, batch in enumerate((whole, *fewer_labels(inside, whole))):
             together, alone, error = _losses(model, batch, loss_of)
-            if error and place:  # it does not take such labels: the data themselves were right
+            is_changed = place > 0
+            if is_changed and error:  # the model does not take such labels: they prove nothing
                 continue
-            if not place:
+            if not is_changed:
                 finite, first_error = math.isfinite(together), error
             limit = rounding(model, autocasts)
             # Losses of unlike signs cancel, as with advantages, and their rounding does not.
@@ -505,6 +527,9 @@ def _which_fit(
 
 
 def _weighed(losses: Sequence[float], counts: Sequence[int | None]) -> float | None:
+    """The mean of ``losses`` weighed by ``counts``; ``None`` if a rule does not apply, or if there
+    is nothing to count.
+    """
     if None in counts or not any(counts):
         return None
     total = 0.0
@@ -538,9 +563,10 @@ def _loss(model: nn.Module, batch: Any, loss_of: Callable) -> tuple[float, Excep
 
 
 def fewer_labels(model: nn.Module, batch: Any) -> Iterator[Any]:
-    """``batch`` with fewer labels in its first row, so that rows and labels are not alike.
+    """``batch`` with fewer labels in its first row, so that counting rows and counting labels give
+    different means.
 
-    A label is taken away as everybody does (-100), and as a padding token.
+    Once -100 takes the place of labels, as most losses ignore it; and once the padding token.
     """
     found = _whole_labels(batch)
     if found is None or found.dim() != 2 or found.shape[1] < 4:

@@ -123,13 +123,16 @@ def _ask(
     recipe: Recipe,
     identity: tuple,
 ) -> tuple[Rule | None, LossBeforeTheWindow | None]:
-    """Before the first window in pieces: what the loss is a mean of, and what it is now."""
+    """Find out what the loss is a mean of, and before the first window also how large it is.
+
+    Both are ``None`` if the recipe does not cut the batch.
+    """
     how = _how_cut(recipe)
     if not how:
         return None, None
     processes, loss_before = processes_of(model), None
     key = (*identity, recipe.chunked_loss)
-    # with a list of optimizers, the weights change inside the window
+    # With a list of optimizers, the weights change inside the window, and so does the loss.
     if not was_asked(model, key) and not isinstance(optimizer, list):
         loss_before = LossBeforeTheWindow(model, parts, mean_loss, how, processes)
     usual = usual_rule(model)
@@ -138,11 +141,12 @@ def _ask(
 
 
 def _identity(loss: Callable | None) -> tuple:
-    """What tells whether ``loss`` was asked before.
+    """A key for ``loss``: what was found for one loss holds for all losses with the same key.
 
-    A function that is written in a loop is another one each time, with the same code. It is still
-    another loss if it reads another function, module or word (``reduction=how``) from around it.
-    Numbers and tensors change from step to step, and are left out.
+    A function that is defined in a loop is a new one each time, but has the same code, so its code
+    stands for it. Functions of the same code are different losses if they read different functions,
+    modules or words (``reduction=how``) from around them, so these are in the key. Numbers and
+    tensors change from step to step, and are left out.
     """
     code = getattr(loss, "__code__", None)
     if code is None:

@@ -42,7 +42,7 @@ from .recipe import Recipe
 from .step import check_loss, offload_context
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
-HOW = "accumulation or several processes"  # cuts a batch
+HOW = "accumulation or several processes"  # what cuts a batch, for error messages
 
 
 def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:

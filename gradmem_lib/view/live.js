@@ -49,7 +49,8 @@ function stepsOf(runs) {
 // What follows the rows of a frame: the bytes that grow, by category (null if none do), and the sizes of the batch.
 function decodeMarks(marks, n) {
   const count = marks.length ? marks[0] : 0, pairs = marks.subarray(1 + count * n), batches = [];
-  const growing = count ? Array.from({ length: count }, (_, i) => marks.subarray(1 + i * n, 1 + (i + 1) * n)) : null;
+  const row = (i) => marks.subarray(1 + i * n, 1 + (i + 1) * n);
+  const growing = count ? Array.from({ length: count }, (_, i) => row(i)) : null;
   for (let i = 0; i + 1 < pairs.length; i += 2) batches.push({ op: pairs[i], rows: pairs[i + 1] });
   return { growing, batches };
 }
@@ -213,7 +214,10 @@ function render({ model, el }) {
     when.textContent = at >= 0 ? `operation ${grouped(frame.op[at])}` : frame.finished ? "at the peak" : "now";
     names.forEach((_, c) => { cells[c].textContent = formatBytes(source[c]); });
     sum.textContent = formatBytes(total);
-    const growing = growingAt(frame, at >= 0 ? at : frame.finished ? sampleAt(peak.op) : frame.n - 1);
+    let shown = frame.n - 1; // the sample in the table: the cursor's, the peak's, or the last one
+    if (at >= 0) shown = at;
+    else if (frame.finished) shown = sampleAt(peak.op);
+    const growing = growingAt(frame, shown);
     growingRow.classList.toggle("gm-none", frame.growing === null);
     growingCell.textContent = formatBytes(growing);
     canvas.setAttribute("aria-label",
@@ -302,7 +306,8 @@ function render({ model, el }) {
     };
     const dense = n > (x1 - x0) / 4; // spikes this close would be covered by their own outline
     // From the foot of the stack: what grows, then the other bytes by category.
-    const areas = parts.map((part, c) => ({ part: growing ? part.map((v, i) => v - growing[c][i]) : part, fill: fills[c], color: colors[c] }));
+    const others = (part, c) => (growing ? part.map((v, i) => v - growing[c][i]) : part);
+    const areas = parts.map((part, c) => ({ part: others(part, c), fill: fills[c], color: colors[c] }));
     if (growing) areas.unshift({ part: totals.map((_, i) => growingAt(frame, i)), fill: growingFill, color: growingLook[0] });
     let low = new Float64Array(n);
     for (const { part, fill } of areas) {
@@ -347,7 +352,7 @@ function render({ model, el }) {
 
     // Where the batch's size changes: a line, and above the strip the size from there on.
     g.font = `10.5px ${font}`; g.textAlign = "left"; g.strokeStyle = g.fillStyle = ink; g.lineWidth = 1.1;
-    let free = x0; // from here on, no label stands
+    let free = x0; // where the next label may begin
     for (const [i, { op: from, rows }] of (batches.length > MOST_BATCHES ? [] : batches).entries()) {
       const x = px(from), label = `batch ${grouped(rows)}`, wide = g.measureText(label).width;
       if (i) {

@@ -59,9 +59,9 @@ def encode_frame(
     operation and phase of the peak, current bytes and phase, then the peak and the current bytes by
     category. After it 8 rows of n float32: operation, phase, and the bytes of each category.
 
-    If bytes grow, or the batch's size changes, the version is 2, and more float32 follow: how many
-    rows of growing bytes there are (0, or one for each category), these rows, and a pair for each
-    size of the batch: the operation from which on it is so large, and its number of rows.
+    If bytes grow, or the batch's size changes, the version is 2, and more float32 follow. First
+    comes the number of rows of growing bytes: 0, or one for each category. Then come these rows of
+    n values, and a pair for each size of the batch: the operation where it begins, and its rows.
     """
     header = np.zeros(HEADER_VALUES, "<f8")
     header[0], header[2] = _PLAIN, finished
@@ -90,10 +90,11 @@ def _marks(shown: Timeline) -> bytes:
     """Growing bytes and sizes of the batch, for a frame; empty if there are none."""
     if shown.growing is None and not shown.batches:
         return b""
-    rows = np.zeros((0, len(shown))) if shown.growing is None else shown.growing.T
-    return (
-        np.concatenate(([len(rows)], rows.ravel(), np.ravel(shown.batches))).astype("<f4").tobytes()
-    )
+    growing = np.zeros((0, len(shown)))  # (categories, samples), or no row
+    if shown.growing is not None:
+        growing = shown.growing.T
+    marks = np.concatenate(([len(growing)], growing.ravel(), np.ravel(shown.batches)))
+    return marks.astype("<f4").tobytes()
 
 
 def frame_peak(frame: bytes) -> float:

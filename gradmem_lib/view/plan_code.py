@@ -25,13 +25,15 @@ def plan_code(
 
     It uses ``make_trainer`` if a ``Trainer`` can do it, else ``step``. The user defines
     ``train_dataset`` (rows with ``labels``, or like those of ``example``), ``model`` or ``config``
-    if ``given`` is one of these, and ``loss`` if there was one. A module without a ``config`` of
-    transformers has ``None``. For several cards it is a script, and its first line says how to
-    start it.
+    if ``given`` is one of these, and ``loss`` if there was one. ``config`` is ``None`` for a module
+    that transformers does not know. For several cards the program is a script, and its first line
+    says how to start it.
     """
     recipe = option.recipe
-    plain = config is not None and not with_loss and not _flags(example)
-    loop = recipe.in_backward or recipe.sharding not in (None, "ddp") or not plain
+    # make_trainer has no loss=, and Trainer's batches have tensors only.
+    trainer_knows_it = config is not None and not with_loss and not _flags(example)
+    trainer_does_it = not recipe.in_backward and recipe.sharding in (None, "ddp")
+    loop = not (trainer_knows_it and trainer_does_it)
     uses = ["prepare", "step"] if loop else ["make_trainer"]
     name = type(given).__name__ if config is None else model_class(config).__name__
     loading, transformers, library_names = _loading(given, name)
@@ -46,7 +48,8 @@ def plan_code(
         ]
     elif loop:
         imports.append("from torch.utils.data import DataLoader")
-    transformers += ["default_data_collator"] if loop and example is None else []
+    if loop and example is None:
+        transformers.append("default_data_collator")
     if transformers:
         imports.append(f"from transformers import {', '.join(sorted(transformers))}")
     if imports:
@@ -84,13 +87,14 @@ def row_text(example: Any, recipe: Recipe | None = None) -> str:
     for name, value in named:
         if not isinstance(value, Tensor):
             continue
-        dtype = value.dtype
-        if recipe is not None and recipe.weight_dtype is not None and dtype.is_floating_point:
-            dtype = recipe.weight_dtype
         shape = " x ".join(map(str, value.shape[1:])) or "one number"
-        words.append(f"{name} {shape}")
+        word = f"{name} {shape}"
         if recipe is not None:
-            words[-1] += f" ({str(dtype).removeprefix('torch.')})"
+            dtype = value.dtype
+            if dtype.is_floating_point and recipe.weight_dtype is not None:
+                dtype = recipe.weight_dtype
+            word += f" ({str(dtype).removeprefix('torch.')})"
+        words.append(word)
     return ", ".join(words)
 
 
@@ -171,28 +175,38 @@ def _loop(option: Option, target: str, example: Any, with_loss: bool) -> list[st
     differently, and for a module or a loss that it does not know.
     """
     place = f'.to("{target}")' if target == "cuda" else ""
-    rows, several = option.micro_batch * option.recipe.accumulation, option.cards > 1
-    order = (
-        "sampler=DistributedSampler(train_dataset), drop_last=True" if several else "shuffle=True"
-    )
-    collate = ", collate_fn=default_data_collator" if example is None else ""
-    result, own_loss = ("value", ", loss=loss") if with_loss else ("loss", "")
-    return [
-        f"model, optimizer, undo = prepare(model, recipe{', mesh=mesh' if several else ''})",
-        *([f"model{place}"] if place and not several else []),
-        f"loader = DataLoader(train_dataset, {rows}, {order}{collate})",
+    rows = option.micro_batch * option.recipe.accumulation
+    mesh, order = "", "shuffle=True"
+    if option.cards > 1:
+        mesh, order = ", mesh=mesh", "sampler=DistributedSampler(train_dataset), drop_last=True"
+    if example is None:
+        order += ", collate_fn=default_data_collator"
+    result, own_loss = "loss", ""
+    if with_loss:  # `loss` is the user's function
+        result, own_loss = "value", ", loss=loss"
+    lines = [f"model, optimizer, undo = prepare(model, recipe{mesh})"]
+    if place and option.cards == 1:  # on several cards, prepare has moved the model
+        lines.append(f"model{place}")
+    lines += [
+        f"loader = DataLoader(train_dataset, {rows}, {order})",
         "for rows in loader:",
         f"    {result} = step(model, optimizer, {_batch(example, place)}, recipe{own_loss})",
-        *(["destroy_process_group()"] if several else []),
     ]
+    if option.cards > 1:
+        lines.append("destroy_process_group()")
+    return lines
 
 
 def _batch(example: Any, place: str) -> str:
-    """The expression that makes the model's batch of what a loader gives."""
+    """The expression that makes the model's batch from the ``rows`` that a loader gives."""
     if isinstance(example, Tensor):
         return f"rows{place}"
     if isinstance(example, (tuple, list)):
         return f"tuple(tensor{place} for tensor in rows)"
-    batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
+    batch = "rows"
+    if place:
+        batch = "{name: tensor" + place + " for name, tensor in rows.items()}"
     flags = _flags(example)
-    return f"{batch} | {flags!r}" if flags else batch
+    if flags:
+        batch += f" | {flags!r}"
+    return batch

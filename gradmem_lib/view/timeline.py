@@ -72,17 +72,19 @@ def describe(
     if timeline is None or not len(timeline):
         return f"{name}: nothing was recorded."
     total, parts, phase, at = peak_of(timeline, peak)
-    listed = ", ".join(
-        f"{k} {format_bytes(n)}" for k, n in sorted(parts.items(), key=lambda kv: -kv[1]) if n
-    )
-    grows = growing_at(timeline, at)
-    growing = f" {format_bytes(grows)} of it grow from step to step." if grows else ""
-    limit = "" if budget is None else f" Budget: {format_bytes(budget)} ({budget:,} bytes)."
-    return (
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in largest_first if n)
+    words = (
         f"{name} over {timeline.events[-1]:,} operations, stacked by category. Peak: "
         f"{format_bytes(total)} ({total:,} bytes) at operation {timeline.events[at]:,}, in "
-        f"{PHASE_LABELS.get(phase, phase)}: {listed}.{growing}{limit}{_batches_in_words(timeline)}"
+        f"{PHASE_LABELS.get(phase, phase)}: {listed}."
     )
+    growing = growing_at(timeline, at)
+    if growing:
+        words += f" {format_bytes(growing)} of it grow from step to step."
+    if budget is not None:
+        words += f" Budget: {format_bytes(budget)} ({budget:,} bytes)."
+    return words + _batches_in_words(timeline)
 
 
 def growing_at(timeline: Timeline, sample: int) -> int:
@@ -91,6 +93,7 @@ def growing_at(timeline: Timeline, sample: int) -> int:
 
 
 def _batches_in_words(timeline: Timeline) -> str:
+    """The sizes of the batch, as a sentence after another one; empty if they do not change."""
     if not timeline.batches:
         return ""
     if len(timeline.batches) > MOST_BATCHES:
@@ -307,7 +310,7 @@ def _mark_batches(ax: Axes, batches: Sequence[tuple[int, int]]) -> None:
         return
     left, right = ax.get_xlim()
     points = _points_per_operation(ax)
-    free = left  # from here on, no label stands
+    free = left  # where the next label may begin
     for change, (operation, rows) in enumerate(batches):
         if change:  # the first size is no change
             ax.axvline(operation, color=INK, linewidth=1.1, linestyle=(0, (2, 2)), zorder=4.5)

@@ -88,6 +88,20 @@ def test_the_best_recipe_fits_its_card_and_the_next_faster_does_not(family):
         assert measured(config, option.recipe, ROWS, LABELS).peak.total == option.needs
 
 
+def test_a_line_of_pictures_is_kept_up_to_its_last_recipe_that_fits():
+    """Pictures have no ``seq_len``, and the size of a layer's input is not known."""
+    config = tiny_config("vit")
+    config.architectures = ["ViTForImageClassification"]
+    search = Search(count(config), find_card("1 GiB"), None, ROWS, "cpu", margin=0.0)
+    less, more = Recipe(checkpointing="per-layer"), Recipe()
+    small, large = (search.option(recipe).prediction.peak.total for recipe in (less, more))
+    assert small < large
+    search.available = large - 1
+    assert search._without_last_that_do_not_fit([less, more]) == [less]
+    search.available = small - 1
+    assert search._without_last_that_do_not_fit([more, less]) == []
+
+
 def test_what_a_picture_passes_is_counted_as_by_hand():
     config = tiny_config("vit")
     config.architectures = ["ViTForImageClassification"]

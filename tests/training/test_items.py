@@ -561,9 +561,11 @@ def test_batches_without_rows_are_not_taken_at_their_word():
     model = nn.Linear(6, 2)
     micro = {"x": torch.randn(3, 6), "edges": torch.zeros(7, 2), "labels": torch.tensor([0, 1, 1])}
     ask = partial(find_rule, model, loss_of=None, default=labels, how="accumulation=2")
-    with pytest.warns(UserWarning, match="different numbers of rows: it is taken as the mean"):
+    with pytest.warns(
+        UserWarning, match="different numbers of rows. The loss is taken as the mean"
+    ):
         assert ask([micro, micro]) is None
-    with pytest.raises(ValueError, match=r"nor are there labels of whole numbers.*accumulation=1"):
+    with pytest.raises(ValueError, match=r"no labels of whole numbers.*accumulation=1"):
         ask([micro | {"labels": torch.randn(3)}])
 
 
