@@ -1,6 +1,7 @@
 """Count the fake storages of a step as ``MemoryTracker`` counts real ones, or as a card does."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, Self
 from unittest.mock import patch
 from weakref import WeakValueDictionary
@@ -151,6 +152,26 @@ class CudaRecorder(CpuRecorder):
     def after_free(self, entry) -> None:
         super().after_free(entry)
         self._add_request(-1 - self._numbers.pop(id(entry)))
+
+    def trace(self, offload_traffic_bytes: int = 0) -> Trace:
+        self._sort_frees()
+        return super().trace(offload_traffic_bytes)
+
+    def _sort_frees(self) -> None:
+        """Order the blocks that are freed at the same moment as they were asked for.
+
+        Autocast drops its copies of the weights in an order that is another one in each run. An
+        allocator joins free neighbours, so that the order of such frees changes nothing for it.
+        """
+        start = 0
+        for (is_free, _), together in groupby(
+            zip(self.requests, self._request_places, strict=True),
+            key=lambda pair: (pair[0] < 0, pair[1]),
+        ):
+            freed = [request for request, _ in together]
+            if is_free:
+                self.requests[start : start + len(freed)] = sorted(freed, reverse=True)
+            start += len(freed)
 
 
 class OffloadedRecorder(CudaRecorder):

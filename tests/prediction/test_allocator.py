@@ -150,6 +150,16 @@ def test_requests_are_numbered_from_nought():
     assert [rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
+def test_blocks_that_are_freed_together_may_be_freed_in_any_order():
+    rng = random.Random(0)
+    sizes = (512, 300 * KiB, MiB, 3 * MiB, 12 * MiB)
+    for _ in range(100):
+        before, after = (rng.choices(sizes, k=20) for _ in range(2))
+        freed = [-1 - n for n in rng.sample(range(20), 12)]
+        orders = (freed, sorted(freed), rng.sample(freed, 12))
+        assert len({replayed([*before, *order, *after]) for order in orders}) == 1
+
+
 def test_what_cublas_and_the_driver_take():
     """CUBLAS_WORKSPACE_CONFIG is :4096:2:16:8 by default: two of 4,096 KiB and eight of 16 KiB.
 

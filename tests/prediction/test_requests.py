@@ -34,8 +34,10 @@ def source():
         replace(PLAIN, checkpointing=f"first-{LAYERS - 1}", chunked_loss=True),
         replace(PLAIN, optimizer="adafactor-torch", in_backward=True, checkpointing="per-layer"),
         replace(PLAIN, lora_rank=4, quantized_base=True, checkpointing="elementwise"),
+        # drops its copies of all weights at once, in another order each time
+        Recipe(precision="autocast-bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
     ],
-    ids=["plain", "pieces", "first layers", "all but one", "in backward", "qlora"],
+    ids=["plain", "pieces", "first layers", "all but one", "in backward", "qlora", "autocast"],
 )
 def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
     predicted = predict(source, recipe=recipe, **SIZES)
