@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -491,7 +492,7 @@ def _run_asked(options: argparse.Namespace) -> int:
     except (ValueError, TypeError, CannotTrace) as error:
         print(wrapped(command_words(str(error), vars(options))), file=sys.stderr)
     except Exception as error:
-        if sys.flags.dev_mode:
+        if sys.flags.dev_mode or isinstance(error, BrokenPipeError):
             raise
         what = f"{options.model}: {type(error).__name__}: {error}"
         where = "No check has foreseen this. `python -X dev -m gradmem_lib` shows where it happens"
@@ -855,7 +856,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run is None:
         made.print_help()
         return 0
-    return options.run(options)
+    try:
+        code = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads the output, such as `head`, has read enough. When Python ends it would write the
+        # rest, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -366,6 +366,15 @@ def test_a_class_board_of_an_empty_folder_needs_no_torch(tmp_path):
     assert_needs_no_torch(f"main({words!r})")
 
 
+def test_a_reader_that_has_read_enough_is_no_error():
+    """As ``gradmem explain error.txt | head -1``."""
+    words = [sys.executable, "-m", "gradmem_lib", "explain", "CUDA error: out of memory"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == 1
+
+
 def test_progress_is_one_screen_with_its_signs_explained(capsys):
     code, out, _ = command(capsys, "progress")
     lines = out.splitlines()
