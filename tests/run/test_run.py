@@ -52,7 +52,7 @@ def python(*words, folder):
     )
 
 
-def test_a_script_prints_and_ends_as_without_it(tmp_path):
+def test_a_script_prints_and_ends_as_without_it(tmp_path, interruptible):
     """In processes of their own: torch is not imported when the script begins."""
     places = "print(__file__, sys.path[0], before)\n"
     interrupt = "import signal\nsignal.raise_signal(signal.SIGINT)\n"

@@ -67,7 +67,7 @@ def test_checkpoints_gather_no_more(printed):
 
 
 def test_buckets_hold_all_gradients_once(printed):
-    rows = re.findall(r"^(\d) micro-batches: \d+ buckets, ([\d,]+) bytes", printed, re.M)
+    rows = re.findall(r"^micro-batches: (\d), buckets: \d+, bytes: ([\d,]+)", printed, re.M)
     assert [n for n, _ in rows] == ["1", "2"] and {sent for _, sent in rows} == {"1,716,992"}
     assert "The buckets hold all 1,716,992 bytes of gradients" in TEXT
 
