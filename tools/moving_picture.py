@@ -46,7 +46,7 @@ try:
 except BudgetExceeded as error:
     print(error)
 """
-HEIGHT, SCALE = 604, 1.25  # of what is filmed, in the page's pixels; the error goes on below
+HEIGHT, SCALE = 722, 1.25  # of what is filmed, in the page's pixels; the error goes on below
 FRAME, STILL = 170, 6000  # milliseconds
 MOST_FRAMES = 40
 
@@ -69,6 +69,9 @@ def film() -> list[Image.Image]:
             page.command("application:toggle-left-area")
             page.page.add_style_tag(
                 content=".jp-cell-toolbar, .jp-Notebook-footer { display: none }"
+                # without the frame of the active cell
+                ".jp-Notebook-cell { border-color: transparent !important;"
+                " outline: none !important; box-shadow: none !important }"
             )
             cell = page.panel.locator(".jp-CodeCell").nth(1)
 
@@ -86,7 +89,7 @@ def film() -> list[Image.Image]:
 
             page.start()
             page.watch(on_frame=shoot)
-            cell.locator("img").first.wait_for()
+            cell.locator("canvas.gm-canvas[data-recording=false]").first.wait_for()
             shoot()
     return frames
 
