@@ -192,9 +192,13 @@ function render({ model, el }) {
     keyMarks.forEach((mark, i) => { if (mark) mark.style.background = tones[i]; });
   }
 
+  // The sample of an operation, or the last one before it. What an error frees is one more sample of the operation
+  // that failed: of several, it is the one with the most bytes.
   function sampleAt(op) {
     let best = 0;
-    while (best + 1 < frame.n && frame.op[best + 1] <= op) best++;
+    for (let i = 1; i < frame.n && frame.op[i] <= op; i++) {
+      if (frame.op[i] > frame.op[best] || frame.totals[i] > frame.totals[best]) best = i;
+    }
     return best;
   }
   const cursorIndex = () => (cursorOp === null || !frame || !frame.n ? -1 : sampleAt(cursorOp));
@@ -422,9 +426,20 @@ function render({ model, el }) {
   canvas.addEventListener("keydown", (event) => {
     if (!frame || !frame.n || event.ctrlKey || event.metaKey || event.altKey) return;
     const n = frame.n, at = cursorIndex(), leap = event.shiftKey ? Math.max(1, Math.round(n / 20)) : 1;
+    const right = () => {
+      let i = Math.min(at + leap, n - 1);
+      while (i < n - 1 && frame.op[i] === frame.op[at]) i++; // another sample of this operation
+      return frame.op[i];
+    };
+    const left = () => {
+      if (at < 0) return frame.op[n - 1];
+      let i = Math.max(at - leap, 0);
+      while (i > 0 && frame.op[i] === frame.op[at]) i--;
+      return frame.op[i];
+    };
     const targets = {
-      ArrowRight: () => frame.op[Math.min(at + leap, n - 1)],
-      ArrowLeft: () => frame.op[at < 0 ? n - 1 : Math.max(at - leap, 0)],
+      ArrowRight: right,
+      ArrowLeft: left,
       Home: () => frame.op[0], End: () => frame.op[n - 1],
       p: () => frame.peak.op, P: () => frame.peak.op, Escape: () => null,
     };

@@ -54,6 +54,29 @@ def both(enough):
 
 run_ranks(both, Path("seen_enough").exists)
 """
+GROWS = """
+import torch
+from gradmem_lib import BudgetExceeded, MemoryTracker
+
+net = torch.nn.Linear(64, 64)
+def train():
+    history = []
+    while True:
+        history.append(net(torch.randn(64, 64)))
+        history[-1].mean().backward()
+
+try:
+    with MemoryTracker(net, budget="256 KiB") as tracker:
+        train()
+except BudgetExceeded:
+    pass
+"""
+GROWING = """
+from gradmem_lib import format_bytes
+from gradmem_lib.measure.timeline import TOTAL
+at_the_peak = tracker.timeline.growing[tracker.timeline.rows[:, TOTAL].argmax()]
+print(format_bytes(at_the_peak.sum()))
+"""
 SEEN = "seen_enough"  # a file that ends the training of live.ipynb
 NOTEBOOKS = {
     "live.ipynb": [MODEL, TRAIN.format(enough=f"Path({SEEN!r}).exists")],
@@ -65,6 +88,7 @@ NOTEBOOKS = {
         "tracker.show()",
         PRINT,
     ],
+    "grows.ipynb": [GROWS, GROWING],
     "explorer.ipynb": ["from gradmem_lib.course.learner.explorer import explore\nexplore()"],
     "guess.ipynb": ["from gradmem_lib import predict_first\npredict_first('0.a', 'How many?');"],
     "schedule.ipynb": ["from gradmem_lib import explore_schedule\nexplore_schedule()"],
@@ -231,6 +255,14 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         box = canvas.bounding_box()
         notebook.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         assert spoken.inner_text().startswith("operation ")
+
+
+def test_what_grows_is_read_at_the_peak(browser, lab):
+    """Not after it: the error frees what the function has kept."""
+    with Notebook(browser, lab, "grows.ipynb") as notebook:
+        notebook.run_all()
+        growing = notebook.output(0).locator(".gm-growing td").inner_text()
+        assert growing == notebook.output(1).inner_text().strip() != "0 B"
 
 
 def test_a_change_of_theme_redraws(browser, lab):
