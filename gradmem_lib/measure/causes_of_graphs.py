@@ -293,6 +293,11 @@ def graph_of_a_sum(facts: Facts) -> Cause | None:
         "add up or keep numbers for the log, not tensors with a graph: .item() or .detach() on the "
         "metric. If the script has backward(retain_graph=True), leave that argument out."
     )
+    if any(done.chained for done in facts.forwards):
+        remedy += (
+            " If each forward takes a state from the one before it, the state keeps them: detach it"
+            " first (hidden = hidden.detach())."
+        )
     return Cause("A sum for the log keeps its graphs", nbytes, evidence, remedy, lines_of(kept))
 
 

@@ -1,7 +1,6 @@
 """Count the fake storages of a step as ``MemoryTracker`` counts real ones, or as a card does."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any, Self
 from unittest.mock import patch
 from weakref import WeakValueDictionary
@@ -163,15 +162,17 @@ class CudaRecorder(CpuRecorder):
         Autocast drops its copies of the weights in an order that is another one in each run. An
         allocator joins free neighbours, so that the order of such frees changes nothing for it.
         """
+        requests, places = self.requests, self._request_places
         start = 0
-        for (is_free, _), together in groupby(
-            zip(self.requests, self._request_places, strict=True),
-            key=lambda pair: (pair[0] < 0, pair[1]),
-        ):
-            freed = [request for request, _ in together]
-            if is_free:
-                self.requests[start : start + len(freed)] = sorted(freed, reverse=True)
-            start += len(freed)
+        while start < len(requests):
+            stop = start + 1
+            if requests[start] < 0:  # the block of a free, see `allocator.replayed`
+                same_moment = places[start]
+                while stop < len(requests) and requests[stop] < 0 and places[stop] == same_moment:
+                    stop += 1
+                # -1 is the block that was asked for first
+                requests[start:stop] = sorted(requests[start:stop], reverse=True)
+            start = stop
 
 
 class OffloadedRecorder(CudaRecorder):
