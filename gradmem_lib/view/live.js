@@ -6,6 +6,7 @@ const STRIP = 21; // the strip begins so far above the areas
 const PLAIN = 1; // the version of a frame without marks
 const MOST_BATCHES = 12; // marks of changes of the batch's size; more would hide the picture
 const ALARM = "#e0483f";
+const INK = "#6f7787"; // as in style.py: it reads on a light and on a dark page
 const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kernel's states in which it cannot answer
 const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
 
@@ -83,14 +84,19 @@ function decode(view, categories) {
   };
 }
 
-// A category's fill: its colour, and marks that tell it apart without colour. The same signs as in static.py.
+// A category's fill: its colour, and marks that tell it apart without colour. The same signs as in timeline.py.
+// What grows has no colour of its own ("none"): its marks stand on the page itself.
 function hatched(color, sign, scale) {
   const size = 8, tile = document.createElement("canvas");
   tile.width = tile.height = Math.round(size * scale);
   const g = tile.getContext("2d");
   g.scale(tile.width / size, tile.height / size);
-  g.fillStyle = color; g.fillRect(0, 0, size, size);
-  g.strokeStyle = g.fillStyle = isDark(color) ? "rgba(255,255,255,.42)" : `rgba(16,20,28,${sign === "|" ? 0.85 : 0.3})`;
+  let ink = INK;
+  if (color !== "none") {
+    g.fillStyle = color; g.fillRect(0, 0, size, size);
+    ink = isDark(color) ? "rgba(255,255,255,.42)" : "rgba(16,20,28,.3)";
+  }
+  g.strokeStyle = g.fillStyle = ink;
   g.beginPath();
   const line = (x0, y0, x1, y1) => { g.moveTo(x0, y0); g.lineTo(x1, y1); };
   if (sign === "/") { line(-2, 2, 2, -2); line(0, 8, 8, 0); line(6, 10, 10, 6); }

@@ -36,8 +36,9 @@ HATCHES = {
     "other": "xx",
 }
 
-# The band of bytes that grow, at the foot of a stack, whatever their categories are.
-GROWING, GROWING_HATCH = "#ffffff", "||"
+# The band of bytes that grow, at the foot of a stack, whatever their categories are: lines in INK
+# on the page itself, since a white band glares on a dark page.
+GROWING, GROWING_HATCH = "none", "||"
 
 # A picture has no background, so its words and lines have a tone that reads on light and dark:
 # INK has a contrast of 4.5 with white, and of 4.2 with JupyterLab's and GitHub's dark background.
@@ -192,7 +193,7 @@ def new_figure(width: float, height: float, alt: str = "") -> Figure:
 
 def hatch_ink(color: str):
     if color == GROWING:
-        return (0.06, 0.08, 0.12, 0.85)
+        return INK
     return (1, 1, 1, 0.45) if is_dark(color) else (0.06, 0.08, 0.12, 0.30)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..measure.timeline import MemorySnapshot, Timeline
 
 
-GROWING_WORDS = "of it growing"  # in legends, below the categories
+GROWING_WORDS = "growing bytes"  # in legends, below the categories
 PHASE_LABELS = {"forward": "forward", "backward": "backward", "optimizer_step": "optimizer step"}
 _SHORT_PHASE_LABELS = {"forward": "fwd", "backward": "bwd", "optimizer_step": "step"}
 MOST_BATCHES = 12  # marks of changes of the batch's size; more would hide the picture

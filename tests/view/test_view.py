@@ -85,16 +85,22 @@ def lab(color: str, sight="normal") -> np.ndarray:
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
-def test_palette_survives_greyscale_by_lightness_and_by_hatch():
+# What grows is drawn on the page itself: white, or the dark background of JupyterLab.
+PAGES = ("#ffffff", "#111111")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_palette_survives_greyscale_by_lightness_and_by_hatch(page):
     assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
-    lightness = [lab(color)[0] for color in [*style.COLORS.values(), style.GROWING]]
+    lightness = [lab(color)[0] for color in [*style.COLORS.values(), page]]
     assert min(abs(a - b) for a, b in itertools.combinations(lightness, 2)) > 9
     assert len({*style.HATCHES.values(), style.GROWING_HATCH}) == len(CATEGORIES) + 1
 
 
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("sight", SIGHT)
-def test_palette_survives_colour_blindness(sight):
-    seen = [lab(color, sight) for color in [*style.COLORS.values(), style.GROWING]]
+def test_palette_survives_colour_blindness(sight, page):
+    seen = [lab(color, sight) for color in [*style.COLORS.values(), page]]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
 
 
