@@ -68,7 +68,7 @@ class Exercise:
         return "●" * self.difficulty + "○" * (3 - self.difficulty)
 
 
-class Unseen(str):
+class HiddenCase(str):
     """The key of a hidden case: it is never shown, so that answers cannot be hard-coded."""
 
 
@@ -79,28 +79,28 @@ class Calls:
     """
 
     cases: tuple[tuple, ...]
-    unseen: tuple[tuple, ...] = ()
+    hidden: tuple[tuple, ...] = ()
 
     def __call__(self, candidate: Callable) -> dict[str, Any]:
         return {
             self.key(arguments): candidate(*copy.deepcopy(arguments))
-            for arguments in (*self.cases, *self.unseen)
+            for arguments in (*self.cases, *self.hidden)
         }
 
     def key(self, arguments: tuple) -> str:
         """The key of a case: its arguments, as they are written."""
-        kind = Unseen if arguments in self.unseen else str
+        kind = HiddenCase if arguments in self.hidden else str
         return kind(f"({', '.join(map(repr, arguments))})")
 
 
-def calls(*cases: tuple, unseen: tuple[tuple, ...] = ()) -> Calls:
+def calls(*cases: tuple, hidden: tuple[tuple, ...] = ()) -> Calls:
     """``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and
     ``candidate((5,), 2)``.
 
-    Cases that are ``unseen`` are judged like the others and never printed. For arguments that are
+    Cases that are ``hidden`` are judged like the others and never printed. For arguments that are
     not short when written out, such as models, write a function that returns a dict of named cases.
     """
-    return Calls(cases, unseen)
+    return Calls(cases, hidden)
 
 
 def measure(

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from .compare import Measured, describe, difference, plain
-from .exercise import Calls, Unseen
+from .exercise import Calls, HiddenCase
 
 Path = tuple[Any, ...]
 
@@ -366,7 +366,7 @@ def partial_credit(got: Any, expected: Any, tolerance: float, name: str) -> str:
     whole = [
         case
         for case, same in cases.items()
-        if same and not isinstance(case, Unseen) and alike[case] == alike[first[0]]
+        if same and not isinstance(case, HiddenCase) and alike[case] == alike[first[0]]
     ]
     entries = [
         path[-1] for path, same in right.items() if same and path[0] == first[0] and len(path) > 1

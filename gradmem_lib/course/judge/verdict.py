@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import hints, time_limit
 from .compare import Difference, Measured, describe, difference, over_budget, shortened
-from .exercise import Calls, Exercise, Mistake, Unseen
+from .exercise import Calls, Exercise, HiddenCase, Mistake
 from .not_attempted import (
     Endless,
     functions,
@@ -518,7 +518,7 @@ def _same_outcome(one: Run, other: Run, tolerance: float) -> bool:
 
 
 def _said(found: Difference) -> str:
-    return found.hinted if any(isinstance(step, Unseen) for step in found.path) else found.said
+    return found.hinted if any(isinstance(step, HiddenCase) for step in found.path) else found.said
 
 
 def _case(exercise: Exercise, found: Difference) -> str:
@@ -542,7 +542,7 @@ def _place(exercise: Exercise, found: Difference) -> str:
     if not found.path:
         return ""
     case, *rest = found.path if callable(exercise.reference) else ("", *found.path)
-    if isinstance(case, Unseen):
+    if isinstance(case, HiddenCase):
         case = "another case, which is not shown"
     case = f"{exercise.name}{case}" if str(case).startswith("(") else case
     words = [str(case)] if case != "" else []

@@ -18,7 +18,7 @@ from gradmem_lib.course.learner.check import check
 
 VOLUME = exercise_of(
     lambda width, height, depth: width * height * depth,
-    calls((3, 5, 2), (2, 4, 7), (6, 1, 3), unseen=((5, 5, 9), (4, 3, 11))),
+    calls((3, 5, 2), (2, 4, 7), (6, 1, 3), hidden=((5, 5, 9), (4, 3, 11))),
     Mistake("surface", lambda w, h, d: 2 * (w * h + h * d + w * d), "this is the surface."),
 )
 
@@ -48,7 +48,7 @@ def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
 
 def test_a_factor_is_seen_beside_cases_that_are_0():
     share = exercise_of(
-        lambda x, y: (x - y) / y, calls((2, 2), (3, 2), (5, 4), unseen=((7, 2), (9, 3)))
+        lambda x, y: (x - y) / y, calls((2, 2), (3, 2), (5, 4), hidden=((7, 2), (9, 3)))
     )
     assert "every case is 100 times too large." in judge(share, lambda x, y: 100 * (x - y) / y).line
     offset = judge(share, lambda x, y: 100 * (x - y) / y + (x == y)).line

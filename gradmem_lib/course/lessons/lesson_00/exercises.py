@@ -63,7 +63,7 @@ EXERCISES = (
         # The empty shape is a single number, and a side of 0 leaves no elements at all.
         observe=calls(
             *(((2, 3), 4), ((1024,), 2), ((8, 128, 256), 2), ((), 4), ((0, 5), 4)),
-            unseen=(((5, 3, 7, 2), 8), ((6, 1), 1)),
+            hidden=(((5, 3, 7, 2), 8), ((6, 1), 1)),
         ),
         explain=_explain,
         raises=(

@@ -82,7 +82,7 @@ EXERCISES = (
             (8, 16, True),
             (8, 16, False),
             (12, 10, True),
-            unseen=((12, 10, False), (33, 6, True), (5, 24, False), (1, 40, True)),
+            hidden=((12, 10, False), (33, 6, True), (5, 24, False), (1, 40, True)),
         ),
         explain=_explain,
         mistakes=(

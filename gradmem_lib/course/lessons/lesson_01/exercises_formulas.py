@@ -159,7 +159,7 @@ EXERCISES = (
         minutes=5,
         trains="the one term that grows with the square of the sequence",
         reference=eager_surplus,
-        observe=calls((1, 128, 4), (2, 256, 8), (8, 64, 3), unseen=((3, 100, 5), (5, 7, 2))),
+        observe=calls((1, 128, 4), (2, 256, 8), (8, 64, 3), hidden=((3, 100, 5), (5, 7, 2))),
         explain=_explain_surplus,
         mistakes=(
             Mistake(
@@ -208,7 +208,7 @@ EXERCISES = (
         trains="seeing the loss as the largest layer of a small model",
         reference=logits_spike,
         observe=calls(
-            (1, 128, 49152), (4, 256, 8192), (2, 32, 1000), unseen=((3, 100, 500), (5, 7, 11))
+            (1, 128, 49152), (4, 256, 8192), (2, 32, 1000), hidden=((3, 100, 500), (5, 7, 11))
         ),
         explain=_explain_spike,
         mistakes=(

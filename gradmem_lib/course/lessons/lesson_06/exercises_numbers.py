@@ -10,7 +10,7 @@ from functools import partial
 
 from ....units import GiB, MiB
 from ...judge.compare import describe
-from ...judge.exercise import Exercise, Mistake, Unseen, calls
+from ...judge.exercise import Exercise, HiddenCase, Mistake, calls
 
 
 def read_error(asked, total, free, process, allocated, idle) -> dict:
@@ -114,9 +114,9 @@ ROWS = {
     "8 rows to 4": (_moments(512, 64, (1800, 384, 12), 108), 8, 4),
     "16 rows to 4": (_moments(100, 0, (96, 40, 2), 64), 16, 4),
     "4 rows to 8": (_moments(256, 32, (1024, 256, 8), 256), 4, 8),
-    Unseen("8 rows to 2"): (_moments(300, 16, (640, 96, 16), 300), 8, 2),
-    Unseen("2 rows to 1"): (_moments(300, 16, (640, 96, 16), 0), 2, 1),
-    Unseen("6 rows to 12"): (_moments(100, 0, (500, 100, 4), 0), 6, 12),
+    HiddenCase("8 rows to 2"): (_moments(300, 16, (640, 96, 16), 300), 8, 2),
+    HiddenCase("2 rows to 1"): (_moments(300, 16, (640, 96, 16), 0), 2, 1),
+    HiddenCase("6 rows to 12"): (_moments(100, 0, (500, 100, 4), 0), 6, 12),
 }
 ROWS["6 rows to 12"][0]["forward"]["temporaries"] = 300 * MiB  # the peak is in the first moment
 
@@ -209,7 +209,7 @@ EXERCISES = (
             _error(192, 4096, 500, 3290, 123),
             _error(3072, 24_210, 430, 20_100, 600, 900),
             _error(790, 8_000, 510, 6_700, 330),  # asked for to the byte
-            unseen=(
+            hidden=(
                 _error(2048, 24_210, 380, 14_000, 3100, 5000),
                 _error(64, 8_000, 510, 7_200, 260),
                 _error(300, 8_000, 510, 6_700, 200, 380),
@@ -382,7 +382,7 @@ EXERCISES = (
             _case("backward", (6, 0, 12, 30, 12), 8, 24),
             _case("optimizer_step", (10, 10, 20, 0, 14), 8, 41),
             _case("backward", (10, 0, 20, 12, 2), 1, 33),
-            unseen=(
+            hidden=(
                 _case("backward", (10, 4, 20, 4, 12), 1, 36),
                 _case("optimizer_step", (10, 10, 8, 0, 4), 8, 15),
                 _case("optimizer_step", (10, 10, 4, 0, 4), 8, 9),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from ....compat import TorchDispatchMode
-from ...judge.exercise import Exercise, Mistake, Unseen
+from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ...machine.compat import cpu_attention
 from ..shared.settings import gradients_of
 
@@ -277,7 +277,7 @@ def _steps(layer, *given):
 _FUSED = {  # rows, heads, queries, size of a head, keys
     "fused attention, 5 tokens to 5": (2, 3, 5, 6, 5),
     "fused attention, 5 tokens to 9": (2, 3, 5, 6, 9),
-    Unseen("fused attention, another row"): (1, 3, 23, 6, 23),
+    HiddenCase("fused attention, another row"): (1, 3, 23, 6, 23),
 }
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, Seen, Unseen, measure
+from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen, measure
 from ..shared.settings import flat, gradients_of
 
 DISK_CARD, DISK_LAYERS, DISK_WIDTH, DISK_ROWS = "1.6 MB", 6, 64, 256
@@ -314,7 +314,7 @@ def _observe_tiled(candidate):
     cases = {
         "22 tokens in 4 tiles": found,
         "an x that needs no gradient": _tile_case(candidate, 3, 1, 9, needs=False)[0],
-        Unseen("50 tokens in 7 tiles"): _tile_case(candidate, 7, 3, 50)[0],
+        HiddenCase("50 tokens in 7 tiles"): _tile_case(candidate, 7, 3, 50)[0],
         "dropout": {"numbers with another mask in backward": _masks_differ(candidate)},
     }
     mlp, x = tiled_setting()

@@ -13,7 +13,7 @@ from ....measure.tracker import MemoryTracker
 from ....techniques.checkpointing import checkpoint_layers
 from ....units import parse_bytes
 from ...judge.compare import plain
-from ...judge.exercise import Exercise, Mistake, Seen, Unseen, calls, measure
+from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen, calls, measure
 from ...material import models
 from ..shared.settings import quietly
 
@@ -100,7 +100,7 @@ _SAVES = {
     "63 unequal layers": (_UNEVEN, 3000, 2300),
     "5 layers, room for all": ([7] * 5, 100, 100),
     "9 layers, no room for any": ([7] * 9, 200, 200 - 63),
-    Unseen("40 layers"): ([5, 80] * 20, 4000, 4000 - 913),
+    HiddenCase("40 layers"): ([5, 80] * 20, 4000, 4000 - 913),
 }
 
 
@@ -237,7 +237,9 @@ def _observe_cache(candidate):
         )
         for name, rows, tokens, width in asked
     }
-    return found | {Unseen("70B in 8 bits"): candidate(cache_configs()["Llama-2-70B"], 5, 77, 1)}
+    return found | {
+        HiddenCase("70B in 8 bits"): candidate(cache_configs()["Llama-2-70B"], 5, 77, 1)
+    }
 
 
 EXERCISES = (
@@ -252,7 +254,7 @@ EXERCISES = (
             (64_000_000, 2e12, 25e9, 80e12),
             (512_000_000, 3e12, 12e9, 40e12),
             (7_000_000, 9e11, 450e9, 500e12),
-            unseen=((90_000_000, 4e11, 31e9, 150e12),),
+            hidden=((90_000_000, 4e11, 31e9, 150e12),),
         ),
         explain=_explain_break_even,
         mistakes=(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....techniques.optimizers import code_table
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, Unseen
+from ...judge.exercise import Exercise, HiddenCase, Mistake
 
 
 def quantize(x, code, block) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,8 +60,8 @@ def _moments() -> dict[str, tuple[Tensor, Tensor, int]]:
         "a first moment, 1,000 numbers in blocks of 256": (m, code_table(True, None), 256),
         "a second moment, 1,000 numbers in blocks of 72": (m * m, code_table(False, None), 72),
         "small numbers": (m * m * 1e-10, code_table(False, None), 72),
-        Unseen("negative"): (minus, code_table(True, None), 50),
-        Unseen("nothing but zeros"): (torch.zeros(5), code_table(True, None), 2),
+        HiddenCase("negative"): (minus, code_table(True, None), 50),
+        HiddenCase("nothing but zeros"): (torch.zeros(5), code_table(True, None), 2),
     }
 
 

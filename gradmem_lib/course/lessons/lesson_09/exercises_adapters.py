@@ -14,7 +14,7 @@ from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, calls, measure
 
 NF4_CASES = (1000, 64, 256), (4096 * 11008, 64, 256), (77, 16, 3)
-NF4_UNSEEN = (455, 10, 4), (64 * 256, 64, 256)
+NF4_HIDDEN = (455, 10, 4), (64 * 256, 64, 256)
 ADAPTER_CARD = 1_400_000  # bytes: a matrix of 1,048,576 and what rank 8 needs beside it
 
 
@@ -234,10 +234,10 @@ def _nf4(*, first=2, second=1, scale=4, mean=4, up=lambda n, by: -(-n // by), of
 
 def _explain_nf4(got, expected):
     over = [mine - right for mine, right in zip(got.values(), expected.values(), strict=True)]
-    blocks = [-(-numbers // block) for numbers, block, _ in (*NF4_CASES, *NF4_UNSEEN)]
+    blocks = [-(-numbers // block) for numbers, block, _ in (*NF4_CASES, *NF4_HIDDEN)]
     groups = [
         -(-count // group)
-        for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_UNSEEN), strict=True)
+        for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_HIDDEN), strict=True)
     ]
     if over == [-count for count in blocks]:
         return "each block's absmax is missing, one byte."
@@ -305,7 +305,7 @@ EXERCISES = (
         minutes=3,
         trains="adding up what a quantized matrix keeps beside its 4 bits",
         reference=nf4_bytes,
-        observe=calls(*NF4_CASES, unseen=NF4_UNSEEN),
+        observe=calls(*NF4_CASES, hidden=NF4_HIDDEN),
         explain=_explain_nf4,
         mistakes=(
             Mistake(

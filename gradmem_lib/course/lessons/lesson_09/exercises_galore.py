@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, Seen, Unseen
+from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen
 
 STEPS = 4  # with one renewal of P in each case
 
@@ -97,7 +97,7 @@ def _tensors(held) -> list[Tensor]:
 CASES = {  # rows, columns, rank, every, lr, scale
     "wide, 6 x 20, rank 2, a new P every 2 steps": (6, 20, 2, 2, 0.1, 0.25),
     "tall, 15 x 5, rank 3, a new P every 3 steps": (15, 5, 3, 3, 0.02, 0.5),
-    Unseen("tall, another rank"): (24, 8, 2, 4, 0.3, 2.0),
+    HiddenCase("tall, another rank"): (24, 8, 2, 4, 0.3, 2.0),
 }
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ....names import IGNORED
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, Unseen, measure
+from ...judge.exercise import Exercise, HiddenCase, Mistake, measure
 from ..lesson_08.exercises import PRODUCTS, Operations
 
 LOSS_CARD = 8_000_000  # bytes; the logits alone are 12,000,000
@@ -96,7 +96,7 @@ def _observe(candidate):
     for name, sizes, cap, times in (
         ("150 tokens, cap 2", (150, 6, 20, torch.float64, 3), 2.0, 1.0),
         ("three times the loss, cap 0.7", (201, 5, 30, torch.float64, 1), 0.7, 3.0),
-        (Unseen("cap 30"), (64, 4, 9, torch.float64, 2), 30.0, 0.5),
+        (HiddenCase("cap 30"), (64, 4, 9, torch.float64, 2), 30.0, 0.5),
     ):
         found[name] = _loss(candidate, _batch(*sizes), cap, times)
     large = _batch(1000, 32, 3000, torch.float32, 5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....names import IGNORED
 from ...judge.compare import plain
-from ...judge.exercise import Exercise, Mistake, Unseen
+from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ..shared.settings import flat
 from .thread_ranks import APART, on_ranks
 
@@ -105,7 +105,7 @@ def _observe_average(candidate):
         ("3 ranks", 3, torch.float64, (0, 1, 2)),
         ("2 ranks, in bf16", 2, torch.bfloat16, (0, 1)),
         ("3 ranks, of which the last has no gradient for some weights", 3, torch.float64, (0, 1)),
-        (Unseen("4 ranks"), 4, torch.float64, (3,)),
+        (HiddenCase("4 ranks"), 4, torch.float64, (3,)),
     ):
         models = _trained(ranks, dtype, both)
         before = flat(models[-1].parameters())
@@ -202,7 +202,10 @@ def _batches() -> dict[str, list[list[Tensor]]]:
             [_labels(6, seed=1)],
             [_labels(2, 5, seed=2), _labels(7, 1, seed=3)],
         ],
-        Unseen("a rank without a label"): [[_labels(4, 6, seed=4)], [torch.full((2, 3), IGNORED)]],
+        HiddenCase("a rank without a label"): [
+            [_labels(4, 6, seed=4)],
+            [torch.full((2, 3), IGNORED)],
+        ],
     }
 
 

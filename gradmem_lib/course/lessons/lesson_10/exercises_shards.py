@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ....compat import TorchDispatchMode, fake_process_group
 from ....measure.tracker import MemoryTracker
 from ...judge.compare import Measured, difference
-from ...judge.exercise import Exercise, Mistake, Unseen
+from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ...machine.compat import enable_checkpointing
 from ...material import models
 from ..shared.settings import flat, quietly
@@ -170,7 +170,7 @@ def _observe_layer(candidate):
     for name, ranks, inside, outside in (
         ("2 ranks", 2, 3, 4),
         ("3 ranks, x of (2, 3, 5)", 3, 5, 6),
-        (Unseen("another shape"), 2, 4, 10),
+        (HiddenCase("another shape"), 2, 4, 10),
     ):
         generator = torch.Generator().manual_seed(ranks + outside)
         linears = [

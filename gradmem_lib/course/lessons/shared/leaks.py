@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...judge.compare import Measured, describe, difference, plain
-from ...judge.exercise import Mistake, Unseen, measure, outside_torch
+from ...judge.exercise import HiddenCase, Mistake, measure, outside_torch
 from .settings import flat
 
 OUTSIDE = "outside of tensors"
@@ -28,7 +28,7 @@ KEPT_OUTSIDE = (
     "host's memory they grow all the same. Keep what the result needs."
 )
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
-HIDDEN, WEIGHTS = Unseen("other batches"), "the weights afterwards"
+HIDDEN, WEIGHTS = HiddenCase("other batches"), "the weights afterwards"
 
 # What people call to get memory back, and what it does.
 _FREES_NOTHING = {
