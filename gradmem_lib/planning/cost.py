@@ -447,11 +447,15 @@ def seconds_per_token(
     card: Card,
     micro_batch: int,
     seq_len: int,
+    *,
     offload_bytes: float | None = None,
     cards: int = 1,
 ) -> float:
     """The sum of the terms of ``cost_per_token``."""
-    return cost_per_token(work, recipe, card, micro_batch, seq_len, offload_bytes, cards).seconds
+    cost = cost_per_token(
+        work, recipe, card, micro_batch, seq_len, offload_bytes=offload_bytes, cards=cards
+    )
+    return cost.seconds
 
 
 def cost_per_token(
@@ -460,6 +464,7 @@ def cost_per_token(
     card: Card,
     micro_batch: int,
     seq_len: int,
+    *,
     offload_bytes: float | None = None,
     cards: int = 1,
 ) -> Cost:

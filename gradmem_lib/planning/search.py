@@ -179,8 +179,15 @@ class Search:
 
     def cost(self, recipe: Recipe, offload_bytes: float | None = None) -> cost.Cost:
         """The estimated time of a token, with the lower bound of what is offloaded for ``None``."""
-        sizes = self.rows // recipe.accumulation, self.units, offload_bytes, self.cards
-        return cost.cost_per_token(self.work, recipe, self.card, *sizes)
+        return cost.cost_per_token(
+            self.work,
+            recipe,
+            self.card,
+            self.rows // recipe.accumulation,
+            self.units,
+            offload_bytes=offload_bytes,
+            cards=self.cards,
+        )
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, starting with those that change training least.

@@ -78,43 +78,72 @@ def _dropout(original: Callable, input: Tensor, p=0.5, training=True, inplace=Fa
 
 
 def _attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    query: Tensor,  # (batch, heads, seq, head_dim)
+    key: Tensor,  # (batch, key heads, key seq, head_dim)
+    value: Tensor,  # (batch, key heads, key seq, value's head_dim)
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel that a card would choose: flash attention, else memory-efficient attention, else
-    single operations.
+    single operations. The arguments are those of ``F.scaled_dot_product_attention``.
 
-    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision and heads in equal
-    groups, but no mask. The memory-efficient kernel takes float32 and masks, but no grouped heads.
+    Flash attention takes half precision and heads in equal groups, but no mask. The
+    memory-efficient kernel takes float32 and masks, but no grouped heads.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    size, options = query.shape[-1], {"scale": scale}
-    same_heads = query.shape[-1] == value.shape[-1] and query.shape[1] % key.shape[1] == 0
-    if attn_mask is None and query.dtype != torch.float32 and size <= 256 and same_heads:
-        if padding := -size % 8:
-            options["scale"] = size**-0.5 if scale is None else scale
-            query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-        out = flash_attention(query, key, value, dropout_p, is_causal, False, **options)[0]
-        return out[..., :size] if padding else out
-    if query.shape[1] == key.shape[1]:
-        bias = attn_mask
-        if bias is not None and bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(
-                bias.logical_not(), float("-inf")
-            )
-        if bias is not None:
-            # The kernel reads rows of the bias 16 entries at a time, so it pads them to a multiple
-            # of 16.
-            seq = bias.shape[-1]
-            bias = F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
-            bias = bias.expand(*query.shape[:3], key.shape[2])
+    size, heads, key_heads = query.shape[-1], query.shape[1], key.shape[1]
+    equal_groups = size == value.shape[-1] and heads % key_heads == 0
+    if attn_mask is None and query.dtype != torch.float32 and size <= 256 and equal_groups:
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if heads == key_heads:
+        bias = _bias(attn_mask, query, key)
         needs_grad = any(t.requires_grad for t in (query, key, value))
         return efficient_attention(
-            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
+            query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
-    options["enable_gqa"] = enable_gqa
-    return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    return math_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Flash attention, whose kernels have head sizes in multiples of 8: others are padded."""
+    size = query.shape[-1]
+    padding = -size % 8
+    if padding:
+        if scale is None:
+            scale = size**-0.5  # of the size before padding
+        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+    out = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    return out[..., :size] if padding else out
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What the memory-efficient kernel adds to the scores for ``mask``: (batch, heads, seq,
+    key seq).
+    """
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        hidden = mask.logical_not()
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+    seq = mask.shape[-1]
+    if seq % 16:  # the kernel reads rows of the bias 16 entries at a time, so they are padded
+        mask = F.pad(mask, (0, -seq % 16))[..., :seq]
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def scratch(func, args) -> int:

@@ -173,7 +173,8 @@ def predict(
         )
     source = source_of(model_or_config, rope_factor)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch, ranks, rank)
+    _check_ranks(recipe, ranks, rank)
+    batch_size, seq_len = _checked_sizes(source, recipe, batch, batch_size, seq_len)
     loop = Loop() if loop is None else loop
     check_loop(loop, source.skeleton, batch, loss, recipe)
     question = Question(
@@ -182,25 +183,31 @@ def predict(
     return _prediction(question, trace_step(question, full))
 
 
-def _checked_sizes(
-    source, batch_size, seq_len, recipe: Recipe, batch, ranks, rank
-) -> tuple[int, int | None]:
-    """The sizes of the batch.
-
-    Raises ``ValueError`` if one is missing or does not fit, or if ``ranks`` does not.
-    """
-    if not (
-        ranks is None if recipe.sharding is None else type(ranks) is int and rank in range(ranks)
-    ):
+def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:
+    """Raises ``ValueError`` unless there are ranks exactly if the recipe shards over them."""
+    if recipe.sharding is None:
+        right = ranks is None
+    else:
+        right = type(ranks) is int and rank in range(ranks)
+    if not right:
         raise ValueError(
             f"ranks={ranks!r}, rank={rank!r} and Recipe(sharding={recipe.sharding!r}): several "
             "processes train one model as a sharding says. Give how many and which one, 0 to "
             "ranks - 1: predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or none of these"
         )
+
+
+def _checked_sizes(
+    source: Source, recipe: Recipe, batch: Any, batch_size: int | None, seq_len: int | None
+) -> tuple[int, int | None]:
+    """The rows of the batch, and the tokens of a row, or ``None`` where a row has no such length.
+
+    Raises ``ValueError`` if one of them is missing or does not fit.
+    """
     if batch is not None:
-        if not (
-            tensors := [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
-        ):
+        leaves = compat.tree_leaves(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        if not tensors:
             raise ValueError(
                 f"batch is {type(batch).__name__} without a tensor of rows in it: give a dict, a "
                 "tuple or a tensor; torch.empty(..., device='meta') costs no memory"

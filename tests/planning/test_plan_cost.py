@@ -132,9 +132,8 @@ def test_what_is_moved_crosses_the_bus_away_and_back():
     nbytes = 2 * 32 * 4096 * 2
     longer = seconds_per_token(work, moving, *sizes) - seconds_per_token(work, alone, *sizes)
     assert longer == pytest.approx(nbytes / (0.8 * 31.5e9))
-    assert seconds_per_token(work, moving, *sizes, nbytes) == seconds_per_token(
-        work, moving, *sizes
-    )
+    said = seconds_per_token(work, moving, *sizes, offload_bytes=nbytes)
+    assert said == seconds_per_token(work, moving, *sizes)
 
 
 def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen(
@@ -386,7 +385,7 @@ def test_the_terms_of_a_cost_are_told_apart():
     card = Card("a card", 2**40, 1e12, 1e12, 1e9, (8, 6), 1e9, 1e9)
 
     def terms(recipe=recipe, card=card, offload=0.0, cards=2) -> dict[str, float]:
-        return asdict(cost_per_token(work, recipe, card, 1, 64, offload, cards))
+        return asdict(cost_per_token(work, recipe, card, 1, 64, offload_bytes=offload, cards=cards))
 
     plain = terms()
     assert plain["bus"] == 0 and min(n for name, n in plain.items() if name != "bus") > 0
@@ -400,6 +399,7 @@ def test_the_terms_of_a_cost_are_told_apart():
     whole = terms(replace(recipe, accumulation=1))
     assert whole["optimizer_step"] == 2 * plain["optimizer_step"]
     assert (whole["products"], whole["weights"]) == (plain["products"], plain["weights"])
-    found = cost_per_token(work, recipe, card, 1, 64, 1e6, 2)
+    options = {"offload_bytes": 1e6, "cards": 2}
+    found = cost_per_token(work, recipe, card, 1, 64, **options)
     assert found.seconds == pytest.approx(sum(asdict(found).values()), rel=1e-15)
-    assert found.seconds == seconds_per_token(work, recipe, card, 1, 64, 1e6, 2)
+    assert found.seconds == seconds_per_token(work, recipe, card, 1, 64, **options)
