@@ -20,7 +20,7 @@ from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
 from ..techniques import quantized
 from ..techniques.accumulation import count_rows
-from ..techniques.checkpointing import refuse_checkpointed
+from ..techniques.call_overrides import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers

@@ -7,14 +7,16 @@ For a chain of layers, all of it would be this loop:
         x = checkpoint(segment, x, use_reentrant=False)
 
 But the loop over layers is the model's own, and is not rewritten here. So each layer's *call* is
-replaced: the call of a segment's first layer runs the whole segment in one checkpoint, and the
-calls of the others hand its output on.
+intercepted. The protocol, for segments of 3:
 
-Read ``checkpoint_layers`` first, which makes a ``_Segments`` for each list of layers. Of
-``_Segments``, read ``call`` (one call of a layer), ``_begin_segment`` and ``_run`` (one segment):
-they are lesson 04.
-``_choose_schedule`` and ``_measure`` belong to ``"best"``. The rest refuses what would give a wrong
-gradient: layers called out of order, inputs changed in place, caches.
+    call of layer 0: runs layers 0, 1 and 2 in one checkpoint, returns layer 2's output
+    call of layer 1: returns its input, which is that output
+    call of layer 2: the same
+    call of layer 3: runs layers 3, 4 and 5 in one checkpoint, ...
+
+How one segment runs stands in ``segments``, which is lesson 04. Read ``checkpoint_layers`` next,
+and then ``_LayerCalls.call``. The rest refuses what would give a wrong gradient: layers called out
+of order, other arguments, caches.
 """
 
 from __future__ import annotations
@@ -26,25 +28,19 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-from ..compat import (
-    call_override,
-    is_compiled,
-    original_call,
-    override_call,
-    storage_key,
-    tree_flatten,
-    version,
-)
-from ..hf_names import LAYER_INPUT, LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER, hf_class
-from .layer_bytes import LayerBytes, layer_bytes
+from ..compat import call_override, original_call, override_call
+from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
+from .best_schedule import Measurement
+from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpointed
+from .layer_arguments import CACHE_WARNING, split_input, without_cache
 from .layers import find_layers
-from .schedules import Schedule, first_layers, safe_segments, segments_for, total_layers
+from .schedules import Schedule, first_layers, segments_for, total_layers
+from .segments import Chain, Handover
 
 
 def checkpoint_layers(
@@ -103,7 +99,8 @@ def checkpoint_layers(
             keep_last = in_this_list < len(layers)
             first -= in_this_list
         schedule = segments_for(every, len(layers))
-        lists[name] = _Segments(layers, owner, passes_tuple_through, schedule, keep_last)
+        chain = Chain(layers, passes_tuple_through)
+        lists[name] = _LayerCalls(chain, owner, schedule, keep_last)
     if first:
         total = sum(len(layers) for layers, _ in found.values())
         raise ValueError(f"every='first-{first + total}': there are {total} layers in all")
@@ -119,17 +116,17 @@ class CheckpointedLayers(AbstractContextManager):
     each attribute is a dict by the list's name in the model.
     """
 
-    def __init__(self, lists: dict[str, _Segments]):
+    def __init__(self, lists: dict[str, _LayerCalls]):
         self._lists = lists
         with ExitStack() as undo:
-            for segments in lists.values():
-                segments.install(undo)
+            for calls in lists.values():
+                calls.install(undo)
             self._undo = undo.pop_all()
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("layers", "segments", "keep_last", "internal", "boundary"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        values = {where: getattr(segments, name) for where, segments in self._lists.items()}
+        values = {where: getattr(calls, name) for where, calls in self._lists.items()}
         return values if len(values) > 1 else next(iter(values.values()))
 
     def remove(self) -> None:
@@ -140,93 +137,80 @@ class CheckpointedLayers(AbstractContextManager):
         self.remove()
 
 
-class _Pending(NamedTuple):
-    """A segment that has run, while the calls of its other layers are still expected."""
-
-    next_layer: int  # the layer whose call is expected
-    stop: int  # the layer after the segment's last
-    out: Any  # the segment's output, which those calls hand on
-    rest: tuple  # the arguments of its layers, without the input
-
-
 @dataclass(eq=False)
-class _Segments:
-    """One list of layers, and how it runs.
+class _LayerCalls:
+    """One list of layers, whose calls are intercepted."""
 
-    The model calls layer 0, 1, 2, ...; the call of a segment's first layer computes the whole
-    segment, and the calls of the others only hand its output on. With segments of 3:
-
-        call of layer 0: runs layers 0, 1 and 2 in one checkpoint, returns layer 2's output
-        call of layer 1: returns its input, which is that output
-        call of layer 2: the same
-        call of layer 3: runs layers 3, 4 and 5 in one checkpoint, ...
-    """
-
-    layers: list[nn.Module]
-    owner: nn.Module | None  # the transformers model that calls them
-    # the next layer gets a tuple as it is, and not only its first element
-    passes_tuple_through: bool
-    segments: Schedule | None
+    chain: Chain
+    owner: nn.Module | None  # the transformers model that calls the layers
+    segments: Schedule | None  # None until "best" has measured
     keep_last: bool | None
     internal: list[int] | None = None
     boundary: list[int] | None = None
-    pending: _Pending | None = None
+    handover: Handover | None = None  # what the last call returned, if its segment goes on
+    measurement: Measurement | None = None  # while "best" measures
     per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
-    warned: bool = False
     called: bool = False  # whether any layer of the list was called
-    # While "best" measures: for each call the layer, its bytes, and whether it may share a segment
-    # with the layer before.
-    measured: list[tuple[int, LayerBytes, bool]] | None = None
+    warned: bool = False
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.chain.layers
 
     def install(self, undo: ExitStack) -> None:
+        """Intercept the calls, until ``undo`` is closed."""
         # Dynamo must not look into a schedule that changes while it runs.
-        call, before = torch.compiler.disable(self.call), torch.compiler.disable(self.before_model)
+        call = torch.compiler.disable(self.call)
         if self.owner is not None:
-            undo.callback(
-                self.owner.register_forward_pre_hook(_ModelPreHook(before), with_kwargs=True).remove
-            )
+            hook = _ModelPreHook(torch.compiler.disable(self.before_model))
+            undo.callback(self.owner.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for i, layer in enumerate(self.layers):
             undo.callback(override_call(layer, _SegmentCall(self, call, i)))
             for part in layer.children():
-                undo.callback(
-                    part.register_forward_pre_hook(_ModelPreHook(self.before_part)).remove
-                )
+                hook = _ModelPreHook(self.before_part)
+                undo.callback(part.register_forward_pre_hook(hook).remove)
 
     def apply_to_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
         """Apply the same schedule to a copy of the model; ``copies`` maps modules to copies."""
-        layers = [copies[layer] for layer in self.layers]
-        copied = replace(self, layers=layers, owner=copies.get(self.owner), pending=None)
+        chain = replace(self.chain, layers=[copies[layer] for layer in self.layers])
+        copied = replace(self, chain=chain, owner=copies.get(self.owner), handover=None)
         CheckpointedLayers({"layers": copied})
 
     def call(self, i: int, args: tuple, kwargs: dict) -> Any:
         """Called in place of layer ``i``: run its segment, or return the output if it has run."""
-        pending, self.pending = self.pending, None
+        before, self.handover = self.handover, None
         self.called = True
         if not self._training():
-            return self._call_as_it_is(i, args, kwargs, pending)
+            return self._call_as_it_is(i, args, kwargs, before)
         if getattr(self.layers[i], LAYER_SWITCH, False):
-            raise RuntimeError(_ALREADY_CHECKPOINTED)
+            raise RuntimeError(ALREADY_CHECKPOINTED)
         args, kwargs, had_cache = without_cache(args, kwargs)
         if had_cache and not self.warned:
             self.warned = True
             warnings.warn(CACHE_WARNING, stacklevel=2)
-        x, rest = _split_input(args, kwargs)
-        if self.measured is not None:  # "best" is measuring: no segments yet
-            return self._measure(i, x, rest, pending)
+        x, rest = split_input(args, kwargs)
+        if self.measurement is not None:
+            return self._measure(i, x, rest, before)
         if self.segments is None and not self.per_layer_this_forward:
             self._choose_schedule(partial(self._measure_in_order, i, x, rest))
-        item, start, stop = self._segment_of(i)
-        kept = self.keep_last and stop == len(self.layers)
-        if kept and isinstance(item, int):
-            return self._run(1, i, x, rest)  # nothing runs again
-        if i == start:  # the whole segment runs now
-            out = self._begin_segment(item, start, x, rest, kept=kept)
+        segment, start, stop = self._segment_of(i)
+        if self.keep_last and stop == len(self.layers) and isinstance(segment, int):
+            return self.chain.call_layer(i, x, rest)  # kept: nothing runs again
+        if i == start:
+            out = self._run_segment(segment, start, stop, x, rest)
         else:  # the segment has run: hand its output on
-            self._refuse_unless_continued(i, start, x, rest, pending)
-            out, rest = pending.out, pending.rest
+            self._refuse_unless_continued(i, start, x, rest, before)
+            out, rest = before.out, before.rest
         if i + 1 < stop:
-            self.pending = _Pending(i + 1, stop, out, rest)
+            self.handover = Handover(i + 1, out, rest)
         return out
+
+    def _run_segment(
+        self, segment: int | Schedule, start: int, stop: int, x: Any, rest: tuple
+    ) -> Any:
+        if self.keep_last and stop == len(self.layers):
+            return self.chain.run(segment, start, x, rest)
+        return self.chain.run_checkpointed(segment, start, x, rest)
 
     def _segment_of(self, i: int) -> tuple[int | Schedule, int, int]:
         """Layer ``i``'s segment in this forward: its item of the schedule, its first layer, and the
@@ -235,67 +219,26 @@ class _Segments:
         schedule = [1] * len(self.layers) if self.per_layer_this_forward else self.segments
         ends = list(accumulate(map(total_layers, schedule)))
         index = bisect(ends, i)
-        item, stop = schedule[index], ends[index]
-        return item, stop - total_layers(item), stop
+        segment, stop = schedule[index], ends[index]
+        return segment, stop - total_layers(segment), stop
 
-    def _begin_segment(
-        self, item: int | Schedule, start: int, x: Any, rest: tuple, *, kept: bool
-    ) -> Any:
-        """The output of a whole segment, in a checkpoint unless it is ``kept``."""
-        run = partial(self._run, item, start, rest=rest)
-        if kept:
-            return run(x)
-        before = _version(x)
-        out = checkpoint(run, x, use_reentrant=False)
-        if _version(x) != before:  # a second run would begin with another input
-            raise RuntimeError(_IN_PLACE.format(start))
-        return out
+    def _training(self) -> bool:
+        return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
 
-    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, pending: _Pending | None) -> Any:
+    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, before: Handover | None) -> Any:
         """Call layer ``i`` where nothing is checkpointed: without gradients, or in eval mode."""
-        continues = pending is not None and pending.next_layer == i
-        if continues and _split_input(args, kwargs)[0] is self._hidden(pending.out):
+        continues = before is not None and before.next_layer == i
+        if continues and split_input(args, kwargs)[0] is self.chain.hidden(before.out):
             raise RuntimeError(
                 "gradients or training mode were switched off in a segment that has run: "
                 f"begin a new one at layer {i}"
             )
         return original_call(self.layers[i])(*args, **kwargs)
 
-    def _training(self) -> bool:
-        return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
-
-    def _run(self, item: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
-        """The output of one segment that begins at layer ``start`` with input ``x``."""
-        if item == 1:
-            args, kwargs = _join_input(x, rest)
-            return original_call(self.layers[start])(*args, **kwargs)
-        parts = [1] * item if isinstance(item, int) else item
-        for j, part in enumerate(parts, 1):
-            run = partial(self._run, part, start, rest=rest)
-            recompute = isinstance(item, list) and j < len(parts)
-            out = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
-            if j < len(parts) and self._has_extra_outputs(out):
-                raise RuntimeError(
-                    "the layers return more than their hidden state, which is all that a segment "
-                    "hands on: checkpoint them one by one (every=1), or leave output_attentions "
-                    "off"
-                )
-            start, x = start + total_layers(part), self._hidden(out)
-        return out
-
-    def _hidden(self, out: Any) -> Any:
-        """The part of a layer's output that the next layer gets."""
-        return out[0] if isinstance(out, tuple) and not self.passes_tuple_through else out
-
-    def _has_extra_outputs(self, out: Any) -> bool:
-        if not isinstance(out, tuple) or self.passes_tuple_through:
-            return False
-        return any(part is not None for part in out[1:])
-
     def _refuse_unless_continued(
-        self, i: int, start: int, x: Any, rest: tuple, pending: _Pending | None
+        self, i: int, start: int, x: Any, rest: tuple, before: Handover | None
     ) -> None:
-        problem = self._problem(i, x, rest, pending)
+        problem = self._problem(i, x, rest, before)
         if problem:
             raise RuntimeError(
                 f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
@@ -303,25 +246,24 @@ class _Segments:
                 f"new segment at layer {i}, or use every=1"
             )
 
-    def _problem(self, i: int, x: Any, rest: tuple, pending: _Pending | None) -> str | None:
-        """The reason why this call of layer ``i`` does not continue a segment; None if it does."""
-        if pending is None or pending.next_layer != i:
+    def _problem(self, i: int, x: Any, rest: tuple, before: Handover | None) -> str | None:
+        """Why this call of layer ``i`` does not continue the call before it; None if it does."""
+        if before is None:
             return "was called out of order"
-        if self._has_extra_outputs(pending.out) or x is not self._hidden(pending.out):
-            return f"was given something else than the output of layer {i - 1}"
-        if not _same_arguments(rest, pending.rest):
-            return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
-        return None
+        return before.problem(self.chain, i, x, rest)
 
-    def _changes_its_input(self, i: int, x: Any, rest: tuple) -> bool:
-        if not isinstance(x, Tensor):
-            return False
-        copy = x.detach().clone()
-        before = _version(copy)
-        with torch.no_grad():
-            args, kwargs = _join_input(copy, rest)
-            original_call(self.layers[i])(*args, **kwargs)
-        return _version(copy) != before
+    # Hooks on the model and on parts of the layers.
+
+    def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Called before the forward of the model that owns these layers."""
+        self.per_layer_this_forward = any(
+            getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
+            for name in OUTPUTS_OF_EACH_LAYER
+        )
+        if self.segments is None and not self.per_layer_this_forward and self._training():
+            # Where a batch has padding, layers of different kinds get different masks.
+            kinds = set(getattr(model.config, "layer_types", None) or ())
+            self._choose_schedule(lambda: model.forward(*args, **kwargs), same_kind=len(kinds) < 2)
 
     def before_part(self, *args) -> None:
         """Called before a part of a layer runs. It runs inside its layer, if that is called."""
@@ -335,100 +277,64 @@ class _Segments:
             stacklevel=2,
         )
 
-    def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Called before the forward of the model that owns these layers."""
-        self.per_layer_this_forward = any(
-            getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
-            for name in OUTPUTS_OF_EACH_LAYER
-        )
-        if self.segments is None and not self.per_layer_this_forward and self._training():
-            # Where a batch has padding, layers of different kinds get different masks.
-            kinds = set(getattr(model.config, "layer_types", None) or ())
-            self._choose_schedule(lambda: model.forward(*args, **kwargs), same_kind=len(kinds) < 2)
+    # "best": a first forward, in which each call measures its layer.
+
+    def _choose_schedule(self, run: Callable[[], Any], same_kind: bool = True) -> None:
+        """Measure each layer while ``run`` calls them, and choose the schedule.
+
+        ``same_kind``: the layers get the same arguments, so that they may share a segment.
+        """
+        self.measurement = measurement = Measurement(self.chain)
+        try:
+            measurement.forward(run)
+        finally:
+            self.measurement = self.handover = None
+        self.internal = [size.internal for size in measurement.sizes]
+        self.boundary = [size.boundary for size in measurement.sizes]
+        self.segments, self.keep_last = measurement.schedule(self.keep_last, same_kind=same_kind)
+
+    def _measure(self, i: int, x: Any, rest: tuple, before: Handover | None) -> Any:
+        """The output of layer ``i``, without a graph; its bytes go into the measurement."""
+        continues = self._problem(i, x, rest, before) is None
+        out = self.measurement.call_layer(i, x, rest, continues=continues)
+        self.handover = Handover(i + 1, out, rest)
+        return out
 
     def _measure_in_order(self, i: int, x: Any, rest: tuple) -> None:
-        """Measure the layers of a list: call each with the output of the one before it.
+        """Call each layer with the output of the one before it, where no model is known that does.
 
-        For lists whose model is not known.
+        ``x``, ``rest``: the arguments of layer ``i``, which has to be the first.
         """
         if i != 0:
             raise RuntimeError(
                 f'layer {i} was called before layer 0, at which "best" measures all layers'
             )
         for j in range(len(self.layers)):
-            x = self._hidden(self._measure(j, x, rest, self.pending))
-
-    def _choose_schedule(self, run: Callable[[], Any], same_kind: bool = True) -> None:
-        """Measure each layer while ``run`` calls them, and choose the schedule.
-
-        ``same_kind``: the layers get the same arguments, so they may share a segment. Random states
-        do not change.
-        """
-        devices = {
-            p.device for layer in self.layers for p in layer.parameters() if p.device.type == "cuda"
-        }
-        self.measured = measured = list[tuple[int, LayerBytes, bool]]()
-        # copies cast before the layers would be alive during each layer's backward
-        torch.clear_autocast_cache()
-        try:
-            with torch.random.fork_rng(devices=list(devices)):
-                run()
-        finally:
-            self.measured = self.pending = None
-        sizes = [size for _, size, _ in measured]
-        self.internal, self.boundary = [s.internal for s in sizes], [s.boundary for s in sizes]
-        in_order = [i for i, _, _ in measured] == list(range(len(self.layers)))
-        if same_kind and in_order and all(follows for _, _, follows in measured[1:]):
-            self.segments, self.keep_last = safe_segments(sizes, self.keep_last)
-        else:  # layers that cannot share a segment
-            self.segments, self.keep_last = [1] * len(self.layers), bool(self.keep_last)
-
-    def _measure(self, i: int, x: Any, rest: tuple, pending: _Pending | None) -> Any:
-        """Record the bytes that layer ``i`` saves and needs. Returns its output without a graph."""
-        if any(hasattr(p, "placements") for p in self.layers[i].parameters()):
-            raise RuntimeError(
-                'every="best" measures one layer alone, and here FSDP has spread its weights over '
-                "processes: give an int, "
-                '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of '
-                "an unspread layer)"
-            )
-        try:
-            size, out = layer_bytes(self.layers[i], *_join_input(x, rest), x, self._hidden)
-        except RuntimeError as error:
-            if self._changes_its_input(i, x, rest):
-                raise RuntimeError(_IN_PLACE.format(i)) from error
-            raise
-        self.measured.append((i, size, self._problem(i, x, rest, pending) is None))
-        self.pending = _Pending(i + 1, len(self.layers), out, rest)
-        return out
+            x = self.chain.hidden(self._measure(j, x, rest, self.handover))
 
 
-def checkpoints_of(model: nn.Module) -> list[_Segments]:
+def checkpoints_of(model: nn.Module) -> list[_LayerCalls]:
     """The checkpoints that ``checkpoint_layers`` has put on layers of ``model``."""
-    # The layers of one list share their _Segments. A dict keeps the order.
-    found: dict[_Segments, None] = {}
+    # The layers of one list share their _LayerCalls. A dict keeps the order.
+    found: dict[_LayerCalls, None] = {}
     for module in model.modules():
         override = call_override(module)
         if isinstance(override, _SegmentCall):
-            found[override.segments] = None
+            found[override.calls] = None
     return list(found)
-
-
-class CallOverride:
-    """A function that runs in place of a module's own call, and recomputes it in backward."""
 
 
 class _SegmentCall(CallOverride):
     """The override of one layer's call. A copy of the layer gets the layer's own call instead."""
 
-    def __init__(self, segments: _Segments, call: Callable, index: int):
-        self.segments, self.call, self.index = segments, call, index
+    def __init__(self, calls: _LayerCalls, call: Callable, index: int):
+        self.calls, self.call, self.index = calls, call, index
 
     def __call__(self, *args, **kwargs):
         return self.call(self.index, args, kwargs)
 
     def __reduce__(self):
-        return original_call, (self.segments.layers[self.index],)
+        return original_call, (self.calls.layers[self.index],)
 
 
 class _ModelPreHook:
@@ -445,104 +351,3 @@ class _ModelPreHook:
 
     def __reduce__(self):
         return type(self), ()
-
-
-def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
-    """The arguments with None for a key-value cache, and whether there was a cache.
-
-    ``RuntimeError`` if it has entries.
-    """
-    kind = hf_class("Cache")
-    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
-    if any(cache.get_seq_length() > 0 for cache in caches):
-        raise RuntimeError(
-            "the layers were given a key-value cache that has entries, and running them again "
-            "would add to it again: train without past_key_values, or remove the checkpoints"
-        )
-
-    def without(value: Any) -> Any:
-        return None if isinstance(value, kind) else value
-
-    named = {name: without(value) for name, value in kwargs.items()}
-    if "use_cache" in named:
-        named["use_cache"] = False
-    return tuple(map(without, args)), named, bool(caches)
-
-
-def _split_input(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
-    """Split a layer's arguments into its input and the rest.
-
-    The rest is (the other positional arguments, or None if the input was named; the named ones).
-    """
-    if args:
-        return args[0], (args[1:], kwargs)
-    if LAYER_INPUT not in kwargs:
-        raise TypeError(
-            "a checkpointed layer was called without a positional argument (only "
-            f"{sorted(kwargs) or 'nothing'}): pass what one layer hands to the next as the first "
-            "argument"
-        )
-    named = dict(kwargs)
-    return named.pop(LAYER_INPUT), (None, named)
-
-
-def _join_input(x: Any, rest: tuple) -> tuple[tuple, dict]:
-    """The opposite of ``_split_input``: (args, kwargs)."""
-    positional, named = rest
-    if positional is None:  # the input was named
-        return (), named | {LAYER_INPUT: x}
-    return (x, *positional), named
-
-
-def _same_arguments(a: Any, b: Any) -> bool:
-    """Whether two sets of arguments are the same.
-
-    Tensors are the same if they are views of the same elements. Other values must be equal.
-    """
-    (leaves, kind), (other_leaves, other_kind) = tree_flatten(a), tree_flatten(b)
-    return kind == other_kind and all(map(_same_leaf, leaves, other_leaves))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _tensor_identity(a) == _tensor_identity(b)
-    return a is b or (type(a) is type(b) and bool(a == b))
-
-
-def _tensor_identity(t: Tensor) -> tuple:
-    return storage_key(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype
-
-
-def _version(x: Any) -> int:
-    """How often the tensor was changed in place; 0 for something else."""
-    return version(x) if isinstance(x, Tensor) else 0
-
-
-_IN_PLACE = (
-    "layer {} changes its input in place, and a checkpoint that begins there would compute it "
-    "again from the changed input: set inplace=False in it, or begin the segment at an earlier "
-    "layer"
-)
-_ALREADY_CHECKPOINTED = (
-    "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
-    "on top they would run three times: call .remove() on the first one, or where it is "
-    "transformers' own, model.activation_checkpointing_disable() "
-    "(gradient_checkpointing_disable() before 5.23), and leave it out of the Trainer's arguments"
-)
-CACHE_WARNING = (
-    "training with checkpoints leaves the key-value cache out: set model.config.use_cache=False"
-)
-
-
-def refuse_checkpointed(layers: list[nn.Module]) -> None:
-    """Raise ``RuntimeError`` if a layer, or a part of one, is checkpointed or compiled already."""
-    for part in [part for layer in layers for part in layer.modules()]:
-        # In a copy, the override is the part's own call, and no checkpoint.
-        ours = isinstance(call_override(part), CallOverride)
-        if ours or getattr(part, LAYER_SWITCH, False):
-            raise RuntimeError(_ALREADY_CHECKPOINTED)
-    if any(map(is_compiled, layers)):
-        raise RuntimeError(
-            "a layer is compiled on its own, and compiled code bypasses the checkpoints: "
-            "checkpoint the layers before you compile them, or do not compile them"
-        )

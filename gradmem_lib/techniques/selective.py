@@ -21,7 +21,8 @@ from ..compat import FakeTensor, original_call, override_call, schema, without_m
 from ..hf_names import PARTS
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
-from .checkpointing import CACHE_WARNING, CallOverride, refuse_checkpointed, without_cache
+from .call_overrides import CallOverride, refuse_checkpointed
+from .layer_arguments import CACHE_WARNING, without_cache
 from .layers import find_layers
 
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))

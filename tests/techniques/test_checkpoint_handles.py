@@ -14,7 +14,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradmem_lib.course.material import models
-from gradmem_lib.techniques.checkpointing import checkpoint_layers, without_cache
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.layer_arguments import without_cache
 from gradmem_lib.techniques.layers import find_layers
 
 
@@ -472,7 +473,8 @@ def test_a_list_whose_items_are_never_called_is_not_taken_in_silence(every):
             model(x).sum().backward()
 
 
-@pytest.mark.parametrize("every", [1, [[1], 1, 1], [1, 2], "best"])
+# In the fourth, the layer begins a segment inside a segment.
+@pytest.mark.parametrize("every", [1, [[1], 1, 1], [1, 2], [[1, 1, 1]], "best"])
 def test_a_layer_that_changes_its_input_in_place_is_refused_in_a_sentence(every):
     model = nn.Sequential(
         nn.Linear(8, 8),

@@ -27,7 +27,7 @@ from gradmem_lib.course.material import models
 from gradmem_lib.names import SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import count, seconds_per_token
-from gradmem_lib.techniques.checkpointing import CACHE_WARNING
+from gradmem_lib.techniques.layer_arguments import CACHE_WARNING
 from gradmem_lib.techniques.selective import checkpoint_parts
 
 SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)

@@ -1,0 +1,33 @@
+"""Functions that run in place of a module's own call, and what refuses a second one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..compat import call_override, is_compiled
+from ..hf_names import LAYER_SWITCH
+
+ALREADY_CHECKPOINTED = (
+    "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
+    "on top they would run three times: call .remove() on the first one, or where it is "
+    "transformers' own, model.activation_checkpointing_disable() "
+    "(gradient_checkpointing_disable() before 5.23), and leave it out of the Trainer's arguments"
+)
+
+
+class CallOverride:
+    """A function that runs in place of a module's own call, and recomputes it in backward."""
+
+
+def refuse_checkpointed(layers: list[nn.Module]) -> None:
+    """Raise ``RuntimeError`` if a layer, or a part of one, is checkpointed or compiled already."""
+    for part in [part for layer in layers for part in layer.modules()]:
+        # In a copy, the override is the part's own call, and no checkpoint.
+        ours = isinstance(call_override(part), CallOverride)
+        if ours or getattr(part, LAYER_SWITCH, False):
+            raise RuntimeError(ALREADY_CHECKPOINTED)
+    if any(map(is_compiled, layers)):
+        raise RuntimeError(
+            "a layer is compiled on its own, and compiled code bypasses the checkpoints: "
+            "checkpoint the layers before you compile them, or do not compile them"
+        )

@@ -1,0 +1,125 @@
+"""Layers in a row, and a segment of them in one checkpoint: what lesson 04 builds.
+
+Without its checks, a segment of k layers is this loop, which ``Chain.run`` holds:
+
+    for layer in layers[start : start + k]:
+        x = layer(x)
+
+``Chain.run_checkpointed`` puts the loop into ``torch.utils.checkpoint.checkpoint``, which keeps the
+input ``x`` and runs the loop again in backward. Which layers make a segment is a schedule from
+``schedules``; who calls these functions stands in ``checkpointing``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..compat import original_call, version
+from .layer_arguments import join_input, same_arguments
+from .schedules import Schedule, total_layers
+
+IN_PLACE = (
+    "layer {} changes its input in place, and a checkpoint that begins there would compute it "
+    "again from the changed input: set inplace=False in it, or begin the segment at an earlier "
+    "layer"
+)
+
+
+@dataclass(eq=False)
+class Chain:
+    """Layers that run in order, each with the output of the one before and the same other
+    arguments.
+    """
+
+    layers: list[nn.Module]
+    passes_tuple_through: bool  # the next layer gets a tuple as it is, not only its first element
+
+    def run_checkpointed(self, segment: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
+        """The output of a segment that begins at layer ``start`` with input ``x``.
+
+        Only ``x`` is kept for backward, which runs the segment again. ``rest``: the other arguments
+        of each layer, as ``split_input`` returns them.
+
+        Raises ``RuntimeError`` if the segment changes ``x`` in place.
+        """
+        before = version_of(x)
+        out = checkpoint(partial(self.run, segment, start, rest=rest), x, use_reentrant=False)
+        if version_of(x) != before:
+            raise RuntimeError(IN_PLACE.format(start))
+        return out
+
+    def run(self, segment: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
+        """The same output without a checkpoint around the whole segment.
+
+        A list is a segment made of segments: each of them but the last gets a checkpoint of its
+        own. (The last is the first that backward needs, so it would run again at once.)
+        """
+        if segment == 1:
+            return self.call_layer(start, x, rest)
+        parts: Schedule
+        if isinstance(segment, int):
+            parts, made_of_segments = [1] * segment, False
+        else:
+            parts, made_of_segments = segment, True
+        for number, part in enumerate(parts, 1):
+            is_last = number == len(parts)
+            if made_of_segments and not is_last:
+                out = self.run_checkpointed(part, start, x, rest)
+            else:
+                out = self.run(part, start, x, rest)
+            if not is_last and self.has_extra_outputs(out):
+                raise RuntimeError(
+                    "the layers return more than their hidden state, which is all that a segment "
+                    "hands on: checkpoint them one by one (every=1), or leave output_attentions "
+                    "off"
+                )
+            x = self.hidden(out)
+            start += total_layers(part)
+        return out
+
+    def call_layer(self, i: int, x: Any, rest: tuple) -> Any:
+        """The output of layer ``i`` by its own call, not by the one that ``checkpointing`` puts in
+        its place.
+        """
+        args, kwargs = join_input(x, rest)
+        return original_call(self.layers[i])(*args, **kwargs)
+
+    def hidden(self, out: Any) -> Any:
+        """The part of a layer's output that the next layer gets."""
+        if isinstance(out, tuple) and not self.passes_tuple_through:
+            return out[0]
+        return out
+
+    def has_extra_outputs(self, out: Any) -> bool:
+        """Whether the next layer would not get all of a layer's output."""
+        if not isinstance(out, tuple) or self.passes_tuple_through:
+            return False
+        return any(part is not None for part in out[1:])
+
+
+class Handover(NamedTuple):
+    """What a layer, or a whole segment, has handed on to the next layer."""
+
+    next_layer: int
+    out: Any  # the output
+    rest: tuple  # the other arguments
+
+    def problem(self, chain: Chain, i: int, x: Any, rest: tuple) -> str | None:
+        """Why a call of layer ``i`` with input ``x`` does not continue here; None if it does."""
+        if self.next_layer != i:
+            return "was called out of order"
+        if chain.has_extra_outputs(self.out) or x is not chain.hidden(self.out):
+            return f"was given something else than the output of layer {i - 1}"
+        if not same_arguments(rest, self.rest):
+            return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
+        return None
+
+
+def version_of(x: Any) -> int:
+    """How often the tensor was changed in place; 0 for something else."""
+    return version(x) if isinstance(x, Tensor) else 0
