@@ -49,12 +49,12 @@ from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
+from .meter import Meter, name_of
 from .moments import Pass
 from .recording import NO_CATEGORY, Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
-from .watch import Meter, name_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

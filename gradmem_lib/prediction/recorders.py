@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..compat import graph_task, storage_key
+from ..measure.meter import Meter
 from ..measure.recording import Recording
 from ..measure.storages import storages_of
 from ..measure.tracker import checked_optimizers
-from ..measure.watch import Meter
 from ..names import OPTIMIZER_STEP
 from . import allocator, cuda_kernels
 from .extrapolation import Trace

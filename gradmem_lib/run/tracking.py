@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from .. import compat, names
 from ..measure.budget import BudgetExceeded
+from ..measure.meter import Meter
+from ..measure.operations import Owner
 from ..measure.recording import NEW, Entry, Recording
 from ..measure.structure import Structure
 from ..measure.tracker import MemoryTracker
-from ..measure.watch import Meter, Owner
 from .models import FoundModels
 from .snapshot import History
 from .steps import StepPeak, StepPeaks

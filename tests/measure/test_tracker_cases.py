@@ -15,10 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, predict
 from gradmem_lib.course import run_ranks
+from gradmem_lib.measure.meter import Meter
 from gradmem_lib.measure.recording import Recording
 from gradmem_lib.measure.storages import storages_of
 from gradmem_lib.measure.timeline import Timeline
-from gradmem_lib.measure.watch import Meter
 from gradmem_lib.prediction.question import CannotTrace
 
 

@@ -1,0 +1,60 @@
+"""Sums of gradients, which autograd makes in place or not.
+
+Where a tensor is used twice, autograd adds up its gradients: in place, or into a new tensor while
+any dispatch mode is active. The recording shows the program as it is without the tracker, so the
+first gradient's bytes become the sum's.
+"""
+
+import torch
+from torch import UntypedStorage
+
+from .. import compat, names
+from .recording import Entry, Recording
+
+storage_key = compat.storage_key  # a faster look-up
+
+
+class AddedGradients:
+    """Which gradients of ``recording`` are free without a dispatch mode."""
+
+    def __init__(self, recording: Recording):
+        self.recording = recording
+        self.freed: Entry | None = None  # by the latest addition; the tensor itself still exists
+        # The node of autograd's graph that allocated last, by its number, and what it allocated.
+        self._node, self._made_by_node = -1, set[int]()
+
+    def note_allocation(self, storage: UntypedStorage) -> None:
+        """Remember that the node that runs has allocated ``storage``."""
+        number = compat.sequence_nr(compat.current_node())
+        if number != self._node:
+            self._node, self._made_by_node = number, set()
+        self._made_by_node.add(storage_key(storage))
+
+    def free_first(self, args: tuple) -> None:
+        """Stop counting the first tensor of an addition, if it is one of autograd's own additions
+        that would be in place.
+        """
+        if len(args) != 2 or torch.is_grad_enabled() or not all(map(torch.is_tensor, args)):
+            return
+        gradient = args[0]
+        if not compat.would_be_added_in_place(gradient):
+            return
+        key, node = storage_key(gradient.untyped_storage()), compat.current_node()
+        made_here = self._node == compat.sequence_nr(node) and key in self._made_by_node
+        # A node's own formula may add up what it has just computed, and that is never in place.
+        if node is None or (made_here and not compat.gives_one_tensor_twice(node)):
+            return
+        entry = self.recording.live.get(key)
+        if entry is not None and entry.category == names.TEMPORARIES:
+            self.recording.on_free(entry)
+            self.freed = entry
+
+    def check_freed(self) -> None:
+        """Count a gradient again that should have been freed by now, and is still there."""
+        entry, self.freed = self.freed, None
+        if entry is None:
+            return
+        storage = entry()
+        if storage is not None:
+            owner, line = entry.module, entry.line
+            self.recording.on_alloc(storage, entry.category, owner, entry.op, None, line)

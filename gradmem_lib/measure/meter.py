@@ -1,0 +1,316 @@
+"""Keeps a recording up to date while a block runs: operations, parameters and optimizers, and here
+the calls of modules.
+"""
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_hooks
+
+from .. import compat
+from .facts import INPUTS
+from .moments import Pass
+from .operations import Owner
+from .parameters import ParameterMeter
+from .patches import patched_torch
+from .recording import Recording, is_result
+from .source_lines import calling_line
+from .storages import storages_of, tensors_in
+from .structure import Structure
+from .watch import Watch
+
+graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
+
+
+class Meter(ParameterMeter):
+    """Keeps ``recording`` up to date while its block runs.
+
+    It sets the phase, and the category and the owner of each storage.
+
+    Args:
+        model: its parameters, gradients and buffers are counted from the start. They must be on
+            ``recording.device``.
+        optimizers: their states are counted from the start. Other optimizers are found when they
+            step inside the block.
+        after_sample: called as ``after_sample(allocated, func)`` after each sample: the new bytes,
+            and the operation that allocated them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizers: Iterable[Optimizer],
+        recording: Recording,
+        *,
+        after_sample: Callable[[int, object], None] | None = None,
+    ):
+        super().__init__(model, optimizers, recording, after_sample)
+        self.waiting_optimizers = weakref.WeakSet[Optimizer]()
+        self._thread = threading.get_ident()
+        self._turn_of_batch = -1  # the latest turn that has said how large its batch is
+        # Compiled code keeps the call of a module that it was made from, also after the block.
+        self.is_running = False
+
+    def __enter__(self) -> Self:
+        if self.model is not None:
+            for name, module in self.model.named_modules():
+                if compat.is_compiled(module):
+                    raise compiled_error(name or type(module).__name__)
+        self.look_for_wrappers()
+        with self.exit_stack as undo:
+            self.sync()
+            self.sample(self.recording.total, "what exists before the first step")
+            undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(self.before_step).remove)
+            undo.callback(optimizer_hooks.register_optimizer_step_post_hook(self.after_step).remove)
+            undo.enter_context(
+                patched_torch(
+                    self._wrap_module_call,
+                    self._wrap_storage_resize,
+                    self.on_compiled_call,
+                    run_eagerly=self.runs_compiled_eagerly,
+                )
+            )
+            self.watch = undo.enter_context(Watch(self.observe))
+            self.exit_stack = undo.pop_all()
+        self.is_running = True
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.is_running = False
+        # RuntimeError: the model is on another device than in its last step
+        with self.exit_stack, suppress(RuntimeError):
+            self.sync()
+
+    def look_for_wrappers(self) -> None:
+        """Find out whether DDP or FSDP has wrapped a module of the model."""
+        modules = list(self.model.modules()) if self.model is not None else []
+        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
+        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+        self._has_fsdp = any(isinstance(module, kinds) for module in modules)
+
+    # A tracker refuses these two, and a model that moves. `gradmem run`, which must not stop a
+    # script, overrides them.
+
+    runs_compiled_eagerly = False
+
+    def on_compiled_call(self, name: str) -> None:
+        """A compiled function is called."""
+        raise compiled_error(name)
+
+    def on_other_thread(self, module: nn.Module) -> None:
+        """A module is called in another thread than the block's."""
+        if self.model is None or any(module is m for m in self.model.modules()):
+            raise RuntimeError(
+                f"{type(module).__name__} runs in another thread than the one that entered the "
+                "block, and a tracker sees the operations of its own thread only: run the step "
+                "there, or enter the MemoryTracker in that thread"
+            )
+
+    # The calls of modules
+
+    def _wrap_module_call(self, call: Callable) -> Callable:
+        def __call__(module, *args, **kwargs):
+            if not self.is_running:
+                return call(module, *args, **kwargs)
+            if (
+                threading.get_ident() != self._thread
+                and graph_task() == -1
+                and not compat.num_active_dispatch_modes()
+            ):
+                self.on_other_thread(module)
+                return call(module, *args, **kwargs)
+            if not self.stack:
+                if graph_task() == -1:
+                    self.begin_forward(module, args, kwargs)
+                else:
+                    self.recomputed = True
+            else:
+                self.note_weights(module)
+            self.stack.append(module)
+            out = None
+            try:
+                out = call(module, *args, **kwargs)
+            finally:
+                del self.stack[-1:]
+                if not self.stack and graph_task() == -1:
+                    self.end_forward(out)
+            return out
+
+        return __call__
+
+    def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """An outermost module is called."""
+        if compat.is_compiled(module):
+            self.on_compiled_call(type(module).__name__)
+        with self.lock:
+            recording, with_grad = self.recording, torch.is_grad_enabled()
+            recording.drain()  # what was freed since the last operation is not live before this
+            if with_grad:
+                self.begin_step()
+            weight = next(module.parameters(), None)
+            with compat.plain_tensors():
+                # a weight too may be computed, by functional_call or a parametrization
+                given = tensors_in((args, kwargs, weight))
+                chained = any(tensor.grad_fn is not None for tensor in given)
+            self.position.begin_forward(
+                Pass(
+                    self.as_owner(module),
+                    recording.step,
+                    with_grad,
+                    recording.total,
+                    calling_line(2),
+                    compat.next_sequence_nr(),
+                    chained=chained,
+                    has_weights=weight is not None,
+                    first_sample=recording.count,
+                    turn=recording.turn,
+                    # In functional_call, other tensors stand in the place of its parameters.
+                    module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
+                    number=id(module),
+                )
+            )
+            if with_grad and weight is not None:
+                self._note_batch((args, kwargs))
+            recording.moment = self.position.moment_of_call
+            self.sync(states=False)  # states would take as long as all the rest
+            # Count a batch that was made before the block. Storages that are known keep their
+            # categories.
+            for tensor in tensors_in((args, kwargs)):
+                if self._count_read(tensor, "", INPUTS):
+                    self.sample()
+
+    def _note_batch(self, inputs: tuple) -> None:
+        """Note how many rows the batch has, at the first training forward of each turn.
+
+        These are the rows of the first tensor among the ``inputs``.
+        """
+        if self._turn_of_batch == self.recording.turn:
+            return
+        self._turn_of_batch = self.recording.turn
+        for tensor in tensors_in(inputs):
+            if tensor.dim():
+                self.recording.note_batch(tensor.size(0))
+                return
+
+    def end_forward(self, out: Any) -> None:
+        """The outermost module has returned ``out``; ``None`` if it has raised an error instead."""
+        recording, forward = self.recording, self.position.open
+        if forward is None:
+            return
+        returned = 0
+        with self.lock:
+            recording.drain()
+            for tensor in tensors_in((out,)):
+                for storage in storages_of(tensor):
+                    entry = recording.live.get(storage_key(storage))
+                    if entry is None or entry.sample < forward.first_sample or is_result(entry):
+                        continue  # not made in this forward, or seen already
+                    entry.is_result = True
+                    returned += entry.nbytes
+            self.position.end_forward(recording.total, recording.count, returned)
+
+    def note_weights(self, module: nn.Module) -> None:
+        """A module is called inside another one, which may hide it from its own parameters."""
+        forward = self.position.open
+        if forward is not None and not forward.has_weights and has_parameters(module):
+            self.position.find_weights()
+
+    # What a diagnosis asks
+
+    def structure(self) -> Structure | None:
+        """What a diagnosis has to know of the model."""
+        return Structure.of(self.model)
+
+    def untrained(self) -> frozenset[str]:
+        """The names of the parameters of other models than the tracked one, where they are known.
+
+        A tracker knows the model that it was given, and no names of others.
+        """
+        return frozenset()
+
+    def optimized(self) -> frozenset[str] | None:
+        """The names of the model's parameters that an optimizer has.
+
+        ``None`` if there are none: no optimizer is known, or it has copies of its own.
+        """
+        taken = self._ids_in_optimizers()
+        named = self.model.named_parameters() if self.model is not None else ()
+        return frozenset(name for name, p in named if id(p) in taken) or None
+
+    def mark_passes(self) -> None:
+        """Note which forwards are of modules whose parameters need gradients for no optimizer."""
+        taken = self._ids_in_optimizers()
+        found: dict[int, bool] = {}
+        for done in self.position.passes:
+            module = done.module() if done.module is not None else None
+            if module is None:
+                continue
+            if id(module) not in found:
+                trained = [p for p in module.parameters() if p.requires_grad]
+                found[id(module)] = bool(trained) and not any(id(p) in taken for p in trained)
+            done.for_no_optimizer = found[id(module)]
+
+    def _ids_in_optimizers(self) -> set[int]:
+        known = {*self.optimizers, *self.waiting_optimizers}
+        groups = [group for optimizer in known for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def find_waiting_optimizers(self) -> None:
+        """Find the optimizers that have not stepped so far. It takes about as long as a garbage
+        collection.
+
+        A diagnosis of a run that ends before its first step has no other way to know them.
+        """
+        if self.recording.step or self.position.has_stepped:
+            return
+        for value in gc.get_objects():
+            if issubclass(type(value), Optimizer):
+                self.waiting_optimizers.add(value)
+
+    def module_names(self) -> dict[int, str]:
+        if self.model is None:
+            return {}
+        return {id(module): name for name, module in self.model.named_modules()}
+
+    def close(self) -> None:
+        """Drop the model. The recorded entries keep the names of its modules."""
+        modules, recording = self.module_names(), self.recording
+        entries = recording.entries()
+        for peak in (recording.run_peak, recording.window_peak):
+            entries += peak.freed_since
+        for entry in entries:
+            entry.module = name_of(entry.module, modules)
+        for done in self.position.passes:
+            done.owner = name_of(done.owner, modules)
+        self.model = None
+        self.stack.clear()
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether ``module`` has parameters. A loss has none: its weights of classes are a buffer."""
+    return next(iter(module.parameters()), None) is not None
+
+
+def name_of(owner: Owner, names: dict[int, str]) -> str:
+    return owner if isinstance(owner, str) else names.get(id(owner[0]())) or owner[1].__name__
+
+
+def compiled_error(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now "
+        "and afterwards: compiled code has its own memory plan. Track the original (before "
+        "torch.compile, or ._orig_mod; torch.cond under torch.no_grad()). If the code that "
+        "compiles is not yours, as in an optimizer, put the block inside `with "
+        "torch.compiler.set_stance('force_eager'):`, or run the program with "
+        "TORCH_COMPILE_DISABLE=1: then it runs uncompiled, and the tracker counts that"
+    )
