@@ -47,9 +47,6 @@ PER_LAYER = {"checkpointing": "per-layer"}
 # Recompute parts of each layer. Or offload activations, for a card.
 PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
 OFFLOADED = {"offload": "activations"}
-# In a line of at most so many recipes, the fastest one is predicted first. In a longer line, the
-# slowest one is: the recipes before it often share its traces.
-SHORT_LINE = 3
 
 
 class Search:
@@ -255,9 +252,13 @@ class Search:
         return sorted(filter(None, allowed), key=self._rank_of_line)
 
     def _rank_of_line(self, line: list[Recipe]) -> tuple:
-        """Less for lines of fewer bytes: shards, small micro-batches, and several schedules."""
-        held = sum(self.residents(line[-1]).values())
-        return held, -line[-1].accumulation, len(line) == 1
+        """Less for lines of fewer bytes: shards, small micro-batches, and several schedules.
+
+        What offloads comes last, since it is slow: another line often makes it unnecessary.
+        """
+        recipe = line[-1]
+        held = sum(self.residents(recipe).values())
+        return held, recipe.offload is not None, -recipe.accumulation, len(line) == 1
 
     def variants(self, family: Recipe) -> list[Recipe]:
         """The family's recipes with its own kind of loss, fastest first."""
@@ -339,7 +340,7 @@ class Search:
 
     def _first_that_fits(self, line: list[Recipe]) -> Option | None:
         """The first recipe of ``line`` that fits. Each needs less than the one before it."""
-        if len(line) <= SHORT_LINE and line and self._fits(line[0]):
+        if line and self._fits(line[0]):
             return self.option(line[0])
         line = self._without_last_that_do_not_fit(line)
         start = bisect_left(line, True, key=self._live_bytes_fit)
