@@ -47,6 +47,9 @@ PER_LAYER = {"checkpointing": "per-layer"}
 # Recompute parts of each layer. Or offload activations, for a card.
 PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
 OFFLOADED = {"offload": "activations"}
+# In a line of at most so many recipes, the fastest one is predicted first. In a longer line, the
+# slowest one is: if it does not fit, none does.
+SHORT_LINE = 3
 
 
 class Search:
@@ -340,9 +343,11 @@ class Search:
 
     def _first_that_fits(self, line: list[Recipe]) -> Option | None:
         """The first recipe of ``line`` that fits. Each needs less than the one before it."""
-        if line and self._fits(line[0]):
+        if line and len(line) <= SHORT_LINE and self._fits(line[0]):
             return self.option(line[0])
         line = self._without_last_that_do_not_fit(line)
+        if line and self._fits(line[0]):  # often all of them fit
+            return self.option(line[0])
         start = bisect_left(line, True, key=self._live_bytes_fit)
         # What the allocator reserves besides does not shrink evenly: try one after the other.
         for recipe in line[start:]:

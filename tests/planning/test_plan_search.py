@@ -489,10 +489,11 @@ def test_the_fewest_layers_are_found_by_bisection(layers, searching, monkeypatch
     ("live", "asked"),
     [
         ([90, 80, 70], {0}),  # of a short line, the fastest is asked first
+        ([98, 96, 94, 92, 90], {4, 0}),  # all fit: no other is asked
         ([130, 120, 110, 101, 104], {4, 3, 2}),  # the inputs of checkpoints need 5
         ([130, 120, 110, 101, 106], {4}),  # what comes before needs at least 101
     ],
-    ids=["fastest first", "a little too large", "far too large"],
+    ids=["fastest first", "all fit", "a little too large", "far too large"],
 )
 def test_a_line_is_asked_no_more_than_it_has_to_be(live, asked, searching, monkeypatch):
     search = searching(card=replace(CARD, nbytes=100))
