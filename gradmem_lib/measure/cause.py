@@ -11,9 +11,11 @@ from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
 
 WORTH = 0.02  # of the peak; less is no reason to change a script
+MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
+MANY = 3  # tensors of one kind are a list
 # Operations that make a tensor of one value, to be written into: one-hot numbers, a replay buffer.
 FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_zeros")
 

@@ -8,34 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .cause import Cause
-from .causes_of_graphs import (
-    chained_forwards,
-    gradients_for_no_optimizer,
-    graph_of_a_sum,
-    graphs_of_gradients,
-    idle_checkpoints,
-    kept_graph,
-    leftovers,
-    several_graphs,
-    unused_forward,
-)
-from .causes_of_growth import (
-    GROWTH,
+from .causes_of_evaluation import (
+    evaluation_batch,
     evaluation_results,
     generation_cache,
-    growing_bytes,
-    growing_tensor,
     results_in_training,
-    waiting_data,
 )
+from .causes_of_graphs import graph_of_a_sum, kept_graph, leftovers, unused_forward
+from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
+from .causes_of_many_graphs import chained_forwards, graphs_of_gradients, several_graphs
+from .causes_of_settings import gradients_for_no_optimizer, idle_checkpoints
 from .causes_of_tensors import (
     dense_embedding_gradient,
     eager_scores,
-    evaluation_batch,
     expanded_tensors,
     large_logits,
     one_large_step,
     one_tensor,
+    waiting_data,
 )
 from .causes_of_weights import (
     copied_gradients,

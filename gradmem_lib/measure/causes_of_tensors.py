@@ -1,14 +1,25 @@
-"""Causes: one tensor, or one kind of tensor, or one step, that is larger than the others."""
+"""Causes: one tensor or one kind of tensor, data that waits, one step larger than the others."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 
 from ..units import format_bytes
-from .cause import DOMINATES, FILLED, WORTH, Cause, dtype_of, in_words, lines_of, lines_of_forwards
-from .facts import EVALUATION, INPUTS, OF_A_TRAINING_STEP, Facts, total
-from .timeline import STEP, TOTAL
+from .cause import (
+    DOMINATES,
+    FILLED,
+    LINES,
+    MANY,
+    WORTH,
+    Cause,
+    dtype_of,
+    in_words,
+    lines_of,
+    lines_of_forwards,
+)
+from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
+from .timeline import STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
 STEPS_TO_COMPARE = 4
@@ -80,30 +91,6 @@ def eager_scores(facts: Facts) -> Cause | None:
     return Cause("Attention stores its scores", nbytes, evidence, remedy, lines_of(scores))
 
 
-def evaluation_batch(facts: Facts) -> Cause | None:
-    """A forward without gradients is the peak by itself, and nothing grows."""
-    if facts.peak.moment != EVALUATION:
-        return None
-    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
-    largest = max(passes, key=lambda p: p.peak, default=None)
-    if largest is None or largest.peak < facts.peak.total:
-        return None
-    nbytes = largest.peak - largest.live_before
-    if nbytes < WORTH * facts.peak.total:
-        return None
-    evidence = (
-        f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
-        f"{format_bytes(largest.live_before)} that were live before it."
-    )
-    remedy = (
-        "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
-        "training's own batch does not change this."
-    )
-    return Cause(
-        "An evaluation is the peak", nbytes, evidence, remedy, lines_of_forwards([largest])
-    )
-
-
 def expanded_tensors(facts: Facts) -> Cause | None:
     """A tensor that an operation makes from much smaller ones: one-hot numbers, distances of all
     pairs, a mask for each head.
@@ -160,6 +147,35 @@ def dense_embedding_gradient(facts: Facts) -> Cause | None:
         "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares."
     )
     return Cause("The gradient of an embedding is the largest part", nbytes, evidence, remedy)
+
+
+def waiting_data(facts: Facts) -> Cause | None:
+    """A data set, a replay buffer or a row of batches on the device."""
+    kinds = defaultdict[tuple, list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.category == "other" and holder.op and not facts.of_another_model(holder):
+            kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
+    waiting: list[Holder] = []
+    for kind in kinds.values():
+        is_taken_from = kind[0].op == READ_IN_PARTS
+        times = {facts.time_of(holder) for holder in kind}
+        wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
+        filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
+        if is_taken_from or wait or filled_long_ago:
+            waiting += kind
+    nbytes = total(waiting)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in waiting))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(waiting)} tensors from which batches are "
+        f"taken, or which wait to be used: {'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "keep the data set (or the replay buffer, or the prefetched batches) off the card, and move"
+        " one batch at a time: data[indices].to(device)."
+    )
+    return Cause("Data waits on the device", nbytes, evidence, remedy, lines_of(waiting))
 
 
 def one_tensor(facts: Facts) -> Cause | None:
