@@ -14,7 +14,7 @@ from .causes_of_evaluation import (
     generation_cache,
     results_in_training,
 )
-from .causes_of_graphs import graph_of_a_sum, kept_graph, leftovers, unused_forward
+from .causes_of_graphs import finished_forwards, kept_graph, leftovers, unused_forward
 from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
 from .causes_of_many_graphs import chained_forwards, graphs_of_gradients, several_graphs
 from .causes_of_settings import gradients_for_no_optimizer, idle_checkpoints
@@ -48,7 +48,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     results_in_training,
     generation_cache,
     unused_forward,
-    graph_of_a_sum,
+    finished_forwards,
     several_graphs,
     chained_forwards,
     graphs_of_gradients,

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from ..units import format_bytes
-from .cause import DOMINATES, LINES, MUCH, WORTH, Cause, in_words, lines_of, lines_of_forwards
+from .cause import (
+    ALMOST_ALL,
+    DOMINATES,
+    LINES,
+    MUCH,
+    WORTH,
+    Cause,
+    in_words,
+    lines_of,
+    lines_of_forwards,
+)
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .timeline import ForwardPass
 
@@ -125,7 +135,7 @@ def kept_graph(facts: Facts) -> Cause | None:
             nbytes += min(done.inside_at_peak, done.made)
     if nbytes < MUCH * facts.peak.total:
         return None
-    if graph_of_a_sum(facts):
+    if finished_forwards(facts):
         return None  # that cause says where these bytes come from
     evidence = (
         f"{format_bytes(nbytes)} at the peak are the graph of {len(kept)} forward"
@@ -178,8 +188,10 @@ def _finished_before(turn: int, facts: Facts) -> bool:
     return all(done.used and not done.differentiable for done in of_turn if done.has_graph)
 
 
-def graph_of_a_sum(facts: Facts) -> Cause | None:
-    """A metric that is added up with its graph, beside a loss whose backward runs each time."""
+def finished_forwards(facts: Facts) -> Cause | None:
+    """Several forwards of one step, each with a backward of its own, whose tensors stay: a metric
+    with its graph, outputs in a list, or a state that goes on with its graph.
+    """
     if not facts.has_optimizer or facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
         return None  # without an optimizer, such bytes grow from turn to turn
     turns = _finished_turns(facts)
@@ -194,19 +206,29 @@ def graph_of_a_sum(facts: Facts) -> Cause | None:
         return None
     evidence = (
         f"{format_bytes(nbytes)} at the peak were made in {times} forwards of this step, each with "
-        "a backward of its own, and are still alive: something that was made from the outputs has "
-        "a graph."
+        "a backward of its own, and are still alive: "
     )
-    remedy = (
-        "add up or keep numbers for the log, not tensors with a graph: .item() or .detach() on the "
-        "metric. If the script has backward(retain_graph=True), leave that argument out."
-    )
+    results = [holder for holder in kept if holder.is_result]
     if any(done.chained for done in facts.forwards):
-        remedy += (
-            " If each forward takes a state from the one before it, the state keeps them: detach it"
-            " first (hidden = hidden.detach())."
+        evidence += "each forward takes a state from the one before it, with its graph."
+        remedy = (
+            "detach the state before the next forward takes it (hidden = hidden.detach()). If the "
+            "script has backward(retain_graph=True), leave that argument out."
         )
-    return Cause("A sum for the log keeps its graphs", nbytes, evidence, remedy, lines_of(kept))
+    elif total(results) >= ALMOST_ALL * nbytes:
+        evidence += "they are what the forwards have returned, and something keeps them."
+        remedy = (
+            "keep less of the outputs until the end of the step: a number (.item()), a class "
+            "(outputs.argmax(-1)), or outputs.detach().cpu(). .detach() alone keeps the bytes."
+        )
+    else:
+        evidence += "something that was made from the outputs has a graph, or is kept itself."
+        remedy = (
+            "add up or keep numbers for the log, not tensors with a graph: .item() or .detach() on "
+            "the metric. If the script has backward(retain_graph=True), leave that argument out."
+        )
+    name = "Forwards stay in memory after their own backward"
+    return Cause(name, nbytes, evidence, remedy, lines_of(kept))
 
 
 def _finished_turns(facts: Facts) -> set[int]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from ..units import format_bytes
 from .cause import DOMINATES, WORTH, Cause, lines_of, lines_of_forwards
-from .causes_of_graphs import GRAPHS_AT_ONCE, graph_of_a_sum, is_unused
+from .causes_of_graphs import GRAPHS_AT_ONCE, finished_forwards, is_unused
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .source_lines import SourceLine
 from .timeline import ForwardPass
@@ -24,7 +24,7 @@ def several_graphs(facts: Facts) -> Cause | None:
     nbytes = each * (len(passes) - 1)
     if nbytes < WORTH * facts.peak.total:
         return None
-    if graph_of_a_sum(facts):
+    if finished_forwards(facts):
         return None  # these forwards have had their backward: no loss waits for one
     evidence = (
         f"the graphs of {len(passes)} forwards of one step are alive at once, about "
