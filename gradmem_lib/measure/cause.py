@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..units import format_bytes
@@ -23,8 +23,11 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_z
 @dataclass(frozen=True)
 class Cause:
     """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
-    takes away; ``lines``: the user's lines that made them, the largest first. ``growing``: the
-    storages that these bytes are, if there are more of them after each step.
+    takes away; ``lines``: the user's lines that made them, the largest first.
+
+    ``holders``: the storages that these bytes are among, where they are known. ``growing``: those
+    of which there are more after each step. ``limit``: a sentence on another moment that is the
+    peak when these bytes are gone, or nothing.
     """
 
     name: str
@@ -32,12 +35,16 @@ class Cause:
     evidence: str
     remedy: str
     lines: tuple[SourceLine, ...] = ()
-    growing: tuple[Holder, ...] = field(default=(), repr=False, compare=False)
+    holders: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    limit: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.evidence}"]
         lines += [f"  at {line}" for line in self.lines[:LINES]]
         lines.append(f"  Remedy: {self.remedy}")
+        if self.limit:
+            lines.append(f"  {self.limit}")
         return "\n".join(lines)
 
 

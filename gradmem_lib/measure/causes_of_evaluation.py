@@ -40,8 +40,8 @@ def evaluation_results(facts: Facts) -> Cause | None:
     )
     name = "An evaluation collects its results"
     in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
-    growing = tuple(collected) if in_a_list else ()
-    return Cause(name, nbytes, evidence, remedy, lines_of(collected), growing)
+    growing = collected if in_a_list else []
+    return Cause(name, nbytes, evidence, remedy, lines_of(collected), collected, growing)
 
 
 def results_in_training(facts: Facts) -> Cause | None:
@@ -76,6 +76,7 @@ def results_in_training(facts: Facts) -> Cause | None:
         evidence,
         remedy,
         lines_of(left),
+        left,
     )
 
 
@@ -93,9 +94,8 @@ def generation_cache(facts: Facts) -> Cause | None:
         "generate for fewer rows at a time, or fewer tokens (max_new_tokens): the bytes are "
         "proportional to both."
     )
-    return Cause(
-        "Generation keeps keys and values", nbytes, evidence, remedy, lines_of_forwards(passes[-1:])
-    )
+    lines = lines_of_forwards(passes[-1:])
+    return Cause("Generation keeps keys and values", nbytes, evidence, remedy, lines, cache)
 
 
 def evaluation_batch(facts: Facts) -> Cause | None:

@@ -50,9 +50,9 @@ def unused_forward(facts: Facts) -> Cause | None:
         "put the evaluation, sampling or metric under torch.no_grad() (with torch.no_grad(): "
         "around the loop, or @torch.no_grad() above the function). model.eval() does not do this."
     )
-    return Cause(
-        "A forward's graph is never used", nbytes, evidence, remedy, lines_of_forwards(blamed)
-    )
+    lines = lines_of_forwards(blamed)
+    name = "A forward's graph is never used"
+    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
 
 
 def _unused_functions(facts: Facts) -> Cause | None:
@@ -69,7 +69,7 @@ def _unused_functions(facts: Facts) -> Cause | None:
         "comes."
     )
     remedy = "put what is computed here under torch.no_grad(), as in `with torch.no_grad():`."
-    return Cause("A forward's graph is never used", nbytes, evidence, remedy, lines_of(kept))
+    return Cause("A forward's graph is never used", nbytes, evidence, remedy, lines_of(kept), kept)
 
 
 def is_unused(done: ForwardPass, facts: Facts) -> bool:
@@ -148,7 +148,8 @@ def kept_graph(facts: Facts) -> Cause | None:
         "loss and the outputs that the next forward does not need."
     )
     lines = lines_of_forwards(kept)
-    return Cause("A graph is kept after its backward", nbytes, evidence, remedy, lines)
+    name = "A graph is kept after its backward"
+    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
 
 
 def leftovers(facts: Facts) -> Cause | None:
@@ -179,7 +180,8 @@ def leftovers(facts: Facts) -> Cause | None:
         "function that returns numbers."
     )
     lines = lines_of(left)
-    return Cause("Tensors of the step before are still there", nbytes, evidence, remedy, lines)
+    name = "Tensors of the step before are still there"
+    return Cause(name, nbytes, evidence, remedy, lines, left)
 
 
 def _finished_before(turn: int, facts: Facts) -> bool:
@@ -228,7 +230,7 @@ def finished_forwards(facts: Facts) -> Cause | None:
             "the metric. If the script has backward(retain_graph=True), leave that argument out."
         )
     name = "Forwards stay in memory after their own backward"
-    return Cause(name, nbytes, evidence, remedy, lines_of(kept))
+    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept)
 
 
 def _finished_turns(facts: Facts) -> set[int]:

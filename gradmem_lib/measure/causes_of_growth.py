@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ..units import format_bytes
@@ -17,7 +18,7 @@ from .cause import (
     lines_of,
 )
 from .causes_of_evaluation import evaluation_results
-from .facts import Facts, total
+from .facts import IN_BACKWARD, Facts, total
 from .timeline import Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
@@ -50,10 +51,10 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
     remedy = _remedy_of_growth(holders, facts)
-    return Cause(GROWTH, nbytes, evidence, remedy, lines_of(holders), tuple(holders))
+    return Cause(GROWTH, nbytes, evidence, remedy, lines_of(holders), holders, holders)
 
 
-def growing_holders(facts: Facts) -> tuple[Holder, ...]:
+def growing_holders(facts: Facts) -> Sequence[Holder]:
     """The storages that pictures show as a band of their own.
 
     A tensor that a longer one replaces has no band: the shorter ones are no longer known.
@@ -114,6 +115,11 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
             "the gradients of earlier steps are kept. Keep a number of each, p.grad.norm().item(), "
             "or copies off the card: p.grad.cpu()."
         )
+    if largest == "optimizer" and not _have_shapes_of_parameters(holders, facts):
+        return (
+            "one optimizer keeps a history of its steps, until the history is full: give it a "
+            "shorter one, torch.optim.LBFGS(..., history_size=5)."
+        )
     if largest == "optimizer":
         return (
             "the states of earlier optimizers are kept. Make one optimizer before the loop, or "
@@ -131,6 +137,12 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
         "stores, or a sum of losses. Keep numbers instead of tensors: loss.item(), or "
         "tensor.detach().cpu() for what has to stay a tensor."
     )
+    if all(holder.made_in == IN_BACKWARD for holder in holders):
+        remedy += (
+            " What backwards have made here are derivatives. A Jacobian has one for each output and"
+            " each input, and between different rows of a batch they are zeros: take it of one row"
+            " after another, and reduce each at once."
+        )
     inside = {holder.op for holder in holders if holder.category == "activations" and holder.module}
     shapes = {holder.shape for holder in holders}
     if len(inside) <= 1 and 2 * len(shapes) > len(holders):
@@ -148,6 +160,15 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
             " from, and .detach() keeps this storage: use .item()."
         )
     return remedy
+
+
+def _have_shapes_of_parameters(holders: list[Holder], facts: Facts) -> bool:
+    """Whether most of the bytes are states that belong to one parameter each."""
+    if facts.structure is None:
+        return True
+    shapes = set(facts.structure.shapes.values())
+    of_parameters = [holder for holder in holders if holder.shape in shapes]
+    return 2 * total(of_parameters) > total(holders)
 
 
 def growing_tensor(facts: Facts) -> Cause | None:
@@ -183,7 +204,7 @@ def growing_tensor(facts: Facts) -> Cause | None:
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
-    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders))
+    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders), holders)
 
 
 def _beginnings_of_steps(facts: Facts) -> list[Turn]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ..units import format_bytes
 from .cause import DOMINATES, WORTH, Cause, lines_of, lines_of_forwards
+from .causes_of_gradients import gradients_of_rows
 from .causes_of_graphs import GRAPHS_AT_ONCE, finished_forwards, is_unused
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .source_lines import SourceLine
@@ -36,7 +37,8 @@ def several_graphs(facts: Facts) -> Cause | None:
         "outputs of all these forwards, this is not possible.)"
     )
     lines = lines_of_forwards(passes[-1:])
-    return Cause("Losses are added up before one backward", nbytes, evidence, remedy, lines)
+    name = "Losses are added up before one backward"
+    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
 
 
 def _alive_together(facts: Facts) -> list[ForwardPass]:
@@ -123,13 +125,16 @@ def chained_forwards(facts: Facts) -> Cause | None:
         "Or cut the chain every few calls: backward, then x = x.detach()."
     )
     lines = lines_of_forwards(chain)
-    return Cause("One backward goes through a chain of forwards", nbytes, evidence, remedy, lines)
+    name = "One backward goes through a chain of forwards"
+    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
 
 
 def graphs_of_gradients(facts: Facts) -> Cause | None:
     """Gradients that were taken with ``create_graph=True``, and what they keep."""
     if not any(done.differentiable for done in facts.forwards):
         return None
+    if gradients_of_rows(facts):
+        return None  # torch.func.grad takes all gradients with a graph
     kept = []
     for holder in facts.at_peak:
         if holder.category == "activations" and holder.made_in == IN_BACKWARD:
@@ -148,4 +153,4 @@ def graphs_of_gradients(facts: Facts) -> Cause | None:
         " inner steps (meta-learning, whose first-order method needs no create_graph)."
     )
     lines = lines_of(kept)
-    return Cause("Gradients keep graphs of their own", nbytes, evidence, remedy, lines)
+    return Cause("Gradients keep graphs of their own", nbytes, evidence, remedy, lines, kept)

@@ -17,6 +17,7 @@ from .cause import (
     in_words,
     lines_of,
     lines_of_forwards,
+    numel,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
 from .timeline import STEP, TOTAL, Holder
@@ -24,6 +25,32 @@ from .timeline import STEP, TOTAL, Holder
 OUTLIER = 2  # times the median of all steps
 STEPS_TO_COMPARE = 4
 MOST = 0.5  # of the peak: half of it
+# What computes the same without a large tensor, by the operations that make one.
+INSTEAD = (
+    (
+        FILLED,
+        "F.cross_entropy takes class numbers in place of one-hot targets, and scores.gather(1, "
+        "labels[:, None]) picks what a one-hot mask selects. Zeros that are filled piece by piece, "
+        "such as the scores of a whole image, can be off the card: torch.zeros(..., "
+        "device='cpu').",
+    ),
+    (("im2col",), "F.conv2d computes a convolution without the patches that F.unfold makes."),
+    (
+        ("aten.index", "aten.gather"),
+        "Messages along the edges of a graph are summed up by a sparse matrix: "
+        "torch.sparse.mm(adjacency, x).",
+    ),
+    (
+        ("upsample",),
+        "The loss of upsampled scores can be computed at the smaller size, with labels[..., ::4, "
+        "::4] for a factor of 4, or for one image at a time.",
+    ),
+)
+IN_GENERAL = (
+    "Often an operation does it without the large tensor: torch.cdist for distances, "
+    "F.cross_entropy with class numbers for one-hot targets, is_causal=True or a mask of "
+    "(1, 1, tokens, tokens) for attention."
+)
 
 
 def large_logits(facts: Facts) -> Cause | None:
@@ -49,7 +76,8 @@ def large_logits(facts: Facts) -> Cause | None:
         "computed in chunks if it is a sum over tokens, each chunk under "
         "torch.utils.checkpoint.checkpoint."
     )
-    return Cause("The logits are the largest part", nbytes, evidence, remedy, lines_of(logits))
+    name = "The logits are the largest part"
+    return Cause(name, nbytes, evidence, remedy, lines_of(logits), logits)
 
 
 def eager_scores(facts: Facts) -> Cause | None:
@@ -88,7 +116,8 @@ def eager_scores(facts: Facts) -> Cause | None:
         "inputs need four dimensions, (rows, heads, tokens, features): with three, it stores the "
         "scores as well."
     )
-    return Cause("Attention stores its scores", nbytes, evidence, remedy, lines_of(scores))
+    name = "Attention stores its scores"
+    return Cause(name, nbytes, evidence, remedy, lines_of(scores), scores)
 
 
 def expanded_tensors(facts: Facts) -> Cause | None:
@@ -101,11 +130,10 @@ def expanded_tensors(facts: Facts) -> Cause | None:
         filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
         if holder.expanded or (filled_now and holder.category in ("activations", "other")):
             expanded.append(holder)
-    sizes = {(holder.shape, holder.dtype) for holder in expanded}
-    shapes = {shape for shape, _ in sizes}
     holders = []
     for holder in facts.at_peak:
-        if holder.shape in shapes and holder.category in ("activations", "temporaries", "other"):
+        can_be = holder.category in ("activations", "temporaries", "other")
+        if can_be and any(_is_of_kind(holder, example) for example in expanded):
             holders.append(holder)
     nbytes = total(holders)
     if nbytes < DOMINATES * facts.peak.total:
@@ -117,13 +145,39 @@ def expanded_tensors(facts: Facts) -> Cause | None:
     )
     remedy = (
         "do not make it as a whole: compute it for a few rows at a time, and reduce each piece at "
-        "once (in training, each under torch.utils.checkpoint.checkpoint). Often an operation does "
-        "it without the large tensor: torch.cdist for distances, F.cross_entropy with class numbers"
-        " for one-hot targets, is_causal=True or a mask of (1, 1, tokens, tokens) for attention."
+        "once (in training, each under torch.utils.checkpoint.checkpoint). "
     )
-    return Cause(
-        "One kind of tensor is the largest part", nbytes, evidence, remedy, lines_of(expanded)
-    )
+    remedy += _without_the_large_tensor(expanded)
+    name = "One kind of tensor is the largest part"
+    return Cause(name, nbytes, evidence, remedy, lines_of(expanded), holders)
+
+
+def _is_of_kind(holder: Holder, expanded: Holder) -> bool:
+    """Whether it has the shape of an expanded tensor, or at least as many bytes for its rows."""
+    if holder.shape == expanded.shape:
+        return True
+    of_same_rows = numel(holder.shape[:-1]) == numel(expanded.shape[:-1])
+    return len(expanded.shape) > 2 and of_same_rows and holder.nbytes >= expanded.nbytes
+
+
+def _without_the_large_tensor(expanded: list[Holder]) -> str:
+    """What computes the same without it, for the operations that have made it."""
+    advice = []
+    for operations, sentence in INSTEAD:
+        if any(name in holder.op for holder in expanded for name in operations):
+            advice.append(sentence)
+    if any(_looks_like_a_mistake(holder) for holder in expanded):
+        advice.append(
+            "If one number for each row was meant, two shapes did not fit, such as (rows, 1) and "
+            "(rows,): give both the same one with targets.view_as(outputs)."
+        )
+    return " ".join(advice or [IN_GENERAL])
+
+
+def _looks_like_a_mistake(holder: Holder) -> bool:
+    """Whether two operands of n numbers each make a matrix of n × n."""
+    elementwise = any(name in holder.op for name in ("aten.sub", "aten.add", "aten.mul", "aten.eq"))
+    return elementwise and len(holder.shape) == 2 and holder.shape[0] == holder.shape[1]
 
 
 def dense_embedding_gradient(facts: Facts) -> Cause | None:
@@ -146,7 +200,8 @@ def dense_embedding_gradient(facts: Facts) -> Cause | None:
         "nn.Embedding(..., sparse=True) makes a gradient with the batch's rows only. It needs "
         "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares."
     )
-    return Cause("The gradient of an embedding is the largest part", nbytes, evidence, remedy)
+    name = "The gradient of an embedding is the largest part"
+    return Cause(name, nbytes, evidence, remedy, holders=gradients)
 
 
 def waiting_data(facts: Facts) -> Cause | None:
@@ -175,7 +230,8 @@ def waiting_data(facts: Facts) -> Cause | None:
         "keep the data set (or the replay buffer, or the prefetched batches) off the card, and move"
         " one batch at a time: data[indices].to(device)."
     )
-    return Cause("Data waits on the device", nbytes, evidence, remedy, lines_of(waiting))
+    name = "Data waits on the device"
+    return Cause(name, nbytes, evidence, remedy, lines_of(waiting), waiting)
 
 
 def one_tensor(facts: Facts) -> Cause | None:
@@ -189,9 +245,8 @@ def one_tensor(facts: Facts) -> Cause | None:
         "keep it off the card and move the rows that a step needs. If it is the batch, take a "
         "smaller one."
     )
-    return Cause(
-        "One tensor is most of the peak", largest.nbytes, evidence, remedy, lines_of([largest])
-    )
+    name = "One tensor is most of the peak"
+    return Cause(name, largest.nbytes, evidence, remedy, lines_of([largest]), [largest])
 
 
 def one_large_step(facts: Facts) -> Cause | None:

@@ -52,6 +52,11 @@ class Facts:
         return self.holders or ()
 
     @property
+    def activations(self) -> list[Holder]:
+        """Those of the peak."""
+        return [holder for holder in self.at_peak if holder.category == "activations"]
+
+    @property
     def outside_of_training(self) -> bool:
         """Whether the peak is known to be outside of a training step."""
         return self.peak.moment in (BETWEEN_STEPS, EVALUATION)

@@ -458,8 +458,10 @@ class Meter:
 
     def _expands(self, nbytes: int, args: tuple) -> bool:
         """Whether an operation without weights has made ``nbytes`` from much less."""
-        if self.stack and next(self.stack[-1].parameters(recurse=False), None) is not None:
-            return False  # a layer, whose weights may be read in another dtype
+        reads_several = len(list(tensors_in(args))) > 1
+        in_a_layer = self.stack and next(self.stack[-1].parameters(recurse=False), None) is not None
+        if reads_several and in_a_layer:
+            return False  # one of them may be the layer's weight in another dtype
         read = 0
         for tensor in tensors_in(args):
             for storage in storages_of(tensor):
