@@ -34,6 +34,7 @@ from .causes_of_tensors import (
     expanded_tensors,
     large_logits,
     one_large_step,
+    one_line,
     one_tensor,
     waiting_data,
 )
@@ -85,6 +86,9 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     evaluation_batch,
 )
 
+# They say the least: they are looked for where nothing else was found.
+LAST_RESORTS = (one_tensor, one_line)
+
 
 def find_causes(facts: Facts) -> list[Cause]:
     """The causes that the facts show, in the order of ``CAUSES``; small ones come last."""
@@ -95,10 +99,10 @@ def find_causes(facts: Facts) -> list[Cause]:
         cause = find(facts)
         if cause is not None:
             found.append(cause)
-    if not found:  # this cause says the least: it is a last resort
-        only = one_tensor(facts)
-        if only is not None:
-            found.append(only)
+    for find in LAST_RESORTS:
+        cause = find(facts)
+        if cause is not None and not found:
+            found.append(cause)
     limited = [replace(cause, limit=limit_of(cause, facts)) for cause in found]
     return sorted(limited, key=lambda cause: _is_small(cause, facts))
 

@@ -249,6 +249,31 @@ def one_tensor(facts: Facts) -> Cause | None:
     return Cause(name, largest.nbytes, evidence, remedy, lines_of([largest]), [largest])
 
 
+def one_line(facts: Facts) -> Cause | None:
+    """Tensors that no layer has made, and one line has: together they are most of the peak."""
+    by_line = defaultdict[tuple[str, int], list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.category == "other" and holder.line is not None:
+            # a comprehension is a function of its own in some versions of Python
+            by_line[holder.line.file, holder.line.line].append(holder)
+    made = max(by_line.values(), key=total, default=[])
+    nbytes = total(made)
+    if not made or nbytes < MOST * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in made))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(made)} tensors of one line: "
+        f"{'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "make fewer of them at once, or store them in fewer bytes (a narrower dtype). torch.stack "
+        "and torch.cat need the pieces and the result at the same time: make the result first, and "
+        "write each piece into it (result[i] = piece). What is the same for all rows, such as a "
+        "causal mask, is needed once (is_causal=True, or a mask of one row)."
+    )
+    return Cause("One line makes most of the peak", nbytes, evidence, remedy, lines_of(made), made)
+
+
 def one_large_step(facts: Facts) -> Cause | None:
     """One step that needs much more than the others: its batch has longer rows."""
     if (

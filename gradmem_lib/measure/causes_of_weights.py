@@ -36,7 +36,13 @@ def loaded_copy(facts: Facts) -> Cause | None:
 
 def copy_made_here(facts: Facts) -> Cause | None:
     """A deepcopy, a clone of the state dict, an EMA's store(), a merge."""
-    copies = [c for c in _copies(facts) if c[0].step >= 0 and not facts.of_another_model(c[0])]
+    copies = []
+    for copy in _copies(facts):
+        first = copy[0]
+        # random numbers of the same shapes, for one step, are no copy
+        is_kept = facts.time_of(first) < facts.peak_time or first.computed_from == "parameters"
+        if first.step >= 0 and is_kept and not facts.of_another_model(first):
+            copies.append(copy)
     remedy = (
         "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written "
         "or restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all "

@@ -705,3 +705,205 @@ def pseudo_labels(remedied=False):
         for x, label in batches:
             updated(F.cross_entropy(net(x), label), optimizer)
     return tracker
+
+
+# More of them
+
+
+def one_large_image(remedied=False):
+    """Images of many sizes. ``remedied``: none is larger than 40 × 40."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    optimizer = sgd(net)
+    sizes = [32, 32, 40, 32, 160, 32, 36, 32]
+
+    def step(i):
+        size = min(sizes[i], 40) if remedied else sizes[i]
+        updated(net(torch.randn(1, 3, size, size)).square().mean(), optimizer)
+
+    return trained(net, optimizer, step)
+
+
+class Recommends(nn.Module):
+    """A score of each item for each user: the table of items is the last matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = nn.Embedding(256, 16), nn.Embedding(4096, 16)
+
+    def forward(self, users: torch.Tensor) -> torch.Tensor:
+        return self.users(users) @ self.items.weight.T
+
+
+def scores_of_all_items(remedied=False):
+    """``remedied``: the loss in chunks of users, each under a checkpoint."""
+    net = Recommends()
+    optimizer = sgd(net)
+    users, items = torch.randint(0, 256, (256,)), torch.randint(0, 4096, (256,))
+
+    def loss_of(users, items):
+        return F.cross_entropy(net(users), items, reduction="sum") / 256
+
+    def step(i):
+        if remedied:
+            loss = 0
+            for of_users, of_items in zip(users.split(4), items.split(4), strict=True):
+                loss = loss + checkpoint(loss_of, of_users, of_items, use_reentrant=False)
+        else:
+            loss = loss_of(users, items)
+        updated(loss, optimizer)
+
+    return trained(net, optimizer, step, steps=2)
+
+
+class Positions(nn.Module):
+    """Attention over as many tokens as its table of positions has rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.project = nn.Embedding(256, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions.weight
+        scores = (self.project(x) @ x.mT).softmax(-1)
+        return scores @ x
+
+
+def attention_with_a_table_of_positions():
+    net, x = Positions(), torch.randn(4, 256, 16)
+    optimizer = sgd(net)
+    return trained(net, optimizer, lambda i: updated(net(x).square().mean(), optimizer), steps=2)
+
+
+def curvature():
+    """A second derivative along random signs, which have the shapes of the weights."""
+    net, x = Net(256), torch.randn(64, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        parameters = list(net.parameters())
+        gradients = torch.autograd.grad(net(x).square().mean(), parameters, create_graph=True)
+        signs = [2 * torch.randint_like(parameter, 2) - 1 for parameter in parameters]
+        curved = torch.autograd.grad(gradients, parameters, signs)
+        for parameter, gradient, curve in zip(parameters, gradients, curved, strict=True):
+            parameter.grad = (gradient / (curve.abs() + 1)).detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=2)
+
+
+class MasksAreGiven(nn.Module):
+    """Attention with a mask from the batch, or a causal one."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = self.project(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def masks_of_the_collate(remedied=False):
+    """A mask for each row of a batch, all of them equal. ``remedied``: is_causal=True."""
+    net = MasksAreGiven()
+    optimizer = sgd(net)
+
+    def step(i):
+        x, mask = torch.randn(8, 256, 16), None
+        if not remedied:
+            mask = torch.stack([torch.ones(256, 256).tril().log() for _ in range(8)])[:, None]
+        updated(net(x, mask).square().mean(), optimizer)
+
+    return trained(net, optimizer, step, steps=3)
+
+
+class KeepsMaps(nn.Module):
+    """Attention that keeps its maps for a picture. ``remedied``: off the card."""
+
+    def __init__(self, remedied: bool):
+        super().__init__()
+        self.project, self.maps, self.remedied = nn.Linear(16, 16), [], remedied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = (self.project(x) @ x.mT).softmax(-1)
+        if not self.remedied:
+            self.maps.append(shares)
+        return shares @ x
+
+
+def maps_for_pictures(remedied=False):
+    net, x = KeepsMaps(remedied), torch.randn(4, 64, 16)
+    optimizer = sgd(net)
+    return trained(net, optimizer, lambda i: updated(net(x).square().mean(), optimizer))
+
+
+def averages_in_new_tensors(remedied=False):
+    """A target network of which each step makes a new one. ``remedied``: it is not on the card."""
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = sgd(net)
+    target = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    if remedied:
+        target = {}
+
+    def step(i):
+        nonlocal target
+        updated(net(x).square().mean(), optimizer)
+        weights = dict(net.named_parameters())
+        target = {name: 0.9 * old + 0.1 * weights[name].detach() for name, old in target.items()}
+
+    return trained(net, optimizer, step, steps=4)
+
+
+def samples_along_rays(remedied=False):
+    """NeRF: 64 places on each ray, with sines of each. ``remedied``: for 16 rays at a time."""
+    net = nn.Sequential(nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = sgd(net)
+    origins, directions = torch.randn(256, 3), torch.randn(256, 3)
+
+    def loss_of(origins, directions):
+        distances = torch.linspace(0, 1, 64)[:, None]
+        x = origins[:, None] + distances * directions[:, None]
+        x = torch.cat([f(2**k * x) for k in range(6) for f in (torch.sin, torch.cos)], dim=-1)
+        return net(x).sum(1).square().mean()
+
+    def step(i):
+        if remedied:
+            loss = 0
+            for rays in zip(origins.split(16), directions.split(16), strict=True):
+                loss = loss + checkpoint(loss_of, *rays, use_reentrant=False)
+        else:
+            loss = loss_of(origins, directions)
+        updated(loss, optimizer)
+
+    return trained(net, optimizer, step, steps=2)
+
+
+def epochs_over_features(remedied=False):
+    """PPO: several updates of a head on features whose graph is kept for nothing."""
+    body, head = Net(), nn.Linear(64, 4)
+    optimizer = sgd(head)
+
+    def step(i):
+        features = body(torch.randn(512, 64))
+        if remedied:
+            features = features.detach()
+        for _ in range(4):
+            head(features).square().mean().backward(retain_graph=not remedied)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return trained(nn.ModuleList([body, head]), optimizer, step, steps=3)
+
+
+def best_weights_by_reference():
+    """A state dict that is kept is no copy: its tensors are the model's."""
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = sgd(net)
+    best = []
+
+    def step(i):
+        updated(net(x).square().mean(), optimizer)
+        best[:] = [net.state_dict()]
+
+    return trained(net, optimizer, step, steps=4)
