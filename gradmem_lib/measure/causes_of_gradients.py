@@ -8,7 +8,7 @@ import numpy as np
 
 from ..names import MOMENTS
 from ..units import format_bytes
-from .cause import DOMINATES, MUCH, WORTH, Cause, belongs_to_training, lines_of
+from .cause import ALMOST_ALL, DOMINATES, MUCH, WORTH, Cause, belongs_to_training, lines_of, numel
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .timeline import MOMENT, TOTAL, Holder
 
@@ -44,18 +44,22 @@ def gradients_of_rows(facts: Facts) -> Cause | None:
     """A gradient for each row of a batch, as ``torch.func.vmap(grad(loss))`` makes them."""
     if facts.structure is None or not facts.structure.shapes:
         return None
-    by_rows = defaultdict[int, list[Holder]](list)
-    shapes = set(facts.structure.shapes.values())
+    shapes = {_without_ones(shape) for shape in facts.structure.shapes.values()}
+    of_rows = defaultdict[int, list[Holder]](list)  # by the number of rows
+    found = defaultdict[int, set[tuple[int, ...]]](set)  # shapes of parameters, for as many rows
     for holder in facts.at_peak:
-        is_a_weight = belongs_to_training(holder)
-        if not is_a_weight and len(holder.shape) > 1 and holder.shape[1:] in shapes:
-            by_rows[holder.shape[0]].append(holder)
-    for rows, holders in by_rows.items():
-        # a bias's gradients look like any activation: all parameters have to be there
-        missing = shapes - {holder.shape[1:] for holder in holders}
+        rows, *rest = holder.shape or (1,)
+        shape = _without_ones(tuple(rest))
+        if rows > 1 and shape in shapes and not belongs_to_training(holder):
+            of_rows[rows].append(holder)
+            found[rows].add(shape)
+    for rows, holders in of_rows.items():
+        # A bias's gradients look like any activation: the large parameters have to be there.
+        numbers = sum(map(numel, found[rows]))
+        is_the_model = numbers >= ALMOST_ALL * sum(map(numel, shapes))
         in_backward = [holder for holder in holders if holder.made_in == IN_BACKWARD]
         nbytes = total(holders)
-        if missing or not in_backward or nbytes < DOMINATES * facts.peak.total:
+        if not is_the_model or not in_backward or nbytes < DOMINATES * facts.peak.total:
             continue
         evidence = (
             f"{format_bytes(nbytes)} at the peak have the shapes of the model's parameters, {rows} "
@@ -68,6 +72,11 @@ def gradients_of_rows(facts: Facts) -> Cause | None:
         name = "A gradient for each row is in memory"
         return Cause(name, nbytes, evidence, remedy, lines_of(in_backward), holders)
     return None
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """vmap makes the gradients of (64,) as (rows, 1, 64)."""
+    return tuple(size for size in shape if size > 1)
 
 
 def gradients_of_the_step_before(facts: Facts) -> Cause | None:

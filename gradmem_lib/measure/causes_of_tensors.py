@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 
+from ..names import CATEGORIES
 from ..units import format_bytes
 from .cause import (
     DOMINATES,
@@ -20,7 +21,7 @@ from .cause import (
     numel,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
-from .timeline import STEP, TOTAL, Holder
+from .timeline import BY, STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
 STEPS_TO_COMPARE = 4
@@ -157,7 +158,8 @@ def _is_of_kind(holder: Holder, expanded: Holder) -> bool:
     if holder.shape == expanded.shape:
         return True
     of_same_rows = numel(holder.shape[:-1]) == numel(expanded.shape[:-1])
-    return len(expanded.shape) > 2 and of_same_rows and holder.nbytes >= expanded.nbytes
+    is_followed = expanded.expanded and len(expanded.shape) > 2  # zeros may be of any size
+    return is_followed and of_same_rows and holder.nbytes >= expanded.nbytes
 
 
 def _without_the_large_tensor(expanded: list[Holder]) -> str:
@@ -216,6 +218,8 @@ def waiting_data(facts: Facts) -> Cause | None:
         times = {facts.time_of(holder) for holder in kind}
         wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
         filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
+        if wait and not _is_there_all_through_the_step(kind, facts):
+            continue  # pieces that a loss has joined
         if is_taken_from or wait or filled_long_ago:
             waiting += kind
     nbytes = total(waiting)
@@ -232,6 +236,15 @@ def waiting_data(facts: Facts) -> Cause | None:
     )
     name = "Data waits on the device"
     return Cause(name, nbytes, evidence, remedy, lines_of(waiting), waiting)
+
+
+def _is_there_all_through_the_step(kind: list[Holder], facts: Facts) -> bool:
+    """Whether there were as many bytes of data in all of the peak's step, as far as it is known."""
+    if facts.rows is None or facts.rows.shape[1] <= STEP:
+        return True
+    of_step = facts.rows[facts.rows[:, STEP] == facts.peak.step]
+    data = of_step[:, BY][:, CATEGORIES.index("other")]
+    return int(data.min(initial=total(kind))) >= total(kind) // 2
 
 
 def one_tensor(facts: Facts) -> Cause | None:

@@ -12,12 +12,16 @@ from support import oom_programs as programs
 from support import oom_programs_around as around
 from support import oom_programs_of_loops as loops
 from support import oom_programs_reported as reported
+from support import programs_layers, programs_loops, programs_methods
+from support.programs import PROGRAMS
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
 from gradmem_lib.measure.causes import CAUSES, LAST_RESORTS, peak_without
 from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, TECHNIQUES
 from gradmem_lib.units import format_bytes
+
+assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
 
 GROWS = "Bytes grow from step to step"
 COLLECTED = "An evaluation collects its results"
@@ -253,6 +257,7 @@ DO_NOT_HAVE = [
     (reported.states_of_a_checkpoint_before, COPIED),
     (reported.gradients_of_each_row, TWICE),
     (reported.curvature, COPIED),
+    (reported.sines_in_a_list, DATA),
     (reported.best_weights_by_reference, COPIED),
     (reported.best_weights_by_reference, GROWS),
     (reported.attention_with_a_table_of_positions, LOGITS),
@@ -297,6 +302,31 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
 )
 def test_a_program_that_only_looks_like_it_is_not_accused(program, cause):
     assert cause not in [found.name for found in diagnose(program()).causes]
+
+
+# The other programs of ``PROGRAMS`` are told nothing but the first step's states.
+OF_ORDINARY_STEPS = {
+    "lstm_cell_through_time": {CHAIN},
+    "weight_tying": {LOGITS},
+    "gradients_a_sample": {OF_ROWS},
+    "frozen_base_with_lora": {WIDE},
+    "distillation": {WIDE, EVALUATION},
+    "reptile": {COPIED},
+    "proximal_policy": {EVALUATION},
+    "q_learning_with_a_replay": {DATA},
+    "two_heads_backward_twice": {LEFT},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_steps_that_people_write_are_not_accused_of_what_they_do_not_do(program):
+    torch.manual_seed(0)
+    model, optimizers, step = PROGRAMS[program]()
+    with MemoryTracker(model, optimizers, live=False) as tracker:
+        for _ in range(3):
+            step()
+    found = {cause.name for cause in diagnose(tracker).causes}
+    assert found - {FIRST_STEP} == OF_ORDINARY_STEPS.get(program, set())
 
 
 IN_THE_MIDDLE = [

@@ -879,6 +879,18 @@ def samples_along_rays(remedied=False):
     return trained(net, optimizer, step, steps=2)
 
 
+def sines_in_a_list():
+    """Pieces that are joined in each step are no data that waits, though a list has them."""
+    net, x = nn.Linear(36, 4), torch.randn(4096, 3)
+    optimizer = sgd(net)
+
+    def loss():
+        sines = [f(2**k * x) for k in range(6) for f in (torch.sin, torch.cos)]
+        return net(torch.cat(sines, dim=-1)).square().mean()
+
+    return trained(net, optimizer, lambda i: updated(loss(), optimizer), steps=3)
+
+
 def epochs_over_features(remedied=False):
     """PPO: several updates of a head on features whose graph is kept for nothing."""
     body, head = Net(), nn.Linear(64, 4)
