@@ -195,10 +195,12 @@ def growing_tensor(facts: Facts) -> Cause | None:
         same = (holder.line, holder.op, holder.dtype) == (old.line, old.op, old.dtype)
         if same and facts.time_of(holder) == facts.peak_time and holder.nbytes > old.nbytes:
             holders.append(holder)  # the longer one, which is being made
+    each = growth // (len(starts) - 1)
     evidence = (
         f"{format_bytes(total(holders))} at the peak are a tensor that becomes longer in each "
-        f"{facts.unit}: {in_words(holders[-1])}. {format_bytes(starts[0].live)} were live when the "
-        f"second {facts.unit} began, and {format_bytes(starts[-1].live)} when the peak's began."
+        f"{facts.unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
+        f"{format_bytes(starts[0].live)} were live when the second {facts.unit} began, and "
+        f"{format_bytes(starts[-1].live)} when the peak's began."
     )
     remedy = (
         "keep only numbers of it, or put the pieces into a list off the card, "

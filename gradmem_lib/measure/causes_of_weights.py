@@ -40,7 +40,8 @@ def copy_made_here(facts: Facts) -> Cause | None:
     for copy in _copies(facts):
         first = copy[0]
         # random numbers of the same shapes, for one step, are no copy
-        is_kept = facts.time_of(first) < facts.peak_time or first.computed_from == "parameters"
+        is_copied = first.computed_from == "parameters" or _is_copy_of_a_storage(first)
+        is_kept = is_copied or facts.time_of(first) < facts.peak_time
         if first.step >= 0 and is_kept and not facts.of_another_model(first):
             copies.append(copy)
     remedy = (
@@ -209,16 +210,24 @@ def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holde
     structure = facts.structure
     missing = Counter(structure.shapes.values())
     everything = sum(numel(shape) * n for shape, n in missing.items())
-    of_size = {}  # shapes by bytes, for copies of whole storages, whose shape is not known
+    # shapes by bytes, for copies of whole storages, whose shape is not known
+    of_size = defaultdict[int, set[tuple[int, ...]]](set)
     for name, shape in structure.shapes.items():
-        of_size[numel(shape) * structure.dtypes[name].itemsize] = shape
+        of_size[numel(shape) * structure.dtypes[name].itemsize].add(shape)
     found, numbers = [], 0
     for holder in holders:
         shape = holder.shape
-        if holder.dtype is torch.uint8 and shape == (holder.nbytes,):
-            shape = of_size.get(holder.nbytes, shape)
+        if _is_copy_of_a_storage(holder):
+            for possible in of_size[holder.nbytes]:
+                if missing[possible] > 0:
+                    shape = possible
         if missing[shape] > 0:
             missing[shape] -= 1
             numbers += numel(shape)
             found.append(holder)
     return found if numbers >= ALMOST_ALL * everything else []
+
+
+def _is_copy_of_a_storage(holder: Holder) -> bool:
+    """Whether it is a storage that deepcopy, or torch.save, has copied byte by byte."""
+    return holder.dtype is torch.uint8 and holder.shape == (holder.nbytes,)

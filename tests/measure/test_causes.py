@@ -11,6 +11,7 @@ import torch
 from support import oom_programs as programs
 from support import oom_programs_around as around
 from support import oom_programs_of_loops as loops
+from support import oom_programs_of_tensors as tensors
 from support import oom_programs_reported as reported
 from support import programs_layers, programs_loops, programs_methods
 from support.programs import PROGRAMS
@@ -152,36 +153,38 @@ HAVE = {
     reported.pool_of_images: GROWS,
     reported.history_of_lbfgs: GROWS,
     reported.predictions_joined_in_each_step: GROWS,
-    reported.jacobian_of_a_batch: GROWS,
+    tensors.jacobian_of_a_batch: GROWS,
     reported.guided_sampling: GROWS,
     reported.queue_of_keys: UNUSED,
     reported.windows_through_time: STAY,
     reported.outputs_of_micro_batches: STAY,
     reported.slow_weights: COPIED,
+    reported.checkpoint_that_is_written: COPIED,
+    reported.snapshots_for_an_average: COPIED,
     reported.merged_adapters: COPIED,
     reported.states_of_a_checkpoint: COPIED,
     reported.states_of_a_checkpoint_in_float32: COPIED,
     reported.gradients_until_the_backward: WAIT,
     reported.gradients_of_each_row: OF_ROWS,
-    reported.targets_of_another_shape: EXPANDED,
-    reported.one_hot_masks: EXPANDED,
-    reported.upsampled_scores: EXPANDED,
-    reported.keys_for_each_head: EXPANDED,
-    reported.patches_of_images: EXPANDED,
-    reported.messages_of_edges: EXPANDED,
-    reported.joint_of_a_transducer: EXPANDED,
-    reported.overlaps_of_boxes: EXPANDED,
-    reported.distances_to_codes: EXPANDED,
-    reported.volume_of_windows: EXPANDED,
-    reported.larger_validation: EVALUATION,
-    reported.beams: GENERATION,
-    reported.pseudo_labels: DATA,
-    reported.scores_of_all_items: LOGITS,
-    reported.masks_of_the_collate: ONE_LINE,
-    reported.one_large_image: ONE_STEP,
+    tensors.targets_of_another_shape: EXPANDED,
+    tensors.one_hot_masks: EXPANDED,
+    tensors.upsampled_scores: EXPANDED,
+    tensors.keys_for_each_head: EXPANDED,
+    tensors.patches_of_images: EXPANDED,
+    tensors.messages_of_edges: EXPANDED,
+    tensors.joint_of_a_transducer: EXPANDED,
+    tensors.overlaps_of_boxes: EXPANDED,
+    tensors.distances_to_codes: EXPANDED,
+    tensors.volume_of_windows: EXPANDED,
+    tensors.larger_validation: EVALUATION,
+    tensors.beams: GENERATION,
+    tensors.pseudo_labels: DATA,
+    tensors.scores_of_all_items: LOGITS,
+    tensors.masks_of_the_collate: ONE_LINE,
+    tensors.one_large_image: ONE_STEP,
     reported.maps_for_pictures: GROWS,
     reported.averages_in_new_tensors: COPIED,
-    reported.samples_along_rays: EXPANDED,
+    tensors.samples_along_rays: EXPANDED,
     reported.epochs_over_features: KEPT,
 }
 DO_NOT_HAVE = [
@@ -257,10 +260,11 @@ DO_NOT_HAVE = [
     (reported.states_of_a_checkpoint_before, COPIED),
     (reported.gradients_of_each_row, TWICE),
     (reported.curvature, COPIED),
-    (reported.sines_in_a_list, DATA),
+    (reported.noise_of_the_weights_shapes, COPIED),
+    (tensors.sines_in_a_list, DATA),
     (reported.best_weights_by_reference, COPIED),
     (reported.best_weights_by_reference, GROWS),
-    (reported.attention_with_a_table_of_positions, LOGITS),
+    (tensors.attention_with_a_table_of_positions, LOGITS),
     (around.gradient_penalty, OF_ROWS),
     (loops.inner_steps, OF_ROWS),
     (around.gradients_that_stay, WAIT),
@@ -481,16 +485,16 @@ def test_every_cause_has_a_program():
 
 ADVICE = [
     (reported.history_of_lbfgs, "history_size"),
-    (reported.jacobian_of_a_batch, "one row after another"),
+    (tensors.jacobian_of_a_batch, "one row after another"),
     (reported.windows_through_time, "hidden.detach()"),
     (reported.outputs_of_micro_batches, "argmax(-1)"),
     (around.entropy_added_up, ".item()"),
-    (reported.targets_of_another_shape, "view_as"),
-    (reported.patches_of_images, "F.conv2d"),
-    (reported.messages_of_edges, "torch.sparse.mm"),
-    (reported.upsampled_scores, "smaller size"),
-    (reported.one_hot_masks, "gather"),
-    (reported.volume_of_windows, "device='cpu'"),
+    (tensors.targets_of_another_shape, "view_as"),
+    (tensors.patches_of_images, "F.conv2d"),
+    (tensors.messages_of_edges, "torch.sparse.mm"),
+    (tensors.upsampled_scores, "smaller size"),
+    (tensors.one_hot_masks, "gather"),
+    (tensors.volume_of_windows, "device='cpu'"),
     (reported.gradients_until_the_backward, "right after optimizer.step()"),
 ]
 
@@ -509,6 +513,14 @@ def test_another_moment_that_becomes_the_peak_is_said():
     assert peak_without(cause, before.facts) == (after.total, after.moment)
     size = format_bytes(after.total)
     assert f"Without these bytes the peak is {size} at best, in backward." in str(before)
+
+
+def test_gradients_that_a_backward_makes_again_are_not_promised():
+    before = diagnose(reported.gradients_until_the_backward(squares=10))
+    after = reported.gradients_until_the_backward(remedied=True, squares=10)
+    found = {cause.name: cause for cause in before.causes}[WAIT]
+    gradients = before.peak.by_category["gradients"]
+    assert found.nbytes == before.peak.total - after.peak.total < gradients
 
 
 def test_where_no_other_moment_becomes_the_peak_nothing_is_said_of_one():
