@@ -13,6 +13,7 @@ import numpy as np
 from ..names import CATEGORIES, MOMENTS
 from ..units import format_bytes
 from .cause import WORTH, Cause
+from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
 from .causes_of_evaluation import (
     evaluation_batch,
     evaluation_results,
@@ -33,10 +34,6 @@ from .causes_of_tensors import (
     eager_scores,
     expanded_tensors,
     large_logits,
-    one_large_step,
-    one_line,
-    one_tensor,
-    waiting_data,
 )
 from .causes_of_weights import (
     copy_in_another_module,

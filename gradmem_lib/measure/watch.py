@@ -435,10 +435,10 @@ class Meter:
                 owner = "(backward)"
         nbytes = recording.on_alloc(storage, category, owner, func, tensor, self.line(5))
         if nbytes and moment in FORWARDS:
-            self._note_origin(recording.live[storage_key(storage)], func, args)
+            self._note_origin(recording.live[storage_key(storage)], args)
         return nbytes
 
-    def _note_origin(self, entry: Entry, func: Any, args: tuple) -> None:
+    def _note_origin(self, entry: Entry, args: tuple) -> None:
         """Note what a diagnosis asks later about a tensor that a forward has made, or code between
         steps.
 
@@ -449,7 +449,7 @@ class Meter:
         if is_large and self._expands(entry.nbytes, args):
             entry.expanded = True
         if entry.moment == BETWEEN_STEPS:
-            if not compat.reads_only_a_shape(func):
+            if not compat.reads_only_a_shape(entry.op):
                 entry.source = self._category_of_reads(args)
         elif entry.op is compat.multiply or entry.op is compat.divide:
             # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.

@@ -228,6 +228,23 @@ def overlaps_of_boxes(remedied=False):
     return trained(net, optimizer, step, steps=2)
 
 
+def nearest_neighbours(remedied=False):
+    """A loss on each row's nearest ones. ``remedied``: for a few rows at a time."""
+    net, x = Net(64), torch.randn(1024, 64)
+    optimizer = sgd(net)
+
+    def nearest(part, z):
+        return torch.cdist(part, z).topk(4, largest=False).values.sum()
+
+    def step(i):
+        z = net(x)
+        parts = z.split(64) if remedied else [z]
+        loss = sum(checkpoint(nearest, part, z, use_reentrant=False) for part in parts)
+        updated(loss, optimizer)
+
+    return trained(net, optimizer, step, steps=2)
+
+
 def distances_to_codes(remedied=False):
     """A codebook's nearest entries (VQ-VAE). ``remedied``: for a few rows at a time."""
     net, codes = Net(64), torch.randn(2048, 64)
