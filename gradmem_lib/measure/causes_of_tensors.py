@@ -26,11 +26,6 @@ INSTEAD = (
         "such as the scores of a whole image, can be off the card: torch.zeros(..., "
         "device='cpu').",
     ),
-    (
-        ("cdist",),
-        "A search for the nearest needs no distances of all pairs at once: "
-        "torch.cdist(part, y).topk(k, largest=False) for part in x.split(256).",
-    ),
     (("im2col",), "F.conv2d computes a convolution without the patches that F.unfold makes."),
     (
         ("aten.index", "aten.gather"),
@@ -44,8 +39,8 @@ INSTEAD = (
     ),
 )
 IN_GENERAL = (
-    "Often an operation does it without the large tensor: torch.cdist for distances, "
-    "F.cross_entropy with class numbers for one-hot targets, is_causal=True or a mask of "
+    "Often an operation does it without the large tensor: torch.cdist for distances (without the "
+    "differences of all pairs in each feature), F.cross_entropy with class numbers for one-hot targets, is_causal=True or a mask of "
     "(1, 1, tokens, tokens) for attention."
 )
 

@@ -492,7 +492,6 @@ ADVICE = [
     (around.entropy_added_up, ".item()"),
     (tensors.targets_of_another_shape, "view_as"),
     (tensors.patches_of_images, "F.conv2d"),
-    (tensors.nearest_neighbours, "x.split"),
     (tensors.messages_of_edges, "torch.sparse.mm"),
     (tensors.upsampled_scores, "smaller size"),
     (tensors.one_hot_masks, "gather"),
