@@ -40,8 +40,8 @@ INSTEAD = (
 )
 IN_GENERAL = (
     "Often an operation does it without the large tensor: torch.cdist for distances (without the "
-    "differences of all pairs in each feature), F.cross_entropy with class numbers for one-hot targets, is_causal=True or a mask of "
-    "(1, 1, tokens, tokens) for attention."
+    "differences of all pairs in each feature), F.cross_entropy with class numbers for one-hot "
+    "targets, is_causal=True or a mask of (1, 1, tokens, tokens) for attention."
 )
 
 
