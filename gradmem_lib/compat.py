@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from types import SimpleNamespace
@@ -121,6 +122,15 @@ parts_of_a_tensor = frozenset(
         _aten.unbind.int,
     }
 )
+
+
+@cache
+def reads_only_a_shape(func: Any) -> bool:
+    """Whether an operation, such as ``aten.randn_like``, takes no number of its input."""
+    name = str(func).removeprefix("aten.").partition(".")[0]
+    return name.endswith("_like") or name.startswith("new_")
+
+
 # The copy of a storage begins with this: a tensor of bytes takes the storage as its own.
 take_storage = torch.ops.aten.set_.source_Storage
 add_tensors = torch.ops.aten.add.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..units import format_bytes
@@ -11,9 +11,11 @@ from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
 
 WORTH = 0.02  # of the peak; less is no reason to change a script
+MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
+MANY = 3  # tensors of one kind are a list
 # Operations that make a tensor of one value, to be written into: one-hot numbers, a replay buffer.
 FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_zeros")
 
@@ -21,8 +23,11 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_z
 @dataclass(frozen=True)
 class Cause:
     """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
-    takes away; ``lines``: the user's lines that made them, the largest first. ``growing``: the
-    storages that these bytes are, if there are more of them after each step.
+    takes away; ``lines``: the user's lines that made them, the largest first.
+
+    ``holders``: the storages that these bytes are among, where they are known. ``growing``: those
+    of which there are more after each step. ``limit``: a sentence on another moment that is the
+    peak when these bytes are gone, or nothing.
     """
 
     name: str
@@ -30,12 +35,16 @@ class Cause:
     evidence: str
     remedy: str
     lines: tuple[SourceLine, ...] = ()
-    growing: tuple[Holder, ...] = field(default=(), repr=False, compare=False)
+    holders: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    limit: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.evidence}"]
         lines += [f"  at {line}" for line in self.lines[:LINES]]
         lines.append(f"  Remedy: {self.remedy}")
+        if self.limit:
+            lines.append(f"  {self.limit}")
         return "\n".join(lines)
 
 

@@ -6,39 +6,36 @@ Each function reads the facts of a run, and returns a ``Cause`` with its evidenc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from .cause import Cause
-from .causes_of_graphs import (
-    chained_forwards,
-    gradients_for_no_optimizer,
-    graph_of_a_sum,
-    graphs_of_gradients,
-    idle_checkpoints,
-    kept_graph,
-    leftovers,
-    several_graphs,
-    unused_forward,
-)
-from .causes_of_growth import (
-    GROWTH,
+import numpy as np
+
+from ..names import CATEGORIES, MOMENTS
+from ..units import format_bytes
+from .cause import WORTH, Cause
+from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
+from .causes_of_evaluation import (
+    evaluation_batch,
     evaluation_results,
     generation_cache,
-    growing_bytes,
-    growing_tensor,
     results_in_training,
-    waiting_data,
 )
+from .causes_of_gradients import (
+    copied_gradients,
+    gradients_of_rows,
+    gradients_of_the_step_before,
+)
+from .causes_of_graphs import finished_forwards, kept_graph, leftovers, unused_forward
+from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
+from .causes_of_many_graphs import chained_forwards, graphs_of_gradients, several_graphs
+from .causes_of_settings import gradients_for_no_optimizer, idle_checkpoints
 from .causes_of_tensors import (
     dense_embedding_gradient,
     eager_scores,
-    evaluation_batch,
     expanded_tensors,
     large_logits,
-    one_large_step,
-    one_tensor,
 )
 from .causes_of_weights import (
-    copied_gradients,
     copy_in_another_module,
     copy_made_here,
     double_tensors,
@@ -47,7 +44,8 @@ from .causes_of_weights import (
     second_model,
     wide_weights,
 )
-from .facts import Facts
+from .facts import Facts, total
+from .timeline import BY, MOMENT, TOTAL
 
 SMALL = 0.1  # of the peak
 
@@ -58,9 +56,10 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     results_in_training,
     generation_cache,
     unused_forward,
-    graph_of_a_sum,
+    finished_forwards,
     several_graphs,
     chained_forwards,
+    gradients_of_rows,
     graphs_of_gradients,
     kept_graph,
     gradients_for_no_optimizer,
@@ -68,6 +67,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     loaded_copy,
     copy_made_here,
     copied_gradients,
+    gradients_of_the_step_before,
     second_model,
     waiting_data,
     idle_checkpoints,
@@ -82,6 +82,9 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     leftovers,
     evaluation_batch,
 )
+
+# They say the least: they are looked for where nothing else was found.
+LAST_RESORTS = (one_tensor, one_line)
 
 
 def find_causes(facts: Facts) -> list[Cause]:
@@ -93,11 +96,53 @@ def find_causes(facts: Facts) -> list[Cause]:
         cause = find(facts)
         if cause is not None:
             found.append(cause)
-    if not found:  # this cause says the least: it is a last resort
-        only = one_tensor(facts)
-        if only is not None:
-            found.append(only)
-    return sorted(found, key=lambda cause: _is_small(cause, facts))
+    for find in LAST_RESORTS:
+        cause = find(facts)
+        if cause is not None and not found:
+            found.append(cause)
+    limited = [replace(cause, limit=limit_of(cause, facts)) for cause in found]
+    return sorted(limited, key=lambda cause: _is_small(cause, facts))
+
+
+def limit_of(cause: Cause, facts: Facts) -> str:
+    """A sentence on the moment that is the peak when the bytes of ``cause`` are gone."""
+    lowest, moment = peak_without(cause, facts)
+    if lowest <= facts.peak.total - cause.nbytes + WORTH * facts.peak.total:
+        return ""
+    return f"Without these bytes the peak is {format_bytes(lowest)} at best, in {moment}."
+
+
+def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
+    """The lowest peak in bytes without the bytes of ``cause``, and the moment it is in.
+
+    In each moment, the remedy takes away at most as many bytes as at the peak, and only of the
+    categories that it can touch.
+    """
+    lowest, moment = facts.peak.total - cause.nbytes, facts.peak.moment
+    if facts.rows is None or facts.rows.shape[1] <= MOMENT or not cause.holders:
+        return lowest, moment
+    categories = {holder.category for holder in cause.holders}
+    if categories & {"activations", "temporaries"}:
+        # Where an activation goes, its gradient and what is computed from it go as well.
+        categories |= {"activations", "temporaries", "other"}
+    columns = [CATEGORIES.index(category) for category in categories]
+    can_go = facts.rows[:, BY][:, columns].sum(axis=1) - _always_there(cause, categories, facts)
+    remaining = facts.rows[:, TOTAL] - np.clip(can_go, 0, cause.nbytes)
+    highest = int(remaining.argmax())
+    if remaining[highest] > lowest:
+        lowest, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
+    return lowest, moment
+
+
+def _always_there(cause: Cause, categories: set[str], facts: Facts) -> int:
+    """The bytes of these categories that were there before the run, and are not of the cause."""
+    of_the_cause = {id(holder) for holder in cause.holders}
+    others = []
+    for holder in facts.at_peak:
+        existed = holder.step < 0
+        if existed and holder.category in categories and id(holder) not in of_the_cause:
+            others.append(holder)
+    return total(others)
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

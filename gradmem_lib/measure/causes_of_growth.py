@@ -1,15 +1,14 @@
-"""Causes: bytes that stay, of earlier steps, of an evaluation, or of data that waits."""
+"""Causes: bytes that grow from step to step."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ..units import format_bytes
 from .cause import (
     ALMOST_ALL,
-    DOMINATES,
-    FILLED,
     LINES,
     WORTH,
     Cause,
@@ -17,26 +16,15 @@ from .cause import (
     in_words,
     larger_than_its_tensor,
     lines_of,
-    lines_of_forwards,
 )
-from .facts import (
-    EVALUATION,
-    IN_BACKWARD,
-    IN_OPTIMIZER_STEP,
-    LOSS,
-    READ_IN_PARTS,
-    TRAINING_FORWARD,
-    Facts,
-    total,
-)
-from .timeline import ForwardPass, Holder, Turn
+from .causes_of_evaluation import evaluation_results
+from .facts import IN_BACKWARD, Facts, total
+from .timeline import Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
 GROWS = 0.001
 LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
 OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
-FORWARDS_IN_A_ROW = 3
-MANY = 3  # tensors of one kind are a list
 GROWTH = "Bytes grow from step to step"
 
 
@@ -63,10 +51,10 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
     remedy = _remedy_of_growth(holders, facts)
-    return Cause(GROWTH, nbytes, evidence, remedy, lines_of(holders), tuple(holders))
+    return Cause(GROWTH, nbytes, evidence, remedy, lines_of(holders), holders, holders)
 
 
-def growing_holders(facts: Facts) -> tuple[Holder, ...]:
+def growing_holders(facts: Facts) -> Sequence[Holder]:
     """The storages that pictures show as a band of their own.
 
     A tensor that a longer one replaces has no band: the shorter ones are no longer known.
@@ -127,6 +115,11 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
             "the gradients of earlier steps are kept. Keep a number of each, p.grad.norm().item(), "
             "or copies off the card: p.grad.cpu()."
         )
+    if largest == "optimizer" and not _have_shapes_of_parameters(holders, facts):
+        return (
+            "one optimizer keeps a history of its steps, until the history is full: give it a "
+            "shorter one, torch.optim.LBFGS(..., history_size=5)."
+        )
     if largest == "optimizer":
         return (
             "the states of earlier optimizers are kept. Make one optimizer before the loop, or "
@@ -144,6 +137,12 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
         "stores, or a sum of losses. Keep numbers instead of tensors: loss.item(), or "
         "tensor.detach().cpu() for what has to stay a tensor."
     )
+    if all(holder.made_in == IN_BACKWARD for holder in holders):
+        remedy += (
+            " What backwards have made here are derivatives. A Jacobian has one for each output and"
+            " each input, and between different rows of a batch they are zeros: take it of one row"
+            " after another, and reduce each at once."
+        )
     inside = {holder.op for holder in holders if holder.category == "activations" and holder.module}
     shapes = {holder.shape for holder in holders}
     if len(inside) <= 1 and 2 * len(shapes) > len(holders):
@@ -161,6 +160,15 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
             " from, and .detach() keeps this storage: use .item()."
         )
     return remedy
+
+
+def _have_shapes_of_parameters(holders: list[Holder], facts: Facts) -> bool:
+    """Whether most of the bytes are states that belong to one parameter each."""
+    if facts.structure is None:
+        return True
+    shapes = set(facts.structure.shapes.values())
+    of_parameters = [holder for holder in holders if holder.shape in shapes]
+    return 2 * total(of_parameters) > total(holders)
 
 
 def growing_tensor(facts: Facts) -> Cause | None:
@@ -187,16 +195,18 @@ def growing_tensor(facts: Facts) -> Cause | None:
         same = (holder.line, holder.op, holder.dtype) == (old.line, old.op, old.dtype)
         if same and facts.time_of(holder) == facts.peak_time and holder.nbytes > old.nbytes:
             holders.append(holder)  # the longer one, which is being made
+    each = growth // (len(starts) - 1)
     evidence = (
         f"{format_bytes(total(holders))} at the peak are a tensor that becomes longer in each "
-        f"{facts.unit}: {in_words(holders[-1])}. {format_bytes(starts[0].live)} were live when the "
-        f"second {facts.unit} began, and {format_bytes(starts[-1].live)} when the peak's began."
+        f"{facts.unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
+        f"{format_bytes(starts[0].live)} were live when the second {facts.unit} began, and "
+        f"{format_bytes(starts[-1].live)} when the peak's began."
     )
     remedy = (
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
-    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders))
+    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders), holders)
 
 
 def _beginnings_of_steps(facts: Facts) -> list[Turn]:
@@ -210,172 +220,3 @@ def _beginnings_of_steps(facts: Facts) -> list[Turn]:
         if turn.number <= facts.peak.turn and new and (turn.step > 0 or not by_step):
             starts.append(turn)
     return starts
-
-
-def evaluation_results(facts: Facts) -> Cause | None:
-    """Results that an evaluation collects on the device."""
-    passes, collected, cache = _kept_by_evaluation(facts)
-    if not passes or total(cache) > total(collected):
-        return None
-    nbytes, each = total(collected), _growth(passes) // (len(passes) - 2)
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are results that forwards without gradients have made,"
-        f" about {format_bytes(each)} more after each forward."
-    )
-    remedy = (
-        "move each result off the card, or keep less of it: outputs.cpu() or outputs.argmax(-1) in "
-        "your own loop. In a Trainer: preprocess_logits_for_metrics=lambda logits, labels: "
-        "logits.argmax(-1), or TrainingArguments(eval_accumulation_steps=1), or "
-        "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
-    )
-    name = "An evaluation collects its results"
-    in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
-    growing = tuple(collected) if in_a_list else ()
-    return Cause(name, nbytes, evidence, remedy, lines_of(collected), growing)
-
-
-def results_in_training(facts: Facts) -> Cause | None:
-    """Results of forwards without gradients that are still there in the training's own peak."""
-    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP):
-        return None
-    kinds = defaultdict[tuple, list[Holder]](list)
-    for holder in facts.at_peak:
-        if holder.made_in == EVALUATION and holder.category == "temporaries":
-            kinds[_kind(holder)].append(holder)
-    left, nbytes = [], 0
-    for kind in kinds.values():
-        left += kind
-        nbytes += total(kind)
-        if len(kind) >= MANY:
-            nbytes -= kind[0].nbytes  # the last one may be in use, and all are equally large
-    if nbytes < DOMINATES * facts.peak.total:
-        return None
-    words = list(dict.fromkeys(in_words(holder) for holder in left))
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are {len(left)} results of forwards without gradients:"
-        f" {'; '.join(words[:LINES])}."
-    )
-    remedy = (
-        "keep less of each: outputs.argmax(-1), or of log-probabilities those of the chosen tokens "
-        "alone; and `del` the rest before the training goes on. What a loss needs later can wait "
-        "off the card (outputs.cpu()), or be computed for one micro-batch at a time."
-    )
-    return Cause(
-        "Results of an evaluation stay during the training",
-        nbytes,
-        evidence,
-        remedy,
-        lines_of(left),
-    )
-
-
-def generation_cache(facts: Facts) -> Cause | None:
-    """Keys and values that a generation keeps for each token."""
-    passes, collected, cache = _kept_by_evaluation(facts)
-    if not passes or total(cache) <= total(collected):
-        return None
-    nbytes = total(cache)
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak were made in the layers, by forwards without "
-        "gradients, and they grow with each forward."
-    )
-    remedy = (
-        "generate for fewer rows at a time, or fewer tokens (max_new_tokens): the bytes are "
-        "proportional to both."
-    )
-    return Cause(
-        "Generation keeps keys and values", nbytes, evidence, remedy, lines_of_forwards(passes[-1:])
-    )
-
-
-def waiting_data(facts: Facts) -> Cause | None:
-    """A data set, a replay buffer or a row of batches on the device."""
-    kinds = defaultdict[tuple, list[Holder]](list)
-    for holder in facts.at_peak:
-        if holder.category == "other" and holder.op and not facts.of_another_model(holder):
-            kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
-    waiting: list[Holder] = []
-    for kind in kinds.values():
-        is_taken_from = kind[0].op == READ_IN_PARTS
-        times = {facts.time_of(holder) for holder in kind}
-        wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
-        filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
-        if is_taken_from or wait or filled_long_ago:
-            waiting += kind
-    nbytes = total(waiting)
-    if nbytes < DOMINATES * facts.peak.total:
-        return None
-    words = list(dict.fromkeys(in_words(holder) for holder in waiting))
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are {len(waiting)} tensors from which batches are "
-        f"taken, or which wait to be used: {'; '.join(words[:LINES])}."
-    )
-    remedy = (
-        "keep the data set (or the replay buffer, or the prefetched batches) off the card, and move"
-        " one batch at a time: data[indices].to(device)."
-    )
-    return Cause("Data waits on the device", nbytes, evidence, remedy, lines_of(waiting))
-
-
-def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
-    """Forwards without gradients, one after another, where after each of them more was live: those
-    of the peak's step that came nearest to the peak.
-
-    Empty if the peak is not theirs.
-    """
-    if not facts.outside_of_training:
-        return []
-    passes = [p for p in facts.of_models if not p.with_grad and p.step == facts.peak.step]
-    passes = [p for p in passes if p.peak <= facts.peak.total]  # not from before a reset_peak()
-    rows: list[list[ForwardPass]] = []
-    for done in passes:
-        previous = rows[-1][-1] if rows else None
-        grows = previous is not None and done.live_before > previous.live_before
-        if previous is not None and grows and done.number == previous.number:
-            rows[-1].append(done)
-        else:
-            rows.append([done])
-    long_rows = [row for row in rows if len(row) >= FORWARDS_IN_A_ROW]
-    return max(long_rows, key=lambda row: row[-1].peak, default=[])
-
-
-def _growth(passes: list[ForwardPass]) -> int:
-    """How many bytes more were live before the last forward than before the second one.
-
-    What one forward leaves (a variable that the next one overwrites) is there from the second on.
-    """
-    return passes[-1].live_before - passes[1].live_before
-
-
-def _kept_by_evaluation(
-    facts: Facts,
-) -> tuple[list[ForwardPass], list[Holder], list[Holder]]:
-    """The forwards of an evaluation in which bytes grow, the results that it has collected, and
-    what its layers keep. The forwards are empty if they keep too little to matter.
-
-    A list of results has one of the same kind from each forward. Keys and values are replaced by
-    longer ones: there are only a few of a kind, and a module has made them.
-    """
-    passes = _growing_evaluation(facts)
-    if len(passes) < FORWARDS_IN_A_ROW or _growth(passes) < WORTH * facts.peak.total:
-        return [], [], []
-    made, of_a_kind = [], Counter[tuple]()
-    for holder in facts.at_peak:
-        if holder.step == facts.peak.step and not belongs_to_training(holder):
-            made.append(holder)
-            of_a_kind[_kind(holder)] += 1
-    collected, cache = [], []
-    for holder in made:
-        in_a_list = of_a_kind[_kind(holder)] >= FORWARDS_IN_A_ROW
-        if in_a_list or not holder.module:
-            collected.append(holder)
-        else:
-            cache.append(holder)
-    # Most of what one forward needs for itself is gone when the next one begins.
-    if _growth(passes) < max(total(collected), total(cache)) // 4:
-        return [], [], []
-    return passes, collected, cache
-
-
-def _kind(holder: Holder) -> tuple:
-    return holder.module, holder.op, holder.shape, holder.dtype

@@ -1,18 +1,48 @@
-"""Causes: one tensor, or one kind of tensor, or one step, that is larger than the others."""
+"""Causes: one kind of tensor that is larger than all others."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 
 from ..units import format_bytes
-from .cause import DOMINATES, FILLED, WORTH, Cause, dtype_of, in_words, lines_of, lines_of_forwards
-from .facts import EVALUATION, INPUTS, OF_A_TRAINING_STEP, Facts, total
-from .timeline import STEP, TOTAL
+from .cause import (
+    DOMINATES,
+    FILLED,
+    Cause,
+    dtype_of,
+    in_words,
+    lines_of,
+    numel,
+)
+from .facts import Facts, total
+from .timeline import Holder
 
-OUTLIER = 2  # times the median of all steps
-STEPS_TO_COMPARE = 4
-MOST = 0.5  # of the peak: half of it
+# What computes the same without a large tensor, by the operations that make one.
+INSTEAD = (
+    (
+        FILLED,
+        "F.cross_entropy takes class numbers in place of one-hot targets, and scores.gather(1, "
+        "labels[:, None]) picks what a one-hot mask selects. Zeros that are filled piece by piece, "
+        "such as the scores of a whole image, can be off the card: torch.zeros(..., "
+        "device='cpu').",
+    ),
+    (("im2col",), "F.conv2d computes a convolution without the patches that F.unfold makes."),
+    (
+        ("aten.index", "aten.gather"),
+        "Messages along the edges of a graph are summed up by a sparse matrix: "
+        "torch.sparse.mm(adjacency, x).",
+    ),
+    (
+        ("upsample",),
+        "The loss of upsampled scores can be computed at the smaller size, with labels[..., ::4, "
+        "::4] for a factor of 4, or for one image at a time.",
+    ),
+)
+IN_GENERAL = (
+    "Often an operation does it without the large tensor: torch.cdist for distances (without the "
+    "differences of all pairs in each feature), F.cross_entropy with class numbers for one-hot "
+    "targets, is_causal=True or a mask of (1, 1, tokens, tokens) for attention."
+)
 
 
 def large_logits(facts: Facts) -> Cause | None:
@@ -38,7 +68,8 @@ def large_logits(facts: Facts) -> Cause | None:
         "computed in chunks if it is a sum over tokens, each chunk under "
         "torch.utils.checkpoint.checkpoint."
     )
-    return Cause("The logits are the largest part", nbytes, evidence, remedy, lines_of(logits))
+    name = "The logits are the largest part"
+    return Cause(name, nbytes, evidence, remedy, lines_of(logits), logits)
 
 
 def eager_scores(facts: Facts) -> Cause | None:
@@ -77,31 +108,8 @@ def eager_scores(facts: Facts) -> Cause | None:
         "inputs need four dimensions, (rows, heads, tokens, features): with three, it stores the "
         "scores as well."
     )
-    return Cause("Attention stores its scores", nbytes, evidence, remedy, lines_of(scores))
-
-
-def evaluation_batch(facts: Facts) -> Cause | None:
-    """A forward without gradients is the peak by itself, and nothing grows."""
-    if facts.peak.moment != EVALUATION:
-        return None
-    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
-    largest = max(passes, key=lambda p: p.peak, default=None)
-    if largest is None or largest.peak < facts.peak.total:
-        return None
-    nbytes = largest.peak - largest.live_before
-    if nbytes < WORTH * facts.peak.total:
-        return None
-    evidence = (
-        f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
-        f"{format_bytes(largest.live_before)} that were live before it."
-    )
-    remedy = (
-        "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
-        "training's own batch does not change this."
-    )
-    return Cause(
-        "An evaluation is the peak", nbytes, evidence, remedy, lines_of_forwards([largest])
-    )
+    name = "Attention stores its scores"
+    return Cause(name, nbytes, evidence, remedy, lines_of(scores), scores)
 
 
 def expanded_tensors(facts: Facts) -> Cause | None:
@@ -114,11 +122,10 @@ def expanded_tensors(facts: Facts) -> Cause | None:
         filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
         if holder.expanded or (filled_now and holder.category in ("activations", "other")):
             expanded.append(holder)
-    sizes = {(holder.shape, holder.dtype) for holder in expanded}
-    shapes = {shape for shape, _ in sizes}
     holders = []
     for holder in facts.at_peak:
-        if holder.shape in shapes and holder.category in ("activations", "temporaries", "other"):
+        can_be = holder.category in ("activations", "temporaries", "other")
+        if can_be and any(_is_of_kind(holder, example) for example in expanded):
             holders.append(holder)
     nbytes = total(holders)
     if nbytes < DOMINATES * facts.peak.total:
@@ -130,13 +137,40 @@ def expanded_tensors(facts: Facts) -> Cause | None:
     )
     remedy = (
         "do not make it as a whole: compute it for a few rows at a time, and reduce each piece at "
-        "once (in training, each under torch.utils.checkpoint.checkpoint). Often an operation does "
-        "it without the large tensor: torch.cdist for distances, F.cross_entropy with class numbers"
-        " for one-hot targets, is_causal=True or a mask of (1, 1, tokens, tokens) for attention."
+        "once (in training, each under torch.utils.checkpoint.checkpoint). "
     )
-    return Cause(
-        "One kind of tensor is the largest part", nbytes, evidence, remedy, lines_of(expanded)
-    )
+    remedy += _without_the_large_tensor(expanded)
+    name = "One kind of tensor is the largest part"
+    return Cause(name, nbytes, evidence, remedy, lines_of(expanded), holders)
+
+
+def _is_of_kind(holder: Holder, expanded: Holder) -> bool:
+    """Whether it has the shape of an expanded tensor, or at least as many bytes for its rows."""
+    if holder.shape == expanded.shape:
+        return True
+    of_same_rows = numel(holder.shape[:-1]) == numel(expanded.shape[:-1])
+    is_followed = expanded.expanded and len(expanded.shape) > 2  # zeros may be of any size
+    return is_followed and of_same_rows and holder.nbytes >= expanded.nbytes
+
+
+def _without_the_large_tensor(expanded: list[Holder]) -> str:
+    """What computes the same without it, for the operations that have made it."""
+    advice = []
+    for operations, sentence in INSTEAD:
+        if any(name in holder.op for holder in expanded for name in operations):
+            advice.append(sentence)
+    if any(_looks_like_a_mistake(holder) for holder in expanded):
+        advice.append(
+            "If one number for each row was meant, two shapes did not fit, such as (rows, 1) and "
+            "(rows,): give both the same one with targets.view_as(outputs)."
+        )
+    return " ".join(advice or [IN_GENERAL])
+
+
+def _looks_like_a_mistake(holder: Holder) -> bool:
+    """Whether two operands of n numbers each make a matrix of n × n."""
+    elementwise = any(name in holder.op for name in ("aten.sub", "aten.add", "aten.mul", "aten.eq"))
+    return elementwise and len(holder.shape) == 2 and holder.shape[0] == holder.shape[1]
 
 
 def dense_embedding_gradient(facts: Facts) -> Cause | None:
@@ -159,55 +193,5 @@ def dense_embedding_gradient(facts: Facts) -> Cause | None:
         "nn.Embedding(..., sparse=True) makes a gradient with the batch's rows only. It needs "
         "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares."
     )
-    return Cause("The gradient of an embedding is the largest part", nbytes, evidence, remedy)
-
-
-def one_tensor(facts: Facts) -> Cause | None:
-    """A tensor that no layer has made, and that is most of the peak by itself."""
-    largest = max(facts.at_peak, key=lambda holder: holder.nbytes, default=None)
-    if largest is None or largest.category != "other" or largest.nbytes < MOST * facts.peak.total:
-        return None
-    evidence = f"{format_bytes(largest.nbytes)} at the peak are one tensor: {in_words(largest)}."
-    remedy = (
-        "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
-        "keep it off the card and move the rows that a step needs. If it is the batch, take a "
-        "smaller one."
-    )
-    return Cause(
-        "One tensor is most of the peak", largest.nbytes, evidence, remedy, lines_of([largest])
-    )
-
-
-def one_large_step(facts: Facts) -> Cause | None:
-    """One step that needs much more than the others: its batch has longer rows."""
-    if (
-        facts.rows is None
-        or facts.rows.shape[1] <= STEP
-        or facts.peak.moment not in OF_A_TRAINING_STEP
-    ):
-        return None
-    steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
-    peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
-    if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
-        return None
-    usual = int(statistics.median(peaks))
-    nbytes = facts.peak.total - usual
-    unused = 0  # bytes of graphs that no backward has been through: no batch makes these
-    for done in facts.forwards:
-        if not done.used and (facts.ended or done.step < facts.peak.step):
-            unused += done.kept_at_peak
-    if facts.peak.total < OUTLIER * usual or unused > WORTH * facts.peak.total:
-        return None
-    inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
-    of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
-    evidence = (
-        f"step {facts.peak.step + 1} needs {format_bytes(facts.peak.total)}{of_shape}; half of the "
-        f"{len(peaks)} steps need no more than {format_bytes(usual)}."
-    )
-    remedy = (
-        "limit the length of a row (truncation=True, max_length=...), or make batches with a limit "
-        "of tokens instead of rows, so that long rows come in small batches."
-    )
-    forwards = [done for done in facts.of_models if done.step == facts.peak.step]
-    lines = lines_of_forwards(forwards)
-    return Cause("One step needs much more than the others", nbytes, evidence, remedy, lines)
+    name = "The gradient of an embedding is the largest part"
+    return Cause(name, nbytes, evidence, remedy, holders=gradients)

@@ -36,7 +36,14 @@ def loaded_copy(facts: Facts) -> Cause | None:
 
 def copy_made_here(facts: Facts) -> Cause | None:
     """A deepcopy, a clone of the state dict, an EMA's store(), a merge."""
-    copies = [c for c in _copies(facts) if c[0].step >= 0 and not facts.of_another_model(c[0])]
+    copies = []
+    for copy in _copies(facts):
+        first = copy[0]
+        # random numbers of the same shapes, for one step, are no copy
+        is_copied = first.computed_from == "parameters" or _is_copy_of_a_storage(first)
+        is_kept = is_copied or facts.time_of(first) < facts.peak_time
+        if first.step >= 0 and is_kept and not facts.of_another_model(first):
+            copies.append(copy)
     remedy = (
         "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written "
         "or restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all "
@@ -66,33 +73,8 @@ def second_model(facts: Facts) -> Cause | None:
         "compute the second model's outputs once before the training, and free it; or load it in a "
         "narrower dtype (dtype=torch.bfloat16), which halves float32 weights."
     )
-    return Cause("A second model is in memory", nbytes, evidence, remedy, lines_of(holders))
-
-
-def copied_gradients(facts: Facts) -> Cause | None:
-    """Copies of the gradients, and what else was computed from gradients alone."""
-    copies, originals = [], []
-    for holder in facts.at_peak:
-        if holder.computed_from == "gradients" and holder.category in ("gradients", "other"):
-            copies.append(holder)
-        elif holder.category == "gradients":
-            originals.append(holder)
-    # Either the copies can go, or the gradients that they were made from: the smaller part counts.
-    nbytes = min(total(copies), total(originals))
-    if nbytes < WORTH * facts.peak.total:
-        return None
-    evidence = (
-        f"{format_bytes(total(copies))} at the peak were computed from gradients alone, as a copy "
-        f"or in another dtype, beside {format_bytes(total(originals))} of gradients."
-    )
-    remedy = (
-        "take one gradient after another instead of all at once: p.grad.norm() of each for a norm "
-        "(torch.nn.utils.clip_grad_norm_ does that), one running sum for the gradients of several "
-        "tasks, and p.grad = None as soon as a copy in another dtype has taken its place."
-    )
-    return Cause(
-        "The gradients are there more than once", nbytes, evidence, remedy, lines_of(copies)
-    )
+    name = "A second model is in memory"
+    return Cause(name, nbytes, evidence, remedy, lines_of(holders), holders)
 
 
 def first_optimizer_step(facts: Facts) -> Cause | None:
@@ -116,7 +98,8 @@ def first_optimizer_step(facts: Facts) -> Cause | None:
         "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains"
         " fewer parameters. A smaller batch and checkpointing do not change this."
     )
-    return Cause("The first optimizer step makes its states", nbytes, evidence, remedy)
+    name = "The first optimizer step makes its states"
+    return Cause(name, nbytes, evidence, remedy, holders=states)
 
 
 def is_state(holder: Holder, facts: Facts) -> bool:
@@ -178,7 +161,7 @@ def double_tensors(facts: Facts) -> Cause | None:
     # Lines of data come first: float64 most often begins there.
     data = [holder for holder in double if holder.category == "other"]
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
-    return Cause("Tensors are in float64", nbytes, evidence, remedy, lines)
+    return Cause("Tensors are in float64", nbytes, evidence, remedy, lines, double)
 
 
 def _copies(facts: Facts) -> list[list[Holder]]:
@@ -215,9 +198,8 @@ def _copied(copies: list[list[Holder]], facts: Facts, words: str, remedy: str) -
         return None
     how_many = "a second copy" if len(copies) == 1 else f"{len(copies)} more copies"
     evidence = f"{format_bytes(nbytes)} at the peak are {how_many} of the model's weights, {words}."
-    return Cause(
-        "The weights are there more than once", nbytes, evidence, remedy, lines_of(holders)
-    )
+    name = "The weights are there more than once"
+    return Cause(name, nbytes, evidence, remedy, lines_of(holders), holders)
 
 
 def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holder]:
@@ -228,16 +210,24 @@ def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holde
     structure = facts.structure
     missing = Counter(structure.shapes.values())
     everything = sum(numel(shape) * n for shape, n in missing.items())
-    of_size = {}  # shapes by bytes, for copies of whole storages, whose shape is not known
+    # shapes by bytes, for copies of whole storages, whose shape is not known
+    of_size = defaultdict[int, set[tuple[int, ...]]](set)
     for name, shape in structure.shapes.items():
-        of_size[numel(shape) * structure.dtypes[name].itemsize] = shape
+        of_size[numel(shape) * structure.dtypes[name].itemsize].add(shape)
     found, numbers = [], 0
     for holder in holders:
         shape = holder.shape
-        if holder.dtype is torch.uint8 and shape == (holder.nbytes,):
-            shape = of_size.get(holder.nbytes, shape)
+        if _is_copy_of_a_storage(holder):
+            for possible in of_size[holder.nbytes]:
+                if missing[possible] > 0:
+                    shape = possible
         if missing[shape] > 0:
             missing[shape] -= 1
             numbers += numel(shape)
             found.append(holder)
     return found if numbers >= ALMOST_ALL * everything else []
+
+
+def _is_copy_of_a_storage(holder: Holder) -> bool:
+    """Whether it is a storage that deepcopy, or torch.save, has copied byte by byte."""
+    return holder.dtype is torch.uint8 and holder.shape == (holder.nbytes,)

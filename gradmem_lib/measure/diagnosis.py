@@ -16,7 +16,7 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .cause import WORTH, Cause
+from .cause import LINES, WORTH, Cause, in_words
 from .causes import find_causes
 from .causes_of_weights import is_state
 from .facts import Facts, total
@@ -158,9 +158,21 @@ class Diagnosis:
             lines += [
                 f"  {name:<{width}}  {format_bytes(self.lowest[name])}" for name in self.helps
             ]
+        if not self.causes and not self.helps:
+            lines += self._largest_lines()
         if self.cannot_help:
             lines.append(f"What cannot: {'; '.join(self.cannot_help)}.")
         return "\n".join(lines)
+
+    def _largest_lines(self) -> list[str]:
+        """The largest storages at the peak, where nothing else can be said."""
+        lines = ["No cause was found. The largest tensors at the peak:"]
+        for holder in self.facts.at_peak[:LINES]:
+            line = f", at {holder.line}" if holder.line else ""
+            owner = f" of {holder.module}" if holder.module else ""
+            size = format_bytes(holder.nbytes)
+            lines.append(f"  {size} {holder.category}{owner}: {in_words(holder)}{line}")
+        return lines
 
     __repr__ = __str__
 

@@ -52,6 +52,11 @@ class Facts:
         return self.holders or ()
 
     @property
+    def activations(self) -> list[Holder]:
+        """Those of the peak."""
+        return [holder for holder in self.at_peak if holder.category == "activations"]
+
+    @property
     def outside_of_training(self) -> bool:
         """Whether the peak is known to be outside of a training step."""
         return self.peak.moment in (BETWEEN_STEPS, EVALUATION)
@@ -111,12 +116,15 @@ class Facts:
         return holder.op == FIRST_READ_PARAMETER or holder.module in self.untrained
 
     def is_logits(self, holder: Holder) -> bool:
-        """Whether it has a number for each output of a matrix that comes after the layers.
+        """Whether it has a number for each output of a matrix that comes after the layers, or for
+        each row of a table.
 
         Logits, their copies in another dtype, and their gradients are such tensors.
         """
         if self.structure is None or len(holder.shape) < 2:
             return False
+        if holder.shape[-1] == holder.shape[-2]:
+            return False  # scores of all pairs, of as many tokens as a table has positions
         if holder.category not in ("activations", "temporaries"):
             return False
         as_a_parameter = holder.shape in self.structure.shapes.values()

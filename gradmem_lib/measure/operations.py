@@ -241,7 +241,8 @@ class OperationMeter:
         if is_large and self._expands(entry.nbytes, args):
             entry.expanded = True
         if entry.moment == BETWEEN_STEPS:
-            entry.source = self._category_of_reads(args)
+            if not compat.reads_only_a_shape(entry.op):
+                entry.source = self._category_of_reads(args)
         elif entry.op is compat.multiply or entry.op is compat.divide:
             # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.
             by_a_number = not isinstance(args[1], torch.Tensor)
@@ -250,8 +251,10 @@ class OperationMeter:
 
     def _expands(self, nbytes: int, args: tuple) -> bool:
         """Whether an operation without weights has made ``nbytes`` from much less."""
-        if self.stack and next(self.stack[-1].parameters(recurse=False), None) is not None:
-            return False  # a layer, whose weights may be read in another dtype
+        reads_several = len(list(tensors_in(args))) > 1
+        in_a_layer = self.stack and next(self.stack[-1].parameters(recurse=False), None) is not None
+        if reads_several and in_a_layer:
+            return False  # one of them may be the layer's weight in another dtype
         read = 0
         for tensor in tensors_in(args):
             for storage in storages_of(tensor):

@@ -33,7 +33,8 @@ class Structure:
     """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
     checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the
     names of the parameters that need a gradient. ``outputs``: how many features come out of the
-    matrices at the model's end, such as the number of tokens that it knows.
+    matrices at the model's end, such as the number of tokens that it knows, or how many rows a
+    table of embeddings has, for scores of all of them.
     """
 
     layers: frozenset[str]
@@ -103,7 +104,16 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
     taken_by_another = set[int]()
     for n_in in taken:
         taken_by_another |= {n_in, 2 * n_in, 3 * n_in}
-    return frozenset(widening - taken_by_another)
+    return frozenset((widening | _rows_of_tables(model)) - taken_by_another)
+
+
+def _rows_of_tables(model: nn.Module) -> set[int]:
+    """How many rows the tables have whose rows are shorter than that: users, items, tokens."""
+    rows = set[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim:
+            rows.add(module.num_embeddings)
+    return rows
 
 
 def _matrices(model: nn.Module) -> dict[str, list[Shape]]:

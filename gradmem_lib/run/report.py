@@ -112,7 +112,8 @@ class Report:
         if causes:
             first = causes[0]
             size = format_bytes(first.nbytes)
-            return f'Next: take away the first cause ("{first.name}"), {size} of the peak.'
+            words = f'Next: take away the first cause ("{first.name}"), {size} of the peak.'
+            return f"{words} {first.limit}".rstrip()
         if helps:
             at_best = format_bytes(self.diagnosis.lowest[helps[0]])
             return f"Next: {helps[0]}, which can lower the peak to {at_best} at best."
@@ -173,7 +174,7 @@ class Report:
             lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
             parts.append(
                 f"<h3>{escape(cause.name)}</h3><p>{_sentence(cause.evidence)}</p><ul>{lines}</ul>"
-                f"<p><b>Remedy:</b> {_sentence(cause.remedy)}</p>"
+                f"<p><b>Remedy:</b> {_sentence(cause.remedy)} {escape(cause.limit)}</p>"
             )
         return "\n".join(parts)
 

@@ -11,17 +11,24 @@ import torch
 from support import oom_programs as programs
 from support import oom_programs_around as around
 from support import oom_programs_of_loops as loops
+from support import oom_programs_of_tensors as tensors
+from support import oom_programs_reported as reported
+from support import programs_layers, programs_loops, programs_methods
+from support.programs import PROGRAMS
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
-from gradmem_lib.measure.causes import CAUSES
+from gradmem_lib.measure.causes import CAUSES, LAST_RESORTS, peak_without
 from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, TECHNIQUES
+from gradmem_lib.units import format_bytes
+
+assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
 
 GROWS = "Bytes grow from step to step"
 COLLECTED = "An evaluation collects its results"
 UNUSED = "A forward's graph is never used"
 ADDED_UP = "Losses are added up before one backward"
-METRIC = "A sum for the log keeps its graphs"
+STAY = "Forwards stay in memory after their own backward"
 COPIED = "The weights are there more than once"
 SECOND = "A second model is in memory"
 FIRST_STEP = "The first optimizer step makes its states"
@@ -44,6 +51,9 @@ CHAIN = "One backward goes through a chain of forwards"
 TWICE = "Gradients keep graphs of their own"
 LEFT = "Tensors of the step before are still there"
 ONE_TENSOR = "One tensor is most of the peak"
+OF_ROWS = "A gradient for each row is in memory"
+ONE_LINE = "One line makes most of the peak"
+WAIT = "Gradients wait during the next forward"
 
 HAVE = {
     programs.losses_in_a_list: GROWS,
@@ -99,8 +109,8 @@ HAVE = {
     around.adversaries: KEPT,
     around.two_losses_one_graph: KEPT,
     around.tasks_added_up: ADDED_UP,
-    around.entropy_added_up: METRIC,
-    around.norms_added_up: METRIC,
+    around.entropy_added_up: STAY,
+    around.norms_added_up: STAY,
     around.perceptual_loss: FOR_NOBODY,
     around.teacher_without_detach: FOR_NOBODY,
     around.head_alone_in_the_optimizer: FOR_NOBODY,
@@ -136,6 +146,47 @@ HAVE = {
     loops.vocabulary_beside_a_reference: LOGITS,
     loops.dense_neighbours: ONE_TENSOR,
     loops.attention_of_three_dimensions: SCORES,
+    reported.penalties_for_the_log: GROWS,
+    reported.log_probabilities_of_all_episodes: GROWS,
+    reported.running_average_of_a_metric: GROWS,
+    reported.gradients_by_a_hook: GROWS,
+    reported.pool_of_images: GROWS,
+    reported.history_of_lbfgs: GROWS,
+    reported.predictions_joined_in_each_step: GROWS,
+    tensors.jacobian_of_a_batch: GROWS,
+    reported.guided_sampling: GROWS,
+    reported.queue_of_keys: UNUSED,
+    reported.windows_through_time: STAY,
+    reported.outputs_of_micro_batches: STAY,
+    reported.slow_weights: COPIED,
+    reported.checkpoint_that_is_written: COPIED,
+    reported.snapshots_for_an_average: COPIED,
+    reported.merged_adapters: COPIED,
+    reported.states_of_a_checkpoint: COPIED,
+    reported.states_of_a_checkpoint_in_float32: COPIED,
+    reported.gradients_until_the_backward: WAIT,
+    reported.gradients_of_each_row: OF_ROWS,
+    tensors.targets_of_another_shape: EXPANDED,
+    tensors.one_hot_masks: EXPANDED,
+    tensors.upsampled_scores: EXPANDED,
+    tensors.keys_for_each_head: EXPANDED,
+    tensors.patches_of_images: EXPANDED,
+    tensors.messages_of_edges: EXPANDED,
+    tensors.joint_of_a_transducer: EXPANDED,
+    tensors.overlaps_of_boxes: EXPANDED,
+    tensors.distances_to_codes: EXPANDED,
+    tensors.nearest_neighbours: EXPANDED,
+    tensors.volume_of_windows: EXPANDED,
+    tensors.larger_validation: EVALUATION,
+    tensors.beams: GENERATION,
+    tensors.pseudo_labels: DATA,
+    tensors.scores_of_all_items: LOGITS,
+    tensors.masks_of_the_collate: ONE_LINE,
+    tensors.one_large_image: ONE_STEP,
+    reported.maps_for_pictures: GROWS,
+    reported.averages_in_new_tensors: COPIED,
+    tensors.samples_along_rays: EXPANDED,
+    reported.epochs_over_features: KEPT,
 }
 DO_NOT_HAVE = [
     (programs.numbers_in_a_list, GROWS),
@@ -149,8 +200,8 @@ DO_NOT_HAVE = [
     (programs.frozen_second_forward, UNUSED),
     (programs.losses_added_up, UNUSED),
     (programs.recurrent_cell, ADDED_UP),
-    (programs.recurrent_cell, METRIC),
-    (programs.losses_added_up, METRIC),
+    (programs.recurrent_cell, STAY),
+    (programs.losses_added_up, STAY),
     (around.entropy_added_up, ADDED_UP),
     (around.entropy_added_up, KEPT),
     (programs.two_views, ADDED_UP),
@@ -205,12 +256,26 @@ DO_NOT_HAVE = [
     (loops.segmented_images, SCORES),
     (loops.segmented_images, KEPT),
     (loops.outputs_of_a_decoder, ADDED_UP),
+    (reported.features_of_a_hook, LEFT),
+    (reported.features_of_a_hook, STAY),
+    (reported.states_of_a_checkpoint_before, COPIED),
+    (reported.gradients_of_each_row, TWICE),
+    (reported.curvature, COPIED),
+    (reported.noise_of_the_weights_shapes, COPIED),
+    (tensors.sines_in_a_list, DATA),
+    (reported.best_weights_by_reference, COPIED),
+    (reported.best_weights_by_reference, GROWS),
+    (tensors.attention_with_a_table_of_positions, LOGITS),
+    (around.gradient_penalty, OF_ROWS),
+    (loops.inner_steps, OF_ROWS),
+    (around.gradients_that_stay, WAIT),
+    (around.tasks_added_up, WAIT),
 ]
 # A smaller evaluation or generation, or a narrower second model, may still be the largest part.
-REMAIN = (EVALUATION, GENERATION, SECOND, GRADIENTS)
+REMAIN = (EVALUATION, GENERATION, SECOND, GRADIENTS, OF_ROWS)
 # The remedy of these takes away all that was said. What may come in its place is one forward's
 # output, or gradients that wait for the optimizer.
-TAKE_ALL = (GROWS, COPIED, ADDED_UP, METRIC, COLLECTED, GRADIENTS, DOUBLE, CHAIN, STAYS)
+TAKE_ALL = (GROWS, COPIED, ADDED_UP, STAY, COLLECTED, GRADIENTS, DOUBLE, CHAIN, STAYS, WAIT)
 SLACK = 0.1
 
 
@@ -230,7 +295,7 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
     if program is not programs.reentrant_on_frozen_inputs:  # its layers learn nothing before
         assert after.peak.total < before.peak.total
     if cause.name in TAKE_ALL:
-        said = before.peak.total - cause.nbytes
+        said, _ = peak_without(cause, before.facts)
         assert after.peak.total <= said + SLACK * before.peak.total
     text = str(before)
     assert text.index(cause.evidence) < text.index("What ")
@@ -242,6 +307,31 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
 )
 def test_a_program_that_only_looks_like_it_is_not_accused(program, cause):
     assert cause not in [found.name for found in diagnose(program()).causes]
+
+
+# The other programs of ``PROGRAMS`` are told nothing but the first step's states.
+OF_ORDINARY_STEPS = {
+    "lstm_cell_through_time": {CHAIN},
+    "weight_tying": {LOGITS},
+    "gradients_a_sample": {OF_ROWS},
+    "frozen_base_with_lora": {WIDE},
+    "distillation": {WIDE, EVALUATION},
+    "reptile": {COPIED},
+    "proximal_policy": {EVALUATION},
+    "q_learning_with_a_replay": {DATA},
+    "two_heads_backward_twice": {LEFT},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_steps_that_people_write_are_not_accused_of_what_they_do_not_do(program):
+    torch.manual_seed(0)
+    model, optimizers, step = PROGRAMS[program]()
+    with MemoryTracker(model, optimizers, live=False) as tracker:
+        for _ in range(3):
+            step()
+    found = {cause.name for cause in diagnose(tracker).causes}
+    assert found - {FIRST_STEP} == OF_ORDINARY_STEPS.get(program, set())
 
 
 IN_THE_MIDDLE = [
@@ -390,8 +480,52 @@ def test_an_error_says_the_causes_too():
 
 
 def test_every_cause_has_a_program():
-    # copies are found in three ways, and growth in two; the last one speaks where no other does
-    assert len(CAUSES) + 1 == len(set(HAVE.values())) + 3
+    # copies are found in three ways, and growth in two
+    assert len(CAUSES) + len(LAST_RESORTS) == len(set(HAVE.values())) + 3
+
+
+ADVICE = [
+    (reported.history_of_lbfgs, "history_size"),
+    (tensors.jacobian_of_a_batch, "one row after another"),
+    (reported.windows_through_time, "hidden.detach()"),
+    (reported.outputs_of_micro_batches, "argmax(-1)"),
+    (around.entropy_added_up, ".item()"),
+    (tensors.targets_of_another_shape, "view_as"),
+    (tensors.patches_of_images, "F.conv2d"),
+    (tensors.messages_of_edges, "torch.sparse.mm"),
+    (tensors.upsampled_scores, "smaller size"),
+    (tensors.one_hot_masks, "gather"),
+    (tensors.volume_of_windows, "device='cpu'"),
+    (reported.gradients_until_the_backward, "right after optimizer.step()"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), ADVICE, ids=[name(p) for p, _ in ADVICE])
+def test_the_remedy_is_the_one_of_this_program(program, words):
+    """The argument or the call that the program's ``remedied`` uses."""
+    assert words in diagnose(program()).causes[0].remedy
+
+
+def test_another_moment_that_becomes_the_peak_is_said():
+    before = diagnose(reported.predictions_joined_in_each_step())
+    cause = before.causes[0]
+    after = diagnose(reported.predictions_joined_in_each_step(remedied=True)).peak
+    assert before.peak.total - cause.nbytes < after.total / 2  # the cause alone would say too much
+    assert peak_without(cause, before.facts) == (after.total, after.moment)
+    size = format_bytes(after.total)
+    assert f"Without these bytes the peak is {size} at best, in backward." in str(before)
+
+
+def test_gradients_that_a_backward_makes_again_are_not_promised():
+    before = diagnose(reported.gradients_until_the_backward(squares=10))
+    after = reported.gradients_until_the_backward(remedied=True, squares=10)
+    found = {cause.name: cause for cause in before.causes}[WAIT]
+    gradients = before.peak.by_category["gradients"]
+    assert found.nbytes == before.peak.total - after.peak.total < gradients
+
+
+def test_where_no_other_moment_becomes_the_peak_nothing_is_said_of_one():
+    assert not diagnose(programs.losses_in_a_list()).causes[0].limit
 
 
 def test_a_state_that_goes_on_with_its_graph_is_detached():

@@ -156,7 +156,10 @@ CAUSES = {
     ],
     "accumulation saves too little": [
         (programs.losses_added_up, "Losses are added up before one backward"),
-        (partial(traced, exercises_leak_03.LEAK), "A sum for the log keeps its graphs"),
+        (
+            partial(traced, exercises_leak_03.LEAK),
+            "Forwards stay in memory after their own backward",
+        ),
     ],
     "it fails in the first step": [
         (programs.first_step, "The first optimizer step makes its states")

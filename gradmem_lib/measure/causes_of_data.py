@@ -1,0 +1,142 @@
+"""Causes: data that waits, tensors that a script makes outside of its layers, one large batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+
+from ..names import CATEGORIES
+from ..units import format_bytes
+from .cause import (
+    DOMINATES,
+    FILLED,
+    LINES,
+    MANY,
+    WORTH,
+    Cause,
+    in_words,
+    lines_of,
+    lines_of_forwards,
+)
+from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
+from .timeline import BY, STEP, TOTAL, Holder
+
+OUTLIER = 2  # times the median of all steps
+STEPS_TO_COMPARE = 4
+MOST = 0.5  # of the peak: half of it
+
+
+def waiting_data(facts: Facts) -> Cause | None:
+    """A data set, a replay buffer or a row of batches on the device."""
+    kinds = defaultdict[tuple, list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.category == "other" and holder.op and not facts.of_another_model(holder):
+            kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
+    waiting: list[Holder] = []
+    for kind in kinds.values():
+        is_taken_from = kind[0].op == READ_IN_PARTS
+        times = {facts.time_of(holder) for holder in kind}
+        wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
+        filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
+        if wait and not _is_there_all_through_the_step(kind, facts):
+            continue  # pieces that a loss has joined
+        if is_taken_from or wait or filled_long_ago:
+            waiting += kind
+    nbytes = total(waiting)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in waiting))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(waiting)} tensors from which batches are "
+        f"taken, or which wait to be used: {'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "keep the data set (or the replay buffer, or the prefetched batches) off the card, and move"
+        " one batch at a time: data[indices].to(device)."
+    )
+    name = "Data waits on the device"
+    return Cause(name, nbytes, evidence, remedy, lines_of(waiting), waiting)
+
+
+def _is_there_all_through_the_step(kind: list[Holder], facts: Facts) -> bool:
+    """Whether there were as many bytes of data in all of the peak's step, as far as it is known."""
+    if facts.rows is None or facts.rows.shape[1] <= STEP:
+        return True
+    of_step = facts.rows[facts.rows[:, STEP] == facts.peak.step]
+    data = of_step[:, BY][:, CATEGORIES.index("other")]
+    return int(data.min(initial=total(kind))) >= total(kind) // 2
+
+
+def one_tensor(facts: Facts) -> Cause | None:
+    """A tensor that no layer has made, and that is most of the peak by itself."""
+    largest = max(facts.at_peak, key=lambda holder: holder.nbytes, default=None)
+    if largest is None or largest.category != "other" or largest.nbytes < MOST * facts.peak.total:
+        return None
+    evidence = f"{format_bytes(largest.nbytes)} at the peak are one tensor: {in_words(largest)}."
+    remedy = (
+        "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
+        "keep it off the card and move the rows that a step needs. If it is the batch, take a "
+        "smaller one."
+    )
+    name = "One tensor is most of the peak"
+    return Cause(name, largest.nbytes, evidence, remedy, lines_of([largest]), [largest])
+
+
+def one_line(facts: Facts) -> Cause | None:
+    """Tensors that no layer has made, and one line has: together they are most of the peak."""
+    by_line = defaultdict[tuple[str, int], list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.category == "other" and holder.line is not None:
+            # a comprehension is a function of its own in some versions of Python
+            by_line[holder.line.file, holder.line.line].append(holder)
+    made = max(by_line.values(), key=total, default=[])
+    nbytes = total(made)
+    if not made or nbytes < MOST * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in made))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(made)} tensors of one line: "
+        f"{'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "make fewer of them at once, or store them in fewer bytes (a narrower dtype). torch.stack "
+        "and torch.cat need the pieces and the result at the same time: make the result first, and "
+        "write each piece into it (result[i] = piece). What is the same for all rows, such as a "
+        "causal mask, is needed once (is_causal=True, or a mask of one row)."
+    )
+    return Cause("One line makes most of the peak", nbytes, evidence, remedy, lines_of(made), made)
+
+
+def one_large_step(facts: Facts) -> Cause | None:
+    """One step that needs much more than the others: its batch has longer rows."""
+    if (
+        facts.rows is None
+        or facts.rows.shape[1] <= STEP
+        or facts.peak.moment not in OF_A_TRAINING_STEP
+    ):
+        return None
+    steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
+    peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
+    if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
+        return None
+    usual = int(statistics.median(peaks))
+    nbytes = facts.peak.total - usual
+    unused = 0  # bytes of graphs that no backward has been through: no batch makes these
+    for done in facts.forwards:
+        if not done.used and (facts.ended or done.step < facts.peak.step):
+            unused += done.kept_at_peak
+    if facts.peak.total < OUTLIER * usual or unused > WORTH * facts.peak.total:
+        return None
+    inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
+    of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
+    evidence = (
+        f"step {facts.peak.step + 1} needs {format_bytes(facts.peak.total)}{of_shape}; half of the "
+        f"{len(peaks)} steps need no more than {format_bytes(usual)}."
+    )
+    remedy = (
+        "limit the length of a row (truncation=True, max_length=...), or make batches with a limit "
+        "of tokens instead of rows, so that long rows come in small batches."
+    )
+    forwards = [done for done in facts.of_models if done.step == facts.peak.step]
+    lines = lines_of_forwards(forwards)
+    return Cause("One step needs much more than the others", nbytes, evidence, remedy, lines)

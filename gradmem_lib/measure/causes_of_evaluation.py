@@ -1,0 +1,186 @@
+"""Causes: forwards without gradients: what an evaluation collects, what a generation keeps."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from ..units import format_bytes
+from .cause import (
+    DOMINATES,
+    LINES,
+    MANY,
+    WORTH,
+    Cause,
+    belongs_to_training,
+    in_words,
+    lines_of,
+    lines_of_forwards,
+)
+from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
+from .timeline import ForwardPass, Holder
+
+FORWARDS_IN_A_ROW = 3
+
+
+def evaluation_results(facts: Facts) -> Cause | None:
+    """Results that an evaluation collects on the device."""
+    passes, collected, cache = _kept_by_evaluation(facts)
+    if not passes or total(cache) > total(collected):
+        return None
+    nbytes, each = total(collected), _growth(passes) // (len(passes) - 2)
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are results that forwards without gradients have made,"
+        f" about {format_bytes(each)} more after each forward."
+    )
+    remedy = (
+        "move each result off the card, or keep less of it: outputs.cpu() or outputs.argmax(-1) in "
+        "your own loop. In a Trainer: preprocess_logits_for_metrics=lambda logits, labels: "
+        "logits.argmax(-1), or TrainingArguments(eval_accumulation_steps=1), or "
+        "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
+    )
+    name = "An evaluation collects its results"
+    in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
+    growing = collected if in_a_list else []
+    return Cause(name, nbytes, evidence, remedy, lines_of(collected), collected, growing)
+
+
+def results_in_training(facts: Facts) -> Cause | None:
+    """Results of forwards without gradients that are still there in the training's own peak."""
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP):
+        return None
+    kinds = defaultdict[tuple, list[Holder]](list)
+    for holder in facts.at_peak:
+        if holder.made_in == EVALUATION and holder.category == "temporaries":
+            kinds[_kind(holder)].append(holder)
+    left, nbytes = [], 0
+    for kind in kinds.values():
+        left += kind
+        nbytes += total(kind)
+        if len(kind) >= MANY:
+            nbytes -= kind[0].nbytes  # the last one may be in use, and all are equally large
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    words = list(dict.fromkeys(in_words(holder) for holder in left))
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are {len(left)} results of forwards without gradients:"
+        f" {'; '.join(words[:LINES])}."
+    )
+    remedy = (
+        "keep less of each: outputs.argmax(-1), or of log-probabilities those of the chosen tokens "
+        "alone; and `del` the rest before the training goes on. What a loss needs later can wait "
+        "off the card (outputs.cpu()), or be computed for one micro-batch at a time."
+    )
+    return Cause(
+        "Results of an evaluation stay during the training",
+        nbytes,
+        evidence,
+        remedy,
+        lines_of(left),
+        left,
+    )
+
+
+def generation_cache(facts: Facts) -> Cause | None:
+    """Keys and values that a generation keeps for each token."""
+    passes, collected, cache = _kept_by_evaluation(facts)
+    if not passes or total(cache) <= total(collected):
+        return None
+    nbytes = total(cache)
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were made in the layers, by forwards without "
+        "gradients, and they grow with each forward."
+    )
+    remedy = (
+        "generate for fewer rows at a time, or fewer tokens (max_new_tokens): the bytes are "
+        "proportional to both."
+    )
+    lines = lines_of_forwards(passes[-1:])
+    return Cause("Generation keeps keys and values", nbytes, evidence, remedy, lines, cache)
+
+
+def evaluation_batch(facts: Facts) -> Cause | None:
+    """A forward without gradients is the peak by itself, and nothing grows."""
+    if facts.peak.moment != EVALUATION:
+        return None
+    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
+    largest = max(passes, key=lambda p: p.peak, default=None)
+    if largest is None or largest.peak < facts.peak.total:
+        return None
+    nbytes = largest.peak - largest.live_before
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
+        f"{format_bytes(largest.live_before)} that were live before it."
+    )
+    remedy = (
+        "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
+        "training's own batch does not change this."
+    )
+    return Cause(
+        "An evaluation is the peak", nbytes, evidence, remedy, lines_of_forwards([largest])
+    )
+
+
+def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
+    """Forwards without gradients, one after another, where after each of them more was live: those
+    of the peak's step that came nearest to the peak.
+
+    Empty if the peak is not theirs.
+    """
+    if not facts.outside_of_training:
+        return []
+    passes = [p for p in facts.of_models if not p.with_grad and p.step == facts.peak.step]
+    passes = [p for p in passes if p.peak <= facts.peak.total]  # not from before a reset_peak()
+    rows: list[list[ForwardPass]] = []
+    for done in passes:
+        previous = rows[-1][-1] if rows else None
+        grows = previous is not None and done.live_before > previous.live_before
+        if previous is not None and grows and done.number == previous.number:
+            rows[-1].append(done)
+        else:
+            rows.append([done])
+    long_rows = [row for row in rows if len(row) >= FORWARDS_IN_A_ROW]
+    return max(long_rows, key=lambda row: row[-1].peak, default=[])
+
+
+def _growth(passes: list[ForwardPass]) -> int:
+    """How many bytes more were live before the last forward than before the second one.
+
+    What one forward leaves (a variable that the next one overwrites) is there from the second on.
+    """
+    return passes[-1].live_before - passes[1].live_before
+
+
+def _kept_by_evaluation(
+    facts: Facts,
+) -> tuple[list[ForwardPass], list[Holder], list[Holder]]:
+    """The forwards of an evaluation in which bytes grow, the results that it has collected, and
+    what its layers keep. The forwards are empty if they keep too little to matter.
+
+    A list of results has one of the same kind from each forward. Keys and values are replaced by
+    longer ones: there are only a few of a kind, and a module has made them.
+    """
+    passes = _growing_evaluation(facts)
+    if len(passes) < FORWARDS_IN_A_ROW or _growth(passes) < WORTH * facts.peak.total:
+        return [], [], []
+    made, of_a_kind = [], Counter[tuple]()
+    for holder in facts.at_peak:
+        if holder.step == facts.peak.step and not belongs_to_training(holder):
+            made.append(holder)
+            of_a_kind[_kind(holder)] += 1
+    collected, cache = [], []
+    for holder in made:
+        in_a_list = of_a_kind[_kind(holder)] >= FORWARDS_IN_A_ROW
+        if in_a_list or not holder.module:
+            collected.append(holder)
+        else:
+            cache.append(holder)
+    # Most of what one forward needs for itself is gone when the next one begins.
+    if _growth(passes) < max(total(collected), total(cache)) // 4:
+        return [], [], []
+    return passes, collected, cache
+
+
+def _kind(holder: Holder) -> tuple:
+    return holder.module, holder.op, holder.shape, holder.dtype

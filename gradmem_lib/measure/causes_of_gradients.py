@@ -1,0 +1,105 @@
+"""Causes: gradients that are there more than once, longer than needed, or for each row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from ..names import MOMENTS
+from ..units import format_bytes
+from .cause import ALMOST_ALL, DOMINATES, MUCH, WORTH, Cause, belongs_to_training, lines_of, numel
+from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
+from .timeline import MOMENT, TOTAL, Holder
+
+AFTER_A_FORWARD = [MOMENTS.index(IN_BACKWARD), MOMENTS.index(IN_OPTIMIZER_STEP)]
+
+
+def copied_gradients(facts: Facts) -> Cause | None:
+    """Copies of the gradients, and what else was computed from gradients alone."""
+    copies, originals = [], []
+    for holder in facts.at_peak:
+        if holder.computed_from == "gradients" and holder.category in ("gradients", "other"):
+            copies.append(holder)
+        elif holder.category == "gradients":
+            originals.append(holder)
+    # Either the copies can go, or the gradients that they were made from: the smaller part counts.
+    nbytes = min(total(copies), total(originals))
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(total(copies))} at the peak were computed from gradients alone, as a copy "
+        f"or in another dtype, beside {format_bytes(total(originals))} of gradients."
+    )
+    remedy = (
+        "take one gradient after another instead of all at once: p.grad.norm() of each for a norm "
+        "(torch.nn.utils.clip_grad_norm_ does that), one running sum for the gradients of several "
+        "tasks, and p.grad = None as soon as a copy in another dtype has taken its place."
+    )
+    name = "The gradients are there more than once"
+    return Cause(name, nbytes, evidence, remedy, lines_of(copies), copies)
+
+
+def gradients_of_rows(facts: Facts) -> Cause | None:
+    """A gradient for each row of a batch, as ``torch.func.vmap(grad(loss))`` makes them."""
+    if facts.structure is None or not facts.structure.shapes:
+        return None
+    shapes = {_without_ones(shape) for shape in facts.structure.shapes.values()}
+    of_rows = defaultdict[int, list[Holder]](list)  # by the number of rows
+    found = defaultdict[int, set[tuple[int, ...]]](set)  # shapes of parameters, for as many rows
+    for holder in facts.at_peak:
+        rows, *rest = holder.shape or (1,)
+        shape = _without_ones(tuple(rest))
+        if rows > 1 and shape in shapes and not belongs_to_training(holder):
+            of_rows[rows].append(holder)
+            found[rows].add(shape)
+    for rows, holders in of_rows.items():
+        # A bias's gradients look like any activation: the large parameters have to be there.
+        numbers = sum(map(numel, found[rows]))
+        is_the_model = numbers >= ALMOST_ALL * sum(map(numel, shapes))
+        in_backward = [holder for holder in holders if holder.made_in == IN_BACKWARD]
+        nbytes = total(holders)
+        if not is_the_model or not in_backward or nbytes < DOMINATES * facts.peak.total:
+            continue
+        evidence = (
+            f"{format_bytes(nbytes)} at the peak have the shapes of the model's parameters, {rows} "
+            "times: a gradient for each row, and what is computed from it."
+        )
+        remedy = (
+            "take the gradients of a few rows at a time, for piece in x.split(8): ..., and reduce "
+            "each at once, to its norm or to a sum of clipped gradients."
+        )
+        name = "A gradient for each row is in memory"
+        return Cause(name, nbytes, evidence, remedy, lines_of(in_backward), holders)
+    return None
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """vmap makes the gradients of (64,) as (rows, 1, 64)."""
+    return tuple(size for size in shape if size > 1)
+
+
+def gradients_of_the_step_before(facts: Facts) -> Cause | None:
+    """Gradients that the optimizer has used, beside the next step's forward."""
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS) or facts.rows is None:
+        return None
+    old = []
+    for holder in facts.at_peak:
+        # a gradient that no optimizer has is a cause of its own
+        in_use = facts.optimized is None or holder.module in facts.optimized
+        if holder.category == "gradients" and in_use and 0 <= holder.step < facts.peak.step:
+            old.append(holder)
+    # A backward makes them again: its own peak remains.
+    later = facts.rows[np.isin(facts.rows[:, MOMENT], AFTER_A_FORWARD)][:, TOTAL]
+    nbytes = min(total(old), facts.peak.total - int(later.max(initial=0)))
+    if nbytes < MUCH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(total(old))} at the peak are gradients that the optimizer has already "
+        f"used. Without them the peak would be {format_bytes(facts.peak.total - nbytes)}."
+    )
+    remedy = (
+        "call optimizer.zero_grad() right after optimizer.step(), not before the next backward, "
+        "and leave set_to_none as it is (True)."
+    )
+    return Cause("Gradients wait during the next forward", nbytes, evidence, remedy)

@@ -1,0 +1,156 @@
+"""Causes: graphs that a backward needs, but that need not be there at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+from ..units import format_bytes
+from .cause import DOMINATES, WORTH, Cause, lines_of, lines_of_forwards
+from .causes_of_gradients import gradients_of_rows
+from .causes_of_graphs import GRAPHS_AT_ONCE, finished_forwards, is_unused
+from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
+from .source_lines import SourceLine
+from .timeline import ForwardPass
+
+
+def several_graphs(facts: Facts) -> Cause | None:
+    """Losses that are added up over several forwards, and one backward for all of them."""
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
+        return None
+    passes = _alive_together(facts)
+    if len(passes) < GRAPHS_AT_ONCE:
+        return None
+    each = (passes[-1].live_before - passes[0].live_before) // (len(passes) - 1)
+    nbytes = each * (len(passes) - 1)
+    if nbytes < WORTH * facts.peak.total:
+        return None
+    if finished_forwards(facts):
+        return None  # these forwards have had their backward: no loss waits for one
+    evidence = (
+        f"the graphs of {len(passes)} forwards of one step are alive at once, about "
+        f"{format_bytes(each)} each."
+    )
+    remedy = (
+        "call backward after each forward, (loss / n).backward() for n of them, and step the "
+        "optimizer after the last: the gradients add up by themselves. (If one loss compares the "
+        "outputs of all these forwards, this is not possible.)"
+    )
+    lines = lines_of_forwards(passes[-1:])
+    name = "Losses are added up before one backward"
+    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
+
+
+def _alive_together(facts: Facts) -> list[ForwardPass]:
+    """Forwards in the peak's step whose graphs were all alive after the last one.
+
+    They are calls of one module by one line: of several such groups, the largest. A forward that
+    continues another one, as in backward through time, does not count.
+    """
+    calls = defaultdict[tuple[SourceLine | None, int], list[ForwardPass]](list)
+    for done in facts.of_models:
+        is_last = done is facts.forwards[-1]  # it may run now, with a graph that is not finished
+        if done.step != facts.peak.step or done.chained or not (done.has_graph or is_last):
+            continue
+        if is_unused(done, facts):
+            continue  # there is no loss
+        together = calls[done.line, done.number]
+        if together:
+            previous = together[-1]
+            kept = previous.live_after - previous.live_before
+            # If less than half of what the previous one has kept is there, its graph is free.
+            if done.live_before < previous.live_before + kept // 2:
+                if len(together) >= GRAPHS_AT_ONCE:
+                    continue  # the group is found
+                together.clear()
+        together.append(done)
+    found = max(calls.values(), key=len, default=[])
+    if all(done.differentiable for done in found) and not _outer_forwards(facts):
+        return []  # gradients have been taken already
+    # Without losses in between, one loss takes all outputs.
+    return found if any(_loss_between(*pair, facts) for pair in pairwise(found)) else []
+
+
+def _outer_forwards(facts: Facts) -> list[ForwardPass]:
+    """In the peak's step, the forwards whose loss is not differentiated twice.
+
+    In meta-learning, these are the forwards of the outer losses.
+    """
+    return [p for p in facts.of_models if p.step == facts.peak.step and not p.differentiable]
+
+
+def _loss_between(before: ForwardPass, after: ForwardPass, facts: Facts) -> bool:
+    """Whether bytes came or went between two forwards, other than by forwards of models.
+
+    They come if the loss is computed there. They go if the model computes the loss itself, and the
+    rest of its outputs is dropped.
+    """
+    order = facts.of_models
+    change = after.live_before - before.live_after
+    for done in order[order.index(before) + 1 : order.index(after)]:
+        change -= done.live_after - done.live_before
+    return change != 0
+
+
+def chained_forwards(facts: Facts) -> Cause | None:
+    """One module is called again and again with what it has computed, and one backward goes
+    through all of these calls.
+    """
+    if facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
+        return None
+    chains = defaultdict[int, list[ForwardPass]](list)
+    for done in facts.of_models:
+        in_this_turn = (done.step, done.turn) == (facts.peak.step, facts.peak.turn)
+        is_first = done.number not in chains
+        # Without a backward of its own, or with a second one, a checkpoint does not help.
+        needed_once = not done.differentiable and not is_unused(done, facts)
+        continues = done.chained or is_first
+        if in_this_turn and continues and needed_once and done.inside_at_peak:
+            chains[done.number].append(done)
+    chain = max(chains.values(), key=len, default=[])
+    if len(chain) <= GRAPHS_AT_ONCE:
+        return None
+    inside = [done.inside_at_peak for done in chain]
+    nbytes = sum(inside) - max(inside)  # a checkpoint computes one of them again
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    each = sum(inside) // len(chain)
+    evidence = (
+        f"{format_bytes(sum(inside))} at the peak are the graphs of {len(chain)} calls of one "
+        f"module, each of which continues the one before, about {format_bytes(each)} each."
+    )
+    remedy = (
+        "let each call keep only its inputs, and compute the rest again in backward: "
+        "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False) in place of module(x). "
+        "Or cut the chain every few calls: backward, then x = x.detach()."
+    )
+    lines = lines_of_forwards(chain)
+    name = "One backward goes through a chain of forwards"
+    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
+
+
+def graphs_of_gradients(facts: Facts) -> Cause | None:
+    """Gradients that were taken with ``create_graph=True``, and what they keep."""
+    if not any(done.differentiable for done in facts.forwards):
+        return None
+    if gradients_of_rows(facts):
+        return None  # torch.func.grad takes all gradients with a graph
+    kept = []
+    for holder in facts.at_peak:
+        if holder.category == "activations" and holder.made_in == IN_BACKWARD:
+            kept.append(holder)
+    nbytes = total(kept)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were computed with gradients, for a second derivative "
+        "(create_graph=True)."
+    )
+    remedy = (
+        "leave create_graph=True out where the gradient itself is the result, as in the last "
+        "derivative of several, or .detach() it at once: what is computed from it otherwise keeps "
+        "all of this. If a loss needs it, take it for fewer rows (a gradient penalty), or for fewer"
+        " inner steps (meta-learning, whose first-order method needs no create_graph)."
+    )
+    lines = lines_of(kept)
+    return Cause("Gradients keep graphs of their own", nbytes, evidence, remedy, lines, kept)
