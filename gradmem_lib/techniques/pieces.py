@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import compat
-from .accumulation import check_reduction, checked_pair, count_rows, split
+from .counts import check_reduction, checked_pair
 from .data_parallel import Processes, Sharded, device_of, processes_of
+from .splitting import count_rows, split
 
 CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
 ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less

@@ -22,7 +22,6 @@ from .. import compat
 from ..hf_names import IGNORED_PIXEL
 from ..measure.storages import tensors_in
 from ..names import IGNORED
-from ..techniques.accumulation import batch_norms, count_rows, split
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import (
     DRAWS_RANDOM_NUMBERS,
@@ -31,6 +30,8 @@ from ..techniques.pieces import (
     other_weights,
     rounding,
 )
+from ..techniques.shared_statistics import batch_norms
+from ..techniques.splitting import count_rows, split
 
 MOST_ROWS = 4  # of one probe: more of them show more classes
 

@@ -30,9 +30,10 @@ from ..hf_names import CHECKPOINTING_METHODS
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from ..optimizers import OPTIMIZERS
-from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.sharding import NO_PROCESS_GROUP
+from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
 from .items import LossBeforeTheWindow, Rule, find_rule
 from .items import rows as by_rows
