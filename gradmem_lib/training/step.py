@@ -13,7 +13,9 @@ from ..techniques.data_parallel import check_trained_together, device_of, proces
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
-from .items import LossBeforeTheWindow, Rule, find_rule, was_asked
+from .changed_loss import LossBeforeTheWindow
+from .item_rules import Rule
+from .items import find_rule, was_asked
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 

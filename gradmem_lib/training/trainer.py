@@ -35,8 +35,10 @@ from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.sharding import NO_PROCESS_GROUP
 from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
-from .items import LossBeforeTheWindow, Rule, find_rule
-from .items import rows as by_rows
+from .changed_loss import LossBeforeTheWindow
+from .item_rules import Rule
+from .item_rules import rows as by_rows
+from .items import find_rule
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .prepare import change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
