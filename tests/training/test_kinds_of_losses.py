@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import TrainerCallback
 
-from gradmem_lib import Recipe, accumulate_gradients, check_pieces_add_up, split, step
+from gradmem_lib import Recipe, accumulate_gradients, check_pieces_add_up, make_trainer, split, step
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 6, 5, 7
 RECIPE = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
@@ -399,3 +400,65 @@ def test_a_first_ignored_label_in_a_later_batch_is_asked_about():
     model.zero_grad()
     expected = full(model, tagged(), mean_of_means)
     assert same(stepped(model, tagged(), mean_of_means), expected)
+
+
+# The same through make_trainer: the model returns its loss, and rows come from a data set.
+
+
+class Returning(nn.Module):
+    def __init__(self, inner, loss):
+        super().__init__()
+        self.inner, self.loss = inner, loss
+
+    def forward(self, **batch):
+        return {"loss": self.loss(self.inner, batch)}
+
+
+class RowsOf(torch.utils.data.Dataset):
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __len__(self):
+        return len(self.batch["x"])
+
+    def __getitem__(self, i):
+        return {name: rows[i] for name, rows in self.batch.items()}
+
+
+class LastGradient(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **more):
+        self.found = gradient(model)
+
+
+def trained(model, batch, loss, folder):
+    """The gradient of the one step of ``make_trainer``'s trainer, from 4 micro-batches."""
+    last = LastGradient()
+    trainer = make_trainer(
+        Returning(copy.deepcopy(model), loss),
+        RECIPE,
+        batch_size=ROWS,
+        train_dataset=RowsOf(batch),
+        max_steps=1,
+        max_grad_norm=0.0,
+        output_dir=str(folder),
+        callbacks=[last],
+        live=False,
+        progress=False,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+    )
+    trainer.train()
+    return last.found
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_make_trainer_has_the_full_batchs_gradient(kind, tmp_path):
+    model, batch, loss = RIGHT[kind]
+    assert same(trained(model, batch, loss, tmp_path), full(model, batch, loss))
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_make_trainer_refuses_what_compares_rows(kind, tmp_path):
+    model, batch, loss = COMPARED[kind]
+    with pytest.raises(ValueError, match=r"is no mean over labels or rows|it is 0 for a few rows"):
+        trained(model, batch, loss, tmp_path)
