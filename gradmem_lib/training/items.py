@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from .. import compat
@@ -25,6 +26,7 @@ from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import (
     DRAWS_RANDOM_NUMBERS,
+    ROUNDING,
     as_in_evaluation,
     first_line,
     other_weights,
@@ -65,8 +67,9 @@ def find_rule(
     cannot tell, since they have no labels, or no values.
 
     It costs forwards of 1 to 4 rows without gradients, in eval mode (``groups_of_rows``), once for
-    each model and ``key``. What a loss does in training alone is not seen, nor a part of it that is
-    smaller than rounding: about 1e-6 of the loss in float32, and 1e-3 in 16 bits.
+    each model and ``key``. What a loss does in training alone is not seen, nor a difference that is
+    smaller than rounding: about 1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are
+    compared, and not gradients, so a comparison of rows that cancels in the loss is not seen.
 
     Args:
         micro_batches: what is about to be trained on; some of their rows are tried.
@@ -242,20 +245,32 @@ def _differences(
     inside = compat.inside_peft(model)
     answer = _Answer([0.0] * len(rules))
     weights = nullcontext() if processes is None else other_weights(model, processes)
+    dtypes = set()
+
+    def seen_loss(asked: nn.Module, batch: Any) -> Tensor:
+        loss = loss_of(asked, batch)
+        dtypes.add(loss.dtype)
+        return loss
+
     with as_in_evaluation(model) as autocasts, weights:
         for batch, is_first in _batches(inside, rows):
-            together, alone, error = _losses(model, batch, loss_of)
+            together, alone, error = _losses(model, batch, seen_loss)
             answer.limit = rounding(model, autocasts)
+            if dtypes & {torch.bfloat16, torch.float16}:
+                answer.limit *= 2  # the items' losses are rounded, and then their mean
             if is_first:
                 answer.finite = math.isfinite(together)
                 answer.error = error
-                repeated = [loss_and_error(model, twice(row), loss_of)[0] for row in _two(batch)]
+                repeated = []
+                for row in list(split(batch, 1))[:2]:
+                    repeated.append(loss_and_error(model, twice(row), seen_loss)[0])
                 answer.noise = _noise(alone, repeated)
             elif error:  # the model does not take such labels: they prove nothing
                 continue
             _compare(answer, inside, batch, together, alone, rules)
-        # Rows together and alone differ a little more than rows alone and twice.
-        answer.noise = min(8 * answer.noise + answer.limit / 10, answer.limit)
+    # Rows together and alone differ a little more than rows alone and twice.
+    least = min(ROUNDING, answer.limit / 10)
+    answer.noise = min(8 * answer.noise + least, answer.limit)
     return answer
 
 
@@ -265,11 +280,6 @@ def _batches(model: nn.Module, rows: _Rows) -> Iterator[tuple[Any, bool]]:
         yield group, place == 0
         for changed in fewer_labels(model, group, rows.ignored_labels):
             yield changed, False
-
-
-def _two(batch: Any) -> list[Any]:
-    """The first two rows of ``batch``."""
-    return list(split(batch, 1))[:2]
 
 
 def _noise(alone: list[float], repeated: list[float]) -> float:

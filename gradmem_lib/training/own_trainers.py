@@ -49,7 +49,7 @@ def check_accumulation(trainer: Trainer) -> None:
         limit = rounding(model, autocasts)
     if math.isclose(together, in_pieces, rel_tol=limit):
         return
-    name = type(trainer).__name__
+    name = f"{type(trainer).__name__}"
     if not math.isclose(together, again, rel_tol=limit):
         raise ValueError(
             f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"

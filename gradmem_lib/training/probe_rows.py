@@ -25,7 +25,10 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     the micro-batches cannot be cut into rows.
 
     A group has as many rows as the largest micro-batch, but at least ``FEWEST_ROWS`` if there are
-    so many, and at most ``MOST_ROWS``.
+    so many, and at most ``MOST_ROWS``. Where a micro-batch is a single row, a forward of three rows
+    takes less memory than training one, unless rows are long. With SmolLM2-135M in float32, it
+    takes 145 MiB beside the weights at 128 tokens and 579 MiB at 512, and training takes 729 and
+    945 MiB.
 
     The first group has rows with labels. Others follow where the data have something that it does
     not show: more classes, each compared with the first row; and a row without labels, which a
