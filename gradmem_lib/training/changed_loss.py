@@ -10,7 +10,8 @@ from ..techniques.data_parallel import Processes
 from ..techniques.pieces import as_in_evaluation, rounding
 from ..techniques.shared_statistics import batch_norms
 from .item_rules import unwrapped
-from .items import forget, have_values, loss_and_error
+from .items import forget, have_values
+from .probe import loss_and_error
 from .probe_rows import some_rows
 
 
