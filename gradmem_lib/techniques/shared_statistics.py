@@ -62,15 +62,15 @@ class ChangedBuffers:
             self.before[key] = (weakref.ref(buffer), version(buffer))
 
     def _buffers(self) -> dict[tuple[str, str], Tensor]:
-        """The numbers that modules in training mode keep beside their weights, by the names of the
-        module and of the buffer.
+        """The numbers that modules keep beside their weights, by the names of the module and of the
+        buffer.
         """
         if self.model is None:
             return {}
         have_a_warning = {name for name, _ in batch_norms(self.model)}
         found = {}
         for name, module in self.model.named_modules():
-            if not module.training or name in have_a_warning:
+            if name in have_a_warning:
                 continue
             for buffer_name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():

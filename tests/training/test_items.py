@@ -341,6 +341,16 @@ def test_models_in_bf16_are_not_refused(family):
     assert (found - expected).norm() <= 0.03 * expected.norm()
 
 
+def test_a_loss_that_is_itself_in_bf16_is_not_refused():
+    """Each item's loss is rounded, and then their mean: by more than half of eps."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = no_dropout(transformers.BertConfig())
+        model = tiny_model(transformers.BertForMaskedLM, config).to(torch.bfloat16)
+        found, _ = accumulated(model, ragged((120, 120, 60, 10)))
+        assert found.isfinite().all()
+
+
 # A training may start from weights that hide what a loss does.
 
 
