@@ -20,17 +20,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import (
-    DRAWS_RANDOM_NUMBERS,
-    first_line,
-)
+from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
 from .item_rules import RULES, Rule, has_labels, unwrapped
 from .probe import Answer, ProbeRows, ask, differs_from_itself
-from .probe_rows import (
-    MOST_CLASSES,
-    groups_of_rows,
-    have_ignored_labels,
-)
+from .probe_rows import MOST_CLASSES, groups_of_rows, have_ignored_labels
 
 
 class _Found(NamedTuple):

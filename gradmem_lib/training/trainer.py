@@ -13,11 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ..display import in_kernel, live_enabled
@@ -56,7 +52,9 @@ class RecipeTrainer(Trainer):
     """
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
-        self.recipe, self.memory, self._interrupt = recipe, memory, StopAfterStep()
+        self.recipe = recipe
+        self.memory = memory
+        self._interrupt = StopAfterStep()
         self._pending_micro_batches: list[Any] = []
         self._rule: Rule | None = None  # what counts as an item, once it was asked
         self._was_checked = False  # whether a window's forwards leave the loss as it was
@@ -66,6 +64,13 @@ class RecipeTrainer(Trainer):
         self._evaluated: list[tuple[float, float]] = []  # summed loss and items of each batch
         super().__init__(*given, **named)
         self.offload_hooks = offload_context(self.model, recipe)
+        self._check_devices()
+        self.add_callback(memory)
+        self.add_callback(self._interrupt)
+
+    def _check_devices(self) -> None:
+        """Refuse cards and processes that would be used otherwise than the recipe says."""
+        recipe = self.recipe
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch "
@@ -83,26 +88,35 @@ class RecipeTrainer(Trainer):
                 "chunked_loss goes around the wrapper that averages gradients over "
                 f"{self.args.world_size} processes: leave it out"
             )
-        self.add_callback(memory)
-        self.add_callback(self._interrupt)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
-            model, args = self.model if model is None else model, self.args
-            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            # only matrices
-            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []
-            own: dict[str, Any] = {}
-            if OPTIMIZERS[self.recipe.optimizer].adam_settings:
-                own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-            groups = []
-            for decays in (True, False):
-                if part := [p for name, p in trained if (name in decayed) == decays]:
-                    groups.append(
-                        {"params": part, "weight_decay": decays * args.weight_decay, **own}
-                    )
-            self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
+            groups = self._parameter_groups(self.model if model is None else model)
+            self.optimizer = make_optimizer(groups, self.recipe, self.args.learning_rate)
         return self.optimizer
+
+    def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The trained parameters: those that weight decay makes smaller, and the others."""
+        args = self.args
+        settings: dict[str, Any] = {}
+        if OPTIMIZERS[self.recipe.optimizer].adam_settings:
+            settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        names = set()
+        if args.weight_decay:
+            names = set(self.get_decay_parameter_names(model))  # of matrices
+        decayed, others = [], []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if name in names:
+                decayed.append(parameter)
+            else:
+                others.append(parameter)
+        groups = []
+        for parameters, decay in ((decayed, args.weight_decay), (others, 0.0)):
+            if parameters:
+                groups.append({"params": parameters, "weight_decay": decay, **settings})
+        return groups
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Called for each micro-batch of a step.
@@ -114,7 +128,8 @@ class RecipeTrainer(Trainer):
         self._calls += 1
         if self._calls < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        micro_batches, self._pending_micro_batches, self._calls = self._pending_micro_batches, [], 0
+        micro_batches = self._pending_micro_batches
+        self._pending_micro_batches, self._calls = [], 0
         loss_before = None
         if not self._was_checked and self._in_pieces(micro_batches):
             loss_before = LossBeforeTheWindow(
