@@ -102,7 +102,8 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, *, steps: int
 
     Ours brings a ``MemoryCallback`` of its own; the others get ``memory``.
     """
-    from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT, make_trainer
+    from gradmem_lib.training.trainer import make_trainer
+    from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT
 
     common = {"max_steps": steps, "logging_strategy": "no"}
     if way == OURS:
@@ -140,7 +141,7 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, *, steps: int
 def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, *, steps: int) -> dict:
     """One way from a fresh model to its held-out loss."""
     from gradmem_lib.course.material.smollm2_runs import Clock
-    from gradmem_lib.training.trainer import MemoryCallback
+    from gradmem_lib.training.memory_callback import MemoryCallback
 
     model, clock, own = fresh(), Clock(), MemoryCallback(live=False)
     with tempfile.TemporaryDirectory() as folder:

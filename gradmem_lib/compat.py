@@ -684,3 +684,10 @@ def fake_process_group(ranks: int, rank: int) -> Iterator[Any]:
                 table.update(saved)
             outer.group_count, sys.excepthook = count, hook
             c10d._update_default_pg(outer.default_pg)
+
+
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """``batch`` as ``trainer``'s ``compute_loss`` gets it: on its device, and as a subclass makes
+    it. transformers 5.
+    """
+    return trainer._prepare_inputs(batch)

@@ -19,11 +19,11 @@ from ..prediction.configs import example_batch, labels_of, skeleton, title_of, u
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
 from ..techniques import quantized
-from ..techniques.accumulation import count_rows
 from ..techniques.call_overrides import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
+from ..techniques.splitting import count_rows
 from ..training.adapters import has_adapters
 from ..training.items import find_rule
 from ..training.losses import (

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import compat
-from ..techniques.accumulation import count_rows
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
+from ..techniques.splitting import count_rows
 from ..training.recipe import Recipe
 from ..training.step import check_loss, loss_of
 

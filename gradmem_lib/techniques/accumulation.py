@@ -20,20 +20,20 @@ what would give a wrong gradient.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..compat import tree_leaves, tree_map_only
+from .counts import check_counts, check_reduction, check_returned, check_totals, whole
 from .data_parallel import NO_ITEMS_ERROR, Processes, processes_of
 from .gradient_sums import check_float32_gradients, float32_gradients
+from .shared_statistics import ChangedBuffers, warn_of_shared_statistics
+from .splitting import split as split  # lesson 03 imports it with accumulate_gradients
 
 Items = int | float | tuple[int | float, ...]
 
@@ -65,7 +65,8 @@ def accumulate_gradients(
     ``optimizer.zero_grad()``. The result is the full batch's gradient if each item's loss depends
     on its own row alone. It is not if rows are compared (contrastive losses: see
     ``accumulate_through_embeddings``) or share statistics: a ``BatchNorm`` in ``model`` gives a
-    warning at the second micro-batch.
+    warning at the second micro-batch, and so does a module whose forward changes its buffers, such
+    as a spectral norm.
 
     Args:
         micro_batches: any iterable, also a generator. Each is released before the next forward.
@@ -147,26 +148,31 @@ class _Window:
         self.items: list[int | float] = []  # of each mean, in this process
         self.loss_sums: list[Tensor | None] = []
         self.several = False  # whether loss_and_count returns a list of pairs
+        self.is_watched = False  # whether buffers that this forward changes are looked for
         self.correction = None
         if totals is None:
             self.correction = _Correction(processes, model)
 
     def before(self, number: int) -> None:
         """Called before each forward."""
+        # The first forward of a training also fills caches, so the second is watched.
+        self.is_watched = number == 1
         between_ranks = self.processes.divisor > 1
         if number == 1 or (number == 0 and between_ranks):
             warn_of_shared_statistics(self.model, between_ranks=number == 0, stacklevel=4)
 
     def forward(self, loss_and_count: Callable, micro: Any) -> list[tuple[Tensor, int | float]]:
         """The pairs of loss and count of a micro-batch, checked."""
+        buffers = ChangedBuffers(self.model if self.is_watched else None)
         if self.correction is None:
             returned = loss_and_count(micro)
         else:
             with self.correction.watch_modules():
                 returned = loss_and_count(micro)
+        buffers.warn(stacklevel=4)
         self.several = isinstance(returned, list)
         pairs = returned if self.several else [returned]
-        checked = [_check_returned(pair, self.mean) for pair in pairs]
+        checked = [check_returned(pair, self.mean) for pair in pairs]
         self._check_number_of_means(len(checked))
         return checked
 
@@ -200,12 +206,12 @@ class _Window:
     def end(self) -> Accumulated:
         local = [0.0 if total is None else total.item() for total in self.loss_sums]
         numbers = self.processes.sums(*self.items, *local)
-        items = tuple(_whole(number) for number in numbers[: len(self.items)])
+        items = tuple(whole(number) for number in numbers[: len(self.items)])
         loss_sums = numbers[len(self.items) :]
         if not any(items):
             raise ValueError(NO_ITEMS_ERROR)
         if self.totals is not None:
-            _check_totals(self.totals, items)
+            check_totals(self.totals, items)
         elif self.correction is not None and self.divisors is not None:
             self.correction.scale_gradients(self.divisors[0] / items[0])
         loss = 0.0
@@ -315,87 +321,6 @@ class _Correction:
                 parameter.grad.mul_(factor)
 
 
-def warn_of_shared_statistics(
-    model: nn.Module | None, *, between_ranks: bool, stacklevel: int
-) -> None:
-    """Warn of a ``BatchNorm`` that is trained: between the micro-batches of one process, or
-    ``between_ranks``.
-    """
-    if model is None:
-        return
-    rows = "each micro-batch"
-    if between_ranks:
-        rows = "each micro-batch of each rank"
-    for name, module in batch_norms(model):
-        # SyncBatchNorm averages over ranks, but not over micro-batches.
-        if between_ranks and isinstance(module, nn.SyncBatchNorm):
-            continue
-        warnings.warn(
-            f"{name} is a {type(module).__name__}, which normalizes {rows} by its own rows: "
-            "the gradient is not the full batch's. Freeze its statistics (its eval()), or use "
-            "GroupNorm or LayerNorm",
-            stacklevel=stacklevel,
-        )
-        return
-
-
-def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules, with their names, that normalize by the statistics of a batch."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    found = []
-    for name, module in model.named_modules():
-        if module.training and isinstance(module, kinds):
-            found.append((name, module))
-    return found
-
-
-def split(batch: Any, size: int) -> Iterator[Any]:
-    """Cut a batch into micro-batches of ``size`` rows; the last one has the rest. They are views
-    and take no new bytes.
-
-    ``batch`` is a tensor, or a dict or tuple of tensors. A value without rows (a number, a flag)
-    goes into every micro-batch. Raises ``ValueError`` when ``size`` is not positive or the tensors
-    have unequal numbers of rows.
-    """
-    rows = count_rows(batch)
-    if size < 1:
-        raise ValueError(
-            f"cannot cut {rows} rows into micro-batches of {size}: each has at least one row"
-        )
-
-    def cut(start: int) -> Any:
-        return tree_map_only(
-            Tensor, lambda t: t[start : start + size] if t.dim() else t, _plain(batch)
-        )
-
-    return map(cut, range(0, rows, size))
-
-
-def count_rows(batch: Any) -> int:
-    """How many rows the tensors of ``batch`` have. Raises ``ValueError`` if they differ."""
-    rows = {
-        len(leaf) for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim()
-    }
-    if len(rows) != 1:
-        raise ValueError(
-            f"cannot cut tensors of {sorted(rows)} rows into micro-batches: all tensors need the "
-            "same number of rows. Cut the batch yourself, and give the pieces to "
-            "accumulate_gradients"
-        )
-    return rows.pop()
-
-
-def _plain(batch: Any) -> Any:
-    return dict(batch) if isinstance(batch, Mapping) else batch
-
-
-def check_reduction(reduction: str) -> None:
-    if reduction not in ("sum", "mean"):
-        raise ValueError(
-            f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' of its items"
-        )
-
-
 def _totals(
     micro_batches: Any, total_items: Any, count_items: Callable | None, processes: Processes
 ) -> tuple | None:
@@ -403,7 +328,7 @@ def _totals(
     if total_items is None and count_items is None:
         return None
     if count_items is None:
-        totals = _check_counts(total_items, "total_items")
+        totals = check_counts(total_items, "total_items")
     else:
         if total_items is not None:
             raise ValueError("total_items= and count_items= both say the total: give one of them")
@@ -413,7 +338,7 @@ def _totals(
                 "may give others the second time, or none: give a list of them, or leave "
                 "count_items out (the gradients are then corrected at the end)"
             )
-        counted = [_check_counts(count_items(m), "count_items(micro)") for m in micro_batches]
+        counted = [check_counts(count_items(m), "count_items(micro)") for m in micro_batches]
         lengths = sorted({len(counts) for counts in counted})
         if len(lengths) > 1:
             raise ValueError(
@@ -422,84 +347,10 @@ def _totals(
                 "has no such items"
             )
         totals = tuple(sum(numbers) for numbers in zip(*counted, strict=True)) or (0,)
-    totals = tuple(_whole(number) for number in processes.sums(*totals))
+    totals = tuple(whole(number) for number in processes.sums(*totals))
     if not any(totals):
         raise ValueError(NO_ITEMS_ERROR)
     return totals
-
-
-def _check_totals(said: tuple, counted: tuple) -> None:
-    """``ValueError`` if the totals that losses were divided by are not what was counted."""
-    for total, items in zip(said, counted, strict=True):
-        whole = isinstance(total, int) and isinstance(items, int)
-        # Sums of float32 weights depend on the order in which they are added.
-        same = total == items if whole else math.isclose(total, items, rel_tol=1e-5)
-        if not same:
-            raise ValueError(
-                f"the total said before was {total:,} items, and loss_and_count counted "
-                f"{items:,}: gradients were divided by the wrong number. Count the same things in "
-                "both: labels that are not -100, after the shift"
-            )
-
-
-def _check_counts(counts: Any, what: str) -> tuple:
-    """A count, or a tuple or list of counts, as a tuple."""
-    if isinstance(counts, tuple | list):
-        return tuple(_check_count(count, what) for count in counts)
-    return (_check_count(counts, what),)
-
-
-def _whole(number: float) -> int | float:
-    """A whole number as an int, which Python prints as a count."""
-    return int(number) if number == int(number) else number
-
-
-def _check_count(number: Any, what: str) -> int | float:
-    """``number`` of at least 0, from a number or a tensor of one element; an int if it is whole."""
-    value = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
-    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise TypeError(
-            f"{what} must be a number of items, or a sum of their weights, and was {number!r}"
-        )
-    if value < 0:
-        raise ValueError(f"{what} was {value}: a number of items cannot be negative")
-    return _whole(value if isinstance(value, int) else float(value))
-
-
-def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int | float]:
-    """Check what ``loss_and_count`` returned. Returns the loss and the count."""
-    loss, count = checked_pair(returned)
-    if count and not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was detached, or computed under torch.no_grad(), or no "
-            "parameter requires one. Return the loss itself, not loss.detach() or a number made "
-            "from loss.item()"
-        )
-    if count and not mean and loss.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"the summed loss is in {loss.dtype}, which keeps about three digits of it: "
-            "compute it on logits.float()"
-        )
-    return loss.reshape(()), count
-
-
-def checked_pair(returned: Any) -> tuple[Tensor, int | float]:
-    """A loss of one element and its count, if ``returned`` is such a pair."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(
-            "loss_and_count must return two things, (summed loss, items), and returned "
-            f"{type(returned).__name__}: for "
-            'example F.cross_entropy(logits, labels, reduction="sum") and (labels != -100).sum()'
-        )
-    loss, count = returned[0], _check_count(returned[1], "the count of loss_and_count")
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"{type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            given = f"a tensor of shape {tuple(loss.shape)}"
-        raise TypeError(
-            f'the loss must be a tensor of one element, and was {given}: use reduction="sum"'
-        )
-    return loss, count
 
 
 def _loss_without_items(losses: list[Tensor]) -> Tensor:

@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import compat
-from .accumulation import check_reduction, checked_pair, count_rows, split
+from .counts import check_reduction, checked_pair
 from .data_parallel import Processes, Sharded, device_of, processes_of
+from .splitting import count_rows, split
 
 CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
 ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
@@ -44,7 +45,8 @@ def check_pieces_add_up(
     It costs three forwards of at most these rows: in eval mode, without gradients, with a few other
     numbers in the trained weights, and unseen by a tracker. Afterwards the weights, the random
     numbers and the model's mode are as before. ``loss_and_count`` is called three times (before a
-    refusal up to eight times), with what it does besides.
+    refusal up to eight times, and after a ``RuntimeError`` of its own once more, with gradients),
+    with what it does besides.
 
     Args:
         model: what ``loss_and_count`` calls. With ``DistributedDataParallel`` or sharding, all
@@ -114,7 +116,7 @@ def _sums_and_counts(loss_and_count: Callable, batch: Any, reduction: str) -> tu
     """Each sum and its count, and an error if there was one."""
     pairs = []
     try:
-        returned = loss_and_count(batch)
+        returned = with_graph_if_needed(lambda: loss_and_count(batch))
         for pair in returned if isinstance(returned, list) else [returned]:
             loss, count = checked_pair(pair)
             value = loss.item()
@@ -252,6 +254,17 @@ def rounding(model: nn.Module, autocasts: set[torch.dtype]) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     narrow = (dtypes | autocasts) & {torch.bfloat16, torch.float16}
     return max([ROUNDING, *(torch.finfo(dtype).eps for dtype in narrow)])
+
+
+def with_graph_if_needed(loss: Callable[[], Any]) -> Any:
+    """What ``loss()`` returns. It is called a second time, with gradients, if it needs them: a
+    gradient penalty, say, or forces that are the gradient of an energy.
+    """
+    try:
+        return loss()
+    except RuntimeError:
+        with torch.enable_grad():
+            return loss()
 
 
 def first_line(error: Exception) -> str:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .accumulation import Accumulated, warn_of_shared_statistics
+from .accumulation import Accumulated
+from .shared_statistics import warn_of_shared_statistics
 
 
 def accumulate_through_embeddings(

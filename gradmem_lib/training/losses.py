@@ -13,7 +13,7 @@ from .. import compat
 from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
-from .items import Rule, count_by, labels, predicted_tokens, unwrapped
+from .item_rules import Rule, count_by, labels, predicted_tokens, unwrapped
 from .tiny import VOCABULARY, tiny_model
 
 

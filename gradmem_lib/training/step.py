@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
-from .items import LossBeforeTheWindow, Rule, find_rule, was_asked
+from ..techniques.splitting import split_evenly
+from .changed_loss import LossBeforeTheWindow
+from .item_rules import Rule
+from .items import find_rule, was_asked
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 
@@ -50,7 +53,8 @@ def step(
     The gradients are those of ``accumulate_gradients`` (lesson 03), also over several processes.
 
     Args:
-        batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...).
+        batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...). Rows
+            that do not come out even, as in an epoch's last batch, are cut as evenly as possible.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise: a mean over the
             micro-batch's labels that are not -100, over its rows, or over what its attention mask
             shows. Without ``loss``, the model's output has the scalar (``output.loss``, the first
@@ -211,12 +215,12 @@ def offload_context(model: nn.Module, recipe: Recipe) -> offload_activations | E
 
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
-    """The micro-batches of ``batch``: views with equally many rows, or the uncut batch itself."""
-    return (
-        iter([batch])
-        if recipe.accumulation == 1
-        else split(batch, recipe.micro_batch(count_rows(batch)))
-    )
+    """The micro-batches of ``batch``: views with equally many rows, of which the first ones have
+    one row more if the rows do not come out even; or the uncut batch itself.
+    """
+    if recipe.accumulation == 1:
+        return iter([batch])
+    return split_evenly(batch, recipe.accumulation)
 
 
 def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:

@@ -5,154 +5,42 @@ interrupted and resumed.
 import inspect
 import math
 import os
-import signal
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
-from ..hf_names import CHECKPOINTING_METHODS
-from ..measure.timeline import MemorySnapshot
-from ..measure.tracker import MemoryTracker
 from ..optimizers import OPTIMIZERS
-from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.sharding import NO_PROCESS_GROUP
+from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
-from .items import LossBeforeTheWindow, Rule, find_rule
-from .items import rows as by_rows
+from .changed_loss import LossBeforeTheWindow
+from .item_rules import Rule
+from .item_rules import rows as by_rows
+from .items import find_rule
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
+from .memory_callback import MemoryCallback
 from .prepare import change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
 from .step import check_loss, offload_context
+from .stop_after_step import StopAfterStep
+from .trainer_arguments import (
+    FSDP_ADVICE,
+    REFUSED_ARGUMENTS,
+    check_recipe,
+    training_arguments,
+)
 
-CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
 HOW = "accumulation or several processes"  # what cuts a batch, for error messages
-
-
-def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
-    """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of
-    ``micro_batch`` rows.
-
-    ``Trainer`` has no argument for segments or torch's Adafactor: ``make_trainer`` adds them.
-    """
-    chosen: dict[str, Any] = {"per_device_train_batch_size": micro_batch}
-    chosen["gradient_accumulation_steps"] = recipe.accumulation
-    row = OPTIMIZERS[recipe.optimizer]
-    if row.trainer_name is not None:
-        chosen["optim"] = row.trainer_name
-    if recipe.autocast_dtype is not None:
-        switch = {torch.bfloat16: "bf16", torch.float16: "fp16"}[recipe.autocast_dtype]
-        chosen[switch] = True
-    if every := recipe.checkpoint_interval:
-        chosen[CHECKPOINTING_ARGUMENT] = True
-        more = {"every_n_layers": every} if every > 1 else {}
-        chosen[f"{CHECKPOINTING_ARGUMENT}_kwargs"] = {"use_reentrant": False} | more
-    return chosen
-
-
-class MemoryCallback(TrainerCallback):
-    """Watch a ``Trainer`` with a ``MemoryTracker``: live plot, budget, and the peak of every step::
-
-        with MemoryCallback(budget="2 GiB") as memory:
-            Trainer(model, args, train_dataset=rows, callbacks=[memory]).train()
-        print(memory.peak)
-
-    The ``with`` block removes the tracker, whatever ends the run. Training outside such a block
-    raises ``RuntimeError``. ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All
-    figures are bytes.
-
-    Attributes: ``tracker`` (of the last training, or ``None``); ``by_step``, from step number to
-    the ``MemorySnapshot`` of its peak; ``evaluation``, the peak of the last ``evaluate()`` or
-    ``predict()`` that ``make_trainer``'s trainer ran outside of training (one inside is a part of
-    its training), or ``None``. A stock ``Trainer`` does not say when such an evaluation begins.
-    """
-
-    def __init__(
-        self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""
-    ):
-        self._tracker_settings: dict[str, Any] = {"budget": budget, "live": live, "title": title}
-        self.tracker: MemoryTracker | None = None
-        self.by_step: dict[int, MemorySnapshot] = {}
-        self.evaluation: MemorySnapshot | None = None
-        self._exit_stack: Any = None  # an ExitStack inside the with
-
-    def __enter__(self) -> Self:
-        self._exit_stack = ExitStack()
-        return self
-
-    def __exit__(self, *raised) -> None:
-        inside, self._exit_stack = self._exit_stack, None
-        inside.__exit__(*raised)
-
-    @property
-    def peak(self) -> MemorySnapshot:
-        """The highest snapshot of the run. Raises ``RuntimeError`` before the first run."""
-        if self.tracker is None:
-            raise RuntimeError(
-                "nothing was trained yet: give this callback to a Trainer "
-                "(callbacks=[memory]) and call its train(). The peak of an evaluation alone is in "
-                "memory.evaluation, or, with a Trainer that make_trainer did not make, in a "
-                "MemoryTracker(trainer.model) around it"
-            )
-        return self.tracker.peak
-
-    @contextmanager
-    def watch_evaluation(self, model: nn.Module) -> Iterator[None]:
-        """Measure an evaluation that no tracker measures already; nothing is drawn."""
-        if MemoryTracker.any_runs():
-            yield
-            return
-        self.evaluation = None
-        settings = self._tracker_settings | {"live": False}
-        with MemoryTracker(model, **settings) as tracker:
-            yield
-        self.evaluation = tracker.peak
-
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        optimizer: Any = None,
-        **more: Any,
-    ) -> None:
-        if self._exit_stack is None:
-            raise RuntimeError(
-                "MemoryCallback works inside its with block, which takes the tracker away also "
-                "after an error: write `with MemoryCallback() as memory:` and call "
-                "trainer.train() in it"
-            )
-        self._exit_stack.close()
-        self.by_step = {}
-        own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
-        self.tracker = MemoryTracker(model, own, **self._tracker_settings)
-        self._exit_stack.enter_context(self.tracker)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.tracker.window_peak()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.by_step[state.global_step] = self.tracker.window_peak()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._exit_stack.close()
 
 
 class RecipeTrainer(Trainer):
@@ -164,7 +52,9 @@ class RecipeTrainer(Trainer):
     """
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
-        self.recipe, self.memory, self._interrupt = recipe, memory, _StopAfterStep()
+        self.recipe = recipe
+        self.memory = memory
+        self._interrupt = StopAfterStep()
         self._pending_micro_batches: list[Any] = []
         self._rule: Rule | None = None  # what counts as an item, once it was asked
         self._was_checked = False  # whether a window's forwards leave the loss as it was
@@ -174,6 +64,13 @@ class RecipeTrainer(Trainer):
         self._evaluated: list[tuple[float, float]] = []  # summed loss and items of each batch
         super().__init__(*given, **named)
         self.offload_hooks = offload_context(self.model, recipe)
+        self._check_devices()
+        self.add_callback(memory)
+        self.add_callback(self._interrupt)
+
+    def _check_devices(self) -> None:
+        """Refuse cards and processes that would be used otherwise than the recipe says."""
+        recipe = self.recipe
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch "
@@ -182,7 +79,7 @@ class RecipeTrainer(Trainer):
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
             raise ValueError(
-                f"accelerate was told to use FSDP, which make_trainer does not set up{_FSDP_ADVICE}"
+                f"accelerate was told to use FSDP, which make_trainer does not set up{FSDP_ADVICE}"
             )
         if recipe.sharding == "ddp" and not dist.is_initialized():
             raise ValueError(NO_PROCESS_GROUP.format("ddp"))
@@ -191,26 +88,35 @@ class RecipeTrainer(Trainer):
                 "chunked_loss goes around the wrapper that averages gradients over "
                 f"{self.args.world_size} processes: leave it out"
             )
-        self.add_callback(memory)
-        self.add_callback(self._interrupt)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
-            model, args = self.model if model is None else model, self.args
-            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            # only matrices
-            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []
-            own: dict[str, Any] = {}
-            if OPTIMIZERS[self.recipe.optimizer].adam_settings:
-                own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-            groups = []
-            for decays in (True, False):
-                if part := [p for name, p in trained if (name in decayed) == decays]:
-                    groups.append(
-                        {"params": part, "weight_decay": decays * args.weight_decay, **own}
-                    )
-            self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
+            groups = self._parameter_groups(self.model if model is None else model)
+            self.optimizer = make_optimizer(groups, self.recipe, self.args.learning_rate)
         return self.optimizer
+
+    def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The trained parameters: those that weight decay makes smaller, and the others."""
+        args = self.args
+        settings: dict[str, Any] = {}
+        if OPTIMIZERS[self.recipe.optimizer].adam_settings:
+            settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        names = set()
+        if args.weight_decay:
+            names = set(self.get_decay_parameter_names(model))  # of matrices
+        decayed, others = [], []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if name in names:
+                decayed.append(parameter)
+            else:
+                others.append(parameter)
+        groups = []
+        for parameters, decay in ((decayed, args.weight_decay), (others, 0.0)):
+            if parameters:
+                groups.append({"params": parameters, "weight_decay": decay, **settings})
+        return groups
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Called for each micro-batch of a step.
@@ -222,7 +128,8 @@ class RecipeTrainer(Trainer):
         self._calls += 1
         if self._calls < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        micro_batches, self._pending_micro_batches, self._calls = self._pending_micro_batches, [], 0
+        micro_batches = self._pending_micro_batches
+        self._pending_micro_batches, self._calls = [], 0
         loss_before = None
         if not self._was_checked and self._in_pieces(micro_batches):
             loss_before = LossBeforeTheWindow(
@@ -453,69 +360,6 @@ def _without_rows(batch: Mapping) -> dict[str, Any]:
     }
 
 
-class _StopAfterStep(TrainerCallback):
-    """Turns Ctrl-C into a request: the current step is finished and saved, and training stops after
-    it.
-    """
-
-    def __enter__(self) -> None:
-        self.stop_requested = self.stopped = self._announced = False
-        self._undo = ExitStack()
-        # Signals reach only the main thread, and only there may a handler be set. A shell tells a
-        # background run to ignore Ctrl-C, which is meant for another program.
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._undo.callback(
-                signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._on_sigint)
-            )
-
-    def __exit__(self, *raised) -> None:
-        self._undo.close()
-
-    def _on_sigint(self, number, frame) -> None:
-        if self.stop_requested:
-            raise KeyboardInterrupt(
-                "stopped at once: what was done since the last checkpoint is not saved"
-            )
-        self.stop_requested = True
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        # Not printed in the handler, since the signal may come in the middle of another print.
-        if self.stop_requested and not self._announced:
-            self._announced = True
-            message = (
-                f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
-            )
-            print(message, flush=True)
-
-    on_pre_optimizer_step = on_substep_end
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.stop_requested:
-            control.should_save = control.should_training_stop = self.stopped = True
-
-
-_FSDP_ADVICE = (
-    " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word, and on cards "
-    "accelerate's plugin, not the recipe, says what is cut, in which dtype and where it lies): "
-    "use gradmem_lib's prepare(model, recipe) and step(...) with this Recipe(sharding=...) under "
-    "torchrun, or sharding='ddp' here"
-)
-# Arguments of Trainer that a recipe decides, or that it cannot respect.
-_REFUSED_ARGUMENTS = {
-    "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
-    "optimizers": (
-        "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type"
-    ),
-    "optimizer_cls_and_kwargs": "the recipe makes the optimizer: choose it there",
-    **dict.fromkeys(
-        ("deepspeed", "parallelism_config", "torch_empty_cache_steps"),
-        "its own step knows nothing of it",
-    ),
-    "fsdp": f"FSDP is not set up by make_trainer{_FSDP_ADVICE}",
-}
-
-
 def make_trainer(
     model: nn.Module,
     recipe: Recipe,
@@ -552,12 +396,12 @@ def make_trainer(
     the recipe or that the recipe cannot respect, and for an optimizer in backward.
     """
     given.setdefault("use_cpu", next(model.parameters()).device.type == "cpu")
-    _check_recipe(recipe, given["use_cpu"])
+    check_recipe(recipe, given["use_cpu"])
     own = inspect.signature(Trainer.__init__).parameters
     for_trainer = {
         name: given.pop(name)
         for name in list(given)
-        if name in own and name not in _REFUSED_ARGUMENTS
+        if name in own and name not in REFUSED_ARGUMENTS
     }
     progress = live_enabled() or not in_kernel() if progress is None else progress
     loss_only = predicts_next_token(model) and "compute_metrics" not in for_trainer
@@ -567,7 +411,7 @@ def make_trainer(
         "disable_tqdm": not progress,
     }
     args = TrainingArguments(
-        **_training_arguments(recipe, recipe.micro_batch(batch_size), ours | given)
+        **training_arguments(recipe, recipe.micro_batch(batch_size), ours | given)
     )
     change_model(model, recipe)
     own_loss = for_trainer.get("compute_loss_func") or args.label_smoothing_factor
@@ -582,60 +426,3 @@ def make_trainer(
     if not progress:
         trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')"
-        )
-    if recipe.in_backward:
-        raise ValueError(
-            "in_backward=True steps during backward, which make_trainer does not set up: use "
-            "gradmem_lib's prepare(model, recipe) and step(...), or a Trainer of your own with a "
-            "LayerWiseDummyOptimizer"
-        )
-    if recipe.sharding not in (None, "ddp"):
-        raise ValueError(
-            f"sharding={recipe.sharding!r} is not set up by make_trainer{_FSDP_ADVICE}"
-        )
-    if recipe.scales_loss and on_cpu:
-        raise ValueError(
-            "on the CPU, Trainer trains in float32 in spite of fp16=True: choose "
-            "'autocast-bf16', or move the model to a card"
-        )
-
-
-def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` plus what ``recipe`` decides, for ``TrainingArguments``.
-
-    Raises ``ValueError`` if the two do not agree.
-    """
-    chosen = arguments(recipe, micro_batch)
-    decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
-    for name, value in given.items():
-        if name in _REFUSED_ARGUMENTS and value:
-            raise ValueError(
-                f"{name}={value!r} is not taken by make_trainer, since "
-                f"{_REFUSED_ARGUMENTS[name]}. Or use Trainer itself"
-            )
-        own = name.replace(CHECKPOINTING_METHODS[-1], CHECKPOINTING_ARGUMENT)
-        if value != decided.get(own, value):
-            raise ValueError(
-                f"{name}={value!r} and the recipe says {decided[own]!r}: change the recipe or "
-                "batch_size, and leave it out"
-            )
-    defaults = {
-        "per_device_eval_batch_size": micro_batch,
-        "report_to": "none",
-        "save_strategy": "no",
-    }
-    defaults["dataloader_pin_memory"] = torch.cuda.is_available()
-    row = OPTIMIZERS[recipe.optimizer]
-    if row.learning_rate is not None:
-        defaults["learning_rate"] = row.learning_rate
-    if row.trainer_package is not None:
-        # The optimizer is this library's own: without the package, Trainer would refuse that name.
-        chosen["optim"] = "adamw_torch"
-    accepted = {name: value for name, value in given.items() if name not in _REFUSED_ARGUMENTS}
-    return defaults | chosen | accepted

@@ -35,7 +35,8 @@ from gradmem_lib.training.prepare import (
 )
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.training.trainer import arguments, make_trainer
+from gradmem_lib.training.trainer import make_trainer
+from gradmem_lib.training.trainer_arguments import arguments
 
 LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 CARD = CARDS["RTX 4090 24GB"]

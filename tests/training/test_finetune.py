@@ -22,7 +22,7 @@ from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.training.prepare import make_optimizer, prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT, arguments
+from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT, arguments
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 RECIPES = {

@@ -435,3 +435,28 @@ def test_stepping_in_backward_leaves_no_gradient():
         made.model.weight.item() == pytest.approx(before - 0.5)
         and made.model.weight.grad.item() == 1
     )
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(7, [2, 2, 2, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1])])
+def test_a_last_batch_that_does_not_come_out_even_is_exact(rows, sizes):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5).double()
+    x = torch.randn(rows, 6, dtype=torch.float64)
+    labels = torch.arange(rows) % 5
+    torch.nn.functional.cross_entropy(model(x), labels).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+
+    def loss(asked, micro):
+        if torch.is_grad_enabled():
+            seen.append(len(micro["x"]))
+        return torch.nn.functional.cross_entropy(asked(micro["x"]), micro["labels"])
+
+    recipe = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
+    batch = {"x": x, "labels": labels}
+    step(model, optimizer, batch, recipe, loss=loss, keep_gradients=True)
+    assert seen == sizes
+    for parameter, full in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, full, rtol=1e-12, atol=1e-14)

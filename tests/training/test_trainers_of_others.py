@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.trainers import small
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from gradmem_lib import MemoryCallback, MemoryTracker, diagnose
+from gradmem_lib import MemoryCallback, MemoryTracker, check_accumulation, diagnose
 
 SECOND_MODELS = ("The weights are there more than once", "A second model is in memory")
 PROMPT, REST, VOCABULARY = 4, 8, 512
@@ -166,8 +166,8 @@ def tokenizer():
     )
 
 
-def of_trl(name, trl, folder, accumulation, callbacks):
-    prompts = [{"prompt": words(4 + i, i), "chosen": " " + words(5, 50 + i)} for i in range(8)]
+def of_trl(name, trl, folder, accumulation, callbacks, **settings):
+    prompts = [{"prompt": words(4 + i, i), "chosen": " " + words(2 + i, 50 + i)} for i in range(8)]
     rows = [row | {"rejected": " " + words(3, 90 + i)} for i, row in enumerate(prompts)]
     more, given = {}, {}
     torch.manual_seed(0)
@@ -191,10 +191,11 @@ def of_trl(name, trl, folder, accumulation, callbacks):
         save_strategy="no",
         disable_tqdm=True,
         **more,
+        **settings,
     )
     from datasets import Dataset
 
-    trainer = getattr(trl, f"{name}Trainer")(
+    return getattr(trl, f"{name}Trainer")(
         model=model,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
@@ -202,8 +203,6 @@ def of_trl(name, trl, folder, accumulation, callbacks):
         callbacks=callbacks,
         **given,
     )
-    torch.manual_seed(5)
-    trainer.train()
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -211,9 +210,22 @@ def of_trl(name, trl, folder, accumulation, callbacks):
 def test_trl_is_watched_to_the_bit(name, accumulation, tmp_path):
     trl = pytest.importorskip("trl")
     plain, watched = Weights(), Weights()
-    of_trl(name, trl, tmp_path, accumulation, [plain])
+    trainer = of_trl(name, trl, tmp_path, accumulation, [plain])
+    torch.manual_seed(5)
+    trainer.train()
     with MemoryCallback(live=False) as memory:
-        of_trl(name, trl, tmp_path, accumulation, [watched, memory])
+        trainer = of_trl(name, trl, tmp_path, accumulation, [watched, memory])
+        torch.manual_seed(5)
+        trainer.train()
     assert torch.equal(watched.found, plain.found)
     assert sorted(memory.by_step) == [1, 2]
     assert "Losses are added up" not in str(diagnose(memory))
+
+
+def test_of_trls_losses_the_sum_of_two_means_is_refused(tmp_path):
+    trl = pytest.importorskip("trl")
+    check_accumulation(of_trl("SFT", trl, tmp_path, 4, []))
+    check_accumulation(of_trl("DPO", trl, tmp_path, 4, []))
+    two = of_trl("DPO", trl, tmp_path, 4, [], loss_type=["sigmoid", "sft"])
+    with pytest.raises(ValueError, match="trains another loss with DPOTrainer"):
+        check_accumulation(two)

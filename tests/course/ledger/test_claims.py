@@ -26,7 +26,7 @@ from gradmem_lib.course.lessons.lesson_10 import claims as lesson_10
 from gradmem_lib.course.lessons.shared import claim_runs
 from gradmem_lib.course.machine.compat import enable_checkpointing
 from gradmem_lib.course.machine.run_ranks import run_ranks
-from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT
+from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT
 from gradmem_lib.units import MiB
 
 LEDGER = ROOT / "docs" / "ledger.md"

@@ -15,7 +15,7 @@ import torch
 
 from ....measure.tracker import MemoryTracker
 from ....planning.cards import CARDS
-from ....training.trainer import CHECKPOINTING_ARGUMENT
+from ....training.trainer_arguments import CHECKPOINTING_ARGUMENT
 from ...ledger import Finding, answers
 from ...ledger.finding import Figure, fits, gb, in_unit, yes
 from ...machine.compat import enable_checkpointing

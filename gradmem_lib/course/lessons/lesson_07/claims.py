@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....training.trainer import MemoryCallback
+from ....training.memory_callback import MemoryCallback
 from ...ledger import Finding, answers, bert_large
 from ...ledger.finding import about
 from ...material import models

@@ -1,0 +1,103 @@
+"""Modules that make one micro-batch's gradient depend on the other micro-batches, or on how the
+batch is cut: they normalize by the rows that they are given, or change in each forward.
+
+``accumulate_gradients`` warns of them, since it cannot see how large the difference is.
+"""
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..compat import version
+
+
+def warn_of_shared_statistics(
+    model: nn.Module | None, *, between_ranks: bool, stacklevel: int
+) -> None:
+    """Warn of a ``BatchNorm`` that is trained: between the micro-batches of one process, or
+    ``between_ranks``.
+    """
+    if model is None:
+        return
+    rows = "each micro-batch"
+    if between_ranks:
+        rows = "each micro-batch of each rank"
+    for name, module in batch_norms(model):
+        # SyncBatchNorm averages over ranks, but not over micro-batches.
+        if between_ranks and isinstance(module, nn.SyncBatchNorm):
+            continue
+        warnings.warn(
+            f"{name} is a {type(module).__name__}, which normalizes {rows} by its own rows: "
+            "the gradient is not the full batch's. Freeze its statistics (its eval()), or use "
+            "GroupNorm or LayerNorm",
+            stacklevel=stacklevel,
+        )
+        return
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules, with their names, that normalize by the statistics of a batch."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    found = []
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, kinds):
+            found.append((name, module))
+    return found
+
+
+class ChangedBuffers:
+    """Notices buffers that a forward in training has changed.
+
+    It looks at their version counters, which takes no bytes. Make one before a forward, and call
+    ``warn()`` after it.
+    """
+
+    def __init__(self, model: nn.Module | None):
+        self.model = model
+        self.before: dict[tuple[str, str], tuple[Any, int]] = {}
+        for key, buffer in self._buffers().items():
+            # Weakly: a buffer that is replaced must not stay in memory.
+            self.before[key] = (weakref.ref(buffer), version(buffer))
+
+    def _buffers(self) -> dict[tuple[str, str], Tensor]:
+        """The numbers that modules keep beside their weights, by the names of the module and of the
+        buffer.
+        """
+        if self.model is None:
+            return {}
+        have_a_warning = {name for name, _ in batch_norms(self.model)}
+        found = {}
+        for name, module in self.model.named_modules():
+            if name in have_a_warning:
+                continue
+            for buffer_name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    found[name, buffer_name] = buffer
+        return found
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of the first module whose buffers have changed."""
+        changed: dict[str, list[str]] = {}
+        for key, buffer in self._buffers().items():
+            if key not in self.before:
+                continue
+            reference, version_before = self.before[key]
+            if reference() is not buffer or version(buffer) != version_before:
+                name, buffer_name = key
+                changed.setdefault(name, []).append(buffer_name)
+        if not changed:
+            return
+        name, buffers = next(iter(changed.items()))
+        kind = type(self.model.get_submodule(name)).__name__
+        module = f"model.get_submodule({name!r})" if name else "model"
+        warnings.warn(
+            f"each forward in training changes buffers of {name or 'the model'} ({kind}): "
+            f"{', '.join(buffers)}. If the loss depends on them, as with a spectral norm, each "
+            "micro-batch is computed with other numbers, and the gradient is not the full batch's. "
+            "To get the full batch's where they do not depend on the rows, run one forward in "
+            f"training before the window, call {module}.eval(), and call its train() after the "
+            "window",
+            stacklevel=stacklevel,
+        )

@@ -1,0 +1,66 @@
+"""Cutting a batch into micro-batches: views of its rows, which take no new bytes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..compat import tree_leaves, tree_map_only
+
+
+def split(batch: Any, size: int) -> Iterator[Any]:
+    """Cut a batch into micro-batches of ``size`` rows; the last one has the rest. They are views
+    and take no new bytes.
+
+    ``batch`` is a tensor, or a dict or tuple of tensors. A value without rows (a number, a flag)
+    goes into every micro-batch. Raises ``ValueError`` when ``size`` is not positive or the tensors
+    have unequal numbers of rows.
+    """
+    rows = count_rows(batch)
+    if size < 1:
+        raise ValueError(
+            f"cannot cut {rows} rows into micro-batches of {size}: each has at least one row"
+        )
+    return (_rows_of(batch, start, start + size) for start in range(0, rows, size))
+
+
+def split_evenly(batch: Any, pieces: int) -> Iterator[Any]:
+    """Cut a batch into ``pieces`` micro-batches, of which the first ones have one row more if the
+    rows do not come out even; with fewer rows than that, into single rows.
+    """
+    rows = count_rows(batch)
+    pieces = max(1, min(pieces, rows))
+    size, longer = divmod(rows, pieces)
+    start = 0
+    for number in range(pieces):
+        end = start + size
+        if number < longer:
+            end += 1
+        yield _rows_of(batch, start, end)
+        start = end
+
+
+def count_rows(batch: Any) -> int:
+    """How many rows the tensors of ``batch`` have. Raises ``ValueError`` if they differ."""
+    rows = set()
+    for leaf in tree_leaves(_plain(batch)):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            rows.add(len(leaf))
+    if len(rows) != 1:
+        raise ValueError(
+            f"cannot cut tensors of {sorted(rows)} rows into micro-batches: all tensors need the "
+            "same number of rows. Cut the batch yourself, and give the pieces to "
+            "accumulate_gradients"
+        )
+    return rows.pop()
+
+
+def _rows_of(batch: Any, start: int, end: int) -> Any:
+    def rows_of_tensor(tensor: Tensor) -> Tensor:
+        return tensor[start:end] if tensor.dim() else tensor
+
+    return tree_map_only(Tensor, rows_of_tensor, _plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch

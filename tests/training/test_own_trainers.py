@@ -1,0 +1,134 @@
+"""A Trainer with a loss of its own is asked whether accumulation trains the same loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.trainers import small
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from gradmem_lib import check_accumulation
+
+VOCABULARY, WIDTH = 512, 12
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of unequally many labels, and a score for each."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        ids = torch.randint(3, VOCABULARY, (WIDTH,), generator=generator)
+        labels = ids.clone()
+        labels[3 + i :] = -100
+        return {"input_ids": ids, "labels": labels, "score": torch.randn((), generator=generator)}
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from (Rows()[i] for i in range(8))
+
+
+def parts(model, inputs):
+    """The losses of tokens and of rows, and how many tokens have a label."""
+    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+    labels = inputs["labels"][:, 1:]
+    named = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    scored = F.logsigmoid(logits.mean((1, 2)) * inputs["score"])
+    return named, scored, (labels != -100).sum()
+
+
+class OfRows(Trainer):
+    """Its loss is a mean over rows, which the model's arguments do not scale."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return -parts(model, inputs)[1].mean()
+
+
+class OfTokens(Trainer):
+    """Its loss is divided by the tokens of the whole step."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return parts(model, inputs)[0] / num_items_in_batch
+
+
+class OfBoth(Trainer):
+    """As trl's DPO with loss_type=["sigmoid", "sft"]: it adds two means of its micro-batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        named, scored, count = parts(model, inputs)
+        return named / count - scored.mean()
+
+
+class OfChance(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return torch.rand(()) * -parts(model, inputs)[1].mean()
+
+
+class Failing(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        raise KeyError("no such column")
+
+
+def trainer_of(kind, folder, accumulation=4, data=None):
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        max_steps=2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        remove_unused_columns=False,
+    )
+    trainer = kind(small(layers=1), arguments, train_dataset=data or Rows())
+    trainer.remove_callback(PrinterCallback)
+    trainer.model_accepts_loss_kwargs = kind in (OfTokens, Trainer)
+    return trainer
+
+
+class Own(Trainer):
+    """Trainer's own loss, of what the model takes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = {name: inputs[name] for name in ("input_ids", "labels")}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", [OfRows, OfTokens])
+@pytest.mark.parametrize("data", [Rows, Streamed])
+def test_a_loss_that_is_the_same_in_pieces_passes_and_nothing_changes(kind, data, tmp_path):
+    trainer = trainer_of(kind, tmp_path, data=data())
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    assert check_accumulation(trainer) is None
+    assert torch.equal(torch.get_rng_state(), numbers)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_trainers_own_loss_passes(tmp_path):
+    trainer = trainer_of(Own, tmp_path)
+    trainer.model_accepts_loss_kwargs = True
+    check_accumulation(trainer)
+    trainer.model_accepts_loss_kwargs = False  # then Trainer averages means of unequally many
+    with pytest.raises(ValueError, match="trains another loss with Own"):
+        check_accumulation(trainer)
+
+
+def test_two_means_are_refused_and_uncut_they_are_right(tmp_path):
+    with pytest.raises(ValueError, match=r"steps=4 trains another loss with OfBoth.*steps=1 with"):
+        check_accumulation(trainer_of(OfBoth, tmp_path))
+    check_accumulation(trainer_of(OfBoth, tmp_path, accumulation=1))
+
+
+def test_what_cannot_be_asked_is_said_so(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be seen.*It draws random numbers"):
+        check_accumulation(trainer_of(OfChance, tmp_path))
+    with pytest.raises(ValueError, match=r"cannot be seen.*raised KeyError: 'no such column'"):
+        check_accumulation(trainer_of(Failing, tmp_path))
