@@ -27,7 +27,13 @@ from .configs import find_config, most_positions, skeleton, stretched, title_of
 from .loop import Loop, check_loop
 from .notes import notes_of
 from .question import CannotTrace, Question, Source
-from .short_traces import MICRO_BATCHES, ShortTraces, Traced, trace_step
+from .short_traces import (
+    MICRO_BATCHES,
+    ShortTraces,
+    Traced,
+    requests_of_more_layers,
+    trace_step,
+)
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
@@ -83,6 +89,8 @@ class Prediction:
             return self._recorded_requests
         if self._short is not None and self.target == "cuda":
             from_short = self._short.requests()
+            if from_short is None:
+                from_short = requests_of_more_layers(self._question, self.traced_layers)
             if from_short is not None:
                 return from_short
         question, micro_batches = self._question, None

@@ -64,13 +64,24 @@ def extrapolated_requests(
     The result is ``None`` if the traces do not prove it: without the unit that is repeated,
     ``longer`` has to ask for the same as ``short``.
     """
-    requests = _named(short)
+    for units_kept in (0, 1):
+        found = _extrapolated(short, longer, repeats, units_kept)
+        if found is not None:
+            return found
+    return None
+
+
+def _extrapolated(
+    short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int], units_kept: int
+) -> tuple[int, ...] | None:
+    """The same, if what is freed at once are the blocks of all units but ``units_kept``."""
+    requests = _named(short, units_kept)
     if requests is None:
         return None
     units = _last_units(requests)
     rounds: list[Round] = []
     for layers, long in longer.items():
-        found = _rounds(requests, _named(long), layers, repeats[layers])
+        found = _rounds(requests, _named(long, units_kept), layers, repeats[layers])
         if found is None:
             return None
         rounds += found
@@ -78,7 +89,7 @@ def extrapolated_requests(
     return _numbered(_stretches(requests, rounds, units), units)
 
 
-def _named(trace: Trace) -> list[Request] | None:
+def _named(trace: Trace, units_kept: int) -> list[Request] | None:
     """The requests of a trace, with names for their blocks.
 
     ``None`` if a layer frees a block of a layer that is far from it.
@@ -87,7 +98,7 @@ def _named(trace: Trace) -> list[Request] | None:
     asked: Counter[tuple] = Counter()  # by part, list and unit: how many blocks so far
     blocks: list[Block] = []  # by the number that the trace frees them by
     makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
-    at_once = _samples_that_free_every_unit(trace, places)
+    at_once = _samples_that_free_every_unit(trace, places, units_kept)
     for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
         part, *place = places[sample]
         if request >= 0:
@@ -107,9 +118,12 @@ def _named(trace: Trace) -> list[Request] | None:
     return _with_distances(makers, _last_units(makers))
 
 
-def _samples_that_free_every_unit(trace: Trace, places: list[list[int]]) -> set[int]:
-    """The samples outside of layers that free blocks of every unit of some list, as where all
-    gradients are freed at once.
+def _samples_that_free_every_unit(
+    trace: Trace, places: list[list[int]], units_kept: int
+) -> set[int]:
+    """The samples outside of layers that free blocks of every unit of some list but ``units_kept``,
+    as where all gradients are freed at once. FSDP so frees what it has sent, except for the unit
+    that comes last in backward, whose block is free already.
 
     ``places``: for each sample the part of the step, the list and the unit.
     """
@@ -128,7 +142,7 @@ def _samples_that_free_every_unit(trace: Trace, places: list[list[int]]) -> set[
         num_units[layers] = max(num_units.get(layers, 0), unit + 1)
     found = set()
     for (sample, layers), units in freed.items():
-        if layers != NOWHERE[0] and len(units) == num_units[layers]:
+        if layers != NOWHERE[0] and len(units) == num_units[layers] - units_kept:
             found.add(sample)
     return found
 

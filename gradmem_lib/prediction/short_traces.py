@@ -81,6 +81,24 @@ def trace_step(question: Question, full: bool) -> Traced:
     return Traced(rows, trace.offload_traffic_bytes, (), trace.requests)
 
 
+def requests_of_more_layers(question: Question, traced: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The step's requests to an allocator, computed from traces of a few more layers than the
+    ``traced`` ones, which proved the step's bytes but not its requests.
+
+    ``None`` if they are not proved either, or if such traces are as much work as a full one.
+    """
+    for kept in _shortenings(question):
+        if sum(one.count for one in kept) <= traced[0]:
+            continue
+        found = _trace_few_layers(question, kept)
+        requests = None
+        if found is not None and found.short is not None:
+            requests = found.short.requests()
+        if requests is not None:
+            return requests
+    return None
+
+
 def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     """The step from a trace of the ``kept`` layers and, for each list, one with a unit more.
 

@@ -48,6 +48,21 @@ def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
     assert predicted.replay_allocator() == allocator.replayed(of_all.requests)
 
 
+@pytest.mark.parametrize("checkpointing", [None, "first-9"])
+def test_traces_of_more_layers_prove_what_few_do_not(checkpointing, monkeypatch):
+    """FSDP frees what it has sent at the end, for all layers but the one that is last in backward.
+    With three layers, the middle one is as near to the last as to the first.
+    """
+    small = {"layers": 15, "hidden": 64, "heads": 4, "intermediate": 172, "vocab": 512}
+    recipe = replace(PLAIN, lora_rank=4, sharding="fsdp", checkpointing=checkpointing)
+    sizes = SIZES | {"ranks": 2, "recipe": recipe}
+    predicted = predict(source_of(models.tiny_llama(**small).config), **sizes)
+    assert predicted._short.requests() is None
+    full = predict(source_of(models.tiny_llama(**small).config), full=True, **sizes)
+    monkeypatch.setattr("gradmem_lib.prediction.predict.traced", None)  # no full trace
+    assert predicted.requests() == full.requests()
+
+
 def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(source, monkeypatch):
     made = []
 
