@@ -29,6 +29,7 @@ KEPT_OUTSIDE = (
 )
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
 HIDDEN, WEIGHTS = HiddenCase("other batches"), "the weights afterwards"
+AGAIN = "the weights after a second call"
 
 # What people call to get memory back, and what it does.
 _FREES_NOTHING = {
@@ -112,12 +113,22 @@ class Leak:
             WEIGHTS: flat(model.parameters()),
             "in train mode (1 is yes)": int(model.training),
         }
+        # A gradient that the first call has left is in the second one.
+        script(*self._same_model_new_data(arguments, batches))
+        done[AGAIN] = flat(model.parameters())
         names = _names_in(script)
         called = [says for name, says in _FREES_NOTHING.items() if name in names]
         if run.over and called:
             says = f"{called[0]}The script peaks at {run.peak:,} bytes of {run.budget:,}."
             return replace(run, value=done, says=says)
         return replace(run, value=done)
+
+    def _same_model_new_data(self, arguments: tuple, batches: int) -> list[Any]:
+        """The arguments of a second call: a script may have emptied the list of batches."""
+        return [
+            old if isinstance(old, nn.Module | torch.optim.Optimizer) else new
+            for old, new in zip(arguments, self.setting(batches), strict=True)
+        ]
 
     def explain(self, got: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
         """The line first, then the weights, the bytes, and what is returned."""
@@ -128,6 +139,12 @@ class Leak:
             return (
                 "the weights at the end are not those that the script trains: a fix changes what "
                 "is kept, and no update."
+            )
+        if difference(mine[AGAIN], right[AGAIN]) is not None:
+            return (
+                "a second call of your script trains other weights than a second call of the "
+                "script: gradients of the first call were still in the model. zero_grad() is "
+                "missing, or comes too early."
             )
         if got[self.shown].over or got[HIDDEN].over:
             return self.stays

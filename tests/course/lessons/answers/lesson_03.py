@@ -503,12 +503,30 @@ def second_pass(model, optimizer, batch):
     return entropy
 
 
+def zeroes(when):
+    """The window with ``zero_grad`` "first", or "never"."""
+
+    def script(model, optimizer, batch):
+        if when == "first":
+            optimizer.zero_grad()
+        entropy, rows = 0.0, len(batch[1])
+        for x, y in split(batch, 8):
+            logits = model(x)
+            (F.cross_entropy(logits, y, reduction="sum") / rows).backward()
+            entropy += entropy_of(logits.detach()).item() / rows
+        optimizer.step()
+        return entropy
+
+    return script
+
+
 RIGHT["3.10"] = {
     "item": answer(8, window_of(lambda logits: entropy_of(logits).item())),
     "detach at the sum": answer(8, window_of(lambda logits: entropy_of(logits).detach())),
     "no_grad for the log": answer(8, window_of(entropy_without_graph)),
     "the library's loop": answer(8, by_the_library),
     "two passes": answer(8, second_pass),
+    "gradients are zeroed first": answer(8, zeroes("first")),
 }
 
 
@@ -565,6 +583,7 @@ WRONG["3.10"] = {
     "the probabilities": (answer(7, window_of(entropy_without_graph)), "take their place"),
     "the end": (answer(11, window_of(entropy_without_graph)), "the window has ended"),
     "no gradients": (answer(8, no_gradients), "no_grad around the forward"),
+    "never zeroed": (answer(8, zeroes("never")), "zero_grad.. is missing"),
     "not normalized": (
         answer(8, window_of(lambda logits: entropy_of(logits).item() * 8)),
         "something else|8",
