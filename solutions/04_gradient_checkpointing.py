@@ -419,8 +419,8 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
 #
 # `with checkpoint_layers(model, every="best"):` measures a and x for you. If the vocabulary is large, try a few
-# longer segments as well. You can read it now: `gradmem_lib/techniques/segments.py` runs one segment, and
-# `checkpointing.py` beside it puts segments in the place of the layers' calls. Lesson 05 puts all techniques together.
+# longer segments as well. You can read it now: `segments.py`, then `checkpointing.py`, in `gradmem_lib/techniques`.
+# Lesson 05 puts all techniques together.
 #
 # ## Optional: beyond √n, with long segments first
 #
