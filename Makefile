@@ -7,7 +7,8 @@
 
 PYTHON ?= python3
 TORCH_FLAGS ?=
-WORKERS ?= 2
+# One more than two cores: a test of the widgets waits for its browser half of the time.
+WORKERS ?= 3
 INSTALL ?=
 
 PY := .venv/bin/python
@@ -20,7 +21,7 @@ SITE := .venv-site/.ready
 help:
 	@echo "make lab         open the course in JupyterLab"
 	@echo "make start       what a first visit does: the doctor's findings, and lesson 00 from top to bottom"
-	@echo "make check       a minute and a half, before every commit: style, types, the quick tests"
+	@echo "make check       a minute, before every commit: style, types, the quick tests"
 	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
 	@echo "make nightly     all cases of every table, and the lessons at full size: an hour or more"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"

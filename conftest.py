@@ -38,7 +38,7 @@ del _stay_after_imports
 
 # The seconds of each file of tests and each notebook, as the last recorded run took them.
 DURATIONS = Path(__file__).parent / "tests" / "durations.json"
-LONG = 5  # seconds from which on a file is left out by --quick
+LONG = 4  # seconds from which on a file is left out by --quick
 RECORDED: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
 
 
