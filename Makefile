@@ -7,8 +7,7 @@
 
 PYTHON ?= python3
 TORCH_FLAGS ?=
-# One more than two cores: a test of the widgets waits for its browser half of the time.
-WORKERS ?= 3
+WORKERS ?= 2
 INSTALL ?=
 
 PY := .venv/bin/python

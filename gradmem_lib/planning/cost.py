@@ -33,6 +33,7 @@ from ..training.losses import (
     predicts_next_token,
     usual_rule,
 )
+from ..training.prepare import refuse_frozen
 from ..training.recipe import Recipe
 from ..training.tiny import tiny_model
 from ..units import MiB, check_positive_int
@@ -322,6 +323,7 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
             f"floating point. This one has {' and '.join(refusals)}: measure one step of it with "
             "MemoryTracker, or plan for the model without adapters"
         )
+    refuse_frozen(given)
     parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]
     frozen, own = numbers = [sum(p.numel() for p in part) for part in parts]
     bytes_per_number = [

@@ -115,6 +115,11 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
         )
     if recipe.quantized_base:
         quantize_base(model)
+    refuse_frozen(model)
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Raise ``ValueError`` if no parameter of ``model`` is trained."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "there is nothing to train: every parameter is frozen, set requires_grad on some"

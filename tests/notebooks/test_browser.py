@@ -125,8 +125,8 @@ def assert_finished_picture(output) -> None:
 
 
 def test_a_notebook_that_never_gets_ready_is_an_error_not_a_wait(browser, lab):
-    with pytest.raises(RuntimeError, match=r"no_such\.ipynb was not ready after 5 s"):
-        Notebook(browser, lab, "no_such.ipynb", ready_within=5)
+    with pytest.raises(RuntimeError, match=r"no_such\.ipynb was not ready after 2 s"):
+        Notebook(browser, lab, "no_such.ipynb", ready_within=2)
 
 
 @pytest.mark.parametrize("theme", each(2, ["Dark", "Light"]))

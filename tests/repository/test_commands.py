@@ -277,7 +277,10 @@ OTHERS = {
             {"model_type": "llama", "hidden_act": "gelux"},
             "cannot build LlamaForCausalLM from .*KeyError: 'gelux'",
         ),
-        ({"model_type": "llama", "num_key_value_heads": 3}, "fails in its prediction"),
+        (
+            {"model_type": "llama", "num_key_value_heads": 3, "num_hidden_layers": 2},
+            "fails in its prediction",
+        ),
         (
             {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}},
             "no model is known as .*custom code",
