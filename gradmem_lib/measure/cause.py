@@ -15,6 +15,8 @@ MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
+IN_PIECES = "In eight pieces or more"
+PIECES_LEAVE = 0.25  # of the bytes: an eighth for the piece, another for its gradients
 MANY = 3  # tensors of one kind are a list
 # Operations that make a tensor of one value, to be written into: one-hot numbers, a replay buffer.
 FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_zeros")
@@ -23,11 +25,12 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_z
 @dataclass(frozen=True)
 class Cause:
     """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
-    takes away; ``lines``: the user's lines that made them, the largest first.
+    is about; ``lines``: the user's lines that made them, the largest first.
 
     ``holders``: the storages that these bytes are among, where they are known. ``growing``: those
-    of which there are more after each step. ``limit``: a sentence on another moment that is the
-    peak when these bytes are gone, or nothing.
+    of which there are more after each step. ``stays``: as many bytes at most are needed with the
+    remedy too; ``None`` if that is not known. ``condition``: what the remedy keeps, or how far it
+    goes. ``limit``: a sentence on the peak that is left, or nothing if that is clear.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Cause:
     lines: tuple[SourceLine, ...] = ()
     holders: Sequence[Holder] = field(default=(), repr=False, compare=False)
     growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    stays: int | None = 0
+    condition: str = "Without these bytes"
     limit: str = ""
 
     def __str__(self) -> str:
@@ -76,6 +81,11 @@ def in_words(holder: Holder) -> str:
         words += f" in a storage of {format_bytes(holder.nbytes)}"
     operation = holder.op.removeprefix("aten.")
     return f"{words} ({operation})" if operation else words
+
+
+def pieces_of(nbytes: int) -> int:
+    """Of the bytes of large tensors, those that stay when they are computed in eight pieces."""
+    return int(PIECES_LEAVE * nbytes)
 
 
 def lines_of(holders: Iterable[Holder]) -> tuple[SourceLine, ...]:

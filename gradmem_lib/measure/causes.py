@@ -44,8 +44,8 @@ from .causes_of_weights import (
     second_model,
     wide_weights,
 )
-from .facts import Facts, total
-from .timeline import BY, MOMENT, TOTAL
+from .facts import Facts
+from .timeline import BY, MOMENT, TOTAL, Holder
 
 SMALL = 0.1  # of the peak
 
@@ -105,44 +105,53 @@ def find_causes(facts: Facts) -> list[Cause]:
 
 
 def limit_of(cause: Cause, facts: Facts) -> str:
-    """A sentence on the moment that is the peak when the bytes of ``cause`` are gone."""
-    lowest, moment = peak_without(cause, facts)
-    if lowest <= facts.peak.total - cause.nbytes + WORTH * facts.peak.total:
+    """A sentence on the peak that is left, unless it is the same moment without these bytes.
+
+    Nothing is promised of a remedy of which it is not known how much it needs itself.
+    """
+    if cause.stays is None:
         return ""
-    return f"Without these bytes the peak is {format_bytes(lowest)} at best, in {moment}."
+    peak, moment = peak_without(cause, facts)
+    if peak <= facts.peak.total - cause.nbytes + WORTH * facts.peak.total:
+        return ""
+    if peak > (1 - WORTH) * facts.peak.total:
+        return f"{cause.condition}, the peak may be almost as high, in {moment}."
+    return f"{cause.condition}, the peak is {format_bytes(peak)} at most, in {moment}."
 
 
 def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
-    """The lowest peak in bytes without the bytes of ``cause``, and the moment it is in.
+    """The peak in bytes when the remedy of ``cause`` is applied, and the moment it is in.
 
-    In each moment, the remedy takes away at most as many bytes as at the peak, and only of the
-    categories that it can touch.
+    In each moment, the remedy takes away at most as many bytes as at the peak, of the categories
+    that it can touch. What was there at the peak, and is not of the cause, does not go.
     """
-    lowest, moment = facts.peak.total - cause.nbytes, facts.peak.moment
-    if facts.rows is None or facts.rows.shape[1] <= MOMENT or not cause.holders:
+    goes = cause.nbytes - (cause.stays or 0)
+    lowest, moment = facts.peak.total - goes, facts.peak.moment
+    if facts.samples is None or not cause.holders:
         return lowest, moment
     categories = {holder.category for holder in cause.holders}
-    if categories & {"activations", "temporaries"}:
+    if any(_has_a_gradient(holder) for holder in cause.holders):
         # Where an activation goes, its gradient and what is computed from it go as well.
         categories |= {"activations", "temporaries", "other"}
     columns = [CATEGORIES.index(category) for category in categories]
-    can_go = facts.rows[:, BY][:, columns].sum(axis=1) - _always_there(cause, categories, facts)
-    remaining = facts.rows[:, TOTAL] - np.clip(can_go, 0, cause.nbytes)
+    of_the_cause = {id(holder) for holder in cause.holders}
+    others = []
+    for holder in facts.at_peak:
+        if holder.category in categories and id(holder) not in of_the_cause:
+            others.append(holder)
+    can_go = facts.rows[:, BY][:, columns].sum(axis=1) - facts.bytes_of(others)
+    remaining = facts.rows[:, TOTAL] - np.clip(can_go, 0, goes)
     highest = int(remaining.argmax())
     if remaining[highest] > lowest:
         lowest, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
     return lowest, moment
 
 
-def _always_there(cause: Cause, categories: set[str], facts: Facts) -> int:
-    """The bytes of these categories that were there before the run, and are not of the cause."""
-    of_the_cause = {id(holder) for holder in cause.holders}
-    others = []
-    for holder in facts.at_peak:
-        existed = holder.step < 0
-        if existed and holder.category in categories and id(holder) not in of_the_cause:
-            others.append(holder)
-    return total(others)
+def _has_a_gradient(holder: Holder) -> bool:
+    """Whether a backward may make a gradient of this tensor."""
+    if holder.category not in ("activations", "temporaries"):
+        return False
+    return holder.dtype is None or holder.dtype.is_floating_point
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from math import ceil
 
 from ..names import CATEGORIES
 from ..units import format_bytes
@@ -55,7 +56,26 @@ def waiting_data(facts: Facts) -> Cause | None:
         " one batch at a time: data[indices].to(device)."
     )
     name = "Data waits on the device"
-    return Cause(name, nbytes, evidence, remedy, lines_of(waiting), waiting)
+    lines, stays = lines_of(waiting), _one_batch(waiting, facts)
+    condition = "With one batch at a time"
+    return Cause(name, nbytes, evidence, remedy, lines, waiting, stays=stays, condition=condition)
+
+
+def _one_batch(waiting: list[Holder], facts: Facts) -> int:
+    """The bytes of one batch of this data, at most.
+
+    A batch has no more rows than the largest activation.
+    """
+    batch_rows = facts.batch_rows
+    for holder in facts.activations:
+        if holder.shape:
+            batch_rows = max(batch_rows, holder.shape[0])
+    of_a_kind = dict[tuple, int]()  # one of several equal batches
+    for holder in waiting:
+        rows = holder.shape[0] if holder.shape else 1
+        part = min(batch_rows / rows, 1)
+        of_a_kind[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
+    return sum(of_a_kind.values())
 
 
 def _is_there_all_through_the_step(kind: list[Holder], facts: Facts) -> bool:
@@ -79,7 +99,11 @@ def one_tensor(facts: Facts) -> Cause | None:
         "smaller one."
     )
     name = "One tensor is most of the peak"
-    return Cause(name, largest.nbytes, evidence, remedy, lines_of([largest]), [largest])
+    lines, stays = lines_of([largest]), largest.nbytes // 2
+    condition = "With half of its bytes"
+    return Cause(
+        name, largest.nbytes, evidence, remedy, lines, [largest], stays=stays, condition=condition
+    )
 
 
 def one_line(facts: Facts) -> Cause | None:
@@ -104,7 +128,9 @@ def one_line(facts: Facts) -> Cause | None:
         "write each piece into it (result[i] = piece). What is the same for all rows, such as a "
         "causal mask, is needed once (is_causal=True, or a mask of one row)."
     )
-    return Cause("One line makes most of the peak", nbytes, evidence, remedy, lines_of(made), made)
+    name = "One line makes most of the peak"
+    lines, stays, condition = lines_of(made), nbytes // 2, "With half of these bytes"
+    return Cause(name, nbytes, evidence, remedy, lines, made, stays=stays, condition=condition)
 
 
 def one_large_step(facts: Facts) -> Cause | None:
@@ -120,6 +146,7 @@ def one_large_step(facts: Facts) -> Cause | None:
     if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
         return None
     usual = int(statistics.median(peaks))
+    next_largest = max(peak for peak in peaks if peak < OUTLIER * usual)
     nbytes = facts.peak.total - usual
     unused = 0  # bytes of graphs that no backward has been through: no batch makes these
     for done in facts.forwards:
@@ -139,4 +166,7 @@ def one_large_step(facts: Facts) -> Cause | None:
     )
     forwards = [done for done in facts.of_models if done.step == facts.peak.step]
     lines = lines_of_forwards(forwards)
-    return Cause("One step needs much more than the others", nbytes, evidence, remedy, lines)
+    name = "One step needs much more than the others"
+    condition = "With rows as long as in the next largest step"
+    stays = next_largest - usual
+    return Cause(name, nbytes, evidence, remedy, lines, stays=stays, condition=condition)

@@ -39,9 +39,23 @@ def evaluation_results(facts: Facts) -> Cause | None:
         "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
     )
     name = "An evaluation collects its results"
+    # The results of one forward. Those of another evaluation with larger batches may be larger.
+    alone = [p.peak - p.live_before for p in facts.forwards if not p.with_grad]
+    own = passes[-1].peak - passes[-1].live_before
+    stays = each * max(alone) // own + max(alone) - own
     in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
     growing = collected if in_a_list else []
-    return Cause(name, nbytes, evidence, remedy, lines_of(collected), collected, growing)
+    return Cause(
+        name,
+        nbytes,
+        evidence,
+        remedy,
+        lines_of(collected),
+        collected,
+        growing,
+        stays=min(stays, nbytes),
+        condition="With the results of one forward at a time",
+    )
 
 
 def results_in_training(facts: Facts) -> Cause | None:
@@ -95,7 +109,16 @@ def generation_cache(facts: Facts) -> Cause | None:
         "proportional to both."
     )
     lines = lines_of_forwards(passes[-1:])
-    return Cause("Generation keeps keys and values", nbytes, evidence, remedy, lines, cache)
+    return Cause(
+        "Generation keeps keys and values",
+        nbytes,
+        evidence,
+        remedy,
+        lines,
+        cache,
+        stays=nbytes // 2,
+        condition="With half of the rows",
+    )
 
 
 def evaluation_batch(facts: Facts) -> Cause | None:
@@ -118,7 +141,13 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         "training's own batch does not change this."
     )
     return Cause(
-        "An evaluation is the peak", nbytes, evidence, remedy, lines_of_forwards([largest])
+        "An evaluation is the peak",
+        nbytes,
+        evidence,
+        remedy,
+        lines_of_forwards([largest]),
+        stays=nbytes // 2,
+        condition="With half of the rows",
     )
 
 

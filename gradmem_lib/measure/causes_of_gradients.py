@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import numpy as np
-
-from ..names import MOMENTS
 from ..units import format_bytes
-from .cause import ALMOST_ALL, DOMINATES, MUCH, WORTH, Cause, belongs_to_training, lines_of, numel
+from .cause import (
+    ALMOST_ALL,
+    DOMINATES,
+    IN_PIECES,
+    MUCH,
+    WORTH,
+    Cause,
+    belongs_to_training,
+    lines_of,
+    numel,
+    pieces_of,
+)
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
-from .timeline import MOMENT, TOTAL, Holder
-
-AFTER_A_FORWARD = [MOMENTS.index(IN_BACKWARD), MOMENTS.index(IN_OPTIMIZER_STEP)]
+from .timeline import Holder
 
 
 def copied_gradients(facts: Facts) -> Cause | None:
@@ -37,7 +43,10 @@ def copied_gradients(facts: Facts) -> Cause | None:
         "tasks, and p.grad = None as soon as a copy in another dtype has taken its place."
     )
     name = "The gradients are there more than once"
-    return Cause(name, nbytes, evidence, remedy, lines_of(copies), copies)
+    stays = max(holder.nbytes for holder in copies)
+    condition = "With one copy at a time"
+    lines = lines_of(copies)
+    return Cause(name, nbytes, evidence, remedy, lines, copies, stays=stays, condition=condition)
 
 
 def gradients_of_rows(facts: Facts) -> Cause | None:
@@ -70,7 +79,10 @@ def gradients_of_rows(facts: Facts) -> Cause | None:
             "each at once, to its norm or to a sum of clipped gradients."
         )
         name = "A gradient for each row is in memory"
-        return Cause(name, nbytes, evidence, remedy, lines_of(in_backward), holders)
+        lines, stays = lines_of(in_backward), pieces_of(nbytes)
+        return Cause(
+            name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=IN_PIECES
+        )
     return None
 
 
@@ -90,8 +102,8 @@ def gradients_of_the_step_before(facts: Facts) -> Cause | None:
         if holder.category == "gradients" and in_use and 0 <= holder.step < facts.peak.step:
             old.append(holder)
     # A backward makes them again: its own peak remains.
-    later = facts.rows[np.isin(facts.rows[:, MOMENT], AFTER_A_FORWARD)][:, TOTAL]
-    nbytes = min(total(old), facts.peak.total - int(later.max(initial=0)))
+    later = facts.highest_in([IN_BACKWARD, IN_OPTIMIZER_STEP])
+    nbytes = min(total(old), facts.peak.total - later)
     if nbytes < MUCH * facts.peak.total:
         return None
     evidence = (

@@ -15,8 +15,9 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
-from .timeline import ForwardPass
+from .timeline import ForwardPass, Holder
 
+WITHOUT_A_GRAPH = "With one layer of one forward at a time"
 GRAPHS_AT_ONCE = 3  # two may be the two sides of one loss
 
 
@@ -51,8 +52,23 @@ def unused_forward(facts: Facts) -> Cause | None:
         "around the loop, or @torch.no_grad() above the function). model.eval() does not do this."
     )
     lines = lines_of_forwards(blamed)
+    holders = facts.made_by(kept, and_after=True)
+    if unused[0] is facts.forwards[0]:
+        holders += _made_before(unused[0], facts)
     name = "A forward's graph is never used"
-    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
+    stays = min(facts.needed_without_a_graph(holders), nbytes)
+    return Cause(
+        name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITHOUT_A_GRAPH
+    )
+
+
+def _made_before(first: ForwardPass, facts: Facts) -> list[Holder]:
+    """The activations of forwards that are no longer in the list."""
+    found = []
+    for holder in facts.activations:
+        if holder.samples[0] < first.samples[0] and not holder.is_result:
+            found.append(holder)
+    return found
 
 
 def _unused_functions(facts: Facts) -> Cause | None:
@@ -69,7 +85,11 @@ def _unused_functions(facts: Facts) -> Cause | None:
         "comes."
     )
     remedy = "put what is computed here under torch.no_grad(), as in `with torch.no_grad():`."
-    return Cause("A forward's graph is never used", nbytes, evidence, remedy, lines_of(kept), kept)
+    name = "A forward's graph is never used"
+    stays, lines = facts.needed_without_a_graph(kept), lines_of(kept)
+    return Cause(
+        name, nbytes, evidence, remedy, lines, kept, stays=stays, condition=WITHOUT_A_GRAPH
+    )
 
 
 def is_unused(done: ForwardPass, facts: Facts) -> bool:
@@ -149,7 +169,7 @@ def kept_graph(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(kept)
     name = "A graph is kept after its backward"
-    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
+    return Cause(name, nbytes, evidence, remedy, lines, facts.made_by(kept), stays=None)
 
 
 def leftovers(facts: Facts) -> Cause | None:
@@ -167,12 +187,15 @@ def leftovers(facts: Facts) -> Cause | None:
         if holder.category == "activations" and holder.turn == last_turn:
             left.append(holder)
     nbytes = total(left)
+    if facts.peak.moment != IN_BACKWARD:
+        # The backward may begin without them: its own peak remains.
+        nbytes = min(nbytes, facts.peak.total - facts.highest_in([IN_BACKWARD]))
     if nbytes < MUCH * facts.peak.total:
         return None
     words = list(dict.fromkeys(in_words(holder) for holder in left))
     evidence = (
-        f"{format_bytes(nbytes)} at the peak were computed before the last backward, and nothing "
-        f"needs them after it: {'; '.join(words[:LINES])}."
+        f"{format_bytes(total(left))} at the peak were computed before the last backward, and "
+        f"nothing needs them after it: {'; '.join(words[:LINES])}."
     )
     remedy = (
         "a variable keeps its tensor until it is assigned again, and that is after the next "
@@ -181,7 +204,8 @@ def leftovers(facts: Facts) -> Cause | None:
     )
     lines = lines_of(left)
     name = "Tensors of the step before are still there"
-    return Cause(name, nbytes, evidence, remedy, lines, left)
+    condition = "Without these tensors"
+    return Cause(name, nbytes, evidence, remedy, lines, left, condition=condition)
 
 
 def _finished_before(turn: int, facts: Facts) -> bool:

@@ -18,13 +18,15 @@ from .cause import (
     lines_of,
 )
 from .causes_of_evaluation import evaluation_results
-from .facts import IN_BACKWARD, Facts, total
+from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
 from .timeline import Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
 GROWS = 0.001
 LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
 OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
+HISTORY = 5
+SHORTER_HISTORY = f"torch.optim.LBFGS(..., history_size={HISTORY})"
 GROWTH = "Bytes grow from step to step"
 
 
@@ -51,7 +53,24 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
     remedy = _remedy_of_growth(holders, facts)
-    return Cause(GROWTH, nbytes, evidence, remedy, lines_of(holders), holders, holders)
+    stays, condition = _last_batch(growing, facts), "With those of the last step"
+    if SHORTER_HISTORY in remedy:
+        stays, condition = min(nbytes, HISTORY * each), f"With a history of {HISTORY}"
+    elif not stays:
+        condition = "Without these bytes"
+    lines = lines_of(holders)
+    return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, stays, condition)
+
+
+def _last_batch(growing: list[list[Holder]], facts: Facts) -> int:
+    """The bytes of what was made right before the peak's step: it may be the batch of this step."""
+    nbytes = 0
+    for kind in growing:
+        for holder in kind:
+            is_last = facts.time_of(holder) == facts.peak_time - 1
+            if is_last and holder.made_in == BETWEEN_STEPS and not belongs_to_training(holder):
+                nbytes += holder.nbytes
+    return nbytes
 
 
 def growing_holders(facts: Facts) -> Sequence[Holder]:
@@ -118,7 +137,7 @@ def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
     if largest == "optimizer" and not _have_shapes_of_parameters(holders, facts):
         return (
             "one optimizer keeps a history of its steps, until the history is full: give it a "
-            "shorter one, torch.optim.LBFGS(..., history_size=5)."
+            f"shorter one, {SHORTER_HISTORY}."
         )
     if largest == "optimizer":
         return (

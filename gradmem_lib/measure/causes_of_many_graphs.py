@@ -13,6 +13,8 @@ from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .source_lines import SourceLine
 from .timeline import ForwardPass
 
+WITH_GRADIENTS = "With the gradients beside one forward at a time"
+
 
 def several_graphs(facts: Facts) -> Cause | None:
     """Losses that are added up over several forwards, and one backward for all of them."""
@@ -21,7 +23,8 @@ def several_graphs(facts: Facts) -> Cause | None:
     passes = _alive_together(facts)
     if len(passes) < GRAPHS_AT_ONCE:
         return None
-    each = (passes[-1].live_before - passes[0].live_before) // (len(passes) - 1)
+    # The first one may have read its inputs for the first time.
+    each = (passes[-1].live_before - passes[1].live_before) // (len(passes) - 2)
     nbytes = each * (len(passes) - 1)
     if nbytes < WORTH * facts.peak.total:
         return None
@@ -37,8 +40,15 @@ def several_graphs(facts: Facts) -> Cause | None:
         "outputs of all these forwards, this is not possible.)"
     )
     lines = lines_of_forwards(passes[-1:])
+    holders = []  # the first forward's graph is there in any case
+    for holder in facts.activations:
+        if holder.samples[0] >= passes[1].samples[0]:
+            holders.append(holder)
     name = "Losses are added up before one backward"
-    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
+    stays = min(facts.gradients_to_come(), nbytes)
+    return Cause(
+        name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITH_GRADIENTS
+    )
 
 
 def _alive_together(facts: Facts) -> list[ForwardPass]:
@@ -126,7 +136,11 @@ def chained_forwards(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(chain)
     name = "One backward goes through a chain of forwards"
-    return Cause(name, nbytes, evidence, remedy, lines, facts.activations)
+    stays = min(facts.gradients_to_come(), nbytes)
+    holders = facts.made_by(chain)
+    return Cause(
+        name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITH_GRADIENTS
+    )
 
 
 def graphs_of_gradients(facts: Facts) -> Cause | None:
@@ -153,4 +167,5 @@ def graphs_of_gradients(facts: Facts) -> Cause | None:
         " inner steps (meta-learning, whose first-order method needs no create_graph)."
     )
     lines = lines_of(kept)
-    return Cause("Gradients keep graphs of their own", nbytes, evidence, remedy, lines, kept)
+    name = "Gradients keep graphs of their own"
+    return Cause(name, nbytes, evidence, remedy, lines, kept, stays=None)

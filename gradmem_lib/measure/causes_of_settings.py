@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ..units import format_bytes
 from .cause import WORTH, Cause, lines_of_forwards
+from .causes_of_graphs import WITHOUT_A_GRAPH
 from .facts import Facts, total
 from .timeline import Holder
 
@@ -42,7 +43,13 @@ def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
         "model. A teacher's outputs can be computed under torch.no_grad()."
     )
     lines = lines_of_forwards(forwards)
-    return Cause("Gradients are computed for no optimizer", nbytes, evidence, remedy, lines)
+    name = "Gradients are computed for no optimizer"
+    graphs = facts.made_by(forwards)
+    stays = facts.needed_without_a_graph(graphs)
+    holders = gradients + graphs
+    return Cause(
+        name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITHOUT_A_GRAPH
+    )
 
 
 def _is_unwanted(holder: Holder, facts: Facts) -> bool:
@@ -65,7 +72,8 @@ def idle_checkpoints(facts: Facts) -> Cause | None:
     checkpoints = facts.structure.checkpoints
     if not checkpoints.switched_on or facts.recomputed or not facts.had_backward:
         return None
-    nbytes = total(h for h in facts.at_peak if h.category == "activations" and facts.in_layers(h))
+    kept = [holder for holder in facts.activations if facts.in_layers(holder)]
+    nbytes = total(kept)
     trained_layers = any(facts.structure.in_layers(name) for name in facts.structure.trained)
     # The reentrant method then runs the layers without gradients: they keep nothing, and learn
     # nothing.
@@ -92,4 +100,5 @@ def idle_checkpoints(facts: Facts) -> Cause | None:
             "the model's forward does not use the switch, or does not call these modules: give "
             "checkpoint_layers the list that forward loops over."
         )
-    return Cause("Checkpointing is on and does nothing", nbytes, evidence, remedy)
+    name = "Checkpointing is on and does nothing"
+    return Cause(name, nbytes, evidence, remedy, holders=kept, stays=None)

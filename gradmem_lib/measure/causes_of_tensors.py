@@ -8,11 +8,13 @@ from ..units import format_bytes
 from .cause import (
     DOMINATES,
     FILLED,
+    IN_PIECES,
     Cause,
     dtype_of,
     in_words,
     lines_of,
     numel,
+    pieces_of,
 )
 from .facts import Facts, total
 from .timeline import Holder
@@ -69,7 +71,8 @@ def large_logits(facts: Facts) -> Cause | None:
         "torch.utils.checkpoint.checkpoint."
     )
     name = "The logits are the largest part"
-    return Cause(name, nbytes, evidence, remedy, lines_of(logits), logits)
+    lines, stays = lines_of(logits), pieces_of(nbytes)
+    return Cause(name, nbytes, evidence, remedy, lines, logits, stays=stays, condition=IN_PIECES)
 
 
 def eager_scores(facts: Facts) -> Cause | None:
@@ -109,7 +112,7 @@ def eager_scores(facts: Facts) -> Cause | None:
         "scores as well."
     )
     name = "Attention stores its scores"
-    return Cause(name, nbytes, evidence, remedy, lines_of(scores), scores)
+    return Cause(name, nbytes, evidence, remedy, lines_of(scores), scores, stays=None)
 
 
 def expanded_tensors(facts: Facts) -> Cause | None:
@@ -141,7 +144,8 @@ def expanded_tensors(facts: Facts) -> Cause | None:
     )
     remedy += _without_the_large_tensor(expanded)
     name = "One kind of tensor is the largest part"
-    return Cause(name, nbytes, evidence, remedy, lines_of(expanded), holders)
+    lines, stays = lines_of(expanded), pieces_of(nbytes)
+    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=IN_PIECES)
 
 
 def _is_of_kind(holder: Holder, expanded: Holder) -> bool:

@@ -74,7 +74,9 @@ def second_model(facts: Facts) -> Cause | None:
         "narrower dtype (dtype=torch.bfloat16), which halves float32 weights."
     )
     name = "A second model is in memory"
-    return Cause(name, nbytes, evidence, remedy, lines_of(holders), holders)
+    lines, stays = lines_of(holders), nbytes // 2
+    condition = "With half as wide a dtype"
+    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
 
 
 def first_optimizer_step(facts: Facts) -> Cause | None:

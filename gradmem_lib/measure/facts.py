@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from ..names import MOMENTS
 from .structure import Structure
-from .timeline import MOMENT, STEP, ForwardPass, Holder, MemorySnapshot, Turn
+from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot, Turn
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
 # The "operation" of a parameter that was there before its first use.
@@ -31,7 +34,9 @@ class Facts:
     ``optimized``: the names of the model's parameters that an optimizer has; ``None`` if no
     optimizer is known. ``ended``: the block has ended. ``recomputed``: a forward ran again in a
     backward. ``untrained``: the names of the parameters of models that no optimizer trains, as far
-    as they are known.
+    as they are known. ``samples``: the number of the sample in each of ``rows``, as in
+    ``Holder.samples``. ``batch_rows``: how many rows the largest batch of the training had, as far
+    as it is known.
     """
 
     peak: MemorySnapshot
@@ -46,6 +51,22 @@ class Facts:
     ended: bool = False
     recomputed: bool = False
     untrained: frozenset[str] = frozenset()
+    samples: np.ndarray | None = None
+    batch_rows: int = 0
+
+    def bytes_of(self, holders: Iterable[Holder]) -> np.ndarray:
+        """The bytes of ``holders`` at each of ``rows``, or less: int64 (samples,).
+
+        A long run keeps one sample of several, and its row stands for those up to the next row on
+        either side. A holder counts where it was alive in all of them.
+        """
+        before = np.concatenate(([-1], self.samples[:-1]))  # the samples of the neighbours
+        after = np.concatenate((self.samples[1:], [np.iinfo(np.int64).max]))
+        nbytes = np.zeros(len(self.samples), dtype=np.int64)
+        for holder in holders:
+            first, stop = holder.samples
+            nbytes[(first <= before + 1) & (after <= stop)] += holder.nbytes
+        return nbytes
 
     @cached_property
     def at_peak(self) -> Sequence[Holder]:
@@ -55,6 +76,45 @@ class Facts:
     def activations(self) -> list[Holder]:
         """Those of the peak."""
         return [holder for holder in self.at_peak if holder.category == "activations"]
+
+    def made_by(self, passes: Sequence[ForwardPass], and_after: bool = False) -> list[Holder]:
+        """The activations at the peak that these forwards have made and not returned.
+
+        ``and_after``: also what was made after each of them, until the next forward began.
+        """
+        begins = [done.samples[0] for done in self.forwards]
+        found = []
+        for holder in self.activations:
+            n_begun = bisect_right(begins, holder.samples[0])
+            if n_begun == 0 or holder.is_result:
+                continue
+            done = self.forwards[n_begun - 1]
+            inside = holder.samples[0] < done.samples[1]
+            if done in passes and (inside or and_after):
+                found.append(holder)
+        return found
+
+    def needed_without_a_graph(self, holders: Sequence[Holder]) -> int:
+        """Of the bytes of activations, those that one forward needs at once if nothing is kept for
+        a backward, at most: the tensors of its largest layer, and that layer's input.
+        """
+        sizes = dict[tuple, int]()  # of one forward: the others have made the same
+        for holder in holders:
+            sizes[holder.module, holder.op, holder.shape, holder.line] = holder.nbytes
+        layers = Counter[str]()
+        for (module, *_), nbytes in sizes.items():
+            layers[self.layer_of(module)] += nbytes
+        at_once = max(layers.values(), default=0) + max(sizes.values(), default=0)
+        return min(at_once, sum(sizes.values()))
+
+    def layer_of(self, module: str) -> str:
+        """The name of the outermost layer that contains a module; empty if it is in none."""
+        parts = module.split(".")
+        for n in range(1, len(parts) + 1):
+            name = ".".join(parts[:n])
+            if self.structure is not None and name in self.structure.layers:
+                return name
+        return ""
 
     @property
     def outside_of_training(self) -> bool:
@@ -68,6 +128,23 @@ class Facts:
     @property
     def had_optimizer_step(self) -> bool:
         return IN_OPTIMIZER_STEP in self.moments
+
+    def highest_in(self, moments: Iterable[str]) -> int:
+        """The highest total of these moments in bytes; 0 if it is not known."""
+        if self.rows is None or self.rows.shape[1] <= MOMENT:
+            return 0
+        codes = [MOMENTS.index(moment) for moment in moments]
+        totals = self.rows[np.isin(self.rows[:, MOMENT], codes), TOTAL]
+        return int(totals.max(initial=0))
+
+    def gradients_to_come(self) -> int:
+        """The bytes of gradients of the trained parameters that are not there at the peak."""
+        if self.structure is None:
+            return 0
+        nbytes = 0
+        for name in self.structure.trained:
+            nbytes += prod(self.structure.shapes[name]) * self.structure.dtypes[name].itemsize
+        return max(nbytes - self.peak.by_category["gradients"], 0)
 
     def has_backward_in_step(self, step: int) -> bool:
         """Whether a backward has allocated anything in this step, as far as it is known."""

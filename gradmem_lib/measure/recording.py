@@ -333,6 +333,10 @@ class Recording:
         columns = (kept[:, 1], phases, kept[:, TOTAL], kept[:, BY], kept[:, MOMENT], kept[:, STEP])
         return np.column_stack(columns)
 
+    def sample_numbers(self) -> np.ndarray:
+        """The number of the sample in each of ``rows``: int64 (samples,)."""
+        return self._flush()[:, 0].copy()
+
     def bytes_of(self, holders: Iterable[Holder]) -> np.ndarray:
         """Of the bytes by category, those of ``holders``: int64 (samples, 6), as in ``rows``."""
         lifetimes = []

@@ -93,7 +93,7 @@ class ForwardPass(NamedTuple):
     module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how many turns
     were finished. ``differentiable``: the backward that used it has built a graph itself.
     ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one of them.
-    ``number``: the same for all calls of one module.
+    ``number``: the same for all calls of one module. ``samples``: as in ``Holder``, of the call.
 
     Three fields are bytes, and what the call has returned is in none of them. ``made``: what was
     left of the call when it ended. ``inside_at_peak``: the activations at the run's peak that were
@@ -119,6 +119,7 @@ class ForwardPass(NamedTuple):
     differentiable: bool = False
     for_no_optimizer: bool = False
     number: int = 0
+    samples: tuple[int, int] = (0, 0)
 
 
 class Timeline:

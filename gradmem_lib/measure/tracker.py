@@ -234,6 +234,7 @@ class MemoryTracker:
                         differentiable=done.differentiable,
                         for_no_optimizer=done.for_no_optimizer,
                         number=done.number,
+                        samples=(done.first_sample, done.end_sample or self._recording.count),
                     )
                 )
             return found
@@ -401,6 +402,8 @@ class MemoryTracker:
         return Facts(
             peak,
             rows=self._recording.rows(),
+            samples=self._recording.sample_numbers(),
+            batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=holders,
             forwards=self.forwards,
             steps=self.steps,

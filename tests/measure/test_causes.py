@@ -273,10 +273,9 @@ DO_NOT_HAVE = [
 ]
 # A smaller evaluation or generation, or a narrower second model, may still be the largest part.
 REMAIN = (EVALUATION, GENERATION, SECOND, GRADIENTS, OF_ROWS)
-# The remedy of these takes away all that was said. What may come in its place is one forward's
-# output, or gradients that wait for the optimizer.
-TAKE_ALL = (GROWS, COPIED, ADDED_UP, STAY, COLLECTED, GRADIENTS, DOUBLE, CHAIN, STAYS, WAIT)
-SLACK = 0.1
+# How much memory these remedies need is not known from the run, and nothing is said of it: that of
+# an attention that stores no scores, of one layer that is recomputed, of a graph that ends earlier.
+NOT_SAID = (SCORES, IDLE, KEPT, TWICE)
 
 
 def name(program) -> str:
@@ -294,9 +293,12 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
         assert cause.name not in [other.name for other in after.causes]
     if program is not programs.reentrant_on_frozen_inputs:  # its layers learn nothing before
         assert after.peak.total < before.peak.total
-    if cause.name in TAKE_ALL:
+    assert (cause.stays is None) == (cause.name in NOT_SAID)
+    if cause.name in NOT_SAID:
+        assert not cause.limit
+    else:
         said, _ = peak_without(cause, before.facts)
-        assert after.peak.total <= said + SLACK * before.peak.total
+        assert after.peak.total <= said <= before.peak.total
     text = str(before)
     assert text.index(cause.evidence) < text.index("What ")
     assert f"Remedy: {cause.remedy}" in text
@@ -513,7 +515,7 @@ def test_another_moment_that_becomes_the_peak_is_said():
     assert before.peak.total - cause.nbytes < after.total / 2  # the cause alone would say too much
     assert peak_without(cause, before.facts) == (after.total, after.moment)
     size = format_bytes(after.total)
-    assert f"Without these bytes the peak is {size} at best, in backward." in str(before)
+    assert f"Without these bytes, the peak is {size} at most, in backward." in str(before)
 
 
 def test_gradients_that_a_backward_makes_again_are_not_promised():

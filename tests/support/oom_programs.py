@@ -110,7 +110,7 @@ class Metric:
         return (out - y).square().mean(dim=0)
 
     def __call__(self, i, net, x, y, out, metric):
-        self.kept.append(metric.detach() if self.remedied else metric)
+        self.kept.append(metric.tolist() if self.remedied else metric)
 
 
 def metrics_with_their_graph(remedied=False):
@@ -155,7 +155,7 @@ def evaluated(collect, forwards: int = 12, vocabulary: int = VOCABULARY, **argum
 
 
 def logits_in_a_list(remedied=False):
-    return evaluated(lambda out: out.logits.argmax(-1) if remedied else out.logits)
+    return evaluated(lambda out: out.logits.argmax(-1).tolist() if remedied else out.logits)
 
 
 def logits_in_one_tensor(remedied=False):
@@ -200,7 +200,7 @@ def second_list_of_outputs(remedied=False):
             kept = []
             for _ in range(batches):
                 out = net(x)
-                kept.append(out.argmax(-1) if remedied else out)
+                kept.append(out.argmax(-1).tolist() if remedied else out)
             del kept, out
     return tracker
 

@@ -494,14 +494,18 @@ def full_replay_buffer(remedied=False):
 
 
 def empty_replay_buffer(remedied=False):
-    """It is made at once for all steps, and filled row by row."""
+    """It is made at once for all steps, and filled row by row. ``remedied``: off the card."""
     net = Net(64)
     optimizer = sgd(net)
     with MemoryTracker(net, optimizer, live=False) as tracker:
-        buffer = torch.zeros(64 if remedied else 20_000, 64)
+        buffer = None if remedied else torch.zeros(20_000, 64)
         for i in range(6):
-            buffer[i] = torch.randn(64)
-            net(buffer[: i + 1]).square().mean().backward()
+            if remedied:
+                x = torch.randn(i + 1, 64)
+            else:
+                buffer[i] = torch.randn(64)
+                x = buffer[: i + 1]
+            net(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return tracker
@@ -563,7 +567,7 @@ def one_long_row(remedied=False, lengths=(32, 30, 40, 28, 400, 33, 31, 30)):
     optimizer = adamw(net)
 
     def step(i):
-        length = min(lengths[i], 48) if remedied else lengths[i]
+        length = min(lengths[i], 40) if remedied else lengths[i]
         net(torch.randint(0, 100, (8, length))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

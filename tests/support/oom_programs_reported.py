@@ -92,7 +92,7 @@ def pool_of_images(remedied=False):
 
     def step(i):
         fake = generator(torch.randn(256, 64))
-        kept = fake.detach().cpu()[:1].clone() if remedied else fake
+        kept = fake[:1].tolist() if remedied else fake
         if len(pool) < 50:
             pool.append(kept)
         else:
