@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..units import format_bytes
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
@@ -55,6 +57,11 @@ class Cause:
 
 def belongs_to_training(holder: Holder) -> bool:
     return holder.category in ("parameters", "gradients", "optimizer")
+
+
+def is_copy_of_a_storage(holder: Holder) -> bool:
+    """Whether it is a storage that deepcopy, or torch.save, has copied byte by byte."""
+    return holder.dtype is torch.uint8 and holder.shape == (holder.nbytes,)
 
 
 def larger_than_its_tensor(holder: Holder) -> bool:

@@ -114,9 +114,10 @@ def limit_of(cause: Cause, facts: Facts) -> str:
     peak, moment = peak_without(cause, facts)
     if peak <= facts.peak.total - cause.nbytes + WORTH * facts.peak.total:
         return ""
+    so_far = "" if facts.ended else " so far"
     if peak > (1 - WORTH) * facts.peak.total:
-        return f"{cause.condition}, the peak may be almost as high, in {moment}."
-    return f"{cause.condition}, the peak is {format_bytes(peak)} at most, in {moment}."
+        return f"{cause.condition}, the peak{so_far} may be almost as high, in {moment}."
+    return f"{cause.condition}, the peak{so_far} is {format_bytes(peak)} at most, in {moment}."
 
 
 def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:

@@ -16,10 +16,11 @@ from .cause import (
     WORTH,
     Cause,
     in_words,
+    is_copy_of_a_storage,
     lines_of,
     lines_of_forwards,
 )
-from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
+from .facts import BETWEEN_STEPS, INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
 from .timeline import BY, STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
@@ -31,7 +32,8 @@ def waiting_data(facts: Facts) -> Cause | None:
     """A data set, a replay buffer or a row of batches on the device."""
     kinds = defaultdict[tuple, list[Holder]](list)
     for holder in facts.at_peak:
-        if holder.category == "other" and holder.op and not facts.of_another_model(holder):
+        is_data = holder.category == "other" and holder.op
+        if is_data and not facts.of_another_model(holder) and not is_copy_of_a_storage(holder):
             kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
     waiting: list[Holder] = []
     for kind in kinds.values():
@@ -39,6 +41,7 @@ def waiting_data(facts: Facts) -> Cause | None:
         times = {facts.time_of(holder) for holder in kind}
         wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
         filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
+        wait = wait or _are_batches_of_later_steps(kind, facts)
         if wait and not _is_there_all_through_the_step(kind, facts):
             continue  # pieces that a loss has joined
         if is_taken_from or wait or filled_long_ago:
@@ -76,6 +79,15 @@ def _one_batch(waiting: list[Holder], facts: Facts) -> int:
         part = min(batch_rows / rows, 1)
         of_a_kind[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
     return sum(of_a_kind.values())
+
+
+def _are_batches_of_later_steps(kind: list[Holder], facts: Facts) -> bool:
+    """Whether a loader is several batches ahead: it makes one between any two steps."""
+    times = [facts.time_of(holder) for holder in kind]
+    one_a_step = len(set(times)) >= len(times) - 1
+    rows = kind[0].shape[:1]
+    between = all(holder.made_in == BETWEEN_STEPS for holder in kind)
+    return len(kind) > MANY and one_a_step and between and rows == (facts.batch_rows,)
 
 
 def _is_there_all_through_the_step(kind: list[Holder], facts: Facts) -> bool:

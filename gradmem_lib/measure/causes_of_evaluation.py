@@ -13,7 +13,6 @@ from .cause import (
     Cause,
     belongs_to_training,
     in_words,
-    lines_of,
     lines_of_forwards,
 )
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
@@ -50,7 +49,7 @@ def evaluation_results(facts: Facts) -> Cause | None:
         nbytes,
         evidence,
         remedy,
-        lines_of(collected),
+        facts.lines_of_results(collected),
         collected,
         growing,
         stays=min(stays, nbytes),
@@ -89,7 +88,7 @@ def results_in_training(facts: Facts) -> Cause | None:
         nbytes,
         evidence,
         remedy,
-        lines_of(left),
+        facts.lines_of_results(left),
         left,
     )
 

@@ -56,7 +56,10 @@ def unused_forward(facts: Facts) -> Cause | None:
     if unused[0] is facts.forwards[0]:
         holders += _made_before(unused[0], facts)
     name = "A forward's graph is never used"
-    stays = min(facts.needed_without_a_graph(holders), nbytes)
+    # What was computed from the outputs may be the result that the script wants.
+    inside = facts.made_by(kept)
+    after_the_calls = total(holders) - total(inside)
+    stays = min(facts.needed_without_a_graph(inside) + after_the_calls, nbytes)
     return Cause(
         name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITHOUT_A_GRAPH
     )

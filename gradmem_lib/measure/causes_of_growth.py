@@ -58,7 +58,7 @@ def growing_bytes(facts: Facts) -> Cause | None:
         stays, condition = min(nbytes, HISTORY * each), f"With a history of {HISTORY}"
     elif not stays:
         condition = "Without these bytes"
-    lines = lines_of(holders)
+    lines = facts.lines_of_results(holders)
     return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, stays, condition)
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from ..units import format_bytes
-from .cause import ALMOST_ALL, DOMINATES, WORTH, Cause, lines_of, numel
+from .cause import (
+    ALMOST_ALL,
+    DOMINATES,
+    WORTH,
+    Cause,
+    is_copy_of_a_storage,
+    lines_of,
+    numel,
+)
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
 from .timeline import Holder
 
@@ -40,7 +48,7 @@ def copy_made_here(facts: Facts) -> Cause | None:
     for copy in _copies(facts):
         first = copy[0]
         # random numbers of the same shapes, for one step, are no copy
-        is_copied = first.computed_from == "parameters" or _is_copy_of_a_storage(first)
+        is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
         is_kept = is_copied or facts.time_of(first) < facts.peak_time
         if first.step >= 0 and is_kept and not facts.of_another_model(first):
             copies.append(copy)
@@ -219,7 +227,7 @@ def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holde
     found, numbers = [], 0
     for holder in holders:
         shape = holder.shape
-        if _is_copy_of_a_storage(holder):
+        if is_copy_of_a_storage(holder):
             for possible in of_size[holder.nbytes]:
                 if missing[possible] > 0:
                     shape = possible
@@ -228,8 +236,3 @@ def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holde
             numbers += numel(shape)
             found.append(holder)
     return found if numbers >= ALMOST_ALL * everything else []
-
-
-def _is_copy_of_a_storage(holder: Holder) -> bool:
-    """Whether it is a storage that deepcopy, or torch.save, has copied byte by byte."""
-    return holder.dtype is torch.uint8 and holder.shape == (holder.nbytes,)

@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 
 from ..names import MOMENTS
+from .source_lines import SourceLine
 from .structure import Structure
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot, Turn
 
@@ -93,6 +94,24 @@ class Facts:
             if done in passes and (inside or and_after):
                 found.append(holder)
         return found
+
+    def lines_of_results(self, holders: Sequence[Holder]) -> tuple[SourceLine, ...]:
+        """The lines that made ``holders``, those with the most bytes first.
+
+        For what a model has returned, it is the line that called the model.
+        """
+        begins = [done.samples[0] for done in self.forwards]
+        called = dict[tuple, SourceLine]()  # also for forwards that are no longer in the list
+        for holder in holders:
+            n_begun = bisect_right(begins, holder.samples[0])
+            if holder.is_result and n_begun and self.forwards[n_begun - 1].line is not None:
+                called[holder.module, holder.op, holder.line] = self.forwards[n_begun - 1].line
+        nbytes = Counter[SourceLine]()
+        for holder in holders:
+            line = called.get((holder.module, holder.op, holder.line), holder.line)
+            if line is not None:
+                nbytes[line] += holder.nbytes
+        return tuple(line for line, _ in nbytes.most_common())
 
     def needed_without_a_graph(self, holders: Sequence[Holder]) -> int:
         """Of the bytes of activations, those that one forward needs at once if nothing is kept for

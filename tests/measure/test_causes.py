@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import oom_programs as programs
 from support import oom_programs_around as around
+from support import oom_programs_kept as kept
 from support import oom_programs_of_loops as loops
 from support import oom_programs_of_tensors as tensors
 from support import oom_programs_reported as reported
@@ -188,7 +189,11 @@ HAVE = {
     tensors.samples_along_rays: EXPANDED,
     reported.epochs_over_features: KEPT,
 }
+HAVE |= {program: cause for program, (cause, _, _) in kept.EXPECTED.items()}
 DO_NOT_HAVE = [
+    (kept.summed_losses, GROWS),
+    (kept.curvature_by_signs, TWICE),
+    (kept.rate_finder, DATA),
     (programs.numbers_in_a_list, GROWS),
     (programs.the_last_outputs, GROWS),
     (programs.the_best_outputs, GROWS),
@@ -506,6 +511,17 @@ ADVICE = [
 def test_the_remedy_is_the_one_of_this_program(program, words):
     """The argument or the call that the program's ``remedied`` uses."""
     assert words in diagnose(program()).causes[0].remedy
+
+
+@pytest.mark.parametrize("program", kept.EXPECTED, ids=name)
+def test_the_first_line_is_the_one_that_a_reader_would_change(program):
+    _, code, words = kept.EXPECTED[program]
+    first = diagnose(program()).causes[0]
+    assert first.lines[0].file.endswith("oom_programs_kept.py")
+    with open(kept.__file__) as file:
+        text = file.read().splitlines()[first.lines[0].line - 1]
+    assert code in text
+    assert words in first.remedy
 
 
 def test_another_moment_that_becomes_the_peak_is_said():
