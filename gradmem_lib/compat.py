@@ -96,6 +96,7 @@ def writes_first_argument(func) -> bool:
 
 
 _aten = torch.ops.aten
+join = _aten.cat.default
 # With a Python number in the second place, autograd keeps the number as a tensor of 8 bytes.
 multiply, divide = _aten.mul.Tensor, _aten.div.Tensor
 # Operations that give a tensor another size or another storage.

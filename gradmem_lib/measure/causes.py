@@ -24,6 +24,8 @@ from .causes_of_gradients import (
     copied_gradients,
     gradients_of_rows,
     gradients_of_the_step_before,
+    gradients_set_to_zero,
+    kept_directions,
 )
 from .causes_of_graphs import finished_forwards, kept_graph, leftovers, unused_forward
 from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
@@ -34,6 +36,7 @@ from .causes_of_tensors import (
     eager_scores,
     expanded_tensors,
     large_logits,
+    repeated_rows,
 )
 from .causes_of_weights import (
     copy_in_another_module,
@@ -66,8 +69,10 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     copy_in_another_module,
     loaded_copy,
     copy_made_here,
+    kept_directions,
     copied_gradients,
     gradients_of_the_step_before,
+    gradients_set_to_zero,
     second_model,
     waiting_data,
     idle_checkpoints,
@@ -75,6 +80,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     first_optimizer_step,
     wide_weights,
     double_tensors,
+    repeated_rows,
     dense_embedding_gradient,
     eager_scores,
     large_logits,
@@ -124,7 +130,8 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     """The peak in bytes when the remedy of ``cause`` is applied, and the moment it is in.
 
     In each moment, the remedy takes away at most as many bytes as at the peak, of the categories
-    that it can touch. What was there at the peak, and is not of the cause, does not go.
+    that it can touch. What was there at the peak, and is not of the cause, does not go; neither
+    does what this turn's backward needs when the cause's bytes are free.
     """
     goes = cause.nbytes - (cause.stays or 0)
     lowest, moment = facts.peak.total - goes, facts.peak.moment
@@ -141,6 +148,7 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
         if holder.category in categories and id(holder) not in of_the_cause:
             others.append(holder)
     can_go = facts.rows[:, BY][:, columns].sum(axis=1) - facts.bytes_of(others)
+    can_go[facts.in_backward_of_peak() & (facts.bytes_of(cause.holders) == 0)] = 0
     remaining = facts.rows[:, TOTAL] - np.clip(can_go, 0, goes)
     highest = int(remaining.argmax())
     if remaining[highest] > lowest:

@@ -21,8 +21,40 @@ from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts
 from .timeline import Holder
 
 
+def kept_directions(facts: Facts) -> Cause | None:
+    """A number for each weight that was computed from the gradients of an earlier backward, and
+    stays during another forward and backward, as in sharpness-aware minimization (SAM).
+    """
+    if facts.structure is None or facts.peak.moment not in (TRAINING_FORWARD, LOSS, IN_BACKWARD):
+        return None
+    kept = []
+    for holder in facts.at_peak:
+        of_earlier_turn = holder.turn < facts.peak.turn
+        is_kept = holder.category in ("other", "optimizer") and of_earlier_turn
+        if is_kept and holder.computed_from == "gradients":
+            kept.append(holder)
+    # Of a list of copies, there are several for each weight.
+    several = total(kept) > 1.5 * facts.peak.by_category["parameters"]
+    nbytes = total(kept)
+    if several or nbytes < WORTH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were computed from the gradients of an earlier "
+        "backward, about a number for each weight, and stay during this one."
+    )
+    remedy = (
+        "a method that goes back later, such as SAM, needs them only then: keep them off the card "
+        "(e.cpu(), and e.to(p.device) on the way back), or in bf16, or for a part of the weights, "
+        "such as the normalization layers."
+    )
+    name = "Directions for all weights are kept"
+    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept)
+
+
 def copied_gradients(facts: Facts) -> Cause | None:
     """Copies of the gradients, and what else was computed from gradients alone."""
+    if kept_directions(facts):
+        return None  # no gradient needs to be there at the same time
     copies, originals = [], []
     for holder in facts.at_peak:
         if holder.computed_from == "gradients" and holder.category in ("gradients", "other"):
@@ -89,6 +121,33 @@ def gradients_of_rows(facts: Facts) -> Cause | None:
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """vmap makes the gradients of (64,) as (rows, 1, 64)."""
     return tuple(size for size in shape if size > 1)
+
+
+def gradients_set_to_zero(facts: Facts) -> Cause | None:
+    """Gradients of earlier steps, as zeros, in layers that the backward has not come to yet."""
+    if facts.peak.moment != IN_BACKWARD:
+        return None
+    # A layer's own output is there until the backward comes to the layer.
+    waiting = {holder.module for holder in facts.activations if holder.module}
+    zeros = []
+    for holder in facts.at_peak:
+        layer = holder.module.rpartition(".")[0]
+        old = holder.category == "gradients" and 0 <= holder.step < facts.peak.step
+        in_use = facts.optimized is None or holder.module in facts.optimized
+        if old and in_use and layer in waiting:
+            zeros.append(holder)
+    nbytes = total(zeros)
+    if nbytes < MUCH * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are gradients of an earlier step, of layers to which "
+        "this backward has not come yet."
+    )
+    remedy = (
+        "call optimizer.zero_grad() after optimizer.step(), and leave set_to_none as it is (True): "
+        "with False, the gradients stay as zeros, beside all activations."
+    )
+    return Cause("Gradients stay as zeros", nbytes, evidence, remedy, stays=None)
 
 
 def gradients_of_the_step_before(facts: Facts) -> Cause | None:

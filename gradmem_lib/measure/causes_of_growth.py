@@ -74,11 +74,8 @@ def _last_batch(growing: list[list[Holder]], facts: Facts) -> int:
 
 
 def growing_holders(facts: Facts) -> Sequence[Holder]:
-    """The storages that pictures show as a band of their own.
-
-    A tensor that a longer one replaces has no band: the shorter ones are no longer known.
-    """
-    for find in (growing_bytes, evaluation_results):
+    """The storages that pictures show as a band of their own."""
+    for find in (growing_bytes, growing_tensor, evaluation_results):
         cause = find(facts)
         if cause is not None:
             return cause.growing
@@ -211,8 +208,8 @@ def growing_tensor(facts: Facts) -> Cause | None:
     old = max(survivors, key=lambda holder: holder.nbytes)
     holders = [old]
     for holder in facts.at_peak:
-        same = (holder.line, holder.op, holder.dtype) == (old.line, old.op, old.dtype)
-        if same and facts.time_of(holder) == facts.peak_time and holder.nbytes > old.nbytes:
+        is_longer = _same_code(holder, old) and holder.nbytes > old.nbytes
+        if is_longer and facts.time_of(holder) == facts.peak_time:
             holders.append(holder)  # the longer one, which is being made
     each = growth // (len(starts) - 1)
     evidence = (
@@ -225,7 +222,14 @@ def growing_tensor(facts: Facts) -> Cause | None:
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
-    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders), holders)
+    replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
+    growing = [*replaced, *holders]
+    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders), holders, growing)
+
+
+def _same_code(one: Holder, other: Holder) -> bool:
+    """Whether the same line has made both, by the same operation."""
+    return (one.line, one.op, one.dtype) == (other.line, other.op, other.dtype)
 
 
 def _beginnings_of_steps(facts: Facts) -> list[Turn]:

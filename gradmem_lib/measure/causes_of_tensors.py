@@ -16,7 +16,8 @@ from .cause import (
     numel,
     pieces_of,
 )
-from .facts import Facts, total
+from .causes_of_gradients import gradients_of_rows
+from .facts import BETWEEN_STEPS, Facts, total
 from .timeline import Holder
 
 # What computes the same without a large tensor, by the operations that make one.
@@ -40,6 +41,8 @@ INSTEAD = (
         "::4] for a factor of 4, or for one image at a time.",
     ),
 )
+# A copy of an expanded view is a repetition, too: repeat_interleave makes one.
+REPEATS = ("aten.repeat", "aten.clone", "aten.index_select", "aten.index.Tensor")
 IN_GENERAL = (
     "Often an operation does it without the large tensor: torch.cdist for distances (without the "
     "differences of all pairs in each feature), F.cross_entropy with class numbers for one-hot "
@@ -64,15 +67,73 @@ def large_logits(facts: Facts) -> Cause | None:
         f"{format_bytes(nbytes)} at the peak are logits, their copies and their gradients "
         f"({copies}), with {logits[0].shape[-1]:,} numbers for each token."
     )
-    remedy = (
-        "compute the loss in chunks of tokens, so that the logits of all tokens never exist at "
-        "once: Recipe(chunked_loss=True) for a causal language model. A loss of your own can be "
-        "computed in chunks if it is a sum over tokens, each chunk under "
-        "torch.utils.checkpoint.checkpoint."
-    )
+    if facts.loss_of_whole_rows:
+        remedy = (
+            "this loss (CTC) needs all frames of a row at once, but each row for itself: compute "
+            "the head and the loss for a few rows at a time, each under "
+            "torch.utils.checkpoint.checkpoint, with reduction='sum' and divided by all rows."
+        )
+    else:
+        remedy = (
+            "compute the loss in chunks of tokens, so that the logits of all tokens never exist at "
+            "once: Recipe(chunked_loss=True) for a causal language model. A loss of your own can "
+            "be computed in chunks if it is a sum over tokens, each chunk under "
+            "torch.utils.checkpoint.checkpoint."
+        )
     name = "The logits are the largest part"
     lines, stays = lines_of(logits), pieces_of(nbytes)
     return Cause(name, nbytes, evidence, remedy, lines, logits, stays=stays, condition=IN_PIECES)
+
+
+def repeated_rows(facts: Facts) -> Cause | None:
+    """A batch in which each row is there several times, such as a context for many samples."""
+    for repeated in facts.at_peak:
+        is_data = repeated.category == "other" and not repeated.computed_from
+        if not is_data or not any(name in repeated.op for name in REPEATS):
+            continue
+        for original in facts.at_peak:
+            times = _times_repeated(original, repeated)
+            cause = _repeated(original, times, repeated, facts) if times else None
+            if cause is not None:
+                return cause
+    return None
+
+
+def _times_repeated(original: Holder, repeated: Holder) -> int:
+    """How often each row of ``original`` is in ``repeated``; 0 if it is no repetition of it."""
+    same_kind = original.dtype == repeated.dtype and original.category == "other"
+    if not same_kind or len(original.shape) < 2 or not numel(original.shape):
+        return 0
+    rows, *rest = original.shape
+    times = numel(repeated.shape) // numel(original.shape)
+    possible = [(rows * times, *rest), (rows, times, *rest), (times, rows, *rest)]
+    return times if times > 1 and repeated.shape in possible else 0
+
+
+def _repeated(original: Holder, times: int, repeated: Holder, facts: Facts) -> Cause | None:
+    rows, length = times * original.shape[0], original.shape[1]
+    of_rows = []
+    for holder in facts.at_peak:
+        can_be = holder.category in ("activations", "temporaries", "other")
+        in_rows = holder.shape[:2] == (rows, length)
+        flat = holder.shape[:1] == (rows * length,)
+        if can_be and (in_rows or flat):
+            of_rows.append(holder)
+    nbytes = total(of_rows)
+    if nbytes < DOMINATES * facts.peak.total:
+        return None
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak were computed from {rows} rows of {length:,}, which "
+        f"are {original.shape[0]} different rows, each {times} times."
+    )
+    remedy = (
+        "compute what depends on these rows alone once for each, and repeat the result: "
+        f"encode(x).repeat_interleave({times}, 0) in place of encode(x.repeat_interleave({times}, "
+        "0)). A language model's keys and values of a prompt need one forward of the prompt, too."
+    )
+    name, condition = "The same rows are in a batch several times", "With each row once"
+    lines, stays = lines_of([repeated]), nbytes // times
+    return Cause(name, nbytes, evidence, remedy, lines, of_rows, stays=stays, condition=condition)
 
 
 def eager_scores(facts: Facts) -> Cause | None:
@@ -119,10 +180,14 @@ def expanded_tensors(facts: Facts) -> Cause | None:
     """A tensor that an operation makes from much smaller ones: one-hot numbers, distances of all
     pairs, a mask for each head.
     """
+    if gradients_of_rows(facts):
+        return None  # vmap expands all that it computes
     expanded = []
     for holder in facts.at_peak:
         # a batch is made before the first forward of its step
         filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
+        if _is_repeated_and_changed(holder, facts):
+            continue
         if holder.expanded or (filled_now and holder.category in ("activations", "other")):
             expanded.append(holder)
     holders = []
@@ -146,6 +211,17 @@ def expanded_tensors(facts: Facts) -> Cause | None:
     name = "One kind of tensor is the largest part"
     lines, stays = lines_of(expanded), pieces_of(nbytes)
     return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=IN_PIECES)
+
+
+def _is_repeated_and_changed(holder: Holder, facts: Facts) -> bool:
+    """Whether it is a batch of rows that were repeated, and then augmented."""
+    if holder.made_in != BETWEEN_STEPS or not holder.shape:
+        return False
+    for original in facts.at_peak:
+        same_kind = original.shape[1:] == holder.shape[1:] and original.dtype == holder.dtype
+        if same_kind and original.category == "other" and original.shape < holder.shape:
+            return holder.shape[0] == facts.batch_rows
+    return False
 
 
 def _is_of_kind(holder: Holder, expanded: Holder) -> bool:

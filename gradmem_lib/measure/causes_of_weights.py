@@ -20,6 +20,8 @@ from .cause import (
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
 from .timeline import Holder
 
+MOMENTUM = 1.1  # numbers for each weight, with some numbers for the optimizer itself
+
 
 def copy_in_another_module(facts: Facts) -> Cause | None:
     """Parameters of another module, with the shapes of the tracked model's."""
@@ -103,8 +105,14 @@ def first_optimizer_step(facts: Facts) -> Cause | None:
         f"{format_bytes(nbytes)} of optimizer states are made in this step, and stay: the forwards "
         "before it ran without them."
     )
-    remedy = (
-        "SGD keeps no states, and SGD with momentum one number a parameter, where Adam keeps two. "
+    if facts.numbers_of_states > MOMENTUM:
+        remedy = (
+            "SGD keeps no states, and SGD with momentum one number a parameter, where Adam keeps "
+            "two. "
+        )
+    else:
+        remedy = "without momentum, this optimizer would keep less, or nothing. "
+    remedy += (
         "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains"
         " fewer parameters. A smaller batch and checkpointing do not change this."
     )
@@ -185,7 +193,9 @@ def _copies(facts: Facts) -> list[list[Holder]]:
     for holder in facts.at_peak:
         is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
         of_gradients = holder.computed_from == "gradients"
-        if holder.category != "other" or is_data or of_gradients:
+        # an optimizer may keep a copy among its states, to go back to it
+        in_a_state = holder.category == "optimizer" and holder.computed_from == "parameters"
+        if is_data or of_gradients or not (holder.category == "other" or in_a_state):
             continue
         if holder.module in facts.untrained:
             groups["another model"].append(holder)
@@ -227,7 +237,10 @@ def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holde
     found, numbers = [], 0
     for holder in holders:
         shape = holder.shape
-        if is_copy_of_a_storage(holder):
+        is_whole_storage = is_copy_of_a_storage(holder)
+        if not is_whole_storage and not (holder.dtype and holder.dtype.is_floating_point):
+            continue  # labels are no weights
+        if is_whole_storage:
             for possible in of_size[holder.nbytes]:
                 if missing[possible] > 0:
                     shape = possible
@@ -235,4 +248,14 @@ def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holde
             missing[shape] -= 1
             numbers += numel(shape)
             found.append(holder)
-    return found if numbers >= ALMOST_ALL * everything else []
+    if numbers < ALMOST_ALL * everything:
+        return []
+    # One tensor that looks like the largest weight may be a batch, or its targets.
+    is_known = any(_is_known_to_be_weights(holder, facts) for holder in found)
+    return found if is_known or len(found) > 1 else []
+
+
+def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:
+    if facts.of_another_model(holder) or is_copy_of_a_storage(holder):
+        return True
+    return holder.computed_from == "parameters"

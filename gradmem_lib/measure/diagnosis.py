@@ -18,7 +18,7 @@ from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
 from .cause import LINES, WORTH, Cause, in_words
 from .causes import find_causes
-from .causes_of_weights import is_state
+from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
@@ -45,6 +45,7 @@ class Technique:
 OF_THE_BATCH = dict.fromkeys(("activations", "temporaries", "other"), PASSES)
 OF_THE_TRAINED = {"gradients": PHASES, "optimizer": PHASES, "temporaries": STEP}
 FUSED = "an optimizer that works in place (fused)"
+SGD = "SGD, with momentum or without"
 CHUNKS = "the loss in chunks"
 TECHNIQUES = (  # the cheapest first
     Technique(FUSED, "nothing", {"temporaries": STEP}),
@@ -80,7 +81,7 @@ TECHNIQUES = (  # the cheapest first
         {"optimizer": PHASES, "temporaries": STEP},
     ),
     Technique(
-        "SGD, with momentum or without",
+        SGD,
         "another learning rate, often more steps",
         {"optimizer": PHASES, "temporaries": STEP},
     ),
@@ -210,6 +211,10 @@ def applies(technique: Technique, facts: Facts) -> bool:
         return False
     if facts.holders is None or facts.structure is None:
         return True
+    if technique.name == SGD and facts.had_optimizer_step:
+        return facts.numbers_of_states > MOMENTUM
+    if technique.part == "outside" and facts.loss_of_whole_rows:
+        return False
     if technique.part == "outside":
         return any(facts.is_logits(holder) for holder in facts.holders)
     return True

@@ -37,7 +37,7 @@ class Facts:
     backward. ``untrained``: the names of the parameters of models that no optimizer trains, as far
     as they are known. ``samples``: the number of the sample in each of ``rows``, as in
     ``Holder.samples``. ``batch_rows``: how many rows the largest batch of the training had, as far
-    as it is known.
+    as it is known. ``joined``: the latest results of ``torch.cat`` that are free by now.
     """
 
     peak: MemorySnapshot
@@ -54,6 +54,7 @@ class Facts:
     untrained: frozenset[str] = frozenset()
     samples: np.ndarray | None = None
     batch_rows: int = 0
+    joined: Sequence[Holder] = ()
 
     def bytes_of(self, holders: Iterable[Holder]) -> np.ndarray:
         """The bytes of ``holders`` at each of ``rows``, or less: int64 (samples,).
@@ -68,6 +69,18 @@ class Facts:
             first, stop = holder.samples
             nbytes[(first <= before + 1) & (after <= stop)] += holder.nbytes
         return nbytes
+
+    def in_backward_of_peak(self) -> np.ndarray:
+        """Which of ``rows`` are of the backward of the peak's turn: bool (samples,)."""
+        begun, ended = 0, np.inf
+        for done in self.forwards:
+            if done.turn == self.peak.turn:
+                begun = max(begun, done.samples[0])
+            elif done.turn > self.peak.turn:
+                ended = min(ended, done.samples[0])
+        of_step = self.rows[:, STEP] == self.peak.step
+        of_turn = (self.samples >= begun) & (self.samples < ended)
+        return of_step & of_turn & (self.rows[:, MOMENT] == MOMENTS.index(IN_BACKWARD))
 
     @cached_property
     def at_peak(self) -> Sequence[Holder]:
@@ -210,6 +223,23 @@ class Facts:
     def of_another_model(self, holder: Holder) -> bool:
         """Whether it is a parameter of a module that is not in the tracked model."""
         return holder.op == FIRST_READ_PARAMETER or holder.module in self.untrained
+
+    @property
+    def loss_of_whole_rows(self) -> bool:
+        """Whether the loss sums over all ways through a row, so that no token has its own part."""
+        return any("ctc_loss" in holder.op for holder in self.at_peak)
+
+    @property
+    def numbers_of_states(self) -> float:
+        """How many numbers the optimizer keeps for each trained weight, as far as it is known."""
+        trained = 0
+        for name in self.structure.trained if self.structure is not None else ():
+            trained += prod(self.structure.shapes[name])
+        states = 0
+        for holder in self.at_peak:
+            if holder.category == "optimizer":
+                states += prod(holder.shape) if holder.dtype is not None else holder.nbytes // 4
+        return states / max(trained, 1)
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for

@@ -189,6 +189,8 @@ class OperationMeter:
         nbytes = recording.on_alloc(storage, category, owner, func, tensor, self.line(5))
         if nbytes and moment in FORWARDS:
             self._note_origin(recording.live[storage_key(storage)], args)
+        elif nbytes and category == names.ACTIVATIONS:  # recomputed
+            self._note_expansion(recording.live[storage_key(storage)], args)
         return nbytes
 
     def _category_of_new(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
@@ -237,9 +239,7 @@ class OperationMeter:
         Is it much larger than what it was computed from? Was it computed from gradients alone? Does
         autograd keep a Python number for it?
         """
-        is_large = entry.nbytes * LARGE_PART > self.recording.run_peak.total
-        if is_large and self._expands(entry.nbytes, args):
-            entry.expanded = True
+        self._note_expansion(entry, args)
         if entry.moment == BETWEEN_STEPS:
             if not compat.reads_only_a_shape(entry.op):
                 entry.source = self._category_of_reads(args)
@@ -248,6 +248,11 @@ class OperationMeter:
             by_a_number = not isinstance(args[1], torch.Tensor)
             if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
                 self.recording.note_number()
+
+    def _note_expansion(self, entry: Entry, args: tuple) -> None:
+        is_large = entry.nbytes * LARGE_PART > self.recording.run_peak.total
+        if is_large and self._expands(entry.nbytes, args):
+            entry.expanded = True
 
     def _expands(self, nbytes: int, args: tuple) -> bool:
         """Whether an operation without weights has made ``nbytes`` from much less."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import UntypedStorage
 
+from .. import compat
 from ..compat import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .storages import has_memory, storages_of
@@ -22,6 +23,7 @@ NEW, COLUMNS = 5, 5 + len(CATEGORIES)
 BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
 MAX_TURNS = 1024
+MAX_JOINED = 1024
 EXISTED = -1  # the step of a storage that was there before its first use
 NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
@@ -39,7 +41,7 @@ class Entry(weakref.ref):
     Few entries have these, so there are functions that ask for them. ``expanded``: it is several
     times larger than all that it was computed from. ``is_result``: an outermost module has returned
     it. ``source``: the category of all that it was computed from between steps. ``stop``: the first
-    sample without it, if it was freed after the peak.
+    sample without it, if it was freed after the peak or is a joined tensor.
     """
 
     __slots__ = (
@@ -122,6 +124,8 @@ class Recording:
         self._type, self._index = device.type, device.index
         self.live: dict[int, Entry] = {}
         self.freed: deque[Entry] = deque()
+        # The joined tensors that are freed: a longer one may have replaced each of them.
+        self.joined: deque[Entry] = deque(maxlen=MAX_JOINED)
         self._queue_freed = self.freed.append
         self.total = 0
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
@@ -219,6 +223,9 @@ class Recording:
         self._lifetimes += (entry.sample, self.count, entry.nbytes, entry.category)
         if len(self._lifetimes) >= 4 * MAX_PENDING_LIFETIMES:
             self._flush()
+        if entry.op is compat.join:
+            entry.stop = self.count
+            self.joined.append(entry)
         for peak in (self.run_peak, self.window_peak):
             if entry.sample <= peak.sample:
                 entry.stop = self.count

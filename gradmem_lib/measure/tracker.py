@@ -51,7 +51,7 @@ from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .meter import Meter, name_of
 from .moments import Pass
-from .recording import NO_CATEGORY, Recording, is_expanded, is_result, source_of
+from .recording import NO_CATEGORY, Entry, Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
@@ -375,9 +375,12 @@ class MemoryTracker:
         )
 
     def _holders(self, peak=None) -> list[Holder]:
+        return self._holders_of(self._recording.entries(peak))
+
+    def _holders_of(self, entries: Iterable[Entry]) -> list[Holder]:
         named = self._meter.module_names()
         holders = []
-        for entry in self._recording.entries(peak):
+        for entry in entries:
             holders.append(
                 Holder(
                     nbytes=entry.nbytes,
@@ -403,6 +406,7 @@ class MemoryTracker:
             peak,
             rows=self._recording.rows(),
             samples=self._recording.sample_numbers(),
+            joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=holders,
             forwards=self.forwards,

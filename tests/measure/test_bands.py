@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from support import oom_programs as programs
+from support import oom_programs_around as around
+from support import oom_programs_reported as reported
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
@@ -44,6 +46,24 @@ def test_the_band_has_as_many_bytes_as_the_cause(program):
     assert (timeline.growing <= timeline.rows[:, 3:9]).all()
     shown = timeline.decimate(40)
     assert (shown.growing.sum(axis=1) == at_peak.sum()).any()
+
+
+@pytest.mark.parametrize(
+    "program", [around.history_in_one_tensor, reported.predictions_joined_in_each_step]
+)
+def test_a_tensor_that_a_longer_one_replaces_has_a_band(program):
+    tracker = program()
+    timeline = tracker.timeline
+    band = timeline.growing.sum(axis=1)
+    # While a longer one is made, the shorter one is there as well.
+    assert band[timeline.peak_index] == diagnose(tracker).causes[0].nbytes > 0
+    assert (timeline.growing <= timeline.rows[:, 3:9]).all()
+    ends = []
+    for step in sorted(set(timeline.steps))[:-1]:  # the last one is replaced by nothing
+        ends.append(int(band[np.array(timeline.steps) == step][-1]))
+    rises = np.diff(ends)
+    assert len(ends) >= 6 and (rises > 0).all()
+    assert rises.max() == rises.min()  # each step adds as much
 
 
 def test_what_is_freed_after_the_peak_leaves_the_band():

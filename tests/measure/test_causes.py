@@ -11,6 +11,7 @@ import torch
 from support import oom_programs as programs
 from support import oom_programs_around as around
 from support import oom_programs_kept as kept
+from support import oom_programs_mistaken as mistaken
 from support import oom_programs_of_loops as loops
 from support import oom_programs_of_tensors as tensors
 from support import oom_programs_reported as reported
@@ -55,6 +56,9 @@ ONE_TENSOR = "One tensor is most of the peak"
 OF_ROWS = "A gradient for each row is in memory"
 ONE_LINE = "One line makes most of the peak"
 WAIT = "Gradients wait during the next forward"
+ZEROS = "Gradients stay as zeros"
+DIRECTIONS = "Directions for all weights are kept"
+REPEATED = "The same rows are in a batch several times"
 
 HAVE = {
     programs.losses_in_a_list: GROWS,
@@ -188,9 +192,22 @@ HAVE = {
     reported.averages_in_new_tensors: COPIED,
     tensors.samples_along_rays: EXPANDED,
     reported.epochs_over_features: KEPT,
+    mistaken.classes_of_frames: LOGITS,
+    mistaken.sharpness_aware: DIRECTIONS,
+    mistaken.sharpness_aware_with_weights: COPIED,
+    mistaken.distances_under_a_checkpoint: EXPANDED,
+    mistaken.gradients_set_to_zero: ZEROS,
+    mistaken.repeated_contexts: REPEATED,
 }
 HAVE |= {program: cause for program, (cause, _, _) in kept.EXPECTED.items()}
 DO_NOT_HAVE = [
+    (mistaken.targets_like_a_weight, COPIED),
+    (mistaken.batches_like_a_weight, COPIED),
+    (mistaken.augmented_batch, EXPANDED),
+    (mistaken.augmented_batch, REPEATED),
+    (around.gradients_that_stay, ZEROS),
+    (around.tasks_added_up, ZEROS),
+    (kept.gradients_of_micro_batches, DIRECTIONS),
     (kept.summed_losses, GROWS),
     (kept.curvature_by_signs, TWICE),
     (kept.rate_finder, DATA),
@@ -279,8 +296,9 @@ DO_NOT_HAVE = [
 # A smaller evaluation or generation, or a narrower second model, may still be the largest part.
 REMAIN = (EVALUATION, GENERATION, SECOND, GRADIENTS, OF_ROWS)
 # How much memory these remedies need is not known from the run, and nothing is said of it: that of
-# an attention that stores no scores, of one layer that is recomputed, of a graph that ends earlier.
-NOT_SAID = (SCORES, IDLE, KEPT, TWICE)
+# an attention that stores no scores, of one layer that is recomputed, of a graph that ends earlier,
+# of the gradients that the backward has made when the peak moves to a later layer.
+NOT_SAID = (SCORES, IDLE, KEPT, TWICE, ZEROS)
 
 
 def name(program) -> str:
@@ -324,6 +342,7 @@ OF_ORDINARY_STEPS = {
     "frozen_base_with_lora": {WIDE},
     "distillation": {WIDE, EVALUATION},
     "reptile": {COPIED},
+    "sharpness_aware": {DIRECTIONS},
     "proximal_policy": {EVALUATION},
     "q_learning_with_a_replay": {DATA},
     "two_heads_backward_twice": {LEFT},
@@ -503,6 +522,9 @@ ADVICE = [
     (tensors.upsampled_scores, "smaller size"),
     (tensors.one_hot_masks, "gather"),
     (tensors.volume_of_windows, "device='cpu'"),
+    (mistaken.classes_of_frames, "a few rows at a time"),
+    (mistaken.gradients_set_to_zero, "set_to_none"),
+    (mistaken.repeated_contexts, "repeat_interleave(16, 0)"),
     (reported.gradients_until_the_backward, "right after optimizer.step()"),
 ]
 

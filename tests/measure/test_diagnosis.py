@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import oom_programs as programs
+from support import oom_programs_around as around
+from support import oom_programs_mistaken as mistaken
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
 from gradmem_lib.course.material import models
-from gradmem_lib.measure.diagnosis import FUSED, TECHNIQUES
+from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, SGD, TECHNIQUES
 
 NAMES = [technique.name for technique in TECHNIQUES]
 SMALLER = "smaller micro-batches, or shorter rows"
@@ -118,6 +121,18 @@ def test_a_prediction_and_an_error_are_diagnosed_as_well():
         model(input_ids=ids, labels=ids).loss.backward()
     found = diagnose(caught.value)
     assert found.peak.total > 5 * 2**20 and SMALLER in found.helps
+
+
+def test_sgd_is_not_offered_to_a_run_that_uses_it():
+    for program in (mistaken.momentum_sgd, around.one_hot_targets):
+        assert SGD in diagnose(program()).cannot_help
+    assert SGD in diagnose(programs.losses_in_a_list()).helps  # AdamW
+
+
+def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
+    found = diagnose(mistaken.classes_of_frames())
+    assert CHUNKS in found.cannot_help
+    assert "sum over tokens" not in str(found)
 
 
 def test_what_has_no_peak_is_refused():
