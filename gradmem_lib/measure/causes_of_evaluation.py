@@ -38,10 +38,6 @@ def evaluation_results(facts: Facts) -> Cause | None:
         "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
     )
     name = "An evaluation collects its results"
-    # The results of one forward. Those of another evaluation with larger batches may be larger.
-    alone = [p.peak - p.live_before for p in facts.forwards if not p.with_grad]
-    own = passes[-1].peak - passes[-1].live_before
-    stays = each * max(alone) // own + max(alone) - own
     in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
     growing = collected if in_a_list else []
     return Cause(
@@ -52,9 +48,24 @@ def evaluation_results(facts: Facts) -> Cause | None:
         facts.lines_of_results(collected),
         collected,
         growing,
-        stays=min(stays, nbytes),
+        stays=min(max(each, _needed_by_another(passes[-1], each, facts)), nbytes),
         condition="With the results of one forward at a time",
     )
+
+
+def _needed_by_another(last: ForwardPass, each: int, facts: Facts) -> int:
+    """How many bytes more than ``last`` a forward without gradients needs, with its result and the
+    one before, which a variable holds: another evaluation may have larger batches. ``each``: the
+    bytes of a result of ``last``.
+    """
+    needed = 0
+    for done in facts.forwards:
+        if not done.with_grad and done is not last and done.live_after:
+            returned = done.live_after - done.live_before - done.made
+            needed = max(needed, 2 * returned + done.peak - done.live_after)
+    has_ended = last.live_after > 0
+    own = last.peak - (last.live_after if has_ended else last.live_before)
+    return needed - own - each
 
 
 def results_in_training(facts: Facts) -> Cause | None:

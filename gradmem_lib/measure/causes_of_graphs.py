@@ -193,7 +193,9 @@ def leftovers(facts: Facts) -> Cause | None:
     if facts.peak.moment != IN_BACKWARD:
         # The backward may begin without them: its own peak remains.
         nbytes = min(nbytes, facts.peak.total - facts.highest_in([IN_BACKWARD]))
-    if nbytes < MUCH * facts.peak.total:
+    # A run that ended at its budget may have failed by a few bytes.
+    enough = MUCH * facts.peak.total if facts.ended else 1
+    if nbytes < enough or total(left) < MUCH * facts.peak.total:
         return None
     words = list(dict.fromkeys(in_words(holder) for holder in left))
     evidence = (

@@ -63,7 +63,7 @@ class Facts:
         either side. A holder counts where it was alive in all of them.
         """
         before = np.concatenate(([-1], self.samples[:-1]))  # the samples of the neighbours
-        after = np.concatenate((self.samples[1:], [np.iinfo(np.int64).max]))
+        after = np.concatenate((self.samples[1:], self.samples[-1:] + 1))
         nbytes = np.zeros(len(self.samples), dtype=np.int64)
         for holder in holders:
             first, stop = holder.samples

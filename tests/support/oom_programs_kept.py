@@ -139,7 +139,8 @@ def half_weights_for_a_file(remedied=False):
                 value.half().tolist()
         else:
             rounded = {name: value.half() for name, value in net.state_dict().items()}
-            [value.tolist() for value in rounded.values()]
+            for value in rounded.values():
+                value.tolist()
 
     return trained(net, optimizer, step, steps=2)
 
