@@ -391,9 +391,9 @@ def test_a_run_that_ends_in_the_middle_is_told_the_same(program, monkeypatch):
     first = diagnose(caught.value).causes[0]
     assert first.name == HAVE[program]
     assert f"Remedy: {first.remedy}" in str(caught.value)
-    if first.stays is not None:
-        said, _ = peak_without(first, caught.value.facts)
-        assert said < budget
+    said, _ = peak_without(first, caught.value.facts)
+    # One of the two weights has half of all gradients, and its copy may be needed.
+    assert said < budget or first.name == GRADIENTS
     if first.limit:  # the rest of the run is not known
         assert "the peak so far" in first.limit
     program(remedied=True)  # it fits now
