@@ -134,9 +134,9 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     does what this turn's backward needs when the cause's bytes are free.
     """
     goes = cause.nbytes - (cause.stays or 0)
-    lowest, moment = facts.peak.total - goes, facts.peak.moment
+    left, moment = facts.peak.total - goes, facts.peak.moment
     if facts.samples is None or not cause.holders:
-        return lowest, moment
+        return left, moment
     categories = {holder.category for holder in cause.holders}
     if any(_has_a_gradient(holder) for holder in cause.holders):
         # Where an activation goes, its gradient and what is computed from it go as well.
@@ -151,9 +151,9 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     can_go[facts.in_backward_of_peak() & (facts.bytes_of(cause.holders) == 0)] = 0
     remaining = facts.rows[:, TOTAL] - np.clip(can_go, 0, goes)
     highest = int(remaining.argmax())
-    if remaining[highest] > lowest:
-        lowest, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
-    return lowest, moment
+    if remaining[highest] > left:
+        left, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
+    return left, moment
 
 
 def _has_a_gradient(holder: Holder) -> bool:

@@ -189,13 +189,14 @@ def _copies(facts: Facts) -> list[list[Holder]]:
     """
     if facts.structure is None or not facts.structure.shapes:
         return []
+    names = Counter(h.module for h in facts.at_peak if h.category == "parameters")
+    twice = {name for name, times in names.items() if times > 1}
     groups = defaultdict[Any, list[Holder]](list)
     for holder in facts.at_peak:
         is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
         of_gradients = holder.computed_from == "gradients"
-        # an optimizer may keep a copy among its states, to go back to it
-        in_a_state = holder.category == "optimizer" and holder.computed_from == "parameters"
-        if is_data or of_gradients or not (holder.category == "other" or in_a_state):
+        can_be = holder.category == "other" or _is_copy_to_go_back_to(holder, twice)
+        if is_data or of_gradients or not can_be:
             continue
         if holder.module in facts.untrained:
             groups["another model"].append(holder)
@@ -209,6 +210,16 @@ def _copies(facts: Facts) -> list[list[Holder]]:
             in_copy = set(map(id, copy))
             rest = [holder for holder in rest if id(holder) not in in_copy]
     return copies
+
+
+def _is_copy_to_go_back_to(holder: Holder, twice: set[str]) -> bool:
+    """Whether an optimizer keeps it among its states, or it has become the parameter later.
+
+    ``twice``: the names of parameters that have two storages at the peak.
+    """
+    if holder.computed_from != "parameters":
+        return False
+    return holder.category == "optimizer" or holder.module in twice
 
 
 def _copied(copies: list[list[Holder]], facts: Facts, words: str, remedy: str) -> Cause | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -97,6 +97,7 @@ class Facts:
         ``and_after``: also what was made after each of them, until the next forward began.
         """
         begins = [done.samples[0] for done in self.forwards]
+        wanted = {id(done) for done in passes}
         found = []
         for holder in self.activations:
             n_begun = bisect_right(begins, holder.samples[0])
@@ -104,7 +105,7 @@ class Facts:
                 continue
             done = self.forwards[n_begun - 1]
             inside = holder.samples[0] < done.samples[1]
-            if done in passes and (inside or and_after):
+            if id(done) in wanted and (inside or and_after):
                 found.append(holder)
         return found
 
@@ -231,14 +232,18 @@ class Facts:
 
     @property
     def numbers_of_states(self) -> float:
-        """How many numbers the optimizer keeps for each trained weight, as far as it is known."""
-        trained = 0
-        for name in self.structure.trained if self.structure is not None else ():
-            trained += prod(self.structure.shapes[name])
+        """How many numbers the optimizer keeps for each trained weight; infinite if that is not
+        known, as in a step that has not ended.
+        """
+        in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
+        if self.structure is None or in_a_step:
+            return inf
+        trained = sum(prod(self.structure.shapes[name]) for name in self.structure.trained)
         states = 0
         for holder in self.at_peak:
             if holder.category == "optimizer":
-                states += prod(holder.shape) if holder.dtype is not None else holder.nbytes // 4
+                width = 4 if holder.dtype is None else holder.dtype.itemsize  # float32
+                states += holder.nbytes // width
         return states / max(trained, 1)
 
     def is_logits(self, holder: Holder) -> bool:

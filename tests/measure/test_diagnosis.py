@@ -129,6 +129,23 @@ def test_sgd_is_not_offered_to_a_run_that_uses_it():
     assert SGD in diagnose(programs.losses_in_a_list()).helps  # AdamW
 
 
+@pytest.mark.parametrize("weights", [2.2, 2.8, 3.6])
+def test_sgd_is_offered_while_adam_makes_its_first_states(weights):
+    """By then, Adam may have made one state of one parameter."""
+    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+    budget = int(weights * sum(p.nbytes for p in net.parameters()))
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(net, optimizer, budget=budget, live=False),
+    ):
+        net(torch.randn(8, 256)).square().mean().backward()
+        optimizer.step()
+    found = diagnose(caught.value)
+    assert found.peak.moment == "optimizer step" and SGD in found.helps
+    assert "SGD keeps no states" in found.causes[0].remedy
+
+
 def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
     found = diagnose(mistaken.classes_of_frames())
     assert CHUNKS in found.cannot_help

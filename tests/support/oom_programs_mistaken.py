@@ -88,7 +88,7 @@ class SharpnessAware:
         with torch.no_grad():
             for p, kept in self.kept.items():
                 if self.keeps == "weights":
-                    p.copy_(kept)
+                    p.data = kept
                 else:
                     p.sub_(kept)
         self.kept.clear()
