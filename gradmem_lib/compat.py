@@ -317,6 +317,15 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
     return tuple(len(getattr(thing, kind, None) or ()) for kind in kinds)
 
 
+def is_hook_of(handle: Any, parameter: Tensor) -> bool:
+    """Whether the hook of ``handle`` runs after the ``.grad`` of ``parameter`` is set.
+
+    ``torch.utils.swap_tensors`` gives a tensor's hooks to another one.
+    """
+    hooks = parameter._post_accumulate_grad_hooks
+    return hooks is not None and handle.id in hooks and handle.hooks_dict_ref() is hooks
+
+
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers of ``module`` itself, by name.
 

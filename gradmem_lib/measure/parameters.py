@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .. import compat, names
 from .operations import OperationMeter
@@ -43,7 +44,9 @@ class ParameterMeter(OperationMeter):
         self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))
         self.exit_stack = ExitStack()  # what is undone at the end of the block
         self._names: dict[int, str] = {}  # of parameters, by their address
-        self._hooked: dict[int, weakref.ref] = {}
+        # Handles of our hooks, by the parameter's address. They are no weak references to the
+        # parameters, since torch.utils.swap_tensors refuses a tensor that has one.
+        self._hooked: dict[int, RemovableHandle] = {}
         # of the optimizer step that runs: its first sample, and shapes of parameters without state
         self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()
 
@@ -108,11 +111,11 @@ class ParameterMeter(OperationMeter):
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
         """Tag the gradient of ``parameter`` whenever it has been accumulated."""
         known = self._hooked.get(id(parameter))
-        if known is not None and known() is parameter:
+        if known is not None and compat.is_hook_of(known, parameter):
             return
         if parameter.requires_grad and not is_lazy(parameter):
-            self._hooked[id(parameter)] = weakref.ref(parameter)
             hook = parameter.register_post_accumulate_grad_hook(self._tag_parameter)
+            self._hooked[id(parameter)] = hook
             self.exit_stack.callback(hook.remove)
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:

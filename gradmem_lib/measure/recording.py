@@ -208,7 +208,9 @@ class Recording:
         entry.moment = self.moment
         entry.line = line
         entry.dtype = None if tensor is None else tensor.dtype
-        entry.shape = () if tensor is None else tensor.shape
+        # a strided nested tensor has rows of several sizes, and no shape
+        has_shape = tensor is not None and not (tensor.is_nested and tensor.layout == torch.strided)
+        entry.shape = tensor.shape if has_shape else ()
         self.live[entry.key] = entry
         self.total += nbytes
         self.after_alloc(entry)

@@ -12,11 +12,19 @@ them) both count. Tensors from before the block that no operation reads do not c
 
 While any dispatch mode is active, autograd adds up the gradients of a tensor that is used twice out
 of place. The tracker reports the bytes of the program without it, where the sum is written into the
-first gradient. Two differences stay: autograd copies a sparse gradient (its indices, 8 bytes an id,
-are then not the batch's), and the backward of a matrix exponential joins its blocks in a new
-tensor. A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that
-no operation shows: ``tracker.saved_numbers``. On a CUDA card, ``tracker.allocator`` has the
-allocator's own figures.
+first gradient. Other differences stay, where PyTorch computes a backward by other operations while
+a mode is active:
+
+- Autograd copies a sparse gradient. Its indices, 8 bytes an id, are then not the batch's.
+- The backward of a matrix exponential joins its blocks in a new tensor.
+- The backward of ``prod``, ``cumprod``, ``householder_product`` and of a binary cross-entropy with
+  ``pos_weight`` makes other temporaries.
+
+A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that no
+operation shows: ``tracker.saved_numbers``. An optimizer's step may have 8 more while it runs, for a
+number that it gives to an operation. Memory that numpy or a mapped file brings counts as the
+tensors in it, though PyTorch's allocator did not give it out. On a CUDA card, ``tracker.allocator``
+has the allocator's own figures.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import programs_layers, programs_loops, programs_methods
+from support import programs_layers, programs_loops, programs_methods, programs_swaps
 from support.oracle import allocator_peak, without_collections
 from support.programs import PROGRAMS
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradmem_lib import MemoryTracker
 
-assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
+assert (
+    programs_methods and programs_layers and programs_loops and programs_swaps
+)  # they fill PROGRAMS
 CHOSEN = list(PROGRAMS) if os.environ.get("GRADMEM_ALL") else list(PROGRAMS)[::4]
 
 # Bytes that a program takes only under a dispatch mode, whichever, and the tracker is one

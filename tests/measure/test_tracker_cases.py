@@ -415,3 +415,34 @@ def test_bytes_that_a_kernel_has_for_a_moment_are_in_the_peak_and_gone_after():
     assert recording.at(recording.run_peak).total == x.nbytes + y.nbytes + 1000
     temporaries = Timeline(recording.rows()).by_category["temporaries"]
     assert sorted(temporaries)[-2:] == [0, 1000] and temporaries[-1] == 0
+
+
+def test_parameters_can_be_swapped_with_those_of_an_average():
+    model, average = nn.Linear(64, 32), nn.Linear(64, 32)
+    expected = average.weight.detach().clone()
+    rows = torch.randn(8, 64)
+    with MemoryTracker(model, live=False) as tracker:
+        model(rows).sum().backward()
+        model.zero_grad()
+        for name in ("weight", "bias"):
+            torch.utils.swap_tensors(getattr(model, name), getattr(average, name))
+        torch.testing.assert_close(model.weight, expected, rtol=0, atol=0)
+        model(rows).sum().backward()
+        # the gradients belong to the parameters that were swapped in
+        assert tracker.current.by_category["gradients"] == 4 * (64 * 32 + 32)
+    for parameter in (*model.parameters(), *average.parameters()):
+        assert not parameter._post_accumulate_grad_hooks
+
+
+def test_an_encoder_that_packs_padded_rows_runs_and_gives_the_same():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model, rows = nn.TransformerEncoder(layer, 2).eval(), torch.randn(4, 10, 32)
+    padding = torch.arange(10).expand(4, 10) >= torch.tensor([[10], [7], [4], [9]])
+    with torch.no_grad():
+        expected = model(rows, src_key_padding_mask=padding)
+        with MemoryTracker(model, live=False) as tracker:
+            # the packed rows are a strided nested tensor, which has no shape
+            found = model(rows, src_key_padding_mask=padding)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert tracker.peak.total > tracker.current.total
+    assert tracker.holders()  # each says its shape
