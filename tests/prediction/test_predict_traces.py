@@ -237,7 +237,9 @@ def asked(monkeypatch):
 KNOWN = {
     "new": lambda x: x + 1,
     "a view": lambda x: x.t(),
+    "several views": lambda x: x.split(2),
     "written to": lambda x: x.add_(1),
+    "written to, without a result": lambda x: torch._foreach_add_([x, x], 1.0),
     "several": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
     "none": lambda x: torch.ops.aten.native_layer_norm_backward(
         x, x, [6], x[:, :1], x[:, :1], x[0], None, [True, True, False]
