@@ -8,6 +8,7 @@ additional round can be repeated as often as the model has units.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from ..compat import hook_counts, own_tensors
 from ..measure.timeline import BY, OP, TOTAL
 from ..names import CATEGORIES
-from .marks import NOWHERE
+from .marks import CHUNKS, NOWHERE
 
 _COMPARED = (int, float, str, bool, type(None), torch.dtype)
 # columns of a timeline that change from sample to sample by adding something; the others are states
@@ -26,6 +27,18 @@ SUMS = [OP, *BYTES]
 OPERATION, PART, LIST, UNIT = range(4)
 # columns of Trace.storages
 COUNT, UNROUNDED = range(2)
+
+
+class LeftOut(NamedTuple):
+    """What a trace leaves out, since it is like what the trace has: how many micro-batches, and how
+    many chunks of each loss.
+    """
+
+    micro_batches: int = 0
+    chunks: int = 0
+
+
+NOTHING = LeftOut()
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class Trace:
     ``storages`` (samples, 2): how many are alive, and their bytes before they were rounded.
     ``requests``: those to a card's allocator (``allocator.replayed``). ``request_places``
     (requests, 3): the sample that counts it, and the list and unit that its block's name tells.
-    ``offload_traffic_bytes``: what crosses the bus.
+    ``offload_traffic_bytes``: what crosses the bus. It contains that of what is ``left_out``.
     """
 
     rows: np.ndarray
@@ -47,6 +60,7 @@ class Trace:
     requests: tuple[int, ...] = ()
     request_places: tuple[tuple[int, int, int], ...] = ()
     offload_traffic_bytes: int = 0
+    left_out: LeftOut = NOTHING
 
     def changes(self) -> "Changes":
         rows, storages = self.rows.copy(), np.diff(self.storages, axis=0, prepend=0)
@@ -74,16 +88,37 @@ class Changes:
         )
 
 
-def timeline_rows(changes: Changes, repeats: int) -> np.ndarray:
-    """The rows of a timeline.
+def timeline_rows(changes: Changes, left_out: LeftOut) -> np.ndarray:
+    """The rows of a timeline, with what was left out.
 
-    The second micro-batch, which is parts 3 and 4 of a step, comes ``repeats`` more times.
+    The second micro-batch, which is parts 3 and 4 of a step, comes ``micro_batches`` more times.
     """
+    if left_out.chunks:
+        changes = _with_chunks(changes, left_out.chunks)
     part, rows = changes.places[:, PART], changes.rows
-    again = np.tile(rows[(part == 3) | (part == 4)], (repeats, 1))
+    again = np.tile(rows[(part == 3) | (part == 4)], (left_out.micro_batches, 1))
     rows = np.concatenate([rows[part <= 4], again, rows[part > 4]])
     rows[:, SUMS] = rows[:, SUMS].cumsum(axis=0)
     return rows
+
+
+def has_equal_chunks(changes: Changes, num_losses: int) -> bool:
+    """Whether, in each of ``num_losses`` losses, the last chunk but one is like the one before it.
+
+    Then so are those that were left out.
+    """
+    rounds = _additional_rounds(changes, CHUNKS)
+    if rounds is None or len(rounds) != num_losses:
+        return False
+    return all(
+        changes[2 * start - stop : start].equal(changes[start:stop]) for start, stop in rounds
+    )
+
+
+def _with_chunks(changes: Changes, chunks: int) -> Changes:
+    """``changes`` where each loss has so many ``chunks`` more, like its last but one."""
+    rounds = _additional_rounds(changes, CHUNKS) or []
+    return _with_rounds(changes, [(start, changes[start:stop], chunks) for start, stop in rounds])
 
 
 def extrapolate(

@@ -229,7 +229,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         """
         parts: list = [func, torch.is_grad_enabled()]
         reads_offset = _is_view(func)
-        for value in (*args, *kwargs.items()):
+        for value in (*args, *kwargs, *kwargs.values()):
             kind = type(value)
             if kind is FakeTensor:
                 if not self._has_only_a_shape(value):
@@ -282,14 +282,18 @@ def _make_replay(func, args, out) -> Replay | None:
     ):
         # A write does not change a fake tensor, unless it changes the shape or the storage
         # (resize_, squeeze_, set_, ...).
-        same = args and out is args[0] and torch.Tag.inplace_view not in func.tags
-        return (lambda mode, args: args[0]) if same else None
+        if torch.Tag.inplace_view in func.tags:
+            return None
+        if out is None:
+            return lambda mode, args: None
+        return (lambda mode, args: args[0]) if args and out is args[0] else None
     if type(out) not in (tuple, list):
         return _replay_tensor(out, args)
     kind, parts = type(out), [_replay_tensor(one, args) for one in out]
-    storages = [storage_key(one.untyped_storage()) for one in out if isinstance(one, Tensor)]
-    if None in parts or len(set(storages)) < len(storages):
-        return None
+    tensors = [one for one in out if isinstance(one, Tensor)]
+    new = [one for one in tensors if not any(_share_storage(one, value) for value in args)]
+    if None in parts or len({storage_key(one.untyped_storage()) for one in new}) < len(new):
+        return None  # each part would get a storage of its own
     return lambda mode, args: kind([part(mode, args) for part in parts])
 
 

@@ -12,6 +12,9 @@ from .. import compat
 # (number of the list, number of the unit in it); a unit is one layer, or a segment of layers
 Place = tuple[int, int]
 NOWHERE: Place = (-1, -1)
+CHUNKS = (
+    -2
+)  # the number of a list that is no list of layers: the chunks of a loss, one after another
 
 
 class Marks:
@@ -20,6 +23,7 @@ class Marks:
     - Forward, and a recomputed forward: the innermost running module that is part of a layer.
     - Backward: the layer whose forward made the running node of autograd's graph. A node that adds
       to a ``.grad`` belongs to the layer of that parameter.
+    - A loss in chunks: the chunk.
     - Elsewhere, as in the optimizer's step: the layer of the parameter, gradient or state that was
       touched last.
 
@@ -35,6 +39,7 @@ class Marks:
         self._numbers: list[int] = []
         self._places: list[Place] = []
         self._touched = NOWHERE
+        self._chunk = NOWHERE
         for number, (layers, unit) in enumerate(lists):
             for i, layer in enumerate(layers):
                 self._add_layer(layer, (number, i // unit))
@@ -62,6 +67,13 @@ class Marks:
     def begin_part(self) -> None:
         """Forget which parameter was touched last: another part of the step begins."""
         self._touched = NOWHERE
+
+    def begin_chunk(self, number: int) -> None:
+        """Chunk ``number`` of a loss begins."""
+        self._chunk = CHUNKS, number
+
+    def end_chunks(self) -> None:
+        self._chunk = NOWHERE
 
     def touch(self, func: Any, args: tuple, live: dict[int, Any]) -> None:
         """Note which parameter the operation ``func`` on ``args`` belongs to.
@@ -92,6 +104,8 @@ class Marks:
             place = self._by_module.get(id(module), NOWHERE)
             if place != NOWHERE:
                 return place
+        if self._chunk != NOWHERE:
+            return self._chunk
         if compat.graph_task() == -1:
             return self._touched
         node = compat.current_node()

@@ -79,7 +79,8 @@ class Prediction:
 
     def requests(self) -> tuple[int, ...]:
         """The step's requests to an allocator, in order, after those for what exists before it: see
-        ``allocator.replayed``.
+        ``allocator.replayed``. Micro-batches and chunks of a loss that are like others are left
+        out, since they reserve nothing more.
         """
         return self._requests
 

@@ -44,7 +44,7 @@ class ShortTraces(NamedTuple):
     repeats: dict[int, int]
 
     def requests(self) -> tuple[int, ...] | None:
-        """The deep model's requests to an allocator, without the micro-batches that are left out;
+        """The deep model's requests to an allocator, without what the traces leave out;
         ``None`` if these traces do not prove them.
         """
         return extrapolated_requests(*self)
@@ -76,8 +76,8 @@ def trace_step(question: Question, full: bool) -> Traced:
             break  # the model does not run with fewer layers: the full trace works, or says why
         if found is not None:
             return found
-    trace, repeats = trace_few_micro_batches(question)
-    rows = timeline_rows(trace.changes(), repeats)
+    trace = trace_few_parts(question)
+    rows = timeline_rows(trace.changes(), trace.left_out)
     return Traced(rows, trace.offload_traffic_bytes, (), trace.requests)
 
 
@@ -105,12 +105,12 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     DDP's buckets grow with each layer: a third trace shows by how much.
     """
     question = replace(question, recipe=_with_equal_segments(question))
-    short, repeats = _shared_trace(question, kept)
+    short = _shared_trace(question, kept)
 
     def with_more(i: int, units: int) -> Trace:
         count = kept[i].count + units * kept[i].unit
         more = [*kept[:i], kept[i]._replace(count=count), *kept[i + 1 :]]
-        return _shared_trace(question, more)[0]
+        return _shared_trace(question, more)
 
     shortened = [i for i, one in enumerate(kept) if one.count < one.total]
     longer = {i: with_more(i, 1) for i in shortened}
@@ -133,18 +133,18 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     traced_layers = [layers, *[layers + kept[i].unit for i in shortened]]
     if longest:
         traced_layers += [layers + 2 * kept[i].unit for i in shortened]
-    rows = timeline_rows(changes, repeats)
+    rows = timeline_rows(changes, short.left_out)
     return Traced(rows, traffic, tuple(traced_layers), (), ShortTraces(short, longer, times))
 
 
-def _shared_trace(question: Question, kept: list[Kept]) -> tuple[Trace, int]:
-    """The trace of the ``kept`` layers, and the number of micro-batches that were left out of it.
+def _shared_trace(question: Question, kept: list[Kept]) -> Trace:
+    """The trace of the ``kept`` layers.
 
     Where only some of a list's layers are recomputed ("first-k"), the trace does not depend on how
     many layers of each kind the deep model has. So recipes with different k share it.
     """
     if not _is_split(kept):
-        return trace_few_micro_batches(replace(question, kept=tuple(kept)))
+        return trace_few_parts(replace(question, kept=tuple(kept)))
     first, _ = kept
     recipe = replace(question.recipe, checkpointing=f"first-{first.count}")
     # The totals are those of the deep model, and no part of the shared question.
@@ -152,13 +152,13 @@ def _shared_trace(question: Question, kept: list[Kept]) -> tuple[Trace, int]:
     question = replace(question, recipe=recipe, kept=shared)
     # A batch has no hash, and a loss may read other values the next time.
     if question.batch is not None or question.loss is not None:
-        return trace_few_micro_batches(question)
+        return trace_few_parts(question)
     known = question.source.short_traces
     if question not in known:
         if len(known) >= MOST_SHORT_TRACES:
             oldest = next(iter(known))
             del known[oldest]
-        known[question] = trace_few_micro_batches(question)
+        known[question] = trace_few_parts(question)
     return known[question]
 
 
@@ -278,24 +278,25 @@ def _with_equal_segments(question: Question) -> Recipe:
     return replace(recipe, checkpointing=segments_for("sqrt", *lengths)[0])
 
 
-def trace_few_micro_batches(question: Question) -> tuple[Trace, int]:
-    """A trace, and the number of micro-batches that were left out of it.
+def trace_few_parts(question: Question) -> Trace:
+    """A trace without micro-batches and chunks of a loss that are like others (``left_out``).
 
-    These are all like the second one. Their offload traffic is counted. The trace's parts: 0 is
-    what exists first, 1 and 2 are the first micro-batch's forward and backward, and so on, and the
-    last part is the optimizer's step. The first micro-batch creates the gradients, and all others
-    add to them.
+    The micro-batches that are left out are all like the second one, and their offload traffic is
+    counted. The trace's parts: 0 is what exists first, 1 and 2 are the first micro-batch's forward
+    and backward, and so on, and the last part is the optimizer's step. The first micro-batch
+    creates the gradients, and all others add to them.
     """
     k = question.recipe.accumulation
     num_traced = MICRO_BATCHES
     if question.recipe.sharding is not None and not question.recipe.fully_sharded:
         num_traced += 1  # there the last one sends the gradients
     if k > num_traced and not question.source.is_user_module:
-        trace = traced(question, num_traced)
+        trace = traced(question, num_traced, few_chunks=True)
         if _same_parts(trace, 3, 5) and _same_parts(trace, 4, 6):
             traffic = trace.offload_traffic_bytes * k // num_traced
-            return replace(trace, offload_traffic_bytes=traffic), k - num_traced
-    return traced(question), 0
+            left_out = trace.left_out._replace(micro_batches=k - num_traced)
+            return replace(trace, offload_traffic_bytes=traffic, left_out=left_out)
+    return traced(question, few_chunks=True)
 
 
 def _same_parts(trace: Trace, one: int, other: int) -> bool:

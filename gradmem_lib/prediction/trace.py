@@ -6,7 +6,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Self
 from unittest.mock import patch
 
@@ -25,32 +26,46 @@ from ..training.step import (
     step,
 )
 from . import cuda_kernels, fakes
+from .chunks import FewChunks
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
-from .extrapolation import Trace
+from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .loop import Loop, RunningLoop
 from .question import CannotTrace, Question
 from .recorders import recorder_class
 
 
-def traced(question: Question, micro_batches: int | None = None) -> Trace:
+def traced(
+    question: Question, micro_batches: int | None = None, *, few_chunks: bool = False
+) -> Trace:
     """The trace of one step, after a warm-up.
+
+    ``micro_batches``: only so many are traced. With ``few_chunks``, of a loss in chunks only a few
+    chunks are, if this proves the others.
 
     Raises ``CannotTrace``, which names the operation, if its operations depend on values.
     """
     with _explained_errors(question):
-        # Most models need no step as warm-up: it is enough to create the optimizer's states. In a
-        # first step, a user's module may make tensors that it keeps, and PyTorch's sharding does.
-        quick = not question.source.is_user_module and question.recipe.sharding is None
-        if quick and question.loop == Loop():
-            with _FakeStep(question) as fake_step:
-                fake_step.make_states()
-                trace = fake_step.record(micro_batches)
-            if fake_step.is_steady:
-                return trace
+        trace = _recorded(question, micro_batches, few_chunks)
+        if trace is None:  # the chunks are not alike
+            trace = _recorded(question, micro_batches, few_chunks=False)
+        return trace
+
+
+def _recorded(question: Question, micro_batches: int | None, few_chunks: bool) -> Trace | None:
+    """As ``traced``; ``None`` if few chunks do not prove the others."""
+    # Most models need no step as warm-up: it is enough to create the optimizer's states. In a
+    # first step, a user's module may make tensors that it keeps, and PyTorch's sharding does.
+    quick = not question.source.is_user_module and question.recipe.sharding is None
+    if quick and question.loop == Loop():
         with _FakeStep(question) as fake_step:
-            fake_step.run(None if question.source.is_user_module else 1)
-            return fake_step.record(micro_batches)
+            fake_step.make_states()
+            trace = fake_step.record(micro_batches, few_chunks)
+        if fake_step.is_steady:
+            return trace
+    with _FakeStep(question) as fake_step:
+        fake_step.run(None if question.source.is_user_module else 1)
+        return fake_step.record(micro_batches, few_chunks)
 
 
 @contextmanager
@@ -207,7 +222,12 @@ class _FakeStep:
             keep_gradients=self.loop.keeps_gradients,
         )
 
-    def record(self, micro_batches: int | None) -> Trace:
+    def record(self, micro_batches: int | None, few_chunks: bool) -> Trace | None:
+        """The trace of a step, or of its first ``micro_batches``.
+
+        With ``few_chunks``, few chunks of a loss are traced, and the result is ``None`` if they do
+        not prove the others.
+        """
         on_host = self.recipe.offloads_shards
         kind = recorder_class(self.question.target, on_host)
         recorder = kind(self.model, self.optimizer, self.lists)
@@ -219,12 +239,26 @@ class _FakeStep:
                     parameter.register_post_accumulate_grad_hook(lambda p: with_gradient.add(id(p)))
         held = _module_tensors(self.model)
         offloaded_before = getattr(self.offload_hooks, "bytes", 0)
-        with recorder:
+        chunks = FewChunks(recorder.marks)
+        with recorder, chunks if few_chunks else nullcontext():
             self.run(micro_batches, recorder)
         offloaded = getattr(self.offload_hooks, "bytes", 0) - offloaded_before
         self.is_steady = len(with_gradient) == trained and held == _module_tensors(self.model)
         # 2: what is offloaded is also reloaded
-        return recorder.trace(2 * offloaded + recorder.offload_traffic_bytes)
+        trace = recorder.trace(2 * offloaded + recorder.offload_traffic_bytes)
+        return _with_left_out(trace, chunks)
+
+
+def _with_left_out(trace: Trace, chunks: FewChunks) -> Trace | None:
+    """``trace`` with the number of chunks that it leaves out, or ``None`` if it does not prove
+    them.
+    """
+    left_out = set(chunks.left_out)
+    if not any(left_out):
+        return trace
+    if len(left_out) > 1 or not has_equal_chunks(trace.changes(), chunks.num_losses):
+        return None
+    return replace(trace, left_out=LeftOut(chunks=left_out.pop()))
 
 
 def _module_tensors(model: nn.Module) -> list[int]:

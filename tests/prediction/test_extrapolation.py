@@ -14,8 +14,10 @@ from gradmem_lib.names import BACKWARD, FORWARD, OPTIMIZER_STEP
 from gradmem_lib.prediction.extrapolation import (
     BYTES,
     COUNT,
+    NOTHING,
     OPERATION,
     SUMS,
+    LeftOut,
     Trace,
     extrapolate,
     repeated_layers,
@@ -77,14 +79,14 @@ def deepened(short: Trace, longer: list[Trace], times: list[int]):
 @pytest.mark.parametrize("more", [0, 1, 2, 9])
 def test_two_short_traces_say_what_the_deep_one_says(units, more):
     found = deepened(made_up(units), [made_up(units + 1)], [more])
-    assert np.array_equal(timeline_rows(found, 0), made_up(units + more).rows)
+    assert np.array_equal(timeline_rows(found, NOTHING), made_up(units + more).rows)
 
 
 @pytest.mark.parametrize(("encoders", "decoders"), [(3, 3), (3, 9), (9, 3), (8, 17)])
 def test_each_list_has_a_count_of_its_own(encoders, decoders):
     found = deepened(made_up(3, 3), [made_up(4, 3), made_up(3, 4)], [encoders - 3, decoders - 3])
     deep = made_up(encoders, decoders)
-    assert np.array_equal(timeline_rows(found, 0), deep.rows)
+    assert np.array_equal(timeline_rows(found, NOTHING), deep.rows)
     assert np.array_equal(found.places[:, :2], deep.places[:, :2])
     assert np.array_equal(found.storages.cumsum(axis=0), deep.storages)
 
@@ -121,8 +123,8 @@ def test_more_operations_before_an_event_are_a_loop_outside_layers_alone():
             assert found is None
             continue
         deep = made_up(8).rows
-        assert np.array_equal(timeline_rows(found, 0)[:, BYTES], deep[:, BYTES])
-        assert timeline_rows(found, 0)[-1, OP] == deep[-1, OP] + 5
+        assert np.array_equal(timeline_rows(found, NOTHING)[:, BYTES], deep[:, BYTES])
+        assert timeline_rows(found, NOTHING)[-1, OP] == deep[-1, OP] + 5
 
 
 def test_another_phase_is_not_extrapolated():
@@ -167,8 +169,8 @@ def test_the_second_micro_batch_is_repeated():
     rows[:, 2] = np.arange(14) ** 2
     places = np.stack([parts, parts, 0 * parts - 1, 0 * parts - 1], axis=1)
     changes = Trace(rows, places, np.zeros((14, 2), dtype=np.int64)).changes()
-    assert np.array_equal(timeline_rows(changes, 0), rows)
-    found = np.diff(timeline_rows(changes, 2)[:, 2], prepend=0)
+    assert np.array_equal(timeline_rows(changes, NOTHING), rows)
+    found = np.diff(timeline_rows(changes, LeftOut(micro_batches=2))[:, 2], prepend=0)
     added = np.diff(rows[:, 2], prepend=0).tolist()
     assert found.tolist() == added[:10] + added[6:10] * 2 + added[10:]
 

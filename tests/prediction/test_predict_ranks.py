@@ -150,7 +150,7 @@ def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sen
     monkeypatch.setattr(
         short_traces,
         "traced",
-        lambda question, n=None: traced.append(n) or known(question, n),
+        lambda question, n=None, **few: traced.append(n) or known(question, n, **few),
     )
     quick = predict(config("gqa", 16), **asked)
     few = short_traces.MICRO_BATCHES + (how == "ddp")

@@ -102,7 +102,8 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
     predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
     assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
     question = replace(predicted._question, target="cuda")
-    assert short_traces.trace_few_micro_batches(question)[1] == k - short_traces.MICRO_BATCHES
+    left_out = short_traces.trace_few_parts(question).left_out
+    assert left_out.micro_batches == k - short_traces.MICRO_BATCHES
     for target in ("cpu", "cuda"):
         ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
         few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
@@ -116,7 +117,7 @@ def test_a_full_trace_serves_the_allocator_too(monkeypatch):
     every = replayed(predict_module.traced(predict(config("llama"), **ask)._question).requests)
     made, traced = [], predict_module.traced
     for module in (predict_module, short_traces):
-        monkeypatch.setattr(module, "traced", lambda *a: made.append(a) or traced(*a))
+        monkeypatch.setattr(module, "traced", lambda *a, **k: made.append(a) or traced(*a, **k))
     assert predict(config("llama"), **ask).replay_allocator() == every
     assert len(made) == 1
 
@@ -125,8 +126,8 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
     """As where the third one did something else than the second."""
     traced = short_traces.traced
 
-    def odd(question, micro_batches=None):
-        trace = traced(question, micro_batches)
+    def odd(question, micro_batches=None, few_chunks=False):
+        trace = traced(question, micro_batches, few_chunks=few_chunks)
         rows = trace.rows.copy()
         third_forward = np.flatnonzero(trace.places[:, PART] == 5)[3]
         rows[third_forward:, predict_module.TOTAL] += micro_batches is not None
@@ -236,7 +237,9 @@ def asked(monkeypatch):
 KNOWN = {
     "new": lambda x: x + 1,
     "a view": lambda x: x.t(),
+    "several views": lambda x: x.split(2),
     "written to": lambda x: x.add_(1),
+    "written to, without a result": lambda x: torch._foreach_add_([x, x], 1.0),
     "several": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
     "none": lambda x: torch.ops.aten.native_layer_norm_backward(
         x, x, [6], x[:, :1], x[:, :1], x[0], None, [True, True, False]

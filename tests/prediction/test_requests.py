@@ -66,9 +66,9 @@ def test_traces_of_more_layers_prove_what_few_do_not(checkpointing, monkeypatch)
 def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(source, monkeypatch):
     made = []
 
-    def counted(question, micro_batches=None):
+    def counted(question, micro_batches=None, few_chunks=False):
         made.append(question.kept)
-        return traced(question, micro_batches)
+        return traced(question, micro_batches, few_chunks=few_chunks)
 
     monkeypatch.setattr("gradmem_lib.prediction.short_traces.traced", counted)
     sizes = SIZES | {"batch_size": 6}  # which no other test asks for
