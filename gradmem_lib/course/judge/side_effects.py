@@ -31,7 +31,8 @@ class Given:
     Numbers are copied to memory that a ``MemoryTracker`` does not count. For models, only switches
     are recorded, since an answer may change weights and gradients. ``may_change`` names arguments
     that may change, or a switch of one ("model.mode"). The dtypes of weights must stay even there,
-    and no gradient may be left where none was.
+    and no gradient may be left where none was. A tensor that requires a gradient must go on doing
+    so, outside of a model.
     """
 
     def __init__(self, arguments: dict[str, Any], may_change: tuple[str, ...] = ()):
@@ -39,6 +40,11 @@ class Given:
         self.arguments = arguments
         self.before = {name: self._look(name) for name in arguments}
         self.weights = {name: _weights_in(value) for name, value in arguments.items()}
+        self.trained = {
+            # a model's are among its switches
+            name: [] if isinstance(arguments[name], nn.Module) else _requiring(weights)
+            for name, weights in self.weights.items()
+        }
         self.kept = {name: _kept_of(weights) for name, weights in self.weights.items()}
 
     def _look(self, name: str) -> Any:
@@ -88,6 +94,12 @@ class Given:
                 f"your code leaves `{name}` with weights of another dtype than before: convert a "
                 "copy, and leave the weights as they are",
             )
+        if not all(weight.requires_grad for weight in self.trained[name]):
+            yield (
+                (name, "another requires_grad"),
+                f"your code leaves `{name}` with weights that require no gradient any more: put "
+                "requires_grad back",
+            )
         says = ""
         if any(now[1] and not was[1] for was, now in zip(before, after, strict=True)):
             says = (
@@ -120,6 +132,10 @@ def _weights_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [weight for entry in value for weight in _weights_in(entry)]
     return []
+
+
+def _requiring(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight for weight in weights if weight.requires_grad]
 
 
 def _kept_of(weights: list[torch.Tensor]) -> list[tuple[torch.dtype, bool, int]]:

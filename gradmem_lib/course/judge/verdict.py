@@ -100,7 +100,7 @@ def _compared_with(expected: Run, exercise: Exercise, candidate: Any) -> Verdict
             return wrong(exercise, left[0])
         return Verdict(PASSED, f"✓ {exercise.id} passed: {exercise.title}", candidate)
     if callable(candidate) and has_gaps(candidate, exercise.reference):
-        return _not_attempted(exercise)
+        return _not_attempted(exercise, gap=True)
     return wrong(exercise, _diagnosis(exercise, candidate, run, expected, found, left))
 
 
@@ -343,11 +343,14 @@ def _one_line(text: str) -> str:
     return shortened(first, 200)
 
 
-def _not_attempted(exercise: Exercise) -> Verdict:
+def _not_attempted(exercise: Exercise, *, gap: bool = False) -> Verdict:
+    """``gap``: it ran, but part of it is not written. Who has forgotten one ``...`` hears of it."""
     line = (
         f"○ {exercise.id} not attempted yet: {exercise.title} (later cells use the reference "
         "solution)"
     )
+    if gap:
+        line += f". A part of {exercise.name} is still empty or `...`: write it, or delete the line"
     return Verdict(OPEN, line, given(exercise))
 
 

@@ -170,6 +170,15 @@ def count(model, weights):
 COUNTING = exercise_of(count, lambda f: f(Switched(), [nn.Parameter(torch.ones(2))]))
 
 
+def test_weights_that_may_change_must_go_on_to_require_a_gradient():
+    def freezes(model, weights):
+        weights[0].requires_grad_(False)
+        return count(model, weights)
+
+    line = judge(replace(COUNTING, changes=("weights",)), freezes).line
+    assert "leaves `weights` with weights that require no gradient any more" in line
+
+
 def learns(model, weights):
     model(torch.ones(1, 2)).sum().backward()
 

@@ -428,6 +428,16 @@ def test_an_attempt_with_something_open_is_no_stub(attempt):
     assert judge(AREA, attempt).line.startswith("✗ 0.7 not yet: ")
 
 
+def test_a_forgotten_ellipsis_is_named():
+    def area(width, height):
+        result = width + height
+        ...
+        return result
+
+    line = judge(AREA, area).line
+    assert line.startswith("○") and "is still empty or `...`" in line
+
+
 class Packs:
     """Packs a number, and unpacks it."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib.course.catalogue import get
+from gradmem_lib.course.judge.compare import difference
 from gradmem_lib.course.judge.verdict import PASSED, judge
 from gradmem_lib.course.lessons.lesson_02 import exercises as lesson_02
 from gradmem_lib.course.lessons.lesson_03 import exercises as lesson_03
@@ -121,3 +122,20 @@ def test_the_best_length_is_the_best_of_all():
         for ratio in (1, 2, 4, 5, 23):
             peaks = [kept_at_peak(uniform_segments(n, k), ratio, 1) for k in range(1, n + 1)]
             assert peaks[best_length(n, ratio, 1) - 1] == min(peaks), (n, ratio)
+
+
+def test_all_layers_in_one_segment_are_never_the_only_best_length():
+    from gradmem_lib.course.lessons.lesson_04.exercises_lengths import kept_at_peak
+    from gradmem_lib.techniques.schedules import uniform_segments
+
+    for n in range(2, 40):
+        for a in (1, 1.01, 2, 10):  # a includes x, so a is at least x
+            peaks = [kept_at_peak(uniform_segments(n, k), a, 1) for k in range(1, n + 1)]
+            assert min(peaks[:-1]) <= peaks[-1], (n, a)
+
+
+@pytest.mark.parametrize("yes", [True, 1, 1.0, np.True_, torch.tensor(True)])
+def test_an_entry_that_asks_for_1_takes_true(yes):
+    assert difference({"(1 is yes)": yes}, {"(1 is yes)": 1}) is None
+    assert difference({"(1 is yes)": yes}, {"(1 is yes)": True}) is None
+    assert difference({"(1 is yes)": yes}, {"(1 is yes)": 0}) is not None

@@ -113,6 +113,8 @@ def best_length(n, a, x):
     )
 
 
+# None of them but the one of 1 layer has k = n as its only best length. There is no other: a
+# includes x, so two segments never need more than one segment of all layers.
 _CHAINS = {
     "64 layers, a = x": (64, 1000, 1000),
     "100 layers, a = 4 x": (100, 4000, 1000),

@@ -16,8 +16,23 @@ def evaluation_leak_setting(batches: int = BATCHES) -> tuple[nn.Module, list]:
     """A small classifier of 1,000 classes in training mode, and batches of 16 rows with their
     labels; the last one has 5.
     """
-    generator = torch.Generator().manual_seed(6)
     net = new_net(CLASSES)
+    return net, _batches_for(net, batches)
+
+
+def _setting_with_dropout(batches: int) -> tuple[nn.Module, list]:
+    """The same with dropout, so that an evaluation in training mode has another accuracy."""
+    net = new_net(CLASSES)
+    net.body.insert(2, nn.Dropout(0.5))
+    net.eval()
+    given = _batches_for(net, batches)
+    net.train()
+    return net, given
+
+
+def _batches_for(net: nn.Module, batches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of 64 numbers, with labels of which ``net`` finds about half."""
+    generator = torch.Generator().manual_seed(6)
     x = torch.randn(batches * ROWS, 64, generator=generator)
     with torch.no_grad():
         found = net(x).argmax(-1)
@@ -25,16 +40,24 @@ def evaluation_leak_setting(batches: int = BATCHES) -> tuple[nn.Module, list]:
     labels = torch.where(wrong, CLASSES - 1 - found, found)
     given = list(zip(x.split(ROWS), labels.split(ROWS), strict=True))
     given[-1] = (given[-1][0][:LAST], given[-1][1][:LAST])
-    return net, given
+    return given
 
 
 def _evaluates(
-    keep=lambda logits: logits, *, size=ROWS, first=0, means=False, grad=False, back=True
+    keep=lambda logits: logits,
+    *,
+    size=ROWS,
+    first=0,
+    means=False,
+    grad=False,
+    to_eval=True,
+    back=True,
 ):
     """A script that differs from the lesson's in what it keeps, or in what people change first."""
 
     def script(model, batches):
-        model.eval()
+        if to_eval:
+            model.eval()
         outputs, labels = [], []
         for x, y in batches[: first or len(batches)]:
             for rows, right in zip(x.split(size), y.split(size), strict=True):
@@ -91,6 +114,7 @@ LEAK = Leak(
     fixed=logits_leak()[1],
     line=7,
     setting=evaluation_leak_setting,
+    hidden_setting=_setting_with_dropout,
     batches=BATCHES,
     budget=EVALUATION_BUDGET,
     outside=200_000,
@@ -175,6 +199,14 @@ EXERCISES = (
                 "left in eval",
                 LEAK.with_fix(_evaluates(_argmax, back=False)),
                 "the model is left in eval mode: what the script does at its end belongs to it.",
+            ),
+            Mistake(
+                "never in eval",
+                LEAK.with_fix(_evaluates(_argmax, to_eval=False)),
+                (
+                    "the model stays in training mode: a model with dropout then has another "
+                    "accuracy, at random. Line 2 of the script keeps nothing, so leave it there."
+                ),
             ),
             *LEAK.wrong_lines(),
         ),

@@ -111,6 +111,20 @@ def _sums(*, dtype=torch.float32, free=True, how=lambda total, g: total.add_(g),
     return wrong
 
 
+def _new_sums(parameters):
+    """Each addition makes a new tensor, which the list that was returned does not have."""
+    sums = [torch.zeros(p.shape) for p in parameters]
+    returned = list(sums)
+
+    def add(p, i):
+        sums[i] = sums[i] + p.grad
+        p.grad = None
+
+    for i, p in enumerate(parameters):
+        p.register_post_accumulate_grad_hook(lambda p, i=i: add(p, i))
+    return returned
+
+
 def _weights(dtype=torch.bfloat16) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     return [
@@ -212,6 +226,16 @@ def _observe_rounding(candidate):
         "the same result (1 is yes)": int(torch.equal(one, again))
     }
     found["with another seed"] = {"the same result (1 is yes)": int(torch.equal(one, other))}
+    generator = torch.Generator().manual_seed(1)
+    first, second = (candidate(x.clone(), generator) for _ in range(2))
+    found["one generator, used twice"] = {
+        "the same result (1 is yes)": int(torch.equal(first, second))
+    }
+    matrix = candidate(torch.full((40, 30), 1.0 + 0.4 * 2**-7), torch.Generator().manual_seed(1))
+    found["a matrix of one number"] = {
+        "all rows are alike (1 is yes)": int((matrix == matrix[:1]).all()),
+        "all columns are alike (1 is yes)": int((matrix == matrix[:, :1]).all()),
+    }
     number = torch.tensor([1.0 + 0.4 * 2**-7])
     results = {
         candidate(number.clone(), torch.Generator().manual_seed(seed)).item() for seed in range(40)
@@ -265,6 +289,26 @@ def _explain_rounding(got, expected):
         return (
             "some results are not neighbours of the number: the gap grows with the number's "
             "size, so the noise must grow too."
+        )
+    return _explain_chance(got)
+
+
+def _explain_chance(got):
+    """What is said where each share is right, and the draws are not independent."""
+    if got["with another seed"]["the same result (1 is yes)"]:
+        return (
+            "another seed gives the same result: all chance comes from `generator`, so draw from "
+            "it, and do not seed it."
+        )
+    if got["one generator, used twice"]["the same result (1 is yes)"]:
+        return (
+            "a second call with the same generator repeats the first one's chance: draw from "
+            "`generator` itself, not from a copy or from another generator with its seed."
+        )
+    if any(got["a matrix of one number"].values()):
+        return (
+            "one random number decides for a whole row or column: draw one for each element, of "
+            "the shape of x."
         )
     return None
 
@@ -321,6 +365,21 @@ def _all_at_once(weights, masters, lr):
         for weight, master, update in zip(weights, masters, wide, strict=True):
             if update is not None:
                 weight.copy_(master.sub_(update))
+
+
+def _new_masters(weights, masters, lr):
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is not None:
+                weight.copy_(master - lr * weight.grad.float())
+
+
+def _copies_first(weights, masters, lr):
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is not None:
+                weight.copy_(master)
+                master -= lr * weight.grad.float()
 
 
 def _observe_master(candidate):
@@ -465,6 +524,14 @@ EXERCISES = (
         ),
         mistakes=(
             Mistake(
+                "new sums",
+                _new_sums,
+                (
+                    "the sums that are returned stay zeros: total = total + p.grad makes a new "
+                    "tensor; total.add_(p.grad) changes the one in your list."
+                ),
+            ),
+            Mistake(
                 "bf16",
                 _sums(dtype=torch.bfloat16),
                 (
@@ -601,6 +668,22 @@ EXERCISES = (
                 (
                     "the update goes into the weights themselves, where bf16 loses it: subtract it "
                     "from the master, then copy."
+                ),
+            ),
+            Mistake(
+                "new masters",
+                _new_masters,
+                (
+                    "the masters have not changed: master = master - … makes a new tensor, which "
+                    "is gone after the step; master -= … changes the given one."
+                ),
+            ),
+            Mistake(
+                "copies first",
+                _copies_first,
+                (
+                    "the weights are one step behind: the master takes the update first, and then "
+                    "the weight becomes the master, rounded."
                 ),
             ),
             Mistake(

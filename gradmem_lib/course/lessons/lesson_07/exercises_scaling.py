@@ -125,7 +125,7 @@ _STEPS = (
 
 def _observe_scaled(candidate):
     found: dict = {}
-    for patience, momentum, scale in ((3, 0.0, 2.0**10), (2, 0.5, 2.0**10), (4, 0.0, 1.0)):
+    for patience, momentum, scale in ((3, 0.0, 2.0**10), (2, 0.5, 2.0**17), (4, 0.0, 1.0)):
         weights = [
             nn.Parameter(torch.ones(3)),
             nn.Parameter(torch.ones(2, 2)),

@@ -124,6 +124,11 @@ def _observe_layers(candidate):
                 raise RuntimeError(
                     "peak was called 1,000 times: the range of your search does not get smaller"
                 )
+            if not 0 <= k <= len(saves):
+                raise RuntimeError(
+                    f"peak({k}) was called for a model of {len(saves)} layers: k goes from 0 to "
+                    "`layers`"
+                )
             return start - sum(saves[:k])
 
         answer = plain(candidate(peak, len(saves), budget))

@@ -149,6 +149,8 @@ def _why_blocks(mine, right) -> str | None:
         return "the padding is still there: cut indices and back to the length of x."
     if len(absmax) < len(wanted):
         return "the last block is missing: it may be shorter than the others."
+    if len(absmax) == len(right["back"]) and len(set(absmax.tolist())) <= len(wanted):
+        return "absmax has one number for each number of x: return one for each block."
     if len(absmax) == len(right["back"]):
         return "return indices, absmax and back, in this order."
     if difference(absmax, wanted):

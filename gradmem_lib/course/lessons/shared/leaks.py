@@ -52,7 +52,8 @@ class Leak:
     script's arguments for a number of batches, the model first, made afresh. ``batches``: how many
     the lesson has, and ``counted`` their name. ``budget``: bytes, such as "2 MiB". ``stays``: what
     is said of a script that still keeps too much. ``outside``: bytes that Python and numpy may
-    hold, which no tracker sees; 0: they are not counted.
+    hold, which no tracker sees; 0: they are not counted. ``hidden_setting``: the arguments of the
+    hidden case, where these are made in another way.
     """
 
     script: Callable[..., Any]
@@ -65,6 +66,7 @@ class Leak:
     budget: str
     stays: str
     outside: int = 0
+    hidden_setting: Callable[[int], tuple] | None = None
 
     @property
     def shown(self) -> str:
@@ -79,8 +81,8 @@ class Leak:
     def _observe_script(self, line: int, script: Callable[..., Any]) -> dict[str, Any]:
         found = {
             "the line": self._says_of(line),
-            self.shown: self._run(script, self.batches),
-            HIDDEN: self._run(script, self.batches // 2 + 1),
+            self.shown: self._run(script, self.batches, self.setting),
+            HIDDEN: self._run(script, self.batches // 2 + 1, self.hidden_setting or self.setting),
         }
         if self.outside:
             arguments = self.setting(self.batches)
@@ -98,8 +100,10 @@ class Leak:
         )
         return self.innocent.get(line, other)
 
-    def _run(self, script: Callable[..., Any], batches: int) -> Measured:
-        arguments = self.setting(batches)
+    def _run(
+        self, script: Callable[..., Any], batches: int, setting: Callable[[int], tuple]
+    ) -> Measured:
+        arguments = setting(batches)
         model = arguments[0]
         optimizers = [a for a in arguments if isinstance(a, torch.optim.Optimizer)]
         run = measure(
@@ -114,7 +118,7 @@ class Leak:
             "in train mode (1 is yes)": int(model.training),
         }
         # A gradient that the first call has left is in the second one.
-        script(*self._same_model_new_data(arguments, batches))
+        script(*_same_model_new_data(arguments, setting(batches)))
         done[AGAIN] = flat(model.parameters())
         names = _names_in(script)
         called = [says for name, says in _FREES_NOTHING.items() if name in names]
@@ -122,13 +126,6 @@ class Leak:
             says = f"{called[0]}The script peaks at {run.peak:,} bytes of {run.budget:,}."
             return replace(run, value=done, says=says)
         return replace(run, value=done)
-
-    def _same_model_new_data(self, arguments: tuple, batches: int) -> list[Any]:
-        """The arguments of a second call: a script may have emptied the list of batches."""
-        return [
-            old if isinstance(old, nn.Module | torch.optim.Optimizer) else new
-            for old, new in zip(arguments, self.setting(batches), strict=True)
-        ]
 
     def explain(self, got: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
         """The line first, then the weights, the bytes, and what is returned."""
@@ -185,6 +182,14 @@ def _collecting_new_objects_only() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _same_model_new_data(arguments: tuple, new: tuple) -> list[Any]:
+    """The arguments of a second call: a script may have emptied the list of batches."""
+    return [
+        old if isinstance(old, nn.Module | torch.optim.Optimizer) else other
+        for old, other in zip(arguments, new, strict=True)
+    ]
 
 
 def _answer_of(candidate: Callable[[], Any]) -> tuple[int, Callable[..., Any]]:

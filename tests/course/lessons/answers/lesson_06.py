@@ -474,7 +474,26 @@ def argmax(logits):
     return logits.argmax(-1)
 
 
+def hits_and_rows(model, batches):
+    """Counts, and does not switch the model to evaluation."""
+    hits = rows = 0
+    with torch.no_grad():
+        for x, y in batches:
+            hits += (model(x).argmax(-1) == y).sum().item()
+            rows += len(y)
+    return hits / rows
+
+
+def restores_the_mode(model, batches):
+    was = model.training
+    model.eval()
+    accuracy = hits_and_rows(model, batches)
+    model.train(was)
+    return accuracy
+
+
 RIGHT["6.7"] = {
+    "restores the mode": answer(7, restores_the_mode),
     "argmax": answer(7, evaluates(argmax)),
     "counted": answer(7, counted),
     "lists": answer(7, to_lists),
@@ -498,6 +517,7 @@ def half_the_data(model, batches):
 
 
 WRONG["6.7"] = {
+    "never in eval": (answer(7, hits_and_rows), "stays in training mode"),
     "detached": (
         answer(7, evaluates(lambda logits: logits.detach())),
         "1,000 numbers of every row",

@@ -355,3 +355,119 @@ WRONG["7.5"] |= {
     "stops before the first inf": (_stops_before, "divide all of them"),
     "leaves out the odd one": (_skips_the_odd_one, "divide all of them"),
 }
+
+
+# Answers with the right numbers, and something else wrong: the draws, the lists, what is left.
+
+
+def _reciprocal_count(gradients, dtype, scale):
+    """The share that is kept, taken from 1."""
+    stored = (gradients * scale).to(dtype)
+    kept = (stored != 0) & (stored - stored == 0)
+    return (1 - kept.sum() / gradients.count_nonzero()).item()
+
+
+RIGHT["7.1"]["what is kept, from 1"] = _reciprocal_count
+WRONG["7.1"] |= {
+    "scales in place": (
+        lambda g, dtype, scale: _reciprocal_count(g.mul_(scale), dtype, 1.0),
+        "changed `gradients` in place",
+    ),
+}
+
+
+def _new_sums_in_the_list(parameters):
+    sums = [torch.zeros(p.shape) for p in parameters]
+
+    def adds(i):
+        def hook(p):
+            sums[i] = sums[i] + p.grad
+            p.grad = None
+
+        return hook
+
+    for i, p in enumerate(parameters):
+        p.register_post_accumulate_grad_hook(adds(i))
+    return sums
+
+
+WRONG["7.2"]["new sums, and a copy of the list"] = (
+    lambda ps: list(_new_sums_in_the_list(ps)),
+    "sums that are returned stay zeros",
+)
+RIGHT["7.2"]["new sums in the list"] = _new_sums_in_the_list
+
+
+def _draws(x, numbers):
+    """Rounds up where the lower half of the bits exceeds ``numbers``, which broadcast to x."""
+    bits = x.contiguous().view(torch.int32)
+    up = (numbers < (bits & 0xFFFF)).int()
+    return (((bits >> 16) + up) << 16).view(torch.float32).bfloat16()
+
+
+def _drawn(x, generator, shape=None):
+    shape = x.shape if shape is None else shape
+    return _draws(x, torch.randint(0, 1 << 16, shape, generator=generator))
+
+
+def _from_a_copy(x, generator):
+    copied = torch.Generator()
+    copied.set_state(generator.get_state())
+    return _drawn(x, copied)
+
+
+def _from_its_seed(x, generator):
+    torch.manual_seed(generator.initial_seed())
+    return _drawn(x, None)
+
+
+RIGHT["7.3"]["by a comparison of the lower bits"] = _drawn
+WRONG["7.3"] |= {
+    "from a copy of the generator": (_from_a_copy, "second call with the same generator"),
+    "from the generator's seed": (_from_its_seed, "second call with the same generator"),
+    "a seed of its own": (
+        lambda x, generator: _drawn(x, torch.Generator().manual_seed(0)),
+        "another seed gives the same result",
+    ),
+    "one number a column": (
+        lambda x, generator: _drawn(x, generator, x.shape[-1:]),
+        "whole row or column",
+    ),
+}
+
+
+def _frozen_afterwards(weights, masters, lr):
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.requires_grad_(False)
+            if weight.grad is not None:
+                weight.copy_(master.sub_(lr * weight.grad.float()))
+
+
+def _bound_again(weights, masters, lr):
+    for weight, master in zip(weights, masters, strict=True):
+        if weight.grad is not None:
+            master = master - lr * weight.grad.float()
+            weight.data.copy_(master)
+
+
+def _one_step_behind(weights, masters, lr):
+    for weight, master in zip(weights, masters, strict=True):
+        if weight.grad is not None:
+            weight.data.copy_(master)
+            master.sub_(weight.grad.float(), alpha=lr)
+
+
+WRONG["7.4"] |= {
+    "requires_grad off": (_frozen_afterwards, "require no gradient any more"),
+    "the name is bound again": (_bound_again, "masters have not changed"),
+    "one step behind": (_one_step_behind, "one step behind"),
+}
+
+
+def _up_to_a_limit(optimizer, scale, good, patience):
+    scale, good = _scaled()(optimizer, scale, good, patience)
+    return min(scale, 65536.0), good
+
+
+WRONG["7.5"]["at most 65,536"] = (_up_to_a_limit, "entry 'scale'")

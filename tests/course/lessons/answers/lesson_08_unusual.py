@@ -303,3 +303,27 @@ WRONG["8.7"] = {
     "GiB": (lambda c, r, t, b: _kv()(c, r, t, b) / 2**30, "GiB"),
     "pairs of tokens": (lambda c, r, t, b: _kv()(c, r, t * t, b), "squared"),
 }
+
+
+def _of_63_layers(peak, layers, budget):
+    low, high = 0, 63
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if peak(middle) <= budget else (middle + 1, high)
+    return low
+
+
+def _by_recursion(peak, layers, budget, low=0):
+    if low == layers:
+        return layers
+    middle = (low + layers) // 2
+    if peak(middle) <= budget:
+        return _by_recursion(peak, middle, budget, low)
+    return _by_recursion(peak, layers, budget, middle + 1)
+
+
+RIGHT.setdefault("8.5", {})["by recursion"] = _by_recursion
+WRONG.setdefault("8.5", {})["as if there were 63 layers"] = (
+    _of_63_layers,
+    "k goes from 0 to `layers`",
+)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradmem_lib.course import adam_update
+from gradmem_lib.course.catalogue import get
 
 RIGHT, WRONG = {}, {}
 
@@ -433,3 +434,14 @@ WRONG["9.9"] = {
         "wrong sign",
     ),
 }
+
+
+def _one_absmax_a_number(x, code, block):
+    indices, absmax, back = get("9.1").reference(x, code, block)
+    return indices, absmax.repeat_interleave(block)[: len(x)], back
+
+
+WRONG.setdefault("9.1", {})["one absmax a number"] = (
+    _one_absmax_a_number,
+    "one for each block",
+)
