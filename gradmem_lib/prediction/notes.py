@@ -14,8 +14,9 @@ def notes_of(question: Question) -> tuple[str, ...]:
     model = question.source.skeleton
     if not question.source.is_user_module:
         return _about_the_class(model)
+    kept = _about_kept_scores(model)
     if any(module.training for module in model.modules()):
-        return ()
+        return kept
     switched_off = []
     if has_checkpoints(model) or question.recipe.checkpointing or question.recipe.every_n_layers:
         switched_off.append("checkpointing is on and does nothing")
@@ -26,6 +27,27 @@ def notes_of(question: Question) -> tuple[str, ...]:
     return (
         f"{' and '.join(switched_off)}: the model is in eval mode, as from_pretrained leaves it. "
         "If your loop calls model.train(), call it before predict too",
+        *kept,
+    )
+
+
+def _about_kept_scores(model: nn.Module) -> tuple[str, ...]:
+    """What AdaLoRA's loop keeps and no step shows: it calls ``update_and_allocate`` after a step.
+
+    That call keeps three tensors like each trained one of its additions (``ipt``, ``exp_avg_ipt``
+    and ``exp_avg_unc``), until ``total_step - tfinal`` steps are done. Source: the class
+    ``RankAllocator`` of PEFT, the file ``tuners/adalora/layer.py``.
+    """
+    if not callable(getattr(getattr(model, "base_model", None), "update_and_allocate", None)):
+        return ()
+    nbytes = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
+            nbytes += 3 * parameter.nbytes
+    return (
+        f"update_and_allocate, which AdaLoRA's loop calls after a step, keeps {nbytes:,} bytes of "
+        "scores for its ranks until total_step - tfinal steps are done, and these bytes are not in "
+        "the figures: add them",
     )
 
 

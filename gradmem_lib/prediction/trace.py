@@ -95,6 +95,12 @@ def _explained_errors(question: Question) -> Iterator[None]:
         ) from error
 
 
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised ``error``, and not the model or a library that it calls."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return raised_in.startswith(os.path.dirname(os.path.dirname(__file__)))
+
+
 def _where(error: BaseException) -> str:
     """The line of the model, or of the loss, that raised ``error``."""
     ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
@@ -210,17 +216,28 @@ class _FakeStep:
             self.loop.begin_part(part)
 
         self.mode.value = 1.0
-        step(
-            self.model,
-            self.optimizer,
-            self.batch,
-            self.recipe,
-            loss=self.loop.loss,
-            mark=mark,
-            micro_batches=micro_batches,
-            offload=self.offload_hooks,
-            keep_gradients=self.loop.keeps_gradients,
-        )
+        try:
+            step(
+                self.model,
+                self.optimizer,
+                self.batch,
+                self.recipe,
+                loss=self.loop.loss,
+                mark=mark,
+                micro_batches=micro_batches,
+                offload=self.offload_hooks,
+                keep_gradients=self.loop.keeps_gradients,
+            )
+        except ValueError as error:
+            if _is_ours(error):
+                raise
+            # The model's own words, about an input that it lacks or numbers that do not fit, say
+            # neither where nor what to do.
+            raise ValueError(
+                f"a step of {type(self.model).__name__} fails{_where(error)}: {error} If the model "
+                "needs an input that its config does not tell, give batch=, a dict of its inputs "
+                "and labels as tensors"
+            ) from error
 
     def record(self, micro_batches: int | None, few_chunks: bool) -> Trace | None:
         """The trace of a step, or of its first ``micro_batches``.

@@ -213,3 +213,21 @@ def test_a_plain_module_needs_no_library_of_others(tmp_path):
         nn.Linear(8, 1), batch=torch.rand(2, 8), loss=lambda m, x: m(x).mean(), target="cpu"
     )
     assert int(done.stdout) == found.peak.total
+
+
+def test_the_scores_that_adaloras_loop_keeps_are_in_a_note():
+    peft = pytest.importorskip("peft")
+    options = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 2, "total_step": 9}
+    adapter = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)
+    base = AutoModelForCausalLM.from_config(config("llama", 2))
+    model = peft.get_peft_model(base, adapter)
+    ids = torch.randint(0, 90, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    [note] = predict(model, batch=batch, recipe=AS_IT_IS, target="cpu").notes
+    model(**batch).loss.backward()
+    model.base_model.update_and_allocate(0)
+    allocator = model.base_model.rankallocator
+    tables = allocator.ipt, allocator.exp_avg_ipt, allocator.exp_avg_unc
+    kept = sum(tensor.nbytes for table in tables for tensor in table.values())
+    assert kept > 0
+    assert f"keeps {kept:,} bytes" in note

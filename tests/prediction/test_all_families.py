@@ -1,0 +1,78 @@
+"""Every type of transformers models that can be made small by the names of its sizes, with drawn
+depths, batch sizes and recipes: the short traces, the full trace and the tracker agree to the byte,
+or there is a refusal in a sentence.
+
+A few families each time. Every night all of them, each with three recipes and other draws.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from support.nightly import ALL, each
+from support.predicted import assert_same, measured
+from support.shrunk import families, shrunk
+
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.training.recipe import Recipe
+
+RECIPES = {
+    "per layer, fused": {"checkpointing": "per-layer", "optimizer": "adamw-fused"},
+    "first two layers": {"checkpointing": "first-2"},
+    "one layer in two": {"every_n_layers": 2, "precision": "autocast-bf16"},
+    "accumulated": {"accumulation": 2, "optimizer": "sgd", "momentum": 0.9},
+    "autocast": {"precision": "autocast-bf16", "optimizer": "adamw-foreach"},
+    "lora": {"lora_rank": 2},
+    "adafactor": {"optimizer": "adafactor-torch", "precision": "bf16"},
+}
+PLAIN = "plain"
+# The words of a refusal which says that the model itself fails: then it has to.
+FAILS = "fails in its prediction"
+
+
+def draws_of(family: str) -> random.Random:
+    return random.Random(f"{family} {random.random() if ALL else 0}")
+
+
+def check(family: str, layers: int, options: dict, rows: int, tokens: int) -> None:
+    case = family, layers, options, rows, tokens
+    config, recipe = shrunk(family, layers), Recipe(**options, attention=None)
+    ask = {"batch_size": rows, "seq_len": tokens, "recipe": recipe, "target": "cpu"}
+    try:
+        short, full = predict(config, **ask), predict(config, **ask, full=True)
+    except (ValueError, CannotTrace) as refusal:
+        assert len(str(refusal)) > 50, case
+        if FAILS in str(refusal):
+            with pytest.raises(Exception):  # noqa: B017  any error of the model's own
+                measured(config, recipe, rows, tokens)
+        return
+    assert short.peak == full.peak, case
+    assert short.peak_by_phase == full.peak_by_phase, case
+    torch.manual_seed(0)
+    assert_same(short, measured(config, recipe, rows, tokens))
+
+
+@pytest.mark.parametrize("family", each(40, families(), start=7))
+def test_a_drawn_step_of_any_family_is_exact_or_refused(family):
+    transformers.logging.set_verbosity_error()
+    draws = draws_of(family)
+    layers = draws.randint(5, 10)  # up to seven, most steps are traced in full
+    try:
+        shrunk(family, layers)
+    except Exception as error:  # its config has rules of its own
+        pytest.skip(f"{family} is not made small by the names of its sizes: {error}")
+    names = [PLAIN, *draws.sample(list(RECIPES), 2)]
+    for name in names:
+        rows, tokens = 2 * draws.randint(1, 2), draws.randint(8, 24)
+        check(family, layers, RECIPES.get(name, {}), rows, tokens)
+
+
+def test_a_model_that_lacks_an_input_is_refused_in_a_sentence():
+    """GIT's own error compares two numbers of rows, and says neither where nor what to do."""
+    transformers.logging.set_verbosity_error()
+    with pytest.raises(ValueError, match=r"(?s)GitForCausalLM fails.*batch_size.*give batch="):
+        predict(shrunk("git", 5), batch_size=2, seq_len=8, recipe=Recipe(attention=None))
