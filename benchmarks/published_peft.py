@@ -13,6 +13,8 @@ does otherwise than a ``Recipe``, all of it taken from its source:
 - ``use_cache`` is left on, and the model's output is kept until the next one comes: logits, keys
   and values of all layers;
 - gradients are freed when the next step begins, not when a step ends;
+- rows of a batch have different lengths, so their mask hides tokens: attention then runs a kernel
+  that takes a mask, and keeps it;
 - batches come in groups of twenty, the longest first, and the allocator's cache is emptied after
   ten steps.
 
@@ -117,7 +119,9 @@ class Step:
 
 def step_of(model: torch.nn.Module, tokens: int) -> Step:
     ids = torch.zeros(ROWS, tokens, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    mask = torch.ones(ROWS, tokens, dtype=torch.long)
+    mask[1:, -1] = 0  # which tokens are hidden does not matter, only that some are
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     kept: dict[str, Any] = {}
 
     def loss(model, batch):
