@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 
 from transformers import PreTrainedModel
@@ -306,6 +307,8 @@ class Search:
         try:
             return self._fastest(family, limit)
         except CannotTrace as error:
+            if not self._known and self._error_of_plain_step is not None:
+                raise self._error_of_plain_step from error
             self.ruled_out.append(RuledOut(family, held, str(error), self.has_adapters))
             return None
 
@@ -329,14 +332,27 @@ class Search:
                 found = self._first_that_fits(faster)
             except ValueError:  # the model has no such part, or its layers cannot run one by one
                 continue
-            except CannotTrace as error:  # others of the family may be predicted
-                not_traced = error
+            except CannotTrace as error:
+                if not self._known and self._error_of_plain_step is not None:
+                    raise  # no recipe can be predicted
+                not_traced = error  # others of the family may be predicted
                 continue
             if found and (found.seconds, found.recipe.chunked_loss) < bar:
                 best, bar = found, (found.seconds, found.recipe.chunked_loss)
         if best is None and not_traced is not None:
             raise not_traced
         return best
+
+    @cached_property
+    def _error_of_plain_step(self) -> CannotTrace | None:
+        """Why not even a step without any technique can be predicted; ``None`` if it can be."""
+        recipe = Recipe(attention="fused" if self.work.fused else "eager")
+        inputs = self.work.inputs(self.rows, self.seq_len, recipe)
+        try:
+            predict(self.work.source, recipe=recipe, target=self.target, **inputs)
+        except CannotTrace as error:
+            return error
+        return None
 
     def _time_and_chunks(self, recipe: Recipe) -> tuple[float, bool]:
         return self.seconds(recipe), recipe.chunked_loss

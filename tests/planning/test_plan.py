@@ -233,15 +233,31 @@ def test_a_module_without_a_config_is_sent_to_predict():
         plan(nn.Linear(2, 2), card="1 GiB", seq_len=16, global_batch=1)
 
 
+def test_a_model_that_cannot_run_is_refused_after_two_predictions(monkeypatch):
+    """Three heads of keys cannot serve eight of queries."""
+    asked = []
+
+    def counted(*args, **options):
+        asked.append(options["recipe"])
+        return predict(*args, **options)
+
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", counted)
+    config = models.tiny_llama(layers=9, hidden=64, heads=8, intermediate=128, vocab=64).config
+    config.num_key_value_heads = 3
+    with pytest.raises(CannotTrace, match="Number of heads"):
+        plan(config, card="1 GiB", seq_len=64, global_batch=4, method="any")
+    assert len(asked) == 2
+
+
 def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(
     config, monkeypatch
 ):
-    def only_bf16(*args, recipe, **kwargs):
-        if recipe.precision != "bf16":
+    def all_but_two(*args, recipe, **kwargs):
+        if recipe.precision in ("float32", "autocast-bf16"):
             raise CannotTrace("some operation reads values")
         return predict(*args, recipe=recipe, **kwargs)
 
-    monkeypatch.setattr("gradmem_lib.planning.search.predict", only_bf16)
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", all_but_two)
     made = plan(config, card="1 GiB", seq_len=8, global_batch=1, method="lora", target="cpu")
     assert made.best.recipe.precision == "bf16"
     assert [(out.recipe.precision, out.why) for out in made.ruled_out] == [
