@@ -346,7 +346,8 @@ class Search:
     @cached_property
     def _error_of_plain_step(self) -> CannotTrace | None:
         """Why not even a step without any technique can be predicted; ``None`` if it can be."""
-        recipe = Recipe(attention="fused" if self.work.fused else "eager")
+        attention = "fused" if self.work.fused else "eager"
+        recipe = Recipe(precision=None, attention=attention)
         inputs = self.work.inputs(self.rows, self.seq_len, recipe)
         try:
             predict(self.work.source, recipe=recipe, target=self.target, **inputs)
