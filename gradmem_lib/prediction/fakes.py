@@ -167,8 +167,8 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         if isinstance(out, Tensor) and out.layout != torch.strided:
             raise CannotTrace(
                 f"{func} has a result of layout {out.layout}, and only dense ones can be "
-                "predicted: give sparse=False to a layer that has it, or measure one real step with "
-                "MemoryTracker"
+                "predicted: give sparse=False to a layer that has it, or measure one real step "
+                "with MemoryTracker"
             )
         real_tensor = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
         if real_tensor and any(r.alias_info is not None for r in compat.returns(func)):

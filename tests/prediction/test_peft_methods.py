@@ -1,5 +1,5 @@
-"""The methods of PEFT: short traces, the full trace and the tracker agree to the byte, or a sentence
-refuses.
+"""The methods of PEFT: short traces, the full trace and the tracker agree to the byte, or a refusal
+says why.
 
 A few methods each time, every night all of them.
 """
