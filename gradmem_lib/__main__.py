@@ -226,7 +226,7 @@ def _size(text: str) -> int:
 
 def _beside(options: argparse.Namespace) -> int:
     """The prediction for a model, beside the figures of an error."""
-    from .planning.cost import overhead_of_prediction
+    from .planning.held import overhead_of_prediction
     from .units import format_bytes
 
     options.target = "cuda"
@@ -341,7 +341,7 @@ def _schedule(text: str) -> str | int | list[int] | None:
 
 
 def _as_dict(title: str, prediction, ranks: int) -> dict:
-    from .planning.cost import overhead_of_prediction
+    from .planning.held import overhead_of_prediction
 
     peak, extra = prediction.peak, overhead_of_prediction(prediction, cards=ranks)
     return {
@@ -357,7 +357,7 @@ def _as_dict(title: str, prediction, ranks: int) -> dict:
 
 
 def _as_text(title: str, prediction, ranks: int) -> str:
-    from .planning.cost import overhead_of_prediction
+    from .planning.held import overhead_of_prediction
     from .units import format_bytes
 
     peak, extra = prediction.peak, overhead_of_prediction(prediction, cards=ranks)

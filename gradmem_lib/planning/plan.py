@@ -10,12 +10,12 @@ from ..training.adapters import has_adapters
 from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
 from .cards import CARDS, Card, find_card
-from .cost import Work, count, with_adapters
 from .margin import check_margin
 from .models import find_model, is_own_module
 from .options import METHODS, Option
 from .report import Plan
 from .search import Search
+from .work import Work, count, with_adapters
 
 
 def plan(

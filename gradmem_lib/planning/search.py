@@ -36,9 +36,18 @@ from ..prediction.question import CannotTrace
 from ..techniques.layers import find_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes
-from . import cost
 from .cards import Card
+from .cost import Cost, cost_per_token
+from .held import (
+    input_bytes_per_token,
+    overhead_bytes,
+    overhead_of_prediction,
+    resident_bytes,
+    saved_bytes_per_token,
+)
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
+from .recomputed import freed_fraction
+from .work import LORA_RANK, Work
 
 # One layer in two is checkpointed. Older transformers cannot do that.
 _HALF = []
@@ -61,7 +70,7 @@ class Search:
 
     def __init__(
         self,
-        work: cost.Work,
+        work: Work,
         card: Card,
         seq_len: int | None,
         global_batch: int,
@@ -82,7 +91,7 @@ class Search:
         self.notify: Callable[[str], None] | None = None
         self._known: dict[Recipe, Option] = {}
         # The bytes for live tensors and the allocator.
-        overhead = cost.overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
+        overhead = overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
         self.available = card.nbytes / (1 + margin) - sum(overhead.values())
 
     # An option that changes training more has to be faster by this factor than one that changes it
@@ -133,7 +142,7 @@ class Search:
             )
             replay = prediction.peak.total <= self.available
             capability = self.card.capability
-            parts = cost.overhead_of_prediction(prediction, capability, replay, self.cards)
+            parts = overhead_of_prediction(prediction, capability, replay, self.cards)
             tokens = self.rows * self.units
             estimate = self.cost(recipe, prediction.offload_traffic_bytes / tokens)
             rows = self.rows // recipe.accumulation
@@ -178,9 +187,9 @@ class Search:
     def seconds(self, recipe: Recipe, offload_bytes: float | None = None) -> float:
         return self.cost(recipe, offload_bytes).seconds
 
-    def cost(self, recipe: Recipe, offload_bytes: float | None = None) -> cost.Cost:
+    def cost(self, recipe: Recipe, offload_bytes: float | None = None) -> Cost:
         """The estimated time of a token, with the lower bound of what is offloaded for ``None``."""
-        return cost.cost_per_token(
+        return cost_per_token(
             self.work,
             recipe,
             self.card,
@@ -207,7 +216,7 @@ class Search:
                     for optimizer in self._optimizers(in_backward, precision):
                         yield replace(base, optimizer=optimizer, **how)
             return
-        rank = None if self.has_adapters else cost.LORA_RANK
+        rank = None if self.has_adapters else LORA_RANK
         frozen, trained = self.work.bytes_per_number
         if method == "qlora":
             precisions = ["bf16"]
@@ -269,7 +278,7 @@ class Search:
         return sorted(chain.from_iterable(self.lines(family)), key=self.seconds)
 
     def residents(self, recipe: Recipe) -> dict[str, int]:
-        return cost.resident_bytes(self.work, recipe, self.cards)
+        return resident_bytes(self.work, recipe, self.cards)
 
     def least_resident_variant(self, family: Recipe) -> Recipe:
         """The slowest of the family's variants with the fewest resident bytes. It moves nothing to
@@ -397,7 +406,7 @@ class Search:
         if self.work.row is not None:
             return math.inf  # not counted where a row is more than tokens: nothing follows
         tokens = self.units * (self.rows // recipe.accumulation)
-        return tokens * cost.input_bytes_per_token(self.work, recipe)
+        return tokens * input_bytes_per_token(self.work, recipe)
 
     def _live_bytes(self, recipe: Recipe) -> int:
         return self.option(recipe).prediction.peak.total
@@ -492,7 +501,7 @@ class Search:
             tokens = self.units * (self.rows // recipe.accumulation)
             # In one piece, gradients are made while activations are freed.
             gradients = held["gradients"] if recipe.accumulation > 1 else 0
-            saved = tokens * cost.saved_bytes_per_token(self.work, recipe)
+            saved = tokens * saved_bytes_per_token(self.work, recipe)
             in_forward = held["parameters"] + held["optimizer"] + gradients + saved
             return max(sum(held.values()), in_forward)
         if not self._comparable(known.recipe, recipe):
@@ -536,7 +545,7 @@ class Search:
             )
             for r in (known, recipe)
         ]
-        fractions = [cost.freed_fraction(self.work, r) for r in (known, recipe)]
+        fractions = [freed_fraction(self.work, r) for r in (known, recipe)]
         saves = fractions[0] >= fractions[1]
         # products are no measure there
         if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:

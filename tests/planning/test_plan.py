@@ -12,9 +12,10 @@ from gradmem_lib.course.material import models
 from gradmem_lib.measure.budget import BudgetExceeded
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.cost import count, resident_bytes
+from gradmem_lib.planning.held import resident_bytes
 from gradmem_lib.planning.options import EQUAL_TIME
 from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.work import count
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace

@@ -16,20 +16,13 @@ from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
 from gradmem_lib.course.material import models
 from gradmem_lib.optimizers import OPTIMIZERS
-from gradmem_lib.planning import cost
 from gradmem_lib.planning.cards import CARDS, Card
-from gradmem_lib.planning.cost import (
-    Work,
-    cost_per_token,
-    count,
-    overhead_of_prediction,
-    recompute_fraction,
-    resident_bytes,
-    saved_bytes_per_token,
-    seconds_per_token,
-)
+from gradmem_lib.planning.cost import cost_per_token, seconds_per_token
+from gradmem_lib.planning.held import overhead_of_prediction, resident_bytes, saved_bytes_per_token
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import describe
+from gradmem_lib.planning.recomputed import recompute_fraction
+from gradmem_lib.planning.work import Work, count
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
@@ -365,7 +358,9 @@ def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
     config, state = models.tiny_llama(**LLAMA).config, torch.get_rng_state()
     count(config)
     assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(cost, "skeleton", lambda config: TwoMeans(config).to("meta"))
+    monkeypatch.setattr(
+        "gradmem_lib.planning.work.skeleton", lambda config: TwoMeans(config).to("meta")
+    )
     with pytest.raises(ValueError, match="the loss of TwoMeans is no mean over labels or rows"):
         count(config)
 

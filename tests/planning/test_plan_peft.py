@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from view.test_printed_code import ROWS, TOKENS, Gradients, Rows, model_of, run
 
 from gradmem_lib import Recipe, plan, predict
-from gradmem_lib.planning.cost import count, resident_bytes, with_adapters
+from gradmem_lib.planning.held import resident_bytes
 from gradmem_lib.planning.models import find_model
 from gradmem_lib.planning.options import METHODS
+from gradmem_lib.planning.work import count, with_adapters
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.quantized import quantize_base

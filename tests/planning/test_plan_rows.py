@@ -20,11 +20,12 @@ from torch.utils.data import Dataset, TensorDataset
 from gradmem_lib.compat import tree_leaves, tree_map
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import find_card
-from gradmem_lib.planning.cost import count, seconds_per_token
+from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.options import METHODS
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.rows import count_row, rows_like
 from gradmem_lib.planning.search import Search
+from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.recipe import Recipe

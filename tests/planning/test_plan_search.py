@@ -17,17 +17,13 @@ from gradmem_lib.course.material import models
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.cost import (
-    count,
-    overhead_of_prediction,
-    recompute_fraction,
-    resident_bytes,
-    saved_bytes_per_token,
-    seconds_per_token,
-)
+from gradmem_lib.planning.cost import seconds_per_token
+from gradmem_lib.planning.held import overhead_of_prediction, resident_bytes, saved_bytes_per_token
 from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
 from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.search import Search
+from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import MiB

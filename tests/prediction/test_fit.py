@@ -25,7 +25,8 @@ from transformers import LlamaConfig
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
 from gradmem_lib.course.material import models
 from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
-from gradmem_lib.planning.cost import count, recompute_fraction
+from gradmem_lib.planning.recomputed import recompute_fraction
+from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.techniques.layers import find_layers
 from gradmem_lib.techniques.schedules import segments_for

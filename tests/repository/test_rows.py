@@ -17,13 +17,10 @@ from gradmem_lib.course.material.shapes import SHAPES
 from gradmem_lib.names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 from gradmem_lib.optimizers import ClosedForm, OptimizerSpec
 from gradmem_lib.planning.cards import CARDS, Card
-from gradmem_lib.planning.cost import (
-    count,
-    resident_bytes,
-    saved_bytes_per_token,
-    seconds_per_token,
-)
+from gradmem_lib.planning.cost import seconds_per_token
+from gradmem_lib.planning.held import resident_bytes, saved_bytes_per_token
 from gradmem_lib.planning.options import changes, describe
+from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import optimizers
 from gradmem_lib.training.prepare import (

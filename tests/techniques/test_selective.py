@@ -26,7 +26,8 @@ from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers
 from gradmem_lib.course.material import models
 from gradmem_lib.names import SELECTIVE
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.cost import count, seconds_per_token
+from gradmem_lib.planning.cost import seconds_per_token
+from gradmem_lib.planning.work import count
 from gradmem_lib.techniques.layer_arguments import CACHE_WARNING
 from gradmem_lib.techniques.selective import checkpoint_parts
 

@@ -17,11 +17,11 @@ from transformers import AutoConfig, TrainerCallback
 
 from gradmem_lib.course.material import models
 from gradmem_lib.planning.cards import find_card
-from gradmem_lib.planning.cost import count
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
+from gradmem_lib.planning.work import count
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.view.plan_code import plan_code
 

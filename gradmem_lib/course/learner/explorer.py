@@ -18,7 +18,7 @@ from typing import Any
 
 from ...names import ATTENTION
 from ...planning.cards import CARDS, find_card
-from ...planning.cost import overhead_bytes
+from ...planning.held import overhead_bytes
 from ...units import format_bytes
 from ...view.bars import bar_svg, plot_bars
 from ...view.live import show_explorer

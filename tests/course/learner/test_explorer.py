@@ -11,7 +11,7 @@ from support.nightly import each
 from gradmem_lib.course.learner import explorer
 from gradmem_lib.course.material import accounting
 from gradmem_lib.planning.cards import CARDS, find_card
-from gradmem_lib.planning.cost import overhead_of_prediction
+from gradmem_lib.planning.held import overhead_of_prediction
 from gradmem_lib.prediction import allocator
 from gradmem_lib.units import GiB, format_bytes
 from gradmem_lib.view import bars

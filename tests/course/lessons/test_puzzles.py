@@ -259,7 +259,7 @@ def test_what_is_no_recipe_here_hears_why(id, answer, says, capsys):
 
 def test_the_impossible_one_is_impossible_and_wants_a_name(capsys):
     from gradmem_lib.names import PRECISIONS
-    from gradmem_lib.planning.cost import resident_bytes
+    from gradmem_lib.planning.held import resident_bytes
 
     here = puzzles.search(puzzle("11.12"))
     for precision in PRECISIONS:

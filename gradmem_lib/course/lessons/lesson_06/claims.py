@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....planning.cards import CARDS
-from ....planning.cost import LORA_RANK, count, seconds_per_token
+from ....planning.cost import seconds_per_token
 from ....planning.models import find_model
+from ....planning.work import LORA_RANK, count
 from ....prediction.predict import predict
 from ....training.recipe import Recipe
 from ....units import GiB, MiB

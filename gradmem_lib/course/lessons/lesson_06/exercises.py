@@ -15,8 +15,8 @@ MODEL_7B, CARD_7B, TOKENS_7B, BATCH_7B = "Llama-2-7B", "RTX 4090 24GB", 2048, 8
 @cache
 def _sizes():
     from ....planning.cards import find_card
-    from ....planning.cost import count
     from ....planning.models import known_model
+    from ....planning.work import count
 
     config = known_model(MODEL_7B)[1]
     return config, count(config), find_card(CARD_7B)
@@ -29,7 +29,8 @@ def on_card(recipe: Recipe, micro_batch: int):
 
     The allocator's part is the rough one that ``plan`` begins with.
     """
-    from ....planning.cost import overhead_of_prediction, seconds_per_token
+    from ....planning.cost import seconds_per_token
+    from ....planning.held import overhead_of_prediction
     from ....planning.options import Option
     from ....prediction.predict import predict
 
@@ -50,7 +51,7 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
     """The kind of mistake in a recipe for the exercise's 7B, in a few words; empty where there is
     none.
     """
-    from ....planning.cost import resident_bytes
+    from ....planning.held import resident_bytes
 
     if micro_batch * recipe.accumulation != BATCH_7B:
         return "another batch"

@@ -87,7 +87,8 @@ def what_is_in_the_way(layers: int, recipe: Recipe) -> str:
     """A key of ``_SAYS``, a peak in words, or nothing where ``recipe`` fits: by sums first, and by
     ``predict`` where they fit.
     """
-    from ....planning.cost import count, resident_bytes
+    from ....planning.held import resident_bytes
+    from ....planning.work import count
 
     config = copy.deepcopy(_config())
     config.num_hidden_layers = layers

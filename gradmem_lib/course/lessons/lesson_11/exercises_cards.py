@@ -3,7 +3,7 @@ that cannot be solved.
 """
 
 from ....names import CATEGORIES
-from ....planning.cost import resident_bytes
+from ....planning.held import resident_bytes
 from ....units import format_bytes
 from ...judge.compare import describe
 from ...judge.exercise import Exercise, Mistake

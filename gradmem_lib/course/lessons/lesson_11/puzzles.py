@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ....names import CATEGORIES
-from ....planning import cost
 from ....planning.cards import find_card
+from ....planning.held import overhead_of_prediction
 from ....planning.models import find_model
 from ....planning.options import METHODS, Option
 from ....planning.search import Search
+from ....planning.work import LORA_RANK, count
 from ....prediction.predict import predict
 from ....prediction.question import CannotTrace
 from ....training.recipe import Recipe
@@ -35,7 +36,7 @@ from ..shared.settings import quietly
 
 RECORD = "puzzles.json"
 THREE, TWO, BEATEN = 0.95, 0.7, 1.001  # of the planner's best time over theirs
-RANK = cost.LORA_RANK
+RANK = LORA_RANK
 # (the puzzle's text, a test whether a recipe respects it, the sentence for one that does not)
 CONDITIONS: dict[str, tuple[str, Callable[[Recipe], bool], str]] = {
     "full": (
@@ -364,7 +365,7 @@ class _Allowed(Search):
 
     def __init__(self, puzzle: Puzzle):
         config, _ = find_model(puzzle.model)
-        ask = cost.count(config), find_card(puzzle.card), puzzle.tokens, puzzle.rows, puzzle.target
+        ask = count(config), find_card(puzzle.card), puzzle.tokens, puzzle.rows, puzzle.target
         super().__init__(*ask, puzzle.cards)
         self.puzzle = puzzle
 
@@ -383,7 +384,7 @@ class _Allowed(Search):
             ranks=self.cards if self.cards > 1 else None,
             **sizes,
         )
-        parts = cost.overhead_of_prediction(
+        parts = overhead_of_prediction(
             prediction, self.card.capability, replay=False, cards=self.cards
         )
         live = prediction.peak.total

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....planning.cost import resident_bytes
+from ....planning.held import resident_bytes
 from ....training.recipe import Recipe
 from ...judge.compare import Measured
 from ...judge.exercise import Exercise, Mistake

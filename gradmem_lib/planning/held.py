@@ -1,0 +1,120 @@
+"""What a recipe holds on a card: resident and saved bytes, and the overhead beside live tensors."""
+
+from ..names import OFFLOAD, PRECISIONS, SELECTIVE, SHARDING
+from ..optimizers import OPTIMIZERS
+from ..prediction import allocator
+from ..prediction.predict import Prediction
+from ..techniques import quantized
+from ..training.recipe import Recipe
+from ..units import MiB
+from .recomputed import freed_fraction
+from .work import Work
+
+FLOAT32 = 4  # bytes of a number
+ROUGHLY = "allocator, about"
+# the allocator's overhead as a share of the live bytes, until it is replayed
+ALLOCATOR_ROUGHLY = 0.05
+# outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
+NCCL = 544 * MiB
+
+
+def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]:
+    """Bytes that do not depend on the micro-batch: weights, gradients (all alive at the end of
+    backward, unless the optimizer steps in backward), and optimizer states. With several ``cards``,
+    a lower bound for one of them under ``recipe.sharding``.
+    """
+    frozen_bytes, width = work.bytes_each(recipe)
+    weights, trained, sizes = frozen_bytes * work.parameters, work.trained(recipe), work.sizes
+    if work.adapts(recipe):
+        weights, sizes = weights + width * trained, ()
+    if recipe.quantized_base:
+        weights += round((0.5 + 1 / quantized.BLOCK) * work.matrices) - width * work.matrices
+    row = OPTIMIZERS[recipe.optimizer]
+    with_states = trained
+    if row.factored:  # additions of LoRA have few rows and columns, which are left out
+        with_states = sum(row.numbers_with_states(shape) for shape in sizes)
+    states = row.bytes_of_states(state_width(recipe, width), recipe.momentum) * with_states
+    if recipe.keeps_masters:
+        states += FLOAT32 * trained
+    cut = cards if recipe.fully_sharded else 1
+    if recipe.fully_sharded and not SHARDING[recipe.sharding].frees_layers:
+        # whole until backward, in the computing dtype
+        weights = weights * gathered_width(work, recipe) // frozen_bytes * cards
+    gradient_width = FLOAT32 if recipe.float32_sums else width
+    gradients = 0 if recipe.in_backward else round(gradient_width * trained) // cut
+    states = round(states) // (cards if recipe.shards_states else 1)
+    held = {"parameters": round(weights) // cut, "gradients": gradients, "optimizer": states}
+    return dict.fromkeys(held, 0) if recipe.offloads_shards else held
+
+
+def state_width(recipe: Recipe, width: float) -> float:
+    """Bytes of a number of the states that have the dtype of the weights."""
+    return FLOAT32 if recipe.keeps_masters else width
+
+
+def gathered_width(work: Work, recipe: Recipe) -> float:
+    """Bytes of a weight in the dtype that computes."""
+    if recipe.gathered_dtype is not None:
+        return recipe.gathered_dtype.itemsize
+    return work.bytes_each(recipe)[0]
+
+
+def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
+    """A lower bound for the bytes that autograd saves for each token, or row, from the sizes.
+
+    It is half of the linear layers' inputs and outputs, and the logits. If all layers are
+    checkpointed, it is half of one layer's inputs and outputs.
+    """
+    passed = work.passed(0)
+    layers = work.linear_widths * passed.vectors / 2
+    logits = 0 if recipe.chunked_loss else passed.logits
+    if recipe.offload is not None and OFFLOAD[recipe.offload].all_saved:
+        return 0.0
+    kept = 1 - freed_fraction(work, recipe)
+    if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
+        kept = 0.5  # their results stay, and their inputs are recomputed
+    one_layer = layers / max(work.layers, 1)
+    if passed.layers:  # the largest of them: linear layers outside of the lists are in none
+        one_layer = layers * max(share.linear_widths for share in passed.layers)
+    numbers = max(kept * layers + logits, one_layer)
+    return width_of_activations(recipe) * numbers
+
+
+def input_bytes_per_token(work: Work, recipe: Recipe) -> float:
+    """The bytes of the inputs of all layers."""
+    return width_of_activations(recipe) * work.scores
+
+
+def width_of_activations(recipe: Recipe) -> int:
+    """Bytes of a number in the layers; at least, if the model keeps its own dtypes."""
+    return 2 if recipe.precision is None else PRECISIONS[recipe.precision].compute
+
+
+def overhead_of_prediction(
+    prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1
+) -> dict[str, int]:
+    """The bytes that a card must hold in excess of live tensors; empty for target "cpu".
+
+    ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part
+    is a rough estimate.
+    """
+    if prediction.target == "cpu":
+        return {}
+    reserved = prediction.replay_allocator() if replay else None
+    return overhead_bytes(prediction.peak.total, capability, reserved, cards)
+
+
+def overhead_bytes(
+    live: int, capability: tuple[int, int], reserved: int | None = None, cards=1
+) -> dict[str, int]:
+    """Allocator overhead, cuBLAS workspace, CUDA context and NCCL buffers, in bytes.
+
+    ``live``: bytes of live tensors. ``reserved``: what the card's allocator has reserved; ``None``
+    estimates its overhead.
+    """
+    if reserved is None:
+        held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
+    else:
+        held = {"allocator, reserved and free": max(reserved - live, 0)}
+    held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
+    return held | ({"NCCL, about": NCCL} if cards > 1 else {})
