@@ -17,8 +17,8 @@ MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
-IN_PIECES = "In eight pieces or more"
-PIECES_LEAVE = 0.25  # of the bytes: an eighth for the piece, another for its gradients
+IN_PIECES = "If these tensors are computed in eight pieces or more"
+PIECES_LEAVE = 0.25  # of the bytes: an eighth for one piece, another for the gradients of it
 MANY = 3  # tensors of one kind are a list
 # Operations that make a tensor of one value, to be written into: one-hot numbers, a replay buffer.
 FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_zeros")

@@ -60,7 +60,7 @@ def waiting_data(facts: Facts) -> Cause | None:
     )
     name = "Data waits on the device"
     lines, stays = lines_of(waiting), _one_batch(waiting, facts)
-    condition = "With one batch at a time"
+    condition = "If one batch at a time is on the device"
     return Cause(name, nbytes, evidence, remedy, lines, waiting, stays=stays, condition=condition)
 
 
@@ -112,7 +112,7 @@ def one_tensor(facts: Facts) -> Cause | None:
     )
     name = "One tensor is most of the peak"
     lines, stays = lines_of([largest]), largest.nbytes // 2
-    condition = "With half of its bytes"
+    condition = "If this tensor has half as many bytes"
     return Cause(
         name, largest.nbytes, evidence, remedy, lines, [largest], stays=stays, condition=condition
     )
@@ -141,7 +141,7 @@ def one_line(facts: Facts) -> Cause | None:
         "causal mask, is needed once (is_causal=True, or a mask of one row)."
     )
     name = "One line makes most of the peak"
-    lines, stays, condition = lines_of(made), nbytes // 2, "With half of these bytes"
+    lines, stays, condition = lines_of(made), nbytes // 2, "If half of these bytes are gone"
     return Cause(name, nbytes, evidence, remedy, lines, made, stays=stays, condition=condition)
 
 
@@ -179,6 +179,6 @@ def one_large_step(facts: Facts) -> Cause | None:
     forwards = [done for done in facts.of_models if done.step == facts.peak.step]
     lines = lines_of_forwards(forwards)
     name = "One step needs much more than the others"
-    condition = "With rows as long as in the next largest step"
+    condition = "If its rows are no longer than those of the next largest step"
     stays = next_largest - usual
     return Cause(name, nbytes, evidence, remedy, lines, stays=stays, condition=condition)

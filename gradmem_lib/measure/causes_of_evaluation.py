@@ -16,6 +16,7 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
+from .made_by_forwards import lines_of_results
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
@@ -45,11 +46,11 @@ def evaluation_results(facts: Facts) -> Cause | None:
         nbytes,
         evidence,
         remedy,
-        facts.lines_of_results(collected),
+        lines_of_results(collected, facts),
         collected,
         growing,
         stays=min(max(each, _needed_by_another(passes[-1], each, facts)), nbytes),
-        condition="With the results of one forward at a time",
+        condition="If the results of only one forward are kept at a time",
     )
 
 
@@ -99,7 +100,7 @@ def results_in_training(facts: Facts) -> Cause | None:
         nbytes,
         evidence,
         remedy,
-        facts.lines_of_results(left),
+        lines_of_results(left, facts),
         left,
     )
 
@@ -127,7 +128,7 @@ def generation_cache(facts: Facts) -> Cause | None:
         lines,
         cache,
         stays=nbytes // 2,
-        condition="With half of the rows",
+        condition="If half as many rows are generated at a time",
     )
 
 
@@ -157,7 +158,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         remedy,
         lines_of_forwards([largest]),
         stays=nbytes // 2,
-        condition="With half of the rows",
+        condition="If the batch has half as many rows",
     )
 
 

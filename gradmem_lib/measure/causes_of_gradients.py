@@ -76,7 +76,7 @@ def copied_gradients(facts: Facts) -> Cause | None:
     )
     name = "The gradients are there more than once"
     stays = max(holder.nbytes for holder in copies)
-    condition = "With one copy at a time"
+    condition = "If only one copy exists at a time"
     lines = lines_of(copies)
     return Cause(name, nbytes, evidence, remedy, lines, copies, stays=stays, condition=condition)
 

@@ -19,6 +19,7 @@ from .cause import (
 )
 from .causes_of_evaluation import evaluation_results
 from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
+from .made_by_forwards import lines_of_results
 from .timeline import Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
@@ -53,12 +54,12 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
     remedy = _remedy_of_growth(holders, facts)
-    stays, condition = _last_batch(growing, facts), "With those of the last step"
+    stays, condition = _last_batch(growing, facts), "If only those of the last step are kept"
     if SHORTER_HISTORY in remedy:
-        stays, condition = min(nbytes, HISTORY * each), f"With a history of {HISTORY}"
+        stays, condition = min(nbytes, HISTORY * each), f"If the history has {HISTORY} steps"
     elif not stays:
         condition = "Without these bytes"
-    lines = facts.lines_of_results(holders)
+    lines = lines_of_results(holders, facts)
     return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, stays, condition)
 
 

@@ -131,7 +131,7 @@ def _repeated(original: Holder, times: int, repeated: Holder, facts: Facts) -> C
         f"encode(x).repeat_interleave({times}, 0) in place of encode(x.repeat_interleave({times}, "
         "0)). A language model's keys and values of a prompt need one forward of the prompt, too."
     )
-    name, condition = "The same rows are in a batch several times", "With each row once"
+    name, condition = "The same rows are in a batch several times", "If each row is there once"
     lines, stays = lines_of([repeated]), nbytes // times
     return Cause(name, nbytes, evidence, remedy, lines, of_rows, stays=stays, condition=condition)
 

@@ -85,7 +85,7 @@ def second_model(facts: Facts) -> Cause | None:
     )
     name = "A second model is in memory"
     lines, stays = lines_of(holders), nbytes // 2
-    condition = "With half as wide a dtype"
+    condition = "If the second model's dtype is half as wide"
     return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
 
 
