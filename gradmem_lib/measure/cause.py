@@ -26,24 +26,22 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_z
 
 @dataclass(frozen=True)
 class Cause:
-    """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
-    is about; ``lines``: the user's lines that made them, the largest first.
-
-    ``holders``: the storages that these bytes are among, where they are known. ``growing``: those
-    of which there are more after each step. ``stays``: as many bytes at most are needed with the
-    remedy too; ``None`` if that is not known. ``condition``: what the remedy keeps, or how far it
-    goes. ``limit``: a sentence on the peak that is left, or nothing if that is clear.
-    """
+    """Why a run needs ``nbytes`` of its peak: the ``evidence`` and a ``remedy``, in words."""
 
     name: str
-    nbytes: int
+    nbytes: int  # at the peak, that the remedy is about
     evidence: str
     remedy: str
-    lines: tuple[SourceLine, ...] = ()
+    lines: tuple[SourceLine, ...] = ()  # the user's lines that made the bytes, the largest first
+    # The storages that these bytes are among, where they are known.
     holders: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    # The storages of which there are more after each step, for pictures.
     growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    # How many of the bytes the remedy needs as well, at most; ``None`` if that is not known.
     stays: int | None = 0
+    # The first words of ``limit``: how far the remedy goes.
     condition: str = "Without these bytes"
+    # A sentence on the peak with the remedy, where the peak does not go down by all of ``nbytes``.
     limit: str = ""
 
     def __str__(self) -> str:
@@ -88,6 +86,11 @@ def in_words(holder: Holder) -> str:
         words += f" in a storage of {format_bytes(holder.nbytes)}"
     operation = holder.op.removeprefix("aten.")
     return f"{words} ({operation})" if operation else words
+
+
+def within(moment: str) -> str:
+    """In words, when something happens in this moment, or in this phase."""
+    return moment if moment.startswith("between") else f"in {moment}"
 
 
 def pieces_of(nbytes: int) -> int:

@@ -37,14 +37,7 @@ def waiting_data(facts: Facts) -> Cause | None:
             kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
     waiting: list[Holder] = []
     for kind in kinds.values():
-        is_taken_from = kind[0].op == READ_IN_PARTS
-        times = {facts.time_of(holder) for holder in kind}
-        wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
-        filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
-        wait = wait or _are_batches_of_later_steps(kind, facts)
-        if wait and not _is_there_all_through_the_step(kind, facts):
-            continue  # pieces that a loss has joined
-        if is_taken_from or wait or filled_long_ago:
+        if _waits(kind, facts):
             waiting += kind
     nbytes = total(waiting)
     if nbytes < DOMINATES * facts.peak.total:
@@ -59,9 +52,29 @@ def waiting_data(facts: Facts) -> Cause | None:
         " one batch at a time: data[indices].to(device)."
     )
     name = "Data waits on the device"
-    lines, stays = lines_of(waiting), _one_batch(waiting, facts)
+    lines = lines_of(waiting)
+    stays = _one_batch(waiting, facts)
     condition = "If one batch at a time is on the device"
     return Cause(name, nbytes, evidence, remedy, lines, waiting, stays=stays, condition=condition)
+
+
+def _waits(kind: list[Holder], facts: Facts) -> bool:
+    """Whether tensors of one kind are data that waits: ``kind`` has one line, operation, shape and
+    dtype.
+    """
+    if _were_made_together(kind, facts) or _are_batches_of_later_steps(kind, facts):
+        # A list of pieces is no data if a loss joins them, and they are free during the step.
+        return _is_there_all_through_the_step(kind, facts)
+    is_taken_from = kind[0].op == READ_IN_PARTS
+    newest = max(facts.time_of(holder) for holder in kind)
+    filled_long_ago = kind[0].op in FILLED and newest < facts.peak_time - 1
+    return is_taken_from or filled_long_ago
+
+
+def _were_made_together(kind: list[Holder], facts: Facts) -> bool:
+    """Whether these are many tensors of one earlier step."""
+    times = {facts.time_of(holder) for holder in kind}
+    return len(kind) > MANY and len(times) == 1 and max(times) < facts.peak_time
 
 
 def _one_batch(waiting: list[Holder], facts: Facts) -> int:
@@ -73,18 +86,18 @@ def _one_batch(waiting: list[Holder], facts: Facts) -> int:
     for holder in facts.activations:
         if holder.shape:
             batch_rows = max(batch_rows, holder.shape[0])
-    of_a_kind = dict[tuple, int]()  # one of several equal batches
+    one_of_each_kind = dict[tuple, int]()  # of several equal batches, one counts
     for holder in waiting:
         rows = holder.shape[0] if holder.shape else 1
         part = min(batch_rows / rows, 1)
-        of_a_kind[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
-    return sum(of_a_kind.values())
+        one_of_each_kind[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
+    return sum(one_of_each_kind.values())
 
 
 def _are_batches_of_later_steps(kind: list[Holder], facts: Facts) -> bool:
     """Whether a loader is several batches ahead: it makes one between any two steps."""
     times = [facts.time_of(holder) for holder in kind]
-    one_a_step = len(set(times)) >= len(times) - 1
+    one_a_step = len(set(times)) >= len(times) - 1  # the first step may have made two
     rows = kind[0].shape[:1]
     between = all(holder.made_in == BETWEEN_STEPS for holder in kind)
     return len(kind) > MANY and one_a_step and between and rows == (facts.batch_rows,)
@@ -111,7 +124,8 @@ def one_tensor(facts: Facts) -> Cause | None:
         "smaller one."
     )
     name = "One tensor is most of the peak"
-    lines, stays = lines_of([largest]), largest.nbytes // 2
+    lines = lines_of([largest])
+    stays = largest.nbytes // 2
     condition = "If this tensor has half as many bytes"
     return Cause(
         name, largest.nbytes, evidence, remedy, lines, [largest], stays=stays, condition=condition
@@ -141,7 +155,9 @@ def one_line(facts: Facts) -> Cause | None:
         "causal mask, is needed once (is_causal=True, or a mask of one row)."
     )
     name = "One line makes most of the peak"
-    lines, stays, condition = lines_of(made), nbytes // 2, "If half of these bytes are gone"
+    lines = lines_of(made)
+    stays = nbytes // 2
+    condition = "If half of these bytes are gone"
     return Cause(name, nbytes, evidence, remedy, lines, made, stays=stays, condition=condition)
 
 

@@ -90,7 +90,8 @@ def _unused_functions(facts: Facts) -> Cause | None:
     )
     remedy = "put what is computed here under torch.no_grad(), as in `with torch.no_grad():`."
     name = "A forward's graph is never used"
-    stays, lines = needed_without_a_graph(kept, facts), lines_of(kept)
+    stays = needed_without_a_graph(kept, facts)
+    lines = lines_of(kept)
     return Cause(
         name, nbytes, evidence, remedy, lines, kept, stays=stays, condition=WITHOUT_A_GRAPH
     )

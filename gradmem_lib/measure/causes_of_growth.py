@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ..units import format_bytes
@@ -54,13 +55,16 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
     remedy = _remedy_of_growth(holders, facts)
-    stays, condition = _last_batch(growing, facts), "If only those of the last step are kept"
-    if SHORTER_HISTORY in remedy:
-        stays, condition = min(nbytes, HISTORY * each), f"If the history has {HISTORY} steps"
-    elif not stays:
-        condition = "Without these bytes"
     lines = lines_of_results(holders, facts)
-    return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, stays, condition)
+    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing=holders)
+    last_batch = _last_batch(growing, facts)
+    if SHORTER_HISTORY in remedy:
+        condition = f"If the history has {HISTORY} steps"
+        return replace(cause, stays=min(nbytes, HISTORY * each), condition=condition)
+    if last_batch:
+        condition = "If only those of the last step are kept"
+        return replace(cause, stays=last_batch, condition=condition)
+    return cause
 
 
 def _last_batch(growing: list[list[Holder]], facts: Facts) -> int:
@@ -223,9 +227,11 @@ def growing_tensor(facts: Facts) -> Cause | None:
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
+    # Pictures show its growth: in each step, another tensor was this one.
     replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
     growing = [*replaced, *holders]
-    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders), holders, growing)
+    nbytes, lines = total(holders), lines_of(holders)
+    return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing)
 
 
 def _same_code(one: Holder, other: Holder) -> bool:

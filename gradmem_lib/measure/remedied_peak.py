@@ -14,7 +14,7 @@ import numpy as np
 
 from ..names import CATEGORIES, MOMENTS
 from ..units import format_bytes
-from .cause import WORTH, Cause
+from .cause import WORTH, Cause, within
 from .facts import IN_BACKWARD, Facts
 from .timeline import BY, MOMENT, STEP, TOTAL, Holder
 
@@ -33,14 +33,8 @@ def limit_of(cause: Cause, facts: Facts) -> str:
         return ""
     so_far = "" if facts.ended else " so far"
     if peak > (1 - WORTH) * facts.peak.total:
-        return f"{cause.condition}, the peak{so_far} may be almost as high, {_within(moment)}."
-    return (
-        f"{cause.condition}, the peak{so_far} is at most {format_bytes(peak)}, {_within(moment)}."
-    )
-
-
-def _within(moment: str) -> str:
-    return moment if moment.startswith("between") else f"in {moment}"
+        return f"{cause.condition}, the peak{so_far} may be almost as high, {within(moment)}."
+    return f"{cause.condition}, the peak{so_far} is at most {format_bytes(peak)}, {within(moment)}."
 
 
 def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
