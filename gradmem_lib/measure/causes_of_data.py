@@ -163,25 +163,21 @@ def one_line(facts: Facts) -> Cause | None:
 
 def one_large_step(facts: Facts) -> Cause | None:
     """One step that needs much more than the others: its batch has longer rows."""
-    if (
-        facts.rows is None
-        or facts.rows.shape[1] <= STEP
-        or facts.peak.moment not in OF_A_TRAINING_STEP
-    ):
+    if facts.rows is None or facts.rows.shape[1] <= STEP:
+        return None  # the steps are not known
+    if facts.peak.moment not in OF_A_TRAINING_STEP:
         return None
     steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
     peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
     if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
         return None
     usual = int(statistics.median(peaks))
-    next_largest = max(peak for peak in peaks if peak < OUTLIER * usual)
-    nbytes = facts.peak.total - usual
-    unused = 0  # bytes of graphs that no backward has been through: no batch makes these
-    for done in facts.forwards:
-        if not done.used and (facts.ended or done.step < facts.peak.step):
-            unused += done.kept_at_peak
-    if facts.peak.total < OUTLIER * usual or unused > WORTH * facts.peak.total:
+    if facts.peak.total < OUTLIER * usual:
         return None
+    if _bytes_of_unused_graphs(facts) > WORTH * facts.peak.total:
+        return None  # no batch makes these
+    nbytes = facts.peak.total - usual
+    next_largest = max(peak for peak in peaks if peak < OUTLIER * usual)
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
     of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
     evidence = (
@@ -198,3 +194,13 @@ def one_large_step(facts: Facts) -> Cause | None:
     condition = "If its rows are no longer than those of the next largest step"
     stays = next_largest - usual
     return Cause(name, nbytes, evidence, remedy, lines, stays=stays, condition=condition)
+
+
+def _bytes_of_unused_graphs(facts: Facts) -> int:
+    """The bytes at the peak of graphs that no backward has been through."""
+    nbytes = 0
+    for done in facts.forwards:
+        a_backward_may_come = not facts.ended and done.step >= facts.peak.step
+        if not done.used and not a_backward_may_come:
+            nbytes += done.kept_at_peak
+    return nbytes

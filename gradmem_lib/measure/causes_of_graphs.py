@@ -33,9 +33,12 @@ def unused_forward(facts: Facts) -> Cause | None:
     if not kept:
         return _unused_functions(facts)
     nbytes = sum(done.kept_at_peak for done in kept)
+    inside = made_by(kept, facts)
+    holders = made_by(kept, facts, and_after=True)
     if unused[0] is facts.forwards[0]:
         # The list has only the last forwards of a long evaluation. Activations that are of none of
         # them were made by earlier ones.
+        holders += _made_before(unused[0], facts)
         results = [h for h in facts.at_peak if h.is_result and h.category == "activations"]
         of_the_list = sum(done.kept_at_peak for done in facts.forwards) + total(results)
         nbytes += facts.peak.by_category["activations"] - of_the_list
@@ -53,12 +56,9 @@ def unused_forward(facts: Facts) -> Cause | None:
         "around the loop, or @torch.no_grad() above the function). model.eval() does not do this."
     )
     lines = lines_of_forwards(blamed)
-    holders = made_by(kept, facts, and_after=True)
-    if unused[0] is facts.forwards[0]:
-        holders += _made_before(unused[0], facts)
     name = "A forward's graph is never used"
-    # What was computed from the outputs may be the result that the script wants.
-    inside = made_by(kept, facts)
+    # What was computed from the outputs may be the result that the script wants: it stays. Of
+    # forwards that are no longer in the list, it is not known what that is, so all of it counts.
     after_the_calls = total(holders) - total(inside)
     stays = min(needed_without_a_graph(inside, facts) + after_the_calls, nbytes)
     return Cause(
