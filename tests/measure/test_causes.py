@@ -563,6 +563,13 @@ def test_another_moment_that_becomes_the_peak_is_said():
     assert f"Without these bytes, the peak is at most {size}, in backward." in str(before)
 
 
+def test_a_moment_between_steps_has_no_second_preposition():
+    lines = diagnose(kept.gradients_of_micro_batches()).cause_lines()
+    [limit] = [line for line in lines if "the peak is at most" in line]
+    assert limit.startswith("  If only one copy exists at a time, the peak is at most ")
+    assert limit.endswith(", between steps.")
+
+
 def test_gradients_that_a_backward_makes_again_are_not_promised():
     before = diagnose(reported.gradients_until_the_backward(squares=10))
     after = reported.gradients_until_the_backward(remedied=True, squares=10)
