@@ -17,8 +17,8 @@ MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
-IN_PIECES = "In eight pieces or more"
-PIECES_LEAVE = 0.25  # of the bytes: an eighth for the piece, another for its gradients
+IN_PIECES = "If these tensors are computed in eight pieces or more"
+PIECES_LEAVE = 0.25  # of the bytes: an eighth for one piece, another for the gradients of it
 MANY = 3  # tensors of one kind are a list
 # Operations that make a tensor of one value, to be written into: one-hot numbers, a replay buffer.
 FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_zeros")
@@ -26,24 +26,22 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full", "aten.zeros_like", "aten.new_z
 
 @dataclass(frozen=True)
 class Cause:
-    """``name``, and the ``evidence`` for it in words; ``nbytes`` at the peak that the ``remedy``
-    is about; ``lines``: the user's lines that made them, the largest first.
-
-    ``holders``: the storages that these bytes are among, where they are known. ``growing``: those
-    of which there are more after each step. ``stays``: as many bytes at most are needed with the
-    remedy too; ``None`` if that is not known. ``condition``: what the remedy keeps, or how far it
-    goes. ``limit``: a sentence on the peak that is left, or nothing if that is clear.
-    """
+    """Why a run needs ``nbytes`` of its peak: the ``evidence`` and a ``remedy``, in words."""
 
     name: str
-    nbytes: int
+    nbytes: int  # at the peak, that the remedy is about
     evidence: str
     remedy: str
-    lines: tuple[SourceLine, ...] = ()
+    lines: tuple[SourceLine, ...] = ()  # the user's lines that made the bytes, the largest first
+    # The storages that these bytes are among, where they are known.
     holders: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    # The storages of which there are more after each step, for pictures.
     growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    # How many of the bytes the remedy needs as well, at most; ``None`` if that is not known.
     stays: int | None = 0
+    # The first words of ``limit``: how far the remedy goes.
     condition: str = "Without these bytes"
+    # A sentence on the peak with the remedy, where the peak does not go down by all of ``nbytes``.
     limit: str = ""
 
     def __str__(self) -> str:
@@ -88,6 +86,11 @@ def in_words(holder: Holder) -> str:
         words += f" in a storage of {format_bytes(holder.nbytes)}"
     operation = holder.op.removeprefix("aten.")
     return f"{words} ({operation})" if operation else words
+
+
+def within(moment: str) -> str:
+    """In words, when something happens in this moment, or in this phase."""
+    return moment if moment.startswith("between") else f"in {moment}"
 
 
 def pieces_of(nbytes: int) -> int:

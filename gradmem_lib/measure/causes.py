@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
-from ..names import CATEGORIES, MOMENTS
-from ..units import format_bytes
-from .cause import WORTH, Cause
+from .cause import Cause
 from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
 from .causes_of_evaluation import (
     evaluation_batch,
@@ -48,7 +44,7 @@ from .causes_of_weights import (
     wide_weights,
 )
 from .facts import Facts
-from .timeline import BY, MOMENT, TOTAL, Holder
+from .remedied_peak import limit_of
 
 SMALL = 0.1  # of the peak
 
@@ -108,59 +104,6 @@ def find_causes(facts: Facts) -> list[Cause]:
             found.append(cause)
     limited = [replace(cause, limit=limit_of(cause, facts)) for cause in found]
     return sorted(limited, key=lambda cause: _is_small(cause, facts))
-
-
-def limit_of(cause: Cause, facts: Facts) -> str:
-    """A sentence on the peak that is left, unless it is the same moment without these bytes.
-
-    Nothing is promised of a remedy of which it is not known how much it needs itself.
-    """
-    if cause.stays is None:
-        return ""
-    peak, moment = peak_without(cause, facts)
-    if peak <= facts.peak.total - cause.nbytes + WORTH * facts.peak.total:
-        return ""
-    so_far = "" if facts.ended else " so far"
-    if peak > (1 - WORTH) * facts.peak.total:
-        return f"{cause.condition}, the peak{so_far} may be almost as high, in {moment}."
-    return f"{cause.condition}, the peak{so_far} is {format_bytes(peak)} at most, in {moment}."
-
-
-def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
-    """The peak in bytes when the remedy of ``cause`` is applied, and the moment it is in.
-
-    In each moment, the remedy takes away at most as many bytes as at the peak, of the categories
-    that it can touch. What was there at the peak, and is not of the cause, does not go; neither
-    does what this turn's backward needs when the cause's bytes are free.
-    """
-    goes = cause.nbytes - (cause.stays or 0)
-    left, moment = facts.peak.total - goes, facts.peak.moment
-    if facts.samples is None or not cause.holders:
-        return left, moment
-    categories = {holder.category for holder in cause.holders}
-    if any(_has_a_gradient(holder) for holder in cause.holders):
-        # Where an activation goes, its gradient and what is computed from it go as well.
-        categories |= {"activations", "temporaries", "other"}
-    columns = [CATEGORIES.index(category) for category in categories]
-    of_the_cause = {id(holder) for holder in cause.holders}
-    others = []
-    for holder in facts.at_peak:
-        if holder.category in categories and id(holder) not in of_the_cause:
-            others.append(holder)
-    can_go = facts.rows[:, BY][:, columns].sum(axis=1) - facts.bytes_of(others)
-    can_go[facts.in_backward_of_peak() & (facts.bytes_of(cause.holders) == 0)] = 0
-    remaining = facts.rows[:, TOTAL] - np.clip(can_go, 0, goes)
-    highest = int(remaining.argmax())
-    if remaining[highest] > left:
-        left, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
-    return left, moment
-
-
-def _has_a_gradient(holder: Holder) -> bool:
-    """Whether a backward may make a gradient of this tensor."""
-    if holder.category not in ("activations", "temporaries"):
-        return False
-    return holder.dtype is None or holder.dtype.is_floating_point
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

@@ -37,14 +37,7 @@ def waiting_data(facts: Facts) -> Cause | None:
             kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
     waiting: list[Holder] = []
     for kind in kinds.values():
-        is_taken_from = kind[0].op == READ_IN_PARTS
-        times = {facts.time_of(holder) for holder in kind}
-        wait = len(times) == 1 and max(times) < facts.peak_time and len(kind) > MANY
-        filled_long_ago = kind[0].op in FILLED and max(times) < facts.peak_time - 1
-        wait = wait or _are_batches_of_later_steps(kind, facts)
-        if wait and not _is_there_all_through_the_step(kind, facts):
-            continue  # pieces that a loss has joined
-        if is_taken_from or wait or filled_long_ago:
+        if _waits(kind, facts):
             waiting += kind
     nbytes = total(waiting)
     if nbytes < DOMINATES * facts.peak.total:
@@ -59,9 +52,29 @@ def waiting_data(facts: Facts) -> Cause | None:
         " one batch at a time: data[indices].to(device)."
     )
     name = "Data waits on the device"
-    lines, stays = lines_of(waiting), _one_batch(waiting, facts)
-    condition = "With one batch at a time"
+    lines = lines_of(waiting)
+    stays = _one_batch(waiting, facts)
+    condition = "If one batch at a time is on the device"
     return Cause(name, nbytes, evidence, remedy, lines, waiting, stays=stays, condition=condition)
+
+
+def _waits(kind: list[Holder], facts: Facts) -> bool:
+    """Whether tensors of one kind are data that waits: ``kind`` has one line, operation, shape and
+    dtype.
+    """
+    if _were_made_together(kind, facts) or _are_batches_of_later_steps(kind, facts):
+        # A list of pieces is no data if a loss joins them, and they are free during the step.
+        return _is_there_all_through_the_step(kind, facts)
+    is_taken_from = kind[0].op == READ_IN_PARTS
+    newest = max(facts.time_of(holder) for holder in kind)
+    filled_long_ago = kind[0].op in FILLED and newest < facts.peak_time - 1
+    return is_taken_from or filled_long_ago
+
+
+def _were_made_together(kind: list[Holder], facts: Facts) -> bool:
+    """Whether these are many tensors of one earlier step."""
+    times = {facts.time_of(holder) for holder in kind}
+    return len(kind) > MANY and len(times) == 1 and max(times) < facts.peak_time
 
 
 def _one_batch(waiting: list[Holder], facts: Facts) -> int:
@@ -73,18 +86,18 @@ def _one_batch(waiting: list[Holder], facts: Facts) -> int:
     for holder in facts.activations:
         if holder.shape:
             batch_rows = max(batch_rows, holder.shape[0])
-    of_a_kind = dict[tuple, int]()  # one of several equal batches
+    one_of_each_kind = dict[tuple, int]()  # of several equal batches, one counts
     for holder in waiting:
         rows = holder.shape[0] if holder.shape else 1
         part = min(batch_rows / rows, 1)
-        of_a_kind[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
-    return sum(of_a_kind.values())
+        one_of_each_kind[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
+    return sum(one_of_each_kind.values())
 
 
 def _are_batches_of_later_steps(kind: list[Holder], facts: Facts) -> bool:
     """Whether a loader is several batches ahead: it makes one between any two steps."""
     times = [facts.time_of(holder) for holder in kind]
-    one_a_step = len(set(times)) >= len(times) - 1
+    one_a_step = len(set(times)) >= len(times) - 1  # the first step may have made two
     rows = kind[0].shape[:1]
     between = all(holder.made_in == BETWEEN_STEPS for holder in kind)
     return len(kind) > MANY and one_a_step and between and rows == (facts.batch_rows,)
@@ -111,8 +124,9 @@ def one_tensor(facts: Facts) -> Cause | None:
         "smaller one."
     )
     name = "One tensor is most of the peak"
-    lines, stays = lines_of([largest]), largest.nbytes // 2
-    condition = "With half of its bytes"
+    lines = lines_of([largest])
+    stays = largest.nbytes // 2
+    condition = "If this tensor has half as many bytes"
     return Cause(
         name, largest.nbytes, evidence, remedy, lines, [largest], stays=stays, condition=condition
     )
@@ -141,31 +155,29 @@ def one_line(facts: Facts) -> Cause | None:
         "causal mask, is needed once (is_causal=True, or a mask of one row)."
     )
     name = "One line makes most of the peak"
-    lines, stays, condition = lines_of(made), nbytes // 2, "With half of these bytes"
+    lines = lines_of(made)
+    stays = nbytes // 2
+    condition = "If half of these bytes are gone"
     return Cause(name, nbytes, evidence, remedy, lines, made, stays=stays, condition=condition)
 
 
 def one_large_step(facts: Facts) -> Cause | None:
     """One step that needs much more than the others: its batch has longer rows."""
-    if (
-        facts.rows is None
-        or facts.rows.shape[1] <= STEP
-        or facts.peak.moment not in OF_A_TRAINING_STEP
-    ):
+    if facts.rows is None or facts.rows.shape[1] <= STEP:
+        return None  # the steps are not known
+    if facts.peak.moment not in OF_A_TRAINING_STEP:
         return None
     steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
     peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
     if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
         return None
     usual = int(statistics.median(peaks))
-    next_largest = max(peak for peak in peaks if peak < OUTLIER * usual)
-    nbytes = facts.peak.total - usual
-    unused = 0  # bytes of graphs that no backward has been through: no batch makes these
-    for done in facts.forwards:
-        if not done.used and (facts.ended or done.step < facts.peak.step):
-            unused += done.kept_at_peak
-    if facts.peak.total < OUTLIER * usual or unused > WORTH * facts.peak.total:
+    if facts.peak.total < OUTLIER * usual:
         return None
+    if _bytes_of_unused_graphs(facts) > WORTH * facts.peak.total:
+        return None  # no batch makes these
+    nbytes = facts.peak.total - usual
+    next_largest = max(peak for peak in peaks if peak < OUTLIER * usual)
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
     of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
     evidence = (
@@ -179,6 +191,16 @@ def one_large_step(facts: Facts) -> Cause | None:
     forwards = [done for done in facts.of_models if done.step == facts.peak.step]
     lines = lines_of_forwards(forwards)
     name = "One step needs much more than the others"
-    condition = "With rows as long as in the next largest step"
+    condition = "If its rows are no longer than those of the next largest step"
     stays = next_largest - usual
     return Cause(name, nbytes, evidence, remedy, lines, stays=stays, condition=condition)
+
+
+def _bytes_of_unused_graphs(facts: Facts) -> int:
+    """The bytes at the peak of graphs that no backward has been through."""
+    nbytes = 0
+    for done in facts.forwards:
+        a_backward_may_come = not facts.ended and done.step >= facts.peak.step
+        if not done.used and not a_backward_may_come:
+            nbytes += done.kept_at_peak
+    return nbytes

@@ -16,6 +16,7 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
+from .made_by_forwards import lines_of_results
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
@@ -38,34 +39,42 @@ def evaluation_results(facts: Facts) -> Cause | None:
         "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
     )
     name = "An evaluation collects its results"
+    # Pictures show results as growing only if each forward adds one of the same kind.
     in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
     growing = collected if in_a_list else []
+    one_forward = max(each, _needed_by_another(passes[-1], each, facts))
     return Cause(
         name,
         nbytes,
         evidence,
         remedy,
-        facts.lines_of_results(collected),
+        lines_of_results(collected, facts),
         collected,
         growing,
-        stays=min(max(each, _needed_by_another(passes[-1], each, facts)), nbytes),
-        condition="With the results of one forward at a time",
+        stays=min(one_forward, nbytes),
+        condition="If the results of only one forward are kept at a time",
     )
 
 
 def _needed_by_another(last: ForwardPass, each: int, facts: Facts) -> int:
-    """How many bytes more than ``last`` a forward without gradients needs, with its result and the
-    one before, which a variable holds: another evaluation may have larger batches. ``each``: the
-    bytes of a result of ``last``.
+    """How many bytes another forward without gradients needs on top of what ``last`` needs inside.
+
+    Another evaluation may have larger batches. While its forward runs, a variable still holds the
+    result of the forward before. ``each``: the bytes of a result of ``last``.
     """
-    needed = 0
+    most = 0
     for done in facts.forwards:
-        if not done.with_grad and done is not last and done.live_after:
-            returned = done.live_after - done.live_before - done.made
-            needed = max(needed, 2 * returned + done.peak - done.live_after)
-    has_ended = last.live_after > 0
-    own = last.peak - (last.live_after if has_ended else last.live_before)
-    return needed - own - each
+        has_ended = done.live_after > 0
+        if done is last or done.with_grad or not has_ended:
+            continue
+        returned = done.live_after - done.live_before - done.made
+        inside = done.peak - done.live_after  # free when it ended
+        most = max(most, inside + 2 * returned)
+    # The peak has these bytes of ``last`` in any case. If it has not ended, its result is not known
+    # and counts as inside.
+    live_without = last.live_after if last.live_after > 0 else last.live_before
+    inside_last = last.peak - live_without
+    return most - inside_last - each
 
 
 def results_in_training(facts: Facts) -> Cause | None:
@@ -99,7 +108,7 @@ def results_in_training(facts: Facts) -> Cause | None:
         nbytes,
         evidence,
         remedy,
-        facts.lines_of_results(left),
+        lines_of_results(left, facts),
         left,
     )
 
@@ -127,7 +136,7 @@ def generation_cache(facts: Facts) -> Cause | None:
         lines,
         cache,
         stays=nbytes // 2,
-        condition="With half of the rows",
+        condition="If half as many rows are generated at a time",
     )
 
 
@@ -157,7 +166,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         remedy,
         lines_of_forwards([largest]),
         stays=nbytes // 2,
-        condition="With half of the rows",
+        condition="If the batch has half as many rows",
     )
 
 

@@ -20,6 +20,9 @@ from .cause import (
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .timeline import Holder
 
+# Of the parameters' bytes: one number for each weight has as many, two have twice as many.
+ONE_FOR_EACH = 1.5
+
 
 def kept_directions(facts: Facts) -> Cause | None:
     """A number for each weight that was computed from the gradients of an earlier backward, and
@@ -33,10 +36,9 @@ def kept_directions(facts: Facts) -> Cause | None:
         is_kept = holder.category in ("other", "optimizer") and of_earlier_turn
         if is_kept and holder.computed_from == "gradients":
             kept.append(holder)
-    # Of a list of copies, there are several for each weight.
-    several = total(kept) > 1.5 * facts.peak.by_category["parameters"]
     nbytes = total(kept)
-    if several or nbytes < WORTH * facts.peak.total:
+    is_a_list = nbytes > ONE_FOR_EACH * facts.peak.by_category["parameters"]  # of copies
+    if is_a_list or nbytes < WORTH * facts.peak.total:
         return None
     evidence = (
         f"{format_bytes(nbytes)} at the peak were computed from the gradients of an earlier "
@@ -54,7 +56,7 @@ def kept_directions(facts: Facts) -> Cause | None:
 def copied_gradients(facts: Facts) -> Cause | None:
     """Copies of the gradients, and what else was computed from gradients alone."""
     if kept_directions(facts):
-        return None  # no gradient needs to be there at the same time
+        return None  # that cause names these bytes
     copies, originals = [], []
     for holder in facts.at_peak:
         if holder.computed_from == "gradients" and holder.category in ("gradients", "other"):
@@ -76,7 +78,7 @@ def copied_gradients(facts: Facts) -> Cause | None:
     )
     name = "The gradients are there more than once"
     stays = max(holder.nbytes for holder in copies)
-    condition = "With one copy at a time"
+    condition = "If only one copy exists at a time"
     lines = lines_of(copies)
     return Cause(name, nbytes, evidence, remedy, lines, copies, stays=stays, condition=condition)
 
@@ -111,7 +113,8 @@ def gradients_of_rows(facts: Facts) -> Cause | None:
             "each at once, to its norm or to a sum of clipped gradients."
         )
         name = "A gradient for each row is in memory"
-        lines, stays = lines_of(in_backward), pieces_of(nbytes)
+        lines = lines_of(in_backward)
+        stays = pieces_of(nbytes)
         return Cause(
             name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=IN_PIECES
         )
@@ -131,7 +134,7 @@ def gradients_set_to_zero(facts: Facts) -> Cause | None:
     waiting = {holder.module for holder in facts.activations if holder.module}
     zeros = []
     for holder in facts.at_peak:
-        layer = holder.module.rpartition(".")[0]
+        layer = holder.module.rpartition(".")[0]  # a gradient has the name of its parameter
         old = holder.category == "gradients" and 0 <= holder.step < facts.peak.step
         in_use = facts.optimized is None or holder.module in facts.optimized
         if old and in_use and layer in waiting:

@@ -15,9 +15,10 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
+from .made_by_forwards import made_by, needed_without_a_graph
 from .timeline import ForwardPass, Holder
 
-WITHOUT_A_GRAPH = "With one layer of one forward at a time"
+WITHOUT_A_GRAPH = "If no graph is kept"
 GRAPHS_AT_ONCE = 3  # two may be the two sides of one loss
 
 
@@ -32,9 +33,12 @@ def unused_forward(facts: Facts) -> Cause | None:
     if not kept:
         return _unused_functions(facts)
     nbytes = sum(done.kept_at_peak for done in kept)
+    inside = made_by(kept, facts)
+    holders = made_by(kept, facts, and_after=True)
     if unused[0] is facts.forwards[0]:
         # The list has only the last forwards of a long evaluation. Activations that are of none of
         # them were made by earlier ones.
+        holders += _made_before(unused[0], facts)
         results = [h for h in facts.at_peak if h.is_result and h.category == "activations"]
         of_the_list = sum(done.kept_at_peak for done in facts.forwards) + total(results)
         nbytes += facts.peak.by_category["activations"] - of_the_list
@@ -52,14 +56,11 @@ def unused_forward(facts: Facts) -> Cause | None:
         "around the loop, or @torch.no_grad() above the function). model.eval() does not do this."
     )
     lines = lines_of_forwards(blamed)
-    holders = facts.made_by(kept, and_after=True)
-    if unused[0] is facts.forwards[0]:
-        holders += _made_before(unused[0], facts)
     name = "A forward's graph is never used"
-    # What was computed from the outputs may be the result that the script wants.
-    inside = facts.made_by(kept)
+    # What was computed from the outputs may be the result that the script wants: it stays. Of
+    # forwards that are no longer in the list, it is not known what that is, so all of it counts.
     after_the_calls = total(holders) - total(inside)
-    stays = min(facts.needed_without_a_graph(inside) + after_the_calls, nbytes)
+    stays = min(needed_without_a_graph(inside, facts) + after_the_calls, nbytes)
     return Cause(
         name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITHOUT_A_GRAPH
     )
@@ -89,7 +90,8 @@ def _unused_functions(facts: Facts) -> Cause | None:
     )
     remedy = "put what is computed here under torch.no_grad(), as in `with torch.no_grad():`."
     name = "A forward's graph is never used"
-    stays, lines = facts.needed_without_a_graph(kept), lines_of(kept)
+    stays = needed_without_a_graph(kept, facts)
+    lines = lines_of(kept)
     return Cause(
         name, nbytes, evidence, remedy, lines, kept, stays=stays, condition=WITHOUT_A_GRAPH
     )
@@ -172,7 +174,7 @@ def kept_graph(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(kept)
     name = "A graph is kept after its backward"
-    return Cause(name, nbytes, evidence, remedy, lines, facts.made_by(kept), stays=None)
+    return Cause(name, nbytes, evidence, remedy, lines, made_by(kept, facts), stays=None)
 
 
 def leftovers(facts: Facts) -> Cause | None:

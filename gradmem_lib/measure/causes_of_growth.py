@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ..units import format_bytes
@@ -19,6 +20,7 @@ from .cause import (
 )
 from .causes_of_evaluation import evaluation_results
 from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
+from .made_by_forwards import lines_of_results
 from .timeline import Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
@@ -53,13 +55,16 @@ def growing_bytes(facts: Facts) -> Cause | None:
         f"about {format_bytes(each)} a {facts.unit}: {'; '.join(kinds_in_words[:LINES])}{more}."
     )
     remedy = _remedy_of_growth(holders, facts)
-    stays, condition = _last_batch(growing, facts), "With those of the last step"
+    lines = lines_of_results(holders, facts)
+    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing=holders)
+    last_batch = _last_batch(growing, facts)
     if SHORTER_HISTORY in remedy:
-        stays, condition = min(nbytes, HISTORY * each), f"With a history of {HISTORY}"
-    elif not stays:
-        condition = "Without these bytes"
-    lines = facts.lines_of_results(holders)
-    return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, stays, condition)
+        condition = f"If the history has {HISTORY} steps"
+        return replace(cause, stays=min(nbytes, HISTORY * each), condition=condition)
+    if last_batch:
+        condition = "If only those of the last step are kept"
+        return replace(cause, stays=last_batch, condition=condition)
+    return cause
 
 
 def _last_batch(growing: list[list[Holder]], facts: Facts) -> int:
@@ -222,9 +227,11 @@ def growing_tensor(facts: Facts) -> Cause | None:
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
+    # Pictures show its growth: in each step, another tensor was this one.
     replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
     growing = [*replaced, *holders]
-    return Cause(GROWTH, total(holders), evidence, remedy, lines_of(holders), holders, growing)
+    nbytes, lines = total(holders), lines_of(holders)
+    return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing)
 
 
 def _same_code(one: Holder, other: Holder) -> bool:

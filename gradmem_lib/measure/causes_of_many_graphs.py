@@ -10,10 +10,11 @@ from .cause import DOMINATES, WORTH, Cause, lines_of, lines_of_forwards
 from .causes_of_gradients import gradients_of_rows
 from .causes_of_graphs import GRAPHS_AT_ONCE, finished_forwards, is_unused
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
+from .made_by_forwards import made_by
 from .source_lines import SourceLine
 from .timeline import ForwardPass
 
-WITH_GRADIENTS = "With the gradients beside one forward at a time"
+WITH_GRADIENTS = "If one forward at a time is in memory, beside all gradients"
 
 
 def several_graphs(facts: Facts) -> Cause | None:
@@ -137,7 +138,7 @@ def chained_forwards(facts: Facts) -> Cause | None:
     lines = lines_of_forwards(chain)
     name = "One backward goes through a chain of forwards"
     stays = min(facts.gradients_to_come(), nbytes)
-    holders = facts.made_by(chain)
+    holders = made_by(chain, facts)
     return Cause(
         name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITH_GRADIENTS
     )

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from ..units import format_bytes
 from .cause import WORTH, Cause, lines_of_forwards
-from .causes_of_graphs import WITHOUT_A_GRAPH
 from .facts import Facts, total
+from .made_by_forwards import made_by, needed_without_a_graph
 from .timeline import Holder
 
 
@@ -44,12 +44,11 @@ def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
     )
     lines = lines_of_forwards(forwards)
     name = "Gradients are computed for no optimizer"
-    graphs = facts.made_by(forwards)
-    stays = facts.needed_without_a_graph(graphs)
+    graphs = made_by(forwards, facts)
+    stays = needed_without_a_graph(graphs, facts)
+    condition = "If these gradients and graphs are not made"
     holders = gradients + graphs
-    return Cause(
-        name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITHOUT_A_GRAPH
-    )
+    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
 
 
 def _is_unwanted(holder: Holder, facts: Facts) -> bool:

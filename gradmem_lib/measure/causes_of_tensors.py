@@ -41,7 +41,8 @@ INSTEAD = (
         "::4] for a factor of 4, or for one image at a time.",
     ),
 )
-# A copy of an expanded view is a repetition, too: repeat_interleave makes one.
+# Operations that can repeat rows. repeat_interleave is an index_select, or the clone of an expanded
+# view.
 REPEATS = ("aten.repeat", "aten.clone", "aten.index_select", "aten.index.Tensor")
 IN_GENERAL = (
     "Often an operation does it without the large tensor: torch.cdist for distances (without the "
@@ -81,7 +82,8 @@ def large_logits(facts: Facts) -> Cause | None:
             "torch.utils.checkpoint.checkpoint."
         )
     name = "The logits are the largest part"
-    lines, stays = lines_of(logits), pieces_of(nbytes)
+    lines = lines_of(logits)
+    stays = pieces_of(nbytes)
     return Cause(name, nbytes, evidence, remedy, lines, logits, stays=stays, condition=IN_PIECES)
 
 
@@ -93,7 +95,9 @@ def repeated_rows(facts: Facts) -> Cause | None:
             continue
         for original in facts.at_peak:
             times = _times_repeated(original, repeated)
-            cause = _repeated(original, times, repeated, facts) if times else None
+            if times < 2:
+                continue
+            cause = _cause_of_repetition(original, times, repeated, facts)
             if cause is not None:
                 return cause
     return None
@@ -106,11 +110,17 @@ def _times_repeated(original: Holder, repeated: Holder) -> int:
         return 0
     rows, *rest = original.shape
     times = numel(repeated.shape) // numel(original.shape)
-    possible = [(rows * times, *rest), (rows, times, *rest), (times, rows, *rest)]
-    return times if times > 1 and repeated.shape in possible else 0
+    if repeated.shape in [(rows * times, *rest), (rows, times, *rest), (times, rows, *rest)]:
+        return times
+    return 0
 
 
-def _repeated(original: Holder, times: int, repeated: Holder, facts: Facts) -> Cause | None:
+def _cause_of_repetition(
+    original: Holder, times: int, repeated: Holder, facts: Facts
+) -> Cause | None:
+    """What was computed from the repeated rows, by its shape: (rows, length, ...), or without a
+    dimension for the rows, (rows * length, ...).
+    """
     rows, length = times * original.shape[0], original.shape[1]
     of_rows = []
     for holder in facts.at_peak:
@@ -131,8 +141,10 @@ def _repeated(original: Holder, times: int, repeated: Holder, facts: Facts) -> C
         f"encode(x).repeat_interleave({times}, 0) in place of encode(x.repeat_interleave({times}, "
         "0)). A language model's keys and values of a prompt need one forward of the prompt, too."
     )
-    name, condition = "The same rows are in a batch several times", "With each row once"
-    lines, stays = lines_of([repeated]), nbytes // times
+    name = "The same rows are in a batch several times"
+    condition = "If each row is there once"
+    lines = lines_of([repeated])
+    stays = nbytes // times
     return Cause(name, nbytes, evidence, remedy, lines, of_rows, stays=stays, condition=condition)
 
 
@@ -209,18 +221,24 @@ def expanded_tensors(facts: Facts) -> Cause | None:
     )
     remedy += _without_the_large_tensor(expanded)
     name = "One kind of tensor is the largest part"
-    lines, stays = lines_of(expanded), pieces_of(nbytes)
+    lines = lines_of(expanded)
+    stays = pieces_of(nbytes)
     return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=IN_PIECES)
 
 
 def _is_repeated_and_changed(holder: Holder, facts: Facts) -> bool:
-    """Whether it is a batch of rows that were repeated, and then augmented."""
-    if holder.made_in != BETWEEN_STEPS or not holder.shape:
+    """Whether it is a batch of rows that were repeated, and then augmented.
+
+    These are different rows, and the training needs all of them.
+    """
+    is_a_batch = holder.shape[:1] == (facts.batch_rows,)
+    if holder.made_in != BETWEEN_STEPS or not is_a_batch:
         return False
     for original in facts.at_peak:
-        same_kind = original.shape[1:] == holder.shape[1:] and original.dtype == holder.dtype
-        if same_kind and original.category == "other" and original.shape < holder.shape:
-            return holder.shape[0] == facts.batch_rows
+        same_rows = original.shape[1:] == holder.shape[1:] and original.dtype == holder.dtype
+        has_fewer_rows = original.shape[:1] < holder.shape[:1]
+        if original.category == "other" and same_rows and has_fewer_rows:
+            return True
     return False
 
 

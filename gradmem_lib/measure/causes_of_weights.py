@@ -84,8 +84,9 @@ def second_model(facts: Facts) -> Cause | None:
         "narrower dtype (dtype=torch.bfloat16), which halves float32 weights."
     )
     name = "A second model is in memory"
-    lines, stays = lines_of(holders), nbytes // 2
-    condition = "With half as wide a dtype"
+    lines = lines_of(holders)
+    stays = nbytes // 2
+    condition = "If the second model's dtype is half as wide"
     return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
 
 

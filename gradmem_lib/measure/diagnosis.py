@@ -16,7 +16,7 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .cause import LINES, WORTH, Cause, in_words
+from .cause import LINES, WORTH, Cause, in_words, within
 from .causes import find_causes
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
@@ -141,7 +141,7 @@ class Diagnosis:
         """How large the peak is, where it is, and what it consists of."""
         peak = self.peak
         return (
-            f"The peak is {format_bytes(peak.total)}, in {peak.moment or peak.phase}: "
+            f"The peak is {format_bytes(peak.total)}, {within(peak.moment or peak.phase)}: "
             f"{shares(peak)}."
         )
 
@@ -234,14 +234,20 @@ def _lowest(technique: Technique, facts: Facts, moments: np.ndarray) -> int:
 def _out_of_reach(technique: Technique, facts: Facts) -> Sequence[Holder]:
     """Of the categories that the technique shrinks at the peak, what it does not reach."""
     kept = []
-    known = facts.structure is not None
     for holder in facts.at_peak:
         if facts.peak.phase not in technique.shrinks.get(holder.category, ()):
             continue
-        inside = facts.in_layers(holder)
-        wrong_part = known and {"layers": not inside, "outside": inside, "": False}[technique.part]
         # a state that is being made is a temporary for now, which a fused optimizer makes as well
         state = technique.name == FUSED and is_state(holder, facts)
-        if wrong_part or state:
+        if state or _is_in_another_part(holder, technique, facts):
             kept.append(holder)
     return kept
+
+
+def _is_in_another_part(holder: Holder, technique: Technique, facts: Facts) -> bool:
+    """Whether it is known to be in a part of the model on which the technique does not act."""
+    if facts.structure is None or not technique.part:
+        return False
+    if technique.part == "layers":
+        return not facts.in_layers(holder)
+    return facts.in_layers(holder)

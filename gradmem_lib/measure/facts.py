@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,75 +10,49 @@ from math import inf, prod
 import numpy as np
 
 from ..names import MOMENTS
-from .source_lines import SourceLine
 from .structure import Structure
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot, Turn
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
-# The "operation" of a parameter that was there before its first use.
+# What stands in ``Holder.op`` where no operation made the storage: a parameter of another model was
+# there before its first use, and so was a data set, of which batches are taken.
 FIRST_READ_PARAMETER = "first read as a parameter"
-# ... of a data set, of which batches are taken; and the owner of what a module was called with
-READ_IN_PARTS, INPUTS = "first read in parts", "inputs"
+READ_IN_PARTS = "first read in parts"
+# The ``Holder.module`` of what a model was called with.
+INPUTS = "inputs"
 OF_A_TRAINING_STEP = (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """``peak`` is the only fact that is always there; a prediction has ``rows`` as well.
-
-    ``rows``: all moments, int64 (samples, 9 or 11), as in ``Timeline``. ``holders``: the storages
-    that were alive at the peak, largest first; ``None`` if they are not known. ``forwards``,
-    ``steps``: as in ``MemoryTracker``. ``structure``: of the model, if there was one. ``turns``:
-    where training forwards have begun after a backward. ``moments``: those that have occurred.
-    ``optimized``: the names of the model's parameters that an optimizer has; ``None`` if no
-    optimizer is known. ``ended``: the block has ended. ``recomputed``: a forward ran again in a
-    backward. ``untrained``: the names of the parameters of models that no optimizer trains, as far
-    as they are known. ``samples``: the number of the sample in each of ``rows``, as in
-    ``Holder.samples``. ``batch_rows``: how many rows the largest batch of the training had, as far
-    as it is known. ``joined``: the latest results of ``torch.cat`` that are free by now.
-    """
+    """``peak`` is always there, and a prediction has ``rows`` as well. A tracker has all facts."""
 
     peak: MemorySnapshot
+    # All moments, int64 (samples, 9 or 11), as in ``Timeline``.
     rows: np.ndarray | None = None
-    holders: Sequence[Holder] | None = None
-    forwards: Sequence[ForwardPass] = ()
-    steps: int = 0
-    structure: Structure | None = None
-    turns: Sequence[Turn] = ()
-    moments: frozenset[str] = frozenset()
-    optimized: frozenset[str] | None = None
-    ended: bool = False
-    recomputed: bool = False
-    untrained: frozenset[str] = frozenset()
+    # The number of the sample in each of ``rows``, as in ``Holder.samples``.
     samples: np.ndarray | None = None
-    batch_rows: int = 0
+    # The storages that were alive at the peak, largest first; ``None`` if they are not known.
+    holders: Sequence[Holder] | None = None
+    # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
-    def bytes_of(self, holders: Iterable[Holder]) -> np.ndarray:
-        """The bytes of ``holders`` at each of ``rows``, or less: int64 (samples,).
+    # What the script did, as in ``MemoryTracker``. ``turns``: where training forwards began after a
+    # backward. ``moments``: those that have occurred.
+    forwards: Sequence[ForwardPass] = ()
+    steps: int = 0
+    turns: Sequence[Turn] = ()
+    moments: frozenset[str] = frozenset()
+    recomputed: bool = False  # a forward ran again in a backward
+    ended: bool = False  # the block has ended; a budget interrupts it
+    batch_rows: int = 0  # of the training's largest batch; 0 if they are not known
 
-        A long run keeps one sample of several, and its row stands for those up to the next row on
-        either side. A holder counts where it was alive in all of them.
-        """
-        before = np.concatenate(([-1], self.samples[:-1]))  # the samples of the neighbours
-        after = np.concatenate((self.samples[1:], self.samples[-1:] + 1))
-        nbytes = np.zeros(len(self.samples), dtype=np.int64)
-        for holder in holders:
-            first, stop = holder.samples
-            nbytes[(first <= before + 1) & (after <= stop)] += holder.nbytes
-        return nbytes
-
-    def in_backward_of_peak(self) -> np.ndarray:
-        """Which of ``rows`` are of the backward of the peak's turn: bool (samples,)."""
-        begun, ended = 0, np.inf
-        for done in self.forwards:
-            if done.turn == self.peak.turn:
-                begun = max(begun, done.samples[0])
-            elif done.turn > self.peak.turn:
-                ended = min(ended, done.samples[0])
-        of_step = self.rows[:, STEP] == self.peak.step
-        of_turn = (self.samples >= begun) & (self.samples < ended)
-        return of_step & of_turn & (self.rows[:, MOMENT] == MOMENTS.index(IN_BACKWARD))
+    # The model, if there was one.
+    structure: Structure | None = None
+    # The names of the model's parameters that an optimizer has; ``None`` if none is known.
+    optimized: frozenset[str] | None = None
+    # The names of the parameters of models that no optimizer trains, as far as they are known.
+    untrained: frozenset[str] = frozenset()
 
     @cached_property
     def at_peak(self) -> Sequence[Holder]:
@@ -88,66 +60,8 @@ class Facts:
 
     @property
     def activations(self) -> list[Holder]:
-        """Those of the peak."""
+        """The activations at the peak."""
         return [holder for holder in self.at_peak if holder.category == "activations"]
-
-    def made_by(self, passes: Sequence[ForwardPass], and_after: bool = False) -> list[Holder]:
-        """The activations at the peak that these forwards have made and not returned.
-
-        ``and_after``: also what was made after each of them, until the next forward began.
-        """
-        begins = [done.samples[0] for done in self.forwards]
-        wanted = {id(done) for done in passes}
-        found = []
-        for holder in self.activations:
-            n_begun = bisect_right(begins, holder.samples[0])
-            if n_begun == 0 or holder.is_result:
-                continue
-            done = self.forwards[n_begun - 1]
-            inside = holder.samples[0] < done.samples[1]
-            if id(done) in wanted and (inside or and_after):
-                found.append(holder)
-        return found
-
-    def lines_of_results(self, holders: Sequence[Holder]) -> tuple[SourceLine, ...]:
-        """The lines that made ``holders``, those with the most bytes first.
-
-        For what a model has returned, it is the line that called the model.
-        """
-        begins = [done.samples[0] for done in self.forwards]
-        called = dict[tuple, SourceLine]()  # also for forwards that are no longer in the list
-        for holder in holders:
-            n_begun = bisect_right(begins, holder.samples[0])
-            if holder.is_result and n_begun and self.forwards[n_begun - 1].line is not None:
-                called[holder.module, holder.op, holder.line] = self.forwards[n_begun - 1].line
-        nbytes = Counter[SourceLine]()
-        for holder in holders:
-            line = called.get((holder.module, holder.op, holder.line), holder.line)
-            if line is not None:
-                nbytes[line] += holder.nbytes
-        return tuple(line for line, _ in nbytes.most_common())
-
-    def needed_without_a_graph(self, holders: Sequence[Holder]) -> int:
-        """Of the bytes of activations, those that one forward needs at once if nothing is kept for
-        a backward, at most: the tensors of its largest layer, and that layer's input.
-        """
-        sizes = dict[tuple, int]()  # of one forward: the others have made the same
-        for holder in holders:
-            sizes[holder.module, holder.op, holder.shape, holder.line] = holder.nbytes
-        layers = Counter[str]()
-        for (module, *_), nbytes in sizes.items():
-            layers[self.layer_of(module)] += nbytes
-        at_once = max(layers.values(), default=0) + max(sizes.values(), default=0)
-        return min(at_once, sum(sizes.values()))
-
-    def layer_of(self, module: str) -> str:
-        """The name of the outermost layer that contains a module; empty if it is in none."""
-        parts = module.split(".")
-        for n in range(1, len(parts) + 1):
-            name = ".".join(parts[:n])
-            if self.structure is not None and name in self.structure.layers:
-                return name
-        return ""
 
     @property
     def outside_of_training(self) -> bool:

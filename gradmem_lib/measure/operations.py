@@ -189,7 +189,7 @@ class OperationMeter:
         nbytes = recording.on_alloc(storage, category, owner, func, tensor, self.line(5))
         if nbytes and moment in FORWARDS:
             self._note_origin(recording.live[storage_key(storage)], args)
-        elif nbytes and category == names.ACTIVATIONS:  # recomputed
+        elif nbytes and category == names.ACTIVATIONS:  # a checkpoint computes it again in backward
             self._note_expansion(recording.live[storage_key(storage)], args)
         return nbytes
 
@@ -250,6 +250,7 @@ class OperationMeter:
                 self.recording.note_number()
 
     def _note_expansion(self, entry: Entry, args: tuple) -> None:
+        """Note if it is a large part of the peak, and much larger than what it was made from."""
         is_large = entry.nbytes * LARGE_PART > self.recording.run_peak.total
         if is_large and self._expands(entry.nbytes, args):
             entry.expanded = True

@@ -44,8 +44,8 @@ class ParameterMeter(OperationMeter):
         self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))
         self.exit_stack = ExitStack()  # what is undone at the end of the block
         self._names: dict[int, str] = {}  # of parameters, by their address
-        # Handles of our hooks, by the parameter's address. They are no weak references to the
-        # parameters, since torch.utils.swap_tensors refuses a tensor that has one.
+        # Handles of our hooks, by the parameter's address. A weak reference to the parameter would
+        # do as well, but torch.utils.swap_tensors refuses a tensor that has one.
         self._hooked: dict[int, RemovableHandle] = {}
         # of the optimizer step that runs: its first sample, and shapes of parameters without state
         self._step_began_at, self._without_state = 0, set[tuple[int, ...]]()

@@ -20,8 +20,9 @@ from support.programs import PROGRAMS
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
-from gradmem_lib.measure.causes import CAUSES, LAST_RESORTS, peak_without
+from gradmem_lib.measure.causes import CAUSES, LAST_RESORTS
 from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, TECHNIQUES
+from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.units import format_bytes
 
 assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
@@ -559,7 +560,14 @@ def test_another_moment_that_becomes_the_peak_is_said():
     assert before.peak.total - cause.nbytes < after.total / 2  # the cause alone would say too much
     assert peak_without(cause, before.facts) == (after.total, after.moment)
     size = format_bytes(after.total)
-    assert f"Without these bytes, the peak is {size} at most, in backward." in str(before)
+    assert f"Without these bytes, the peak is at most {size}, in backward." in str(before)
+
+
+def test_a_moment_between_steps_has_no_second_preposition():
+    lines = diagnose(kept.gradients_of_micro_batches()).cause_lines()
+    [limit] = [line for line in lines if "the peak is at most" in line]
+    assert limit.startswith("  If only one copy exists at a time, the peak is at most ")
+    assert limit.endswith(", between steps.")
 
 
 def test_gradients_that_a_backward_makes_again_are_not_promised():
