@@ -5,6 +5,7 @@ import traceback
 import torch
 
 from ..units import format_bytes
+from .cause import within
 from .diagnosis import Diagnosis
 from .facts import Facts
 from .timeline import Holder, MemorySnapshot
@@ -37,7 +38,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
         lines = [
             f"out of budget by {snapshot.total - budget:,} bytes: {snapshot.total:,} live "
             f"({format_bytes(snapshot.total)}), {budget:,} allowed ({format_bytes(budget)})",
-            f"  asked for {asked:,} bytes: {what}, in {snapshot.moment or snapshot.phase}",
+            f"  asked for {asked:,} bytes: {what}, {within(snapshot.moment or snapshot.phase)}",
             "  live by category:",
             *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
             "  largest holders:",
