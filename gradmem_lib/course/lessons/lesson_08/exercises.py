@@ -165,6 +165,7 @@ _WHAT_IS_KEPT = {
         "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, "
         "and it is not equal to aten.mm."
     ),
+    "1": "only the first product is kept: of each two products keep one, the third and so on too.",
     **dict.fromkeys(("2, 7", "1, 6", "3", "4"), _ONE_KIND),
 }
 

@@ -167,9 +167,24 @@ def _kept_inside(candidate, folder: str) -> dict[str, int]:
     return {"stays (1 is yes)": int(back.data_ptr() == weight.data_ptr())}
 
 
+def _writes_too_much(candidate, folder: str) -> dict[str, int]:
+    """1 if each of two files of a few rows, which are contiguous, has all rows of their storage.
+
+    Who writes a storage once, and lets both views read this file, is right.
+    """
+    disk, whole = candidate(folder, []), torch.zeros(4000, 16)
+    disk.pack(whole[:4])
+    disk.pack(whole[4:8])
+    written = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    return {"writes its whole storage (1 is yes)": int(written > 1.5 * whole.nbytes)}
+
+
+_FIRST_ROWS = HiddenCase("the first rows of a larger tensor")
+
+
 def _observe_disk(candidate):
     new = tempfile.TemporaryDirectory
-    with new() as small, new() as another, new() as folder:
+    with new() as small, new() as another, new() as rows, new() as folder:
         trip = _round_trip(candidate, small)
         notes = trip.notes
         found = {"tensors packed, then unpacked": dict(trip)}
@@ -177,6 +192,7 @@ def _observe_disk(candidate):
             return Seen(found, **notes)
         found["an activation of a weight's shape"] = _kept_by_shape(candidate, another)
         found["a weight that begins inside a larger storage"] = _kept_inside(candidate, another)
+        found[_FIRST_ROWS] = _writes_too_much(candidate, rows)
         model, ids = disk_setting()
         disk = candidate(folder, list(model.parameters()))
         sizes: list[int] = []
@@ -200,6 +216,23 @@ def _observe_disk(candidate):
 
 # bytes: all that is saved, with room for what torch.save adds to each file, and without the weights
 WRITTEN = 3_200_000
+
+
+def _why_written(got, expected) -> str | None:
+    """What is said of files that are larger than what was saved, or too many."""
+    if any(got[_FIRST_ROWS].values()):
+        return (
+            "torch.save writes the whole storage of a view. contiguous() makes no copy of a view "
+            "that is contiguous already, such as the first rows of a tensor: clone() does."
+        )
+    folder = "the folder after forward"
+    if difference(got[folder], expected[folder]):
+        return (
+            "more is written than was saved beside the weights: autograd saves views of weights "
+            "too (weight.t()), which are other objects and no nn.Parameter; recognise them by "
+            "tensor.untyped_storage().data_ptr()."
+        )
+    return None
 
 
 def _explain_disk(got, expected):
@@ -227,7 +260,7 @@ def _explain_disk(got, expected):
             "a weight is written too, but weights stay in memory anyway: recognise each by its "
             "storage, tensor.untyped_storage().data_ptr(), and let pack return it as it is."
         )
-    return None
+    return _why_written(got, expected)
 
 
 TILED_CARD, TILED_WIDTH, TILED_TOKENS, TILES = "0.8 MB", 32, 250, 5

@@ -75,7 +75,7 @@ def _observe_quantize(candidate):
         live = torch.cat([part.any().expand(len(part)) for part in x.split(block)])
         whole = indices.numel() == len(x)
         found[name] = {
-            "absmax, one a block": absmax.flatten(),
+            _ABSMAX: absmax.flatten(),
             "indices": indices.flatten().long()[live] if whole else indices.numel(),
             "indices in blocks of zeros": indices.flatten().long()[~live]
             if whole
@@ -86,6 +86,14 @@ def _observe_quantize(candidate):
     return found
 
 
+_ABSMAX = "absmax, one a block"
+_SIGNED = (
+    "the largest number is not the largest magnitude if numbers are negative: take abs() first."
+)
+_ROUNDED = (
+    "absmax is rounded to 16 bits, so every number that is read back has the wrong size: keep "
+    "absmax in float32, as x is."
+)
 _ZEROS = (
     "in a block of zeros, 0 / 0 is not a number, so its index is not the position of 0 in `code`: "
     "divide such a block by another number, as absmax.clamp(min=1e-30) does."
@@ -99,7 +107,7 @@ def _explain_quantize(got, expected):
             "them."
         )
     wrong = [case for case in expected if difference(got[case], expected[case])]
-    says = _why_zeros(got, expected, wrong)
+    says = _why_zeros(got, expected, wrong) or _why_absmax(got, expected, wrong)
     if says:
         return says
     if wrong and set(wrong) <= set(list(expected)[3:5]):
@@ -142,9 +150,33 @@ def _why_zeros(got, expected, wrong) -> str | None:
     return None
 
 
+def _why_absmax(got, expected, wrong) -> str | None:
+    """What is said of absmax values that are rounded, or made without abs()."""
+    off = [case for case in wrong if difference(got[case][_ABSMAX], expected[case][_ABSMAX])]
+    if any(_is_rounded(got[case][_ABSMAX], expected[case][_ABSMAX]) for case in off):
+        return _ROUNDED
+    if off and all(_is_signed(got[case][_ABSMAX], *_moments()[case]) for case in off):
+        return _SIGNED
+    return None
+
+
+def _is_signed(absmax, x, code, block) -> bool:
+    """Is ``absmax`` each block's largest number, where 0 and negative numbers are alike?"""
+    largest = torch.stack([part.max() for part in x.split(block)])
+    return absmax.shape == largest.shape and torch.equal(absmax.clamp(min=0), largest.clamp(min=0))
+
+
+def _is_rounded(absmax, wanted) -> bool:
+    """Is ``absmax`` what a 16-bit format stores of ``wanted``?"""
+    if absmax.shape != wanted.shape:
+        return False
+    stored = (wanted.to(dtype).to(wanted.dtype) for dtype in (torch.float16, torch.bfloat16))
+    return any(torch.equal(absmax.to(wanted.dtype), each) for each in stored)
+
+
 def _why_blocks(mine, right) -> str | None:
     """What is said of the number of blocks, and of their absmax."""
-    absmax, wanted = (seen["absmax, one a block"] for seen in (mine, right))
+    absmax, wanted = (seen[_ABSMAX] for seen in (mine, right))
     if len(mine["back"].flatten()) > len(right["back"]):
         return "the padding is still there: cut indices and back to the length of x."
     if len(absmax) < len(wanted):
@@ -156,7 +188,7 @@ def _why_blocks(mine, right) -> str | None:
     if difference(absmax, wanted):
         return (
             "these are not the blocks' absmax values: a block is `block` numbers in a row, and "
-            "its absmax is their largest magnitude, so take abs() first."
+            "its absmax is their largest magnitude, the maximum of their abs()."
         )
     return None
 
@@ -270,10 +302,17 @@ EXERCISES = (
             Mistake(
                 "no magnitude",
                 _quantize(size=lambda rows: rows.amax(1)),
-                (
-                    "the largest number is not the largest magnitude if numbers are negative: take "
-                    "abs() first."
-                ),
+                _SIGNED,
+            ),
+            Mistake(
+                "absmax in float16",
+                _quantize(size=lambda rows: rows.abs().amax(1).half().float()),
+                _ROUNDED,
+            ),
+            Mistake(
+                "absmax in bf16",
+                _quantize(size=lambda rows: rows.abs().amax(1).bfloat16().float()),
+                _ROUNDED,
             ),
             Mistake(
                 "next above",

@@ -163,6 +163,8 @@ def _why_trained(mine, right) -> str | None:
         return "the base is trained as well: base.requires_grad_(False)."
     if mine["numbers trained"] < right["numbers trained"]:
         return "only one of the two matrices is trained: both A and B must be parameters."
+    if mine["numbers trained"] > right["numbers trained"]:
+        return "more is trained than A and B: they have no bias, so nn.Linear needs bias=False."
     return None
 
 

@@ -146,12 +146,44 @@ def _explain_average(got, expected):
         return "each rank divides its own gradient, but nothing is added up: all_reduce first."
     if torch.allclose(first, right["gradients on rank 0"] / 3) and torch.allclose(first, last):
         return "the sum is divided twice by the number of ranks: divide once."
+    says = _why_multiple(first, last, own[2], right["gradients on rank 0"])
+    if says:
+        return says
     if mine["frozen weights with a gradient"]:
         return (
             "frozen weights get a gradient, which costs memory and time on the link: leave out "
             "weights that require no gradient."
         )
     return None
+
+
+def _why_multiple(first, last, own, mean) -> str | None:
+    """What is said of gradients of 3 ranks that are a multiple of the mean, or of ``own``, the last
+    rank's.
+    """
+    if not first.any() and not last.any():
+        return "every gradient is zero or missing afterwards: leave the mean in p.grad."
+    if torch.allclose(first, mean) and torch.allclose(3 * last, own):
+        return (
+            "only rank 0 has the mean: reduce leaves the sum on one rank, and all_reduce leaves "
+            "it on all of them."
+        )
+    shares = [(each @ mean / mean.square().sum()).item() for each in (first, last)]
+    multiple = all(
+        torch.allclose(each, share * mean)
+        for each, share in zip((first, last), shares, strict=True)
+    )
+    if not multiple or all(abs(share - 1) < 1e-6 for share in shares):
+        return None
+    if abs(shares[0] - shares[1]) > 1e-6:
+        return (
+            "the ranks divide the sum by different numbers: each divides by the number of ranks, "
+            "dist.get_world_size()."
+        )
+    return (
+        f"with 3 ranks the gradients are {shares[0]:.3g} times the mean: divide their sum by the "
+        "number of ranks, dist.get_world_size()."
+    )
 
 
 def loss_scale(micro_batches):
@@ -390,6 +422,39 @@ EXERCISES = (
                 "last",
                 _scaled(count=lambda mine: _count(mine[-1:])),
                 "only one micro-batch is counted: the update uses all of them.",
+            ),
+            Mistake(
+                "first",
+                _scaled(count=lambda mine: _count(mine[:1])),
+                "only one micro-batch is counted: the update uses all of them.",
+            ),
+            Mistake(
+                "no label 0",
+                _scaled(
+                    count=lambda mine: sum(int((labels > 0).sum()) for labels in mine),
+                ),
+                "labels of 0 are left out: 0 is a token, and only -100 does not count.",
+            ),
+            Mistake(
+                "ranks twice",
+                _scaled(scale=lambda own, total, mine: dist.get_world_size() ** 2 / total),
+                "the number of ranks is in it twice: the factor is ranks / labels.",
+            ),
+            Mistake(
+                "own share",
+                _scaled(scale=lambda own, total, mine: own * dist.get_world_size() / total),
+                (
+                    "this multiplies by the rank's own labels too: the loss is a sum already, not "
+                    "a mean, so the factor is ranks / labels."
+                ),
+            ),
+            Mistake(
+                "times micro-batches",
+                _scaled(scale=lambda own, total, mine: len(mine) * dist.get_world_size() / total),
+                (
+                    "this multiplies by the number of micro-batches: their summed losses add up "
+                    "already, so the factor is ranks / labels."
+                ),
             ),
             Mistake(
                 "the divisor",

@@ -327,3 +327,33 @@ WRONG.setdefault("8.5", {})["as if there were 63 layers"] = (
     _of_63_layers,
     "k goes from 0 to `layers`",
 )
+
+
+class _Contiguous(Disk):
+    """Views that are contiguous already are not copied, and keep their whole storage."""
+
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.stay:
+            return tensor
+        self.number += 1
+        path = f"{self.folder}/{self.number}.pt"
+        torch.save(tensor.detach().contiguous(), path)
+        return path
+
+
+class _ByKind(Disk):
+    """Only parameters stay, and no view of one."""
+
+    def pack(self, tensor):
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        self.number += 1
+        path = f"{self.folder}/{self.number}.pt"
+        torch.save(tensor.detach().clone(), path)
+        return path
+
+
+WRONG["8.3"] |= {
+    "contiguous": (_Contiguous, "clone\\(\\) does"),
+    "parameters by their class": (_ByKind, "views of weights"),
+}

@@ -56,7 +56,7 @@ WRONG["9.1"] = {
     "no absmax": (_quantized(scaled=lambda rows, absmax: rows), "divide by the block"),
     "absmax in float16": (
         _quantized(lambda rows: rows.abs().amax(1).half().float()),
-        "blocks' absmax",
+        "rounded to 16 bits",
     ),
     "back without absmax": (
         _quantized(back=lambda values, absmax, rows: values),
@@ -444,4 +444,8 @@ def _one_absmax_a_number(x, code, block):
 WRONG.setdefault("9.1", {})["one absmax a number"] = (
     _one_absmax_a_number,
     "one for each block",
+)
+WRONG["9.1"]["absmax in bf16"] = (
+    _quantized(lambda rows: rows.abs().amax(1).bfloat16()),
+    "rounded to 16 bits",
 )

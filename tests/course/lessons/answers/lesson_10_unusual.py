@@ -181,3 +181,60 @@ WRONG["10.1"] |= {
         "as only fsdp does",
     ),
 }
+
+
+def _divided_by(number):
+    def average_gradients(model):
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= number()
+
+    return average_gradients
+
+
+def _reduced(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.reduce(p.grad, 0)
+            p.grad /= dist.get_world_size()
+
+
+WRONG["10.2"] |= {
+    "by one less": (_divided_by(lambda: max(dist.get_world_size() - 1, 1)), "1.5 times the mean"),
+    "by the rank": (_divided_by(lambda: dist.get_rank() + 1), "different numbers"),
+    "reduce": (_reduced, "only rank 0 has the mean"),
+}
+
+
+def _label_scale(count, factor=lambda own, total: dist.get_world_size() / total):
+    def loss_scale(micro_batches):
+        own = count(micro_batches)
+        total = torch.tensor(float(own))
+        dist.all_reduce(total)
+        return factor(own, total.item())
+
+    return loss_scale
+
+
+def _labels(micro_batches):
+    return int(sum((labels != -100).sum() for labels in micro_batches))
+
+
+WRONG["10.5"] |= {
+    "the first alone": (_label_scale(lambda mine: _labels(mine[:1])), "only one micro-batch"),
+    "positive labels": (
+        _label_scale(lambda mine: int(sum((labels > 0).sum() for labels in mine))),
+        "labels of 0",
+    ),
+    "ranks squared": (
+        _label_scale(_labels, lambda own, total: dist.get_world_size() ** 2 / total),
+        "in it twice",
+    ),
+    "by its own share": (
+        _label_scale(_labels, lambda own, total: own * dist.get_world_size() / total),
+        "own labels too",
+    ),
+}
