@@ -18,7 +18,8 @@ a mode is active:
 - Autograd copies a sparse gradient. Its indices, 8 bytes an id, are then not the batch's.
 - The backward of a matrix exponential joins its blocks in a new tensor.
 - The backward of ``prod``, ``cumprod``, ``householder_product`` and of a binary cross-entropy with
-  ``pos_weight`` makes other temporaries.
+  ``pos_weight`` makes other temporaries. That of ``prod`` also rounds otherwise, so that its
+  gradients may differ from those without a tracker in the last bits.
 
 A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that no
 operation shows: ``tracker.saved_numbers``. An optimizer's step may have 8 more while it runs, for a
