@@ -4,11 +4,11 @@
 *storage* once, and records the live bytes over time (``recording.py``).
 
 It cannot see scratch memory that a kernel allocates and frees inside one operation, the
-random-number states that checkpointing keeps, the sizes inside a strided nested tensor, operations
-of other threads than the block's (a module's forward there is refused), and what an allocator
-rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make
-them) both count. Tensors from before the block that no operation reads do not count:
-``tracker.watch`` takes them.
+random-number states that checkpointing and ``torch.get_rng_state`` make (5,056 bytes each on the
+CPU), the sizes inside a strided nested tensor, operations of other threads than the block's (a
+module's forward there is refused), and what an allocator rounds up or holds in reserve. Two
+storages that share memory (as ``tensor.numpy()`` and DLPack make them) both count. Tensors from
+before the block that no operation reads do not count: ``tracker.watch`` takes them.
 
 While any dispatch mode is active, autograd adds up the gradients of a tensor that is used twice out
 of place. The tracker reports the bytes of the program without it, where the sum is written into the
