@@ -36,6 +36,8 @@ UNDER_A_MODE = {
     "householder_product": -2_056,
 }
 SHOWN = set(UNDER_A_MODE) - {"bidirectional_lstm_on_packed_rows"}
+# Its other backward also rounds otherwise: how far its weights may be off, after three steps.
+ROUNDED = {"product_of_a_row": 1e-6}
 # Every fourth program, and those that differ under a mode: each difference is a figure of its own.
 CHOSEN = [
     name
@@ -161,9 +163,10 @@ def weights_after(name: str, track: bool) -> list[torch.Tensor]:
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 
-@every_program(product_of_a_row="another backward while a mode is active: it rounds otherwise")
+@every_program()
 def test_the_results_are_the_same_to_the_bit(name):
     alone, under_a_tracker = weights_after(name, track=False), weights_after(name, track=True)
     assert len(alone) == len(under_a_tracker) > 0
+    off = ROUNDED.get(name, 0)
     for expected, found in zip(alone, under_a_tracker, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=off, equal_nan=True)
