@@ -4,11 +4,11 @@
 *storage* once, and records the live bytes over time (``recording.py``).
 
 It cannot see scratch memory that a kernel allocates and frees inside one operation, the
-random-number states that checkpointing keeps, the sizes inside a strided nested tensor, operations
-of other threads than the block's (a module's forward there is refused), and what an allocator
-rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make
-them) both count. Tensors from before the block that no operation reads do not count:
-``tracker.watch`` takes them.
+random-number states that checkpointing and ``torch.get_rng_state`` make (5,056 bytes each on the
+CPU), the sizes inside a strided nested tensor, operations of other threads than the block's (a
+module's forward there is refused), and what an allocator rounds up or holds in reserve. Two
+storages that share memory (as ``tensor.numpy()`` and DLPack make them) both count. Tensors from
+before the block that no operation reads do not count: ``tracker.watch`` takes them.
 
 While any dispatch mode is active, autograd adds up the gradients of a tensor that is used twice out
 of place. The tracker reports the bytes of the program without it, where the sum is written into the
@@ -18,7 +18,8 @@ a mode is active:
 - Autograd copies a sparse gradient. Its indices, 8 bytes an id, are then not the batch's.
 - The backward of a matrix exponential joins its blocks in a new tensor.
 - The backward of ``prod``, ``cumprod``, ``householder_product`` and of a binary cross-entropy with
-  ``pos_weight`` makes other temporaries.
+  ``pos_weight`` makes other temporaries. That of ``prod`` also rounds otherwise, so that its
+  gradients may differ from those without a tracker in the last bits.
 
 A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that no
 operation shows: ``tracker.saved_numbers``. An optimizer's step may have 8 more while it runs, for a

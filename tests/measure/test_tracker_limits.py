@@ -302,6 +302,29 @@ def test_everything_is_uninstalled(how, interruptible):
     assert MemoryTracker._running is None
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_nothing_stays_after_an_error_between_two_swaps(error):
+    model, average = nn.Linear(64, 32), nn.Linear(64, 32)
+    expected, rows = average.weight.detach().clone(), torch.randn(8, 64)
+    of_torch = nn.Module.__call__, torch.UntypedStorage.resize_
+    hooks = hook_counts(model), hook_counts(average)
+    with pytest.raises(error), MemoryTracker(model, live=False):
+        model(rows).sum().backward()
+        torch.utils.swap_tensors(model.weight, average.weight)
+        model(rows).sum().backward()
+        raise error
+    assert (hook_counts(model), hook_counts(average)) == hooks
+    assert (nn.Module.__call__, torch.UntypedStorage.resize_) == of_torch
+    assert MemoryTracker._running is None
+    # half swapped: the program's own state is as the program left it, and can be swapped back
+    torch.testing.assert_close(model.weight, expected, rtol=0, atol=0)
+    torch.utils.swap_tensors(model.weight, average.weight)
+    torch.testing.assert_close(average.weight, expected, rtol=0, atol=0)
+    with MemoryTracker(model, live=False) as tracker:
+        model(rows).sum().backward()
+    assert tracker.current.by_category["gradients"] == 4 * (64 * 32 + 32)
+
+
 def test_the_model_is_not_kept_alive():
     model, opt, _, step = build("mlp")
     with MemoryTracker(model, opt, live=False) as tracker:

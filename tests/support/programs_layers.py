@@ -359,3 +359,43 @@ def gradients_a_sample():
 def jacobian_penalty():
     model, x = mlp(16, 32, 4), batch(8, 16)
     return usual(model, lambda: vmap(jacrev(model))(x).square().mean())
+
+
+# Their backward makes other temporaries while a dispatch mode is active.
+
+
+@program
+def product_of_a_row():
+    model, x = mlp(16, 32, 64), batch(32, 16)
+    return usual(model, lambda: model(x).add(1.5).prod(1).mean())
+
+
+@program
+def products_along_a_row():
+    model, x = mlp(16, 32, 64), batch(32, 16)
+    return usual(model, lambda: model(x).sigmoid().cumprod(1).mean())
+
+
+@program
+def binary_loss_with_pos_weight():
+    model, x, weight = mlp(16, 32, 64), batch(32, 16), torch.full((64,), 3.0)
+    y = (batch(32, 64) > 0).float()
+    return usual(model, lambda: F.binary_cross_entropy_with_logits(model(x), y, pos_weight=weight))
+
+
+@program
+def orthogonal_by_householder():
+    layer = parametrizations.orthogonal(nn.Linear(64, 64), orthogonal_map="householder")
+    x = batch(8, 64)
+    return usual(layer, lambda: layer(x).square().mean())
+
+
+@program
+def householder_product():
+    reflectors, scales = nn.Parameter(batch(32, 16)), nn.Parameter(batch(16))
+    model = nn.ParameterList([reflectors, scales])
+
+    def loss():
+        return torch.linalg.householder_product(reflectors, scales.sigmoid()).square().mean()
+
+    return usual(model, loss)
