@@ -315,16 +315,8 @@ def _scaled_by_sum(optimizer, scale, good, patience):
     )
 
 
-RIGHT["7.5"] = {
-    "plain": _scaled,
-    "by the largest": partial(
-        _scaled, finite=lambda gs: all(g.abs().max().item() < math.inf for g in gs)
-    ),
-    "minus itself": partial(_scaled, finite=lambda gs: all(bool((g - g == 0).all()) for g in gs)),
-}
+RIGHT["7.5"] = {"plain": _scaled, "by norm": _scaled_by_norm, "by sum": _scaled_by_sum}
 WRONG["7.5"] = {
-    "by norm": (_scaled_by_norm, "squares or a norm"),
-    "by sum": (_scaled_by_sum, "a sum decides"),
     "steps anyway": (partial(_scaled, skip=False), "skip"),
     "never divides": (partial(_scaled, divide=False), "divide"),
     "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),

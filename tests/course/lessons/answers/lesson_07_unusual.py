@@ -471,36 +471,3 @@ def _up_to_a_limit(optimizer, scale, good, patience):
 
 
 WRONG["7.5"]["at most 65,536"] = (_up_to_a_limit, "entry 'scale'")
-
-
-# Finite or not, by one number that is made of all gradients: it can overflow where they do not.
-RIGHT["7.5"] |= {
-    "by the largest magnitude": _scaled(
-        lambda gradients: math.isfinite(sum(0 * g.abs().max().item() for g in gradients))
-    ),
-    "0 times each": _scaled(lambda gradients: all((g * 0).sum() == 0 for g in gradients)),
-}
-WRONG["7.5"] |= {
-    "by one sum of all": (
-        _scaled(lambda gradients: bool(sum(g.sum() for g in gradients).isfinite())),
-        "a sum decides",
-    ),
-    "by the mean": (
-        _scaled(lambda gradients: all(g.mean().isfinite() for g in gradients)),
-        "a sum decides",
-    ),
-    "by the sum of magnitudes": (
-        _scaled(
-            lambda gradients: bool(torch.cat([g.ravel() for g in gradients]).abs().sum().isfinite())
-        ),
-        "a sum decides",
-    ),
-    "by squares": (
-        _scaled(lambda gradients: all(g.square().sum().isfinite() for g in gradients)),
-        "squares or a norm",
-    ),
-    "by products": (
-        _scaled(lambda gradients: all((g.ravel() @ g.ravel()).isfinite() for g in gradients)),
-        "squares or a norm",
-    ),
-}
