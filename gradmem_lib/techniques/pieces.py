@@ -179,7 +179,8 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         if torch.is_autocast_enabled(kind):
             autocasts.add(torch.get_autocast_dtype(kind))
 
-    training = [module for module in model.modules() if module.training]
+    before = set(model.modules())
+    training = [module for module in before if module.training]
     cuda = [device_of(model)] if kind == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
     # For every module, since the loss may call a wrapper around the model.
@@ -195,6 +196,9 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         for module in training:
             module.training = True
         for module in model.modules():
+            for child in module.children():
+                if child not in before:  # made in a forward, as BigBird's attention for short rows
+                    child.train(module.training)
             if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
                 module.reshard()
 

@@ -344,3 +344,26 @@ def test_a_whole_number_of_items_is_compared_exactly():
 
     with pytest.raises(ValueError, match=r"2047.*1535 and 511"):
         check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), shifted_once)
+
+
+class MakesAPart(nn.Module):
+    """Makes a module of its own in its first forward, as BigBird does for rows that are short."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "part"):
+            self.part = nn.Sequential(nn.Dropout(0.5))
+            self.part.train(self.training)
+        return self.part(self.linear(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_that_a_forward_makes_is_in_the_mode_of_its_owner(training):
+    model = nn.Sequential(MakesAPart()).train(training)
+    with as_in_evaluation(model):
+        model(torch.ones(1, 2))
+    assert all(module.training == training for module in model.modules())
+    assert len([*model.modules()]) == 5
