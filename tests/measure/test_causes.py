@@ -15,7 +15,7 @@ from support import oom_programs_mistaken as mistaken
 from support import oom_programs_of_loops as loops
 from support import oom_programs_of_tensors as tensors
 from support import oom_programs_reported as reported
-from support import programs_layers, programs_loops, programs_methods
+from support import programs_layers, programs_loops, programs_methods, programs_swaps
 from support.programs import PROGRAMS
 from torch import nn
 
@@ -25,7 +25,8 @@ from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, TECHNIQUES
 from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.units import format_bytes
 
-assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
+# They fill PROGRAMS.
+assert programs_layers and programs_loops and programs_methods and programs_swaps
 
 GROWS = "Bytes grow from step to step"
 COLLECTED = "An evaluation collects its results"
@@ -344,6 +345,8 @@ OF_ORDINARY_STEPS = {
     "distillation": {WIDE, EVALUATION},
     "reptile": {COPIED},
     "sharpness_aware": {DIRECTIONS},
+    "sharpness_aware_by_swaps": {GRADIENTS},
+    "float64_for_one_step": {DOUBLE},
     "proximal_policy": {EVALUATION},
     "q_learning_with_a_replay": {DATA},
     "two_heads_backward_twice": {LEFT},

@@ -19,7 +19,10 @@ PROGRAMS = {}
 
 def program(function, name: str = ""):
     """Put ``function`` down under its own name, or under ``name``."""
-    PROGRAMS[name or function.__name__] = function
+    name = name or function.__name__
+    if name in PROGRAMS:
+        raise ValueError(f"there are two programs {name!r}: give each a name of its own")
+    PROGRAMS[name] = function
     return function
 
 

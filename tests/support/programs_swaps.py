@@ -53,7 +53,7 @@ def encoder_that_packs_padded_rows_in_evaluation():
 
 
 @program
-def sharpness_aware():
+def sharpness_aware_by_swaps():
     model, x, y = mlp(64, 128, 10), batch(32, 64), labels(32)
     optimizer = adamw(model)
 
