@@ -110,9 +110,12 @@ def has_equal_chunks(changes: Changes, num_losses: int) -> bool:
     rounds = _additional_rounds(changes, CHUNKS)
     if rounds is None or len(rounds) != num_losses:
         return False
-    return all(
-        changes[2 * start - stop : start].equal(changes[start:stop]) for start, stop in rounds
-    )
+    for start, stop in rounds:
+        samples = stop - start
+        one_before = changes[start - samples : start]
+        if not one_before.equal(changes[start:stop]):
+            return False
+    return True
 
 
 def _with_chunks(changes: Changes, chunks: int) -> Changes:
