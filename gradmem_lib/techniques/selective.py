@@ -28,25 +28,28 @@ from .layers import find_layers
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
-def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts:
+def checkpoint_parts(layers_or_model: nn.Module, part: str | type[nn.Module]) -> CheckpointedParts:
     """Recompute a part of each layer in backward while it trains, until ``.remove()`` or the end of
     a ``with`` block.
 
     Args:
         layers_or_model: as for ``checkpoint_layers``.
         part: a key of ``SELECTIVE``. ``"attention"`` and ``"mlp"`` put that module of each layer
-            into a checkpoint. ``"elementwise"`` puts the whole layer into one, which keeps the
-            results of matrix products and fused attention.
+            into a checkpoint; they are found by the ends of their classes' names, as transformers
+            names them. ``"elementwise"`` puts the whole layer into one, which keeps the results of
+            matrix products and fused attention. Or the class of the modules, for layers whose parts
+            have other names.
 
     In training, an empty key-value cache is left out, with a warning. Copies of the model
     (``copy.deepcopy``) have their own checkpoints. Raises ``ValueError`` for another part, or if a
     layer has no module of that kind, and ``RuntimeError`` if layers are checkpointed or compiled
     already, and in backward if a layer has changed a kept result in place (``x += y``).
     """
-    check_choice("part", part, SELECTIVE)
+    if not isinstance(part, type):
+        check_choice("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
-    whole_layers = SELECTIVE[part].keeps_products
+    whole_layers = not isinstance(part, type) and SELECTIVE[part].keeps_products
     modules = layers
     if not whole_layers:
         modules = [module for layer in layers for module in find_parts(layer, part)]
@@ -191,19 +194,33 @@ class Policy:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:
-    """The modules of ``layer`` that are its attention (two in a decoder with cross-attention), or
-    its MLP.
+def find_parts(layer: nn.Module, part: str | type[nn.Module]) -> list[nn.Module]:
+    """The modules inside ``layer`` that are its attention (two in a decoder with cross-attention),
+    its MLP, or of a class. What stands inside one of them is a part of it.
+
+    Raises ``ValueError`` if there is none.
     """
+
+    def is_wanted(module: nn.Module) -> bool:
+        if isinstance(part, type):
+            return isinstance(module, part)
+        return type(module).__name__.endswith(PARTS[part])
+
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if type(module).__name__.endswith(PARTS[part]) and not inside:
+        if module is not layer and is_wanted(module) and not inside:
             found[name] = module
-    if not found:
+    if found:
+        return list(found.values())
+    layer_class = type(layer).__name__
+    if isinstance(part, type):
         raise ValueError(
-            f"a {type(layer).__name__} has no {part} of its own: no module in it has a class named "
-            f"{' or '.join(f'...{end}' for end in PARTS[part])}. Checkpoint whole layers, or "
-            "'elementwise'"
+            f"no module inside a {layer_class} is a {part.__name__}: give the class of a part of "
+            "each layer, or checkpoint whole layers"
         )
-    return list(found.values())
+    raise ValueError(
+        f"a {layer_class} has no {part} of its own: no module in it has a class named "
+        f"{' or '.join(f'...{end}' for end in PARTS[part])}. Give its class itself, as in "
+        "checkpoint_parts(model, Mlp); or checkpoint whole layers, or 'elementwise'"
+    )

@@ -169,6 +169,52 @@ def test_what_cannot_be_is_refused(family, part, says):
         checkpoint_parts(model_of(family), part)
 
 
+class Mixer(nn.Module):
+    """Mixes tokens, under a name that says nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):  # (rows, tokens, 16)
+        return self.out(nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = Mixer()
+        self.wide = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x):
+        x = x + self.mixer(x)
+        return x + self.wide(x)
+
+
+def test_the_class_of_a_part_may_be_given():
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*[Block() for _ in range(3)])
+    rows = torch.randn(2, 5, 16)
+
+    def gradients_and_activations():
+        blocks.zero_grad()
+        with MemoryTracker(blocks, live=False) as tracker:
+            blocks(rows).square().mean().backward()
+        return [p.grad for p in blocks.parameters()], max(
+            tracker.timeline.by_category["activations"]
+        )
+
+    expected, most = gradients_and_activations()
+    for part in (Mixer, nn.Sequential):
+        with checkpoint_parts(blocks, part):
+            found, kept = gradients_and_activations()
+        assert all(map(torch.equal, found, expected)) and kept < most
+    with pytest.raises(ValueError, match=r"Give its class itself"):
+        checkpoint_parts(blocks, "attention")
+    with pytest.raises(ValueError, match="no module inside a Block is a Conv2d"):
+        checkpoint_parts(blocks, nn.Conv2d)
+
+
 @pytest.mark.parametrize("part", ["attention", "elementwise"])  # an MLP is given none
 def test_a_key_value_cache_is_left_out_with_one_warning(part):
     model = models.tiny_llama(**SHAPE)
