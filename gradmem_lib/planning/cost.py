@@ -151,8 +151,9 @@ def _rate(recipe: Recipe, card: Card) -> float:
 def _bytes_of_micro_batch(work: Work, recipe: Recipe) -> float:
     """Bytes of weights and gradients that one micro-batch reads and writes."""
     bytes_read = gathered_width(work, recipe) * work.parameters
-    if recipe.autocast_dtype:
-        bytes_read += (2 + 2) * (work.matrices + work.head)
+    if recipe.autocast_dtype:  # copies of the matrices in 16 bits are written and read
+        copied = work.head if recipe.quantized_base else work.matrices + work.head
+        bytes_read += (2 + 2) * copied
     if recipe.quantized_base:
         bytes_read += (0.5 + 2) * work.matrices
     width = work.bytes_each(recipe)[1]

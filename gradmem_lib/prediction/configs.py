@@ -274,7 +274,8 @@ def skeleton(config) -> nn.Module:
         raise ValueError(
             "the config has a quantization_config, and the memory of operations on such weights "
             "is not known: give the model as it was before, or a config without that field. To "
-            "keep it in 4 bits: plan's method='qlora', Recipe(lora_rank=16, quantized_base=True)"
+            "keep it in 4 bits: plan's method='qlora', Recipe(precision='bf16', lora_rank=16, "
+            "quantized_base=True)"
         )
     kind = model_class(config)
     try:

@@ -37,7 +37,9 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
 class Linear4bit(nn.Module):
     """A frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) whose weight is stored in 4 bits.
 
-    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Frozen parameters: ``packed``, two
+    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Under autocast it multiplies in
+    autocast's dtype, and the result has the dtype of ``x`` nevertheless, as in bitsandbytes: a
+    float32 ``x`` gets a float32 result. Frozen parameters: ``packed``, two
     weights a byte; ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256
     magnitudes; ``offset``, their mean. The bias does not change.
     """
@@ -59,8 +61,13 @@ class Linear4bit(nn.Module):
         return self.dequantized(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Multiply.apply(x, self)
-        return y if self.bias is None else y + self.bias
+        narrow = x
+        if torch.is_autocast_enabled(x.device.type):
+            narrow = x.to(torch.get_autocast_dtype(x.device.type))
+        y = _Multiply.apply(narrow, self)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.to(x.dtype)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (out, in) that the layer multiplies by."""

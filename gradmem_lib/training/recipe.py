@@ -46,7 +46,10 @@ class Recipe:
             the rank. ``lora_dropout`` is the share of their inputs that training leaves out. Both
             are spelled and computed as in PEFT, whose default for alpha is 8.
         quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see
-            ``quantized.py``). A mixture's experts are not linear layers, and do not change.
+            ``quantized.py``). A mixture's experts are not linear layers, and do not change. With
+            ``precision="autocast-bf16"``, the norms, the tables and the head are float32, and so is
+            what passes from layer to layer, as after PEFT's ``prepare_model_for_kbit_training``;
+            with ``"bf16"``, all of these have 16 bits.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never
             exist as a whole.
         float32_sums: add up the gradients of weights in 16 bits in float32 over the micro-batches,
@@ -156,14 +159,6 @@ class Recipe:
                 f"leave it out with in_backward={self.in_backward} and sharding={self.sharding!r}"
             )
         self._check_lora()
-        if self.quantized_base and self.autocast_dtype is not None:
-            raise ValueError(
-                f"quantized_base=True with precision={self.precision!r} would be a 4-bit base with "
-                "float32 norms and head under autocast, as PEFT's prepare_model_for_kbit_training "
-                "makes it. That is not known here, and it needs more than precision='bf16', since "
-                "what passes from layer to layer is float32: choose precision='bf16' or 'float32', "
-                "or measure one step of your script with gradmem run"
-            )
         if self.quantized_base and self.lora_rank is None:
             raise ValueError(
                 "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and "

@@ -148,11 +148,9 @@ def test_the_table_finds_what_a_binary_search_finds(code):
     assert torch.equal(nearest(values, code), torch.bucketize(values, middles).to(torch.uint8))
 
 
-def test_quantized_base_needs_lora_and_no_autocast():
+def test_quantized_base_needs_lora():
     with pytest.raises(ValueError, match="lora_rank"):
         Recipe(quantized_base=True, precision="bf16")
-    with pytest.raises(ValueError, match="precision='bf16'"):
-        Recipe(quantized_base=True, lora_rank=4, precision="autocast-bf16")
     with pytest.raises(ValueError, match="add LoRA first"):
         quantized.quantize_base(models.tiny_llama())
 
@@ -164,6 +162,37 @@ def test_families_that_read_weights_themselves_take_a_4bit_base(family):
     torch.manual_seed(0)
     asked = predict(tiny_config(family), batch_size=2, seq_len=16, recipe=recipe, target="cpu")
     assert_same(asked, measured(tiny_config(family), recipe, 2, 16))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "mixtral", "phi", "vit"])
+@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
+def test_a_4bit_base_under_autocast_is_predicted(family, checkpointing):
+    recipe = Recipe(
+        lora_rank=2,
+        precision="autocast-bf16",
+        attention=None,
+        quantized_base=True,
+        checkpointing=checkpointing,
+    )
+    seq_len = None if family == "vit" else 16
+    torch.manual_seed(0)
+    asked = predict(tiny_config(family), batch_size=2, seq_len=seq_len, recipe=recipe, target="cpu")
+    assert_same(asked, measured(tiny_config(family), recipe, 2, seq_len))
+
+
+def test_under_autocast_a_4bit_layer_multiplies_in_16_bits_and_keeps_the_dtype_of_its_input():
+    torch.manual_seed(0)
+    layer = quantized.Linear4bit(nn.Linear(64, 48))
+    x = torch.randn(3, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        narrow = layer(x.detach().bfloat16())
+    assert y.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+    assert torch.equal(y, narrow.float())
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    weight = layer.dequantized(torch.bfloat16)
+    expected = torch.ones(3, 48, dtype=torch.bfloat16) @ weight
+    assert gradient.dtype == torch.float32 and torch.equal(gradient, expected.float())
 
 
 def test_an_addition_is_not_lost_in_a_base_in_4_bits():

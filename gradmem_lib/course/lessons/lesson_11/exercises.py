@@ -5,10 +5,6 @@ what is kept.
 from .recipe_puzzle import AGAIN, BF16, BROKEN, LORA, QLORA, WHY, puzzle_exercise
 
 FLOAT32_FROZEN = "the weights alone do not fit: autocast leaves them in float32, frozen or not."
-_BITS = (
-    "quantized_base needs lora_rank, and precision 'bf16' or 'float32', or Recipe refuses: "
-    "autocast would convert the 4 bits to another dtype."
-)
 _STEPS = (
     "Recipe refuses in_backward together with accumulation: a gradient that is freed cannot "
     "be added to."
@@ -29,7 +25,7 @@ EXERCISES = (
         ("every weight", BF16, WHY["gradients"]),
         ("mixed precision", LORA | {"precision": "autocast-bf16"}, FLOAT32_FROZEN),
         ("all rows at once", LORA, WHY["kept"]),
-        ("4 bits under autocast", QLORA | {"precision": "autocast-bf16"}, _BITS),
+        ("4 bits under autocast", QLORA | {"precision": "autocast-bf16"}, WHY["kept"]),
         (
             "three pieces",
             LORA | {"accumulation": 3},
