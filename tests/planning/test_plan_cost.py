@@ -284,6 +284,7 @@ RESIDENTS = [
     Recipe(precision="autocast-bf16", lora_rank=16),
     Recipe(precision="bf16", lora_rank=16, quantized_base=True),
     Recipe(lora_rank=16, quantized_base=True),
+    Recipe(precision="autocast-bf16", lora_rank=16, quantized_base=True),
 ]
 
 

@@ -45,7 +45,8 @@ GRID = each(17, WHOLE_GRID)  # in steps in which every family, every way and eve
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_predicted_rank_is_the_tracked_one(ranks):
     cases = each(4 if ranks == 4 else 1, GRID)
-    more = [{"offload": "parameters"}, {"optimizer": "adamw-fused"}]
+    narrow = {"precision": "autocast-bf16", "lora_rank": 4, "quantized_base": True}
+    more = [{"offload": "parameters"}, {"optimizer": "adamw-fused"}, narrow]
     cases += [("llama", {"sharding": "fsdp"} | fields) for fields in more]
     measured = run_ranks(measured_here, cases, ranks=ranks, seconds=600)
     for i, (family, fields) in enumerate(cases):

@@ -102,10 +102,7 @@ PARTNERS = {
     ("optimizer", "adamw-stochastic"): {"precision": {"bf16", None}, "sharding": {None, "zero1"}},
     ("optimizer", "sgd"): {"precision": EXACT},
     ("lora_targets", ("q_proj",)): {"lora_rank": {2}},
-    ("quantized_base", True): {
-        "lora_rank": {2},
-        "precision": {None, "float32", "bf16", "float32-master"},
-    },
+    ("quantized_base", True): {"lora_rank": {2}},
     ("every_n_layers", 1): {"checkpointing": {None}},
     ("every_n_layers", 2): {"checkpointing": {None}},
     ("checkpointing", "best"): {
