@@ -60,7 +60,7 @@ def _lengths(config: Any) -> Iterator[int]:
 class Kept(NamedTuple):
     """``count`` of the ``total`` layers of a list, which a short trace keeps. ``unit``: how many of
     them are repeated together. ``at_end``: the layers come after others of the same list, which a
-    recipe treats in another way.
+    recipe treats in another way. ``recomputed``: they are among the first k of "first-k".
     """
 
     several: RepeatedLayers
@@ -68,6 +68,7 @@ class Kept(NamedTuple):
     count: int
     total: int
     at_end: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
