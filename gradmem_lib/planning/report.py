@@ -54,14 +54,19 @@ class Plan:
 
     @property
     def next_faster(self) -> Option | None:
-        """Of the options that would be faster than ``best`` but do not fit, the slowest one; those
-        of its own micro-batch, method, precision, optimizer and loss come first.
+        """Of the predicted options that would be faster than ``best`` but do not fit, the slowest
+        one; those of its own micro-batch, method, precision, optimizer and loss come first.
         """
         if self.best is None:
             return None
-        kind = _kind(self.best)
         faster = [option for option in self.refused if option.seconds < self.best.seconds]
-        return max(faster, key=lambda o: (_kind(o) == kind, o.seconds), default=None)
+        return max(
+            faster, key=lambda o: (self.is_of_the_best_ones_kind(o), o.seconds), default=None
+        )
+
+    def is_of_the_best_ones_kind(self, option: Option) -> bool:
+        """Whether ``option`` differs from ``best`` only in what it recomputes or moves."""
+        return self.best is not None and _kind(option) == _kind(self.best)
 
     @property
     def code(self) -> str:

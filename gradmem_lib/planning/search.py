@@ -22,6 +22,7 @@ from ..hf_names import CHECKPOINTING_METHODS
 from ..measure.timeline import BY, PHASE
 from ..names import (
     ACTIVATIONS,
+    FORWARD,
     GRADIENTS,
     OPTIMIZER,
     OPTIMIZER_STEP,
@@ -34,6 +35,7 @@ from ..optimizers import OPTIMIZERS as ROWS
 from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..techniques.layers import find_layers
+from ..techniques.schedules import first_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes
 from .cards import Card
@@ -46,7 +48,6 @@ from .held import (
     saved_bytes_per_token,
 )
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
-from .recomputed import freed_fraction
 from .work import LORA_RANK, Work
 
 # One layer in two is checkpointed. Older transformers cannot do that.
@@ -509,12 +510,15 @@ class Search:
         rows = known.prediction.timeline.rows
         if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
             rows = rows[rows[:, PHASE] != OPTIMIZER_STEP]
-        states = [self.residents(r)["optimizer"] for r in (known.recipe, recipe)]
+        if known.recipe.chunked_loss and not recipe.chunked_loss:
+            # A chunk's products for the head's gradient may be more than all logits are.
+            rows = rows[rows[:, PHASE] != FORWARD]
         by = rows[:, BY]
-        fixed, gradients = (
-            by[:, PARAMETERS] + by[:, OPTIMIZER] + states[1] - states[0],
-            by[:, GRADIENTS],
-        )
+        states, gradients = by[:, OPTIMIZER], by[:, GRADIENTS]
+        if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
+            # Those of the known one say nothing: they may be far above their count by sizes, since
+            # 8-bit AdamW keeps small tensors' states in float32.
+            states = self.residents(recipe)["optimizer"]
         if recipe.accumulation > 1:
             # From the second micro-batch on, all gradients exist from the beginning, except those
             # that are about to be sharded.
@@ -524,7 +528,7 @@ class Search:
         scaled = by[:, ACTIVATIONS:].sum(axis=1) * min(
             1, known.recipe.accumulation / recipe.accumulation
         )
-        return (fixed + gradients + scaled).max()
+        return (by[:, PARAMETERS] + states + gradients + scaled).max()
 
     def _comparable(self, known: Recipe, recipe: Recipe) -> bool:
         """Whether the bytes of ``known`` give a lower bound for those of ``recipe``.
@@ -545,12 +549,8 @@ class Search:
             )
             for r in (known, recipe)
         ]
-        fractions = [freed_fraction(self.work, r) for r in (known, recipe)]
-        saves = fractions[0] >= fractions[1]
-        # products are no measure there
-        if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:
-            saves = known.checkpointing in (recipe.checkpointing, "per-layer")
-        return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
+        chunks = known.chunked_loss >= recipe.chunked_loss
+        return kinds[0] == kinds[1] and chunks and _keeps_no_more(known, recipe)
 
     def _describe_excess(self, recipe: Recipe) -> str:
         """Describe which of weights, gradients and states exceed the card."""
@@ -563,6 +563,22 @@ class Search:
             " and ".join(held) + " alone" + (f" are {format_bytes(sums)}" if len(held) > 1 else "")
         )
         return f"{alone}, and the card has {format_bytes(self.card.nbytes)}"
+
+
+def _keeps_no_more(known: Recipe, recipe: Recipe) -> bool:
+    """Whether ``known`` runs again all that ``recipe`` does, and holds nothing else for it."""
+    ways = [(one.checkpointing, one.every_n_layers) for one in (known, recipe)]
+    if ways[0] == ways[1]:
+        return True
+    of_known, of_recipe = (first_layers(one.checkpointing) for one in (known, recipe))
+    if known.checkpointing == "per-layer":
+        # transformers' checkpoints of all layers hold a little more than ours of the first ones
+        return of_recipe is None
+    if of_known is None:
+        return False
+    if of_recipe is not None:
+        return of_recipe <= of_known
+    return ways[1] == (None, None)
 
 
 def _possible(recipe: Recipe, changes: Iterable[dict]) -> list[Recipe]:

@@ -89,9 +89,11 @@ class Prediction:
         if self._recorded_requests:
             return self._recorded_requests
         if self._short is not None and self.target == "cuda":
+            source = self._question.source
             from_short = self._short.requests()
-            if from_short is None:
+            if from_short is None and not source.requests_need_all_layers:
                 from_short = requests_of_more_layers(self._question, self.traced_layers)
+                source.requests_need_all_layers = from_short is None
             if from_short is not None:
                 return from_short
         question, micro_batches = self._question, None

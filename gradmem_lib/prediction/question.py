@@ -23,12 +23,15 @@ class Source:
     """A model without memory: a skeleton of a config, or (``is_user_module``) the user's module.
 
     ``short_traces``: traces of a few layers that several recipes share, by their questions.
+    ``requests_need_all_layers``: traces of more layers did not prove a recipe's requests, so that
+    other recipes do not try them.
     """
 
     skeleton: nn.Module
     title: str
     is_user_module: bool
     short_traces: dict["Question", Any] = field(default_factory=dict, repr=False)
+    requests_need_all_layers: bool = False
 
     @cached_property
     def lists(self) -> list[RepeatedLayers]:
@@ -60,7 +63,7 @@ def _lengths(config: Any) -> Iterator[int]:
 class Kept(NamedTuple):
     """``count`` of the ``total`` layers of a list, which a short trace keeps. ``unit``: how many of
     them are repeated together. ``at_end``: the layers come after others of the same list, which a
-    recipe treats in another way.
+    recipe treats in another way. ``recomputed``: they are among the first k of "first-k".
     """
 
     several: RepeatedLayers
@@ -68,6 +71,7 @@ class Kept(NamedTuple):
     count: int
     total: int
     at_end: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)

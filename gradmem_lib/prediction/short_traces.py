@@ -9,7 +9,6 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
-from torch import nn
 
 from ..names import SELECTIVE
 from ..techniques.layers import find_layers
@@ -143,10 +142,11 @@ def _shared_trace(question: Question, kept: list[Kept]) -> Trace:
     Where only some of a list's layers are recomputed ("first-k"), the trace does not depend on how
     many layers of each kind the deep model has. So recipes with different k share it.
     """
-    if not _is_split(kept):
+    first = first_layers(question.recipe.checkpointing)
+    if first is None:
         return trace_few_parts(replace(question, kept=tuple(kept)))
-    first, _ = kept
-    recipe = replace(question.recipe, checkpointing=f"first-{first.count}")
+    first -= sum(one.total - one.count for one in kept if one.recomputed)
+    recipe = replace(question.recipe, checkpointing=f"first-{first}")
     # The totals are those of the deep model, and no part of the shared question.
     shared = tuple(one._replace(total=0) for one in kept)
     question = replace(question, recipe=recipe, kept=shared)
@@ -160,11 +160,6 @@ def _shared_trace(question: Question, kept: list[Kept]) -> Trace:
             del known[oldest]
         known[question] = trace_few_parts(question)
     return known[question]
-
-
-def _is_split(kept: list[Kept]) -> bool:
-    """Whether the layers of one list are of two kinds, first those that a recipe recomputes."""
-    return any(one.at_end for one in kept)
 
 
 def _grows_in_buckets(recipe: Recipe) -> bool:
@@ -193,27 +188,43 @@ def _shortenings(question: Question) -> Iterator[list[Kept]]:
 
 
 def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
-    """Which layers to keep where the first k of a list are recomputed, and the others are not."""
-    k = first_layers(question.recipe.checkpointing)
-    lists = question.source.lists
-    if len(lists) != 1 or lists[0].period != 1 or _needs_all_layers(question):
+    """Which layers to keep where the first k of all lists are recomputed, and the others are not.
+
+    Of each list, some recomputed layers are kept and some others, if it has both kinds.
+    """
+    if _needs_all_layers(question):
         return
-    [several] = lists
-    n = len(several)
-    counted: list[nn.Module] = []  # first-k counts over all lists that a checkpoint may be in
-    for layers, _ in find_layers(question.source.skeleton).values():
-        counted += layers
-    if counted != list(several.layers) or not 0 < k < n:
+    found = find_layers(question.source.skeleton)
+    all_layers = sum(len(layers) for layers, _ in found.values())
+    if not 0 < first_layers(question.recipe.checkpointing) < all_layers:
         return
     for units in range(SHORTEST, max(UNITS) + 1):
-        kept = [
-            Kept(several, 1, min(units, k), k),
-            Kept(several, 1, min(units, n - k), n - k, at_end=True),
-        ]
+        kept = _kinds_of_layers(question, units)
         shortened = [one for one in kept if one.count < one.total]
-        if _layers_in_all_traces(shortened, n, 1) >= SHARED_BY * n:
+        if not shortened or _layers_in_all_traces(shortened, all_layers, 1) >= (
+            SHARED_BY * all_layers
+        ):
             return
         yield kept
+
+
+def _kinds_of_layers(question: Question, units: int) -> list[Kept]:
+    """At most ``units`` layers of each kind in each list whose layers are all alike."""
+    repeated = {tuple(several.layers): several for several in question.source.lists}
+    rest = first_layers(question.recipe.checkpointing)
+    kept = []
+    for layers, _ in find_layers(question.source.skeleton).values():
+        recomputed = min(rest, len(layers))
+        others = len(layers) - recomputed
+        rest -= recomputed
+        several = repeated.get(tuple(layers))
+        if several is None or several.period != 1:
+            continue  # this list is traced whole
+        if recomputed:
+            kept.append(Kept(several, 1, min(units, recomputed), recomputed, recomputed=True))
+        if others:
+            kept.append(Kept(several, 1, min(units, others), others, at_end=recomputed > 0))
+    return kept
 
 
 def _layers_in_all_traces(kept: list[Kept], all_layers: int, longer: int) -> int:

@@ -43,9 +43,12 @@ def plan_text(plan: Plan) -> str:
     lines += [_wrapped(line, "  * ") for line in plan.advice]
     faster = plan.next_faster
     if faster is not None:
+        which = "A faster one of another kind"
+        if plan.is_of_the_best_ones_kind(faster):
+            which = "The next faster one of the same kind"
         lines += [
             "",
-            f"The next faster one does not fit: {faster}",
+            f"{which} does not fit: {faster}",
             _wrapped(f"It {faster.why_not()}."),
         ]
     if plan.ruled_out:

@@ -107,7 +107,8 @@ def test_a_plan_word_for_word():
             "     20.00 1000.00 MiB   1.02 GiB   full, bf16, adamw-fused, checkpointing=per-layer, "
             "micro-batch 1 x 8\n"
             "\n"
-            "The next faster one does not fit: full, bf16, adamw-fused, micro-batch 2 x 4\n"
+            "The next faster one of the same kind does not fit: full, bf16, adamw-fused, "
+            "micro-batch 2 x 4\n"
             "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations "
             "1000.00 MiB, parameters\n"
             "  825.00 MiB, CUDA context 500.00 MiB, other 38.00 MiB.\n"
@@ -167,6 +168,15 @@ def test_the_next_faster_is_the_slowest_of_those_that_are_faster():
     made = plan_of(refused=[FASTEST, FASTER, replace(FASTER, seconds=FITS.seconds)])
     assert made.best is made.closest is FITS and made.next_faster is FASTER
     assert plan_of(refused=[]).next_faster is None
+
+
+def test_what_is_faster_in_another_way_is_not_called_the_next_one():
+    """Between the two may lie recipes that were never predicted."""
+    other = replace(FASTER, recipe=replace(FASTER.recipe, accumulation=2))
+    made = plan_of(refused=[other])
+    assert made.next_faster is other and not made.is_of_the_best_ones_kind(other)
+    assert "\nA faster one of another kind does not fit: full, bf16, adamw-fused" in str(made)
+    assert "next faster" not in str(made)
 
 
 def test_a_plan_as_plain_values():

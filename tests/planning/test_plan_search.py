@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from support.families import OLDER
 from support.nightly import ALL, each
+from support.plans import brute_force, check
 
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.cost import seconds_per_token
-from gradmem_lib.planning.held import overhead_of_prediction, resident_bytes, saved_bytes_per_token
-from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
+from gradmem_lib.planning.held import resident_bytes, saved_bytes_per_token
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.search import Search
@@ -43,48 +42,6 @@ def predicted():
         return predict(config, **asked)
 
     return config, lambda given, **asked: answer(**asked)
-
-
-def brute_force(
-    config, remembered, card: Card, rows: int, method: str, target: str, seq_len=16, cards=1
-) -> list[Option]:
-    """Every recipe that the planner may propose, with every micro-batch."""
-    search = Search(count(config), card, seq_len, rows * cards, target, cards)
-    ranks = {"ranks": cards} if cards > 1 else {}
-    options = []
-    for family in search.families(method):
-        for chunked in (False, True):
-            for recipe in search.variants(replace(family, chunked_loss=chunked)):
-                found = remembered(
-                    config, batch_size=rows, seq_len=seq_len, recipe=recipe, target=target, **ranks
-                )
-                parts = overhead_of_prediction(found, card.capability)
-                micro = rows // recipe.accumulation
-                seconds = seconds_per_token(search.work, recipe, card, micro, seq_len, cards=cards)
-                options.append(Option(recipe, micro, seconds, card.nbytes, found, parts, cards))
-    return options
-
-
-def check(everything: list[Option], nbytes: int, made) -> None:
-    """The plan's best is the fastest that fits. What changes training more has to be faster by more
-    than an estimate can tell. And nothing that is faster by the same kind of training fits.
-    """
-    fits = [replace(o, card_bytes=nbytes) for o in everything if o.needs <= nbytes]
-    assert bool(made.best) == bool(fits), nbytes
-    if not fits:
-        assert min(everything, key=lambda o: o.needs).needs == made.closest.needs
-        return
-    wanted = None
-    for how_much in sorted({changes(option.recipe) for option in fits}):
-        fastest = min(o.seconds for o in fits if changes(o.recipe) == how_much)
-        if wanted is None or fastest < wanted[0] / EQUAL_TIME:
-            wanted = fastest, how_much
-    assert (made.best.seconds, changes(made.best.recipe)) == wanted, (nbytes, made.best)
-    whole = replace(made.best.recipe, chunked_loss=False)
-    as_fast = [o.recipe for o in fits if o.seconds == made.best.seconds]
-    assert not made.best.recipe.chunked_loss or whole not in as_fast
-    faster = made.next_faster
-    assert faster is None or (faster.needs > nbytes and faster.seconds < made.best.seconds)
 
 
 @pytest.mark.parametrize("method", ["qlora", "lora", "full"])

@@ -1,0 +1,132 @@
+"""The search finds what trying every recipe finds, also with the bytes of real predictions. These
+are not as even as a formula's: small tensors, few layers and few tokens have bytes of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from support.families import tiny_config
+from support.nightly import each
+from support.plans import brute_force, check
+from transformers import LlamaConfig
+
+from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
+from gradmem_lib.planning.work import count
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.recipe import Recipe
+
+CARD = Card("a card", 2**40, 100e12, 20e12, 1e12, (8, 6))
+OLD = Card("an old card", 2**40, 60e12, 8e12, 0.3e12, (7, 5), bus=15e9)
+FAST = Card("a fast card", 2**40, 900e12, 60e12, 3e12, (9, 0), bus=63e9, nvlink=450e9)
+
+# Family, what differs from the family's tiny config, card, rows of a card, method, target, tokens
+# of a row, cards, margin.
+QUESTIONS = [
+    ("llama", {"num_hidden_layers": 3}, CARD, 3, "qlora", "cpu", 16, 1, 0.0),
+    ("gpt2", {"vocab_size": 3000}, FAST, 3, "lora", "cuda", 33, 1, 0.03),
+    ("qwen2", {}, CARD, 2, "full", "cuda", 33, 1, 0.0),
+    ("qwen3", {"vocab_size": 1000}, OLD, 5, "lora", "cpu", 7, 1, 0.0),
+    ("mistral", {}, OLD, 4, "lora", "cuda", 33, 1, 0.0),
+    ("gemma", {}, OLD, 6, "lora", "cpu", 33, 1, 0.03),
+    ("bert", {"num_hidden_layers": 4}, OLD, 3, "qlora", "cpu", 16, 4, 0.0),
+    ("vit", {}, CARD, 3, "qlora", "cuda", None, 1, 0.03),
+    ("t5", {}, CARD, 3, "qlora", "cuda", 48, 1, 0.03),
+    ("bart", {}, FAST, 5, "lora", "cpu", 33, 1, 0.0),
+    ("whisper", {}, CARD, 2, "full", "cuda", 20, 1, 0.03),
+    ("opt", {"num_hidden_layers": 3}, CARD, 9, "qlora", "cpu", 4, 1, 0.0),
+    ("phi", {}, CARD, 2, "full", "cpu", 50, 1, 0.0),
+    ("mixtral", {}, OLD, 8, "qlora", "cpu", 33, 1, 0.0),
+    ("qwen3_moe", {}, CARD, 3, "lora", "cuda", 16, 1, 0.03),
+    ("gemma2", {}, FAST, 3, "qlora", "cuda", 16, 2, 0.045),
+    ("swin", {}, CARD, 1, "full", "cuda", None, 1, 0.0),
+    ("llama", {"vocab_size": 1000}, CARD, 2, "full", "cpu", 60, 2, 0.0),
+]
+
+
+@pytest.mark.parametrize("question", each(7, QUESTIONS), ids=lambda question: question[0])
+def test_the_best_found_is_the_best_of_all_by_real_predictions(question, monkeypatch):
+    """On cards of several sizes, from one byte too small to ample."""
+    family, changed, card, rows, method, target, seq_len, cards, margin = question
+    config = tiny_config(family)
+    for name, value in changed.items():
+        setattr(config, name, value)
+
+    @cache
+    def answer(**asked):
+        return predict(config, **asked)
+
+    def remembered(given, **asked):
+        return answer(**asked)
+
+    sizes = {"seq_len": seq_len, "cards": cards, "margin": margin}
+    everything = brute_force(config, remembered, card, rows, method, target, **sizes)
+
+    def predicted_for_plan(given, ranks=None, **asked):
+        if ranks is not None:  # one card has none
+            asked["ranks"] = ranks
+        return remembered(given, **asked)
+
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", predicted_for_plan)
+    needs = sorted({option.needs for option in everything})
+    draw = random.Random(family)
+    sizes_of_cards = [needs[0] - 1]
+    for needed in [needs[0], *draw.choices(needs, k=6), needs[-1]]:
+        sizes_of_cards.append(needed + math.ceil(margin * needed))
+    chosen = set()
+    for nbytes in sizes_of_cards:
+        made = plan(
+            config,
+            card=replace(card, nbytes=nbytes),
+            global_batch=rows * cards,
+            method=method,
+            target=target,
+            **sizes,
+        )
+        check(everything, nbytes, made)
+        chosen.add(made.best and made.best.recipe)
+    assert len(chosen) > 1
+
+
+PLAIN = Recipe(precision="bf16", optimizer="adamw-fused", attention="fused")
+IN_PIECES = replace(PLAIN, accumulation=3, checkpointing="per-layer")
+QLORA = replace(PLAIN, lora_rank=16, quantized_base=True)
+MIXED = replace(IN_PIECES, precision="autocast-bf16")
+
+
+@pytest.mark.parametrize(
+    ("known", "recipe"),
+    [
+        # its small tensors have states in float32
+        (replace(IN_PIECES, optimizer="adamw-8bit"), IN_PIECES),
+        (
+            replace(IN_PIECES, optimizer="adamw-8bit"),
+            replace(IN_PIECES, optimizer="adafactor-torch"),
+        ),
+        # the last layer runs again in the one, and not in the other
+        (replace(QLORA, every_n_layers=2), replace(QLORA, checkpointing="first-2")),
+        (replace(QLORA, checkpointing="per-layer"), replace(QLORA, checkpointing="first-2")),
+        # a chunk makes a second gradient of the head, which is more than the logits of 48 tokens
+        (replace(MIXED, chunked_loss=True), MIXED),
+    ],
+    ids=["8 bits", "8 bits and factors", "one in two", "all layers", "chunks"],
+)
+def test_what_one_recipe_says_of_another_is_no_more_than_that_one_needs(known, recipe):
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=80,
+    )
+    search = Search(count(config), CARD, 16, 3, "cpu")
+    asked = {"batch_size": 3, "seq_len": 16, "target": "cpu"}
+    assert search._lower_bound(recipe, search.option(known)) <= (
+        predict(config, recipe=recipe, **asked).peak.total
+    )
