@@ -60,24 +60,45 @@ def gathered_width(work: Work, recipe: Recipe) -> float:
 
 
 def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
-    """A lower bound for the bytes that autograd saves for each token, or row, from the sizes.
+    """A lower bound for the bytes that autograd saves at once for each token, or row, from the
+    sizes.
 
-    It is half of the linear layers' inputs and outputs, and the logits. If all layers are
-    checkpointed, it is half of one layer's inputs and outputs.
+    Where a forward ends, see ``saved_by_forward_per_token``. If all layers are checkpointed,
+    backward has half of one layer's inputs and outputs.
     """
+    if _keeps_nothing(recipe):
+        return 0.0
+    layers = _half_of_linear_layers(work)
+    one_layer = layers / max(work.layers, 1)
     passed = work.passed(0)
-    layers = work.linear_widths * passed.vectors / 2
-    logits = 0 if recipe.chunked_loss else passed.logits
-    if recipe.offload is not None and OFFLOAD[recipe.offload].all_saved:
+    if passed.layers:  # the largest of them: linear layers outside of the lists are in none
+        one_layer = layers * max(share.linear_widths for share in passed.layers)
+    in_backward = width_of_activations(recipe) * one_layer
+    return max(saved_by_forward_per_token(work, recipe), in_backward)
+
+
+def saved_by_forward_per_token(work: Work, recipe: Recipe) -> float:
+    """A lower bound for the bytes that a whole forward saves for each token, or row.
+
+    It is half of the inputs and outputs of the linear layers that do not run again, and the logits.
+    """
+    if _keeps_nothing(recipe):
         return 0.0
     kept = 1 - freed_fraction(work, recipe)
     if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
         kept = 0.5  # their results stay, and their inputs are recomputed
-    one_layer = layers / max(work.layers, 1)
-    if passed.layers:  # the largest of them: linear layers outside of the lists are in none
-        one_layer = layers * max(share.linear_widths for share in passed.layers)
-    numbers = max(kept * layers + logits, one_layer)
-    return width_of_activations(recipe) * numbers
+    logits = 0 if recipe.chunked_loss else work.passed(0).logits
+    return width_of_activations(recipe) * (kept * _half_of_linear_layers(work) + logits)
+
+
+def _half_of_linear_layers(work: Work) -> float:
+    """Half of the numbers that go into the linear layers and come out of them, for each token."""
+    return work.linear_widths * work.passed(0).vectors / 2
+
+
+def _keeps_nothing(recipe: Recipe) -> bool:
+    """Whether all that autograd saves is moved to the host."""
+    return recipe.offload is not None and OFFLOAD[recipe.offload].all_saved
 
 
 def input_bytes_per_token(work: Work, recipe: Recipe) -> float:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from ..compat import checkpointing_name
@@ -45,6 +46,7 @@ from .held import (
     overhead_bytes,
     overhead_of_prediction,
     resident_bytes,
+    saved_by_forward_per_token,
     saved_bytes_per_token,
 )
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
@@ -495,7 +497,9 @@ class Search:
 
         It comes from the sizes, or from a ``known`` option that saves as much or more memory. At
         each moment, bytes other than parameters, gradients and states are assumed to shrink with
-        the micro-batch. If the optimizers differ, the optimizer's step is left out.
+        the micro-batch. For a larger micro-batch they are assumed to stay, and where a forward
+        ends, there is what it saves for the additional rows. If the optimizers differ, the
+        optimizer's step is left out.
         """
         if known is None:
             held = self.residents(recipe)
@@ -510,7 +514,8 @@ class Search:
         rows = known.prediction.timeline.rows
         if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
             rows = rows[rows[:, PHASE] != OPTIMIZER_STEP]
-        if known.recipe.chunked_loss and not recipe.chunked_loss:
+        trains_head = not self.work.adapts(recipe)
+        if trains_head and known.recipe.chunked_loss and not recipe.chunked_loss:
             # A chunk's products for the head's gradient may be more than all logits are.
             rows = rows[rows[:, PHASE] != FORWARD]
         by = rows[:, BY]
@@ -528,7 +533,14 @@ class Search:
         scaled = by[:, ACTIVATIONS:].sum(axis=1) * min(
             1, known.recipe.accumulation / recipe.accumulation
         )
-        return (by[:, PARAMETERS] + states + gradients + scaled).max()
+        needed = by[:, PARAMETERS] + states + gradients + scaled
+        in_forward = np.flatnonzero(rows[:, PHASE] == FORWARD)
+        more_rows = self.rows // recipe.accumulation - known.micro_batch
+        if len(in_forward) and more_rows > 0:
+            end = in_forward[by[in_forward, ACTIVATIONS].argmax()]
+            saved = saved_by_forward_per_token(self.work, recipe)
+            needed[end] += more_rows * self.units * saved
+        return needed.max()
 
     def _comparable(self, known: Recipe, recipe: Recipe) -> bool:
         """Whether the bytes of ``known`` give a lower bound for those of ``recipe``.
@@ -571,6 +583,8 @@ def _keeps_no_more(known: Recipe, recipe: Recipe) -> bool:
     if ways[0] == ways[1]:
         return True
     of_known, of_recipe = (first_layers(one.checkpointing) for one in (known, recipe))
+    if recipe.checkpointing in SELECTIVE:
+        return False  # a part that runs again may take less than a whole layer that does
     if known.checkpointing == "per-layer":
         # transformers' checkpoints of all layers hold a little more than ours of the first ones
         return of_recipe is None
