@@ -39,7 +39,8 @@ def find_layers(layers_or_model: nn.Module) -> Lists:
         raise ValueError(
             f"there are no layers in this {type(layers_or_model).__name__}: in a model, a "
             "ModuleList of transformers' GradientCheckpointingLayers is looked for, and none was "
-            f"found. Give the nn.Sequential or nn.ModuleList itself{to_give}"
+            f"found. Give the nn.Sequential or nn.ModuleList itself{to_give}. For checkpoints, "
+            "call checkpoint_layers with it first, and leave checkpointing= out of a recipe"
         )
     if any(type(layer).forward is nn.Module.forward for layer in layers):
         raise ValueError(
@@ -65,7 +66,13 @@ def _lists_to_give(model: nn.Module) -> str:
         if len(module) > 1 and callable_items:
             lists.append((len(module), name))
     if not lists:
-        return ", if the model has one that its forward calls in order"
+        return (
+            ". This model has none: make one of the layers, in the order in which its forward "
+            "calls them, such as nn.ModuleList([model.first, model.second])"
+        )
     lists.sort(key=lambda found: -found[0])
     words = [f"model.{name} ({n} layers)" for n, name in lists[:3]]
-    return f", such as {' or '.join(words)}"
+    several = ""
+    if len(words) > 1:
+        several = "; call checkpoint_layers once for each list"
+    return f", such as {' or '.join(words)}{several}"

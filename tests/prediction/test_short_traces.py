@@ -13,7 +13,7 @@ from support.families import tiny_config
 from support.nightly import ALL, each
 from support.predicted import assert_same, measured
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.predict import predict, source_of
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.training.recipe import Recipe
 
@@ -45,6 +45,7 @@ RECIPES = {
     "in backward": {"in_backward": True},
     "accumulated": {"accumulation": 4},
     "per layer": {"checkpointing": "per-layer"},
+    "first 5": {"checkpointing": "first-5", "precision": "bf16"},
     "pairs of layers": {"checkpointing": 2},
     "sqrt": {"checkpointing": "sqrt"},
     "one in two": {"every_n_layers": 2},
@@ -103,6 +104,30 @@ def test_each_list_of_layers_is_shortened(family, depths, recipe, layers):
     short, full = both(deep(family, *depths), Recipe(**RECIPES[recipe]))
     assert short.traced_layers == layers
     assert_equal(short, full)
+
+
+@pytest.mark.parametrize(
+    ("family", "depths", "target"),
+    [
+        ("whisper", (8, 7), "cuda"),
+        *each(3, [("bart", (9, 9), "cpu"), ("t5", (8, 9), "cpu"), ("pegasus", (7, 8), "cuda")]),
+    ],
+)
+def test_the_first_layers_of_two_lists_are_predicted_from_shared_short_traces(
+    family, depths, target
+):
+    """With k in the first list, at its end, and in the second list."""
+    source = source_of(deep(family, *depths))
+    remembered = []
+    for k in (4, 5, depths[0], depths[0] + 3):
+        recipe = Recipe(precision="bf16", optimizer="adamw-fused", checkpointing=f"first-{k}")
+        short, full = both(source, recipe, target=target)
+        assert short.traced_layers
+        assert_equal(short, full)
+        if target == "cuda":
+            assert short.replay_allocator() == full.replay_allocator()
+        remembered.append(len(source.short_traces))
+    assert remembered[1] == remembered[0]
 
 
 def test_an_encoder_and_a_decoder_are_predicted_as_tracked():
