@@ -29,6 +29,7 @@ from . import cuda_kernels, fakes
 from .chunks import FewChunks
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
+from .draws import same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .loop import Loop, RunningLoop
 from .question import CannotTrace, Question
@@ -45,11 +46,20 @@ def traced(
 
     Raises ``CannotTrace``, which names the operation, if its operations depend on values.
     """
+
+    def trace() -> Trace:
+        found = _recorded(question, micro_batches, few_chunks)
+        if found is None:  # the chunks are not alike
+            found = _recorded(question, micro_batches, few_chunks=False)
+        return found
+
     with _explained_errors(question):
-        trace = _recorded(question, micro_batches, few_chunks)
-        if trace is None:  # the chunks are not alike
-            trace = _recorded(question, micro_batches, few_chunks=False)
-        return trace
+        name = type(question.source.skeleton).__name__
+        return same_for_all_draws(trace, _are_alike, name)
+
+
+def _are_alike(one: Trace, other: Trace) -> bool:
+    return one.changes().equal(other.changes()) and one.requests == other.requests
 
 
 def _recorded(question: Question, micro_batches: int | None, few_chunks: bool) -> Trace | None:
