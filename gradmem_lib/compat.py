@@ -236,6 +236,11 @@ def inside_transform(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows ``tensor`` as a view."""
+    return tensor._is_view()
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """What ``tensor`` is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base

@@ -39,6 +39,11 @@ def _layer_norm_backward(args, out):
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
+def _group_norm_backward(args, out):
+    """The gradient of ``group_norm``'s input has the input's dtype, whatever the weight's is."""
+    return (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
+
+
 def _masked_fill(args, out):
     """A value that the dtype cannot hold raises an error on a real tensor, not on a fake one."""
     with compat.without_modes():
@@ -187,6 +192,7 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill_.Scalar: _masked_fill,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.col2im.default: _col2im,
     # DDP waits for it: fake groups give none
     compat.all_reduce: lambda args, out: compat.finished_all_reduce(args[0]),

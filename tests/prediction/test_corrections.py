@@ -196,6 +196,22 @@ OTHERS = {
         rand(4),
         [False, True, True],
     ),
+    **{
+        f"group_norm_backward of {dtype}": (
+            aten.native_group_norm_backward,
+            rand(2, 4, 3, dtype=dtype),
+            rand(2, 4, 3, dtype=dtype),
+            rand(2, 2),
+            rand(2, 2),
+            rand(4),
+            2,
+            4,
+            3,
+            2,
+            [True, True, True],
+        )
+        for dtype in (torch.float32, bf16, half)
+    },
     "fold": (aten.col2im, rand(2, 18, 12), [6, 4], [3, 3], [1, 1], [1, 1], [2, 1]),
     "fold to more": (aten.col2im, rand(1, 3, 2), [9, 9], [1, 1], [1, 1], [0, 0], [8, 9]),
     **{
