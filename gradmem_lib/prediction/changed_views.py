@@ -7,13 +7,14 @@ torch/csrc/autograd/FunctionsManual.cpp). On fake tensors, autograd makes the vi
 operation, whose backward allocates nothing. Here this new tensor is made on fake tensors too.
 """
 
+import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from ..compat import base_of
+from ..compat import base_of, graph_task
 from .question import CannotTrace
 
 # The backwards of views that return a view of the gradient.
@@ -26,28 +27,36 @@ _FILL_ZEROS = {"SelectBackward0", "SliceBackward0", "AsStridedBackward0"}
 
 
 class ChangedViews(TorchFunctionMode):
-    """While it is active, the backwards of changed views allocate as those of real tensors.
-
-    ``pending``: the views that were changed since the last call; a recorder appends them.
-    """
+    """While it is active, the backwards of changed views allocate as those of real tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: list[Tensor] = []
+        self._pending: list[Tensor] = []
+
+    def note(self, view: Tensor) -> None:
+        """``view`` is being changed, and autograd does not know it yet."""
+        if graph_task() == -1:
+            self._pending.append(view)
+        elif _is_in_reentrant_checkpoint():
+            raise CannotTrace(
+                f"a view of shape {tuple(view.shape)} is changed in place in a layer that is "
+                "recomputed with use_reentrant=True: give use_reentrant=False, or change a copy "
+                "(inplace=False)"
+            )
+        # Otherwise the layer is computed again only for what its first forward did not keep.
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.backward:
-            with self:  # also in what a backward computes again
-                return _backward(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        while self.pending:
-            _correct_backward(self.pending.pop())
+        while self._pending:
+            _correct_backward(self._pending.pop())
         return out
 
 
-def _backward(loss: Tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    """``loss.backward(...)``, which would ask the active modes again."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+def _is_in_reentrant_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _correct_backward(view: Tensor) -> None:

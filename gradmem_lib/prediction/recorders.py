@@ -95,7 +95,7 @@ class CpuRecorder(Recording):
     def note_changed_view(self, view: Tensor) -> None:
         self.changes_views = True
         if self.views is not None:
-            self.views.pending.append(view)
+            self.views.note(view)
 
     def size(self, storage) -> int:
         return storage.nbytes()

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.predicted import assert_predicted, assert_same, tracked
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
@@ -88,7 +89,26 @@ class Layer(nn.Module):
         return self.beside(x) + normed(self.before(x)).view_as(x)
 
 
+class Recomputed(nn.Module):
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.first, self.use_reentrant = nn.Linear(16, 16), use_reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
 def test_a_changed_view_in_a_recomputed_layer():
+    assert_predicted(Recomputed(use_reentrant=False), torch.randn(400, 16))
+    with pytest.raises(CannotTrace, match="give use_reentrant=False"):
+        predict(Recomputed(use_reentrant=True), batch=torch.randn(400, 16), target="cpu")
+
+
+def test_a_changed_view_in_layers_that_this_library_recomputes():
     layers = nn.Sequential(Layer(), Layer(), Layer())
     checkpoint_layers(layers, every=1)
     predicted = predict(layers, batch=torch.randn(400, 16), loss=mean_square, target="cpu")
