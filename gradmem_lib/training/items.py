@@ -27,7 +27,9 @@ from .probe_rows import MOST_CLASSES, groups_of_rows, have_ignored_labels
 
 
 class LossIsNoMean(ValueError):
-    """Losses of pieces do not add up to the batch's, as a few rows have shown."""
+    """Losses of pieces do not add up to the batch's, as a few rows have shown; or they differ from
+    themselves, so that nothing can be shown.
+    """
 
 
 class _Found(NamedTuple):
@@ -165,7 +167,7 @@ def _refusal(
             "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
     if whole is not None and differs_from_itself(model, whole, loss_of):
-        return ValueError(
+        return LossIsNoMean(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
             "accumulate_gradients, which does not check your loss and its count"
