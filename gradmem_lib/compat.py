@@ -151,15 +151,14 @@ math_attention = _aten._scaled_dot_product_attention_math
 grouped_mm = _aten._grouped_mm.default
 set_storage = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}
 lstm_layer = _aten.mkldnn_rnn_layer.default
+# Products: no other tensor is among their arguments.
+products = [
+    getattr(_aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "convolution")
+]
+# Of their arguments, those with numbers that are not whole have one dtype; others are indices.
 ops_of_one_dtype = [
     getattr(_aten, name).default
     for name in (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "mv",
-        "convolution",
         "index_put",
         "index_put_",
         "index_add",
@@ -235,6 +234,11 @@ def inside_transform(tensor: Tensor) -> Tensor | None:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows ``tensor`` as a view."""
+    return tensor._is_view()
 
 
 def base_of(tensor: Tensor) -> Tensor:

@@ -52,6 +52,9 @@ TABLES = (
     "ZERO_SHOT_IMAGE_CLASSIFICATION",
     "IMAGE_CLASSIFICATION",
     "CTC",
+    # Last: language models that also take sounds, and have no pair of an encoder and a decoder.
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "AUDIO_CLASSIFICATION",
 )
 
 # Of the types of models that planning/models.json has, those that take pictures and no tokens. The

@@ -39,6 +39,11 @@ def _layer_norm_backward(args, out):
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
+def _group_norm_backward(args, out):
+    """The gradient of ``group_norm``'s input has the input's dtype, whatever the weight's is."""
+    return (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
+
+
 def _masked_fill(args, out):
     """A value that the dtype cannot hold raises an error on a real tensor, not on a fake one."""
     with compat.without_modes():
@@ -54,11 +59,21 @@ def _col2im(args, out):
     return args[0].new_empty(max(args[0].numel(), out.numel())).as_strided(out.shape, out.stride())
 
 
+def _tensors(args) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+
 def _require_one_dtype(args, out):
-    """Refuse two dtypes, as the kernel does where PyTorch's fake promotes them to one."""
-    tensors = [
-        t for t in compat.tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()
-    ]
+    """Refuse two floating-point dtypes, as the kernel does where PyTorch's fake promotes them."""
+    return _refuse_dtypes([t for t in _tensors(args) if t.is_floating_point()], out)
+
+
+def _require_one_dtype_of_all(args, out):
+    """The same for a product, where whole numbers too are refused beside other numbers."""
+    return _refuse_dtypes(_tensors(args), out)
+
+
+def _refuse_dtypes(tensors: list[torch.Tensor], out):
     dtypes = sorted({str(t.dtype) for t in tensors})
     if len(dtypes) > 1:
         raise RuntimeError(
@@ -177,12 +192,14 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill_.Scalar: _masked_fill,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.col2im.default: _col2im,
     # DDP waits for it: fake groups give none
     compat.all_reduce: lambda args, out: compat.finished_all_reduce(args[0]),
     aten.native_group_norm.default: _norm(1),
     aten.native_batch_norm.default: _norm(1),
 } | dict.fromkeys(compat.ops_of_one_dtype, _require_one_dtype)
+_EVERYWHERE |= dict.fromkeys(compat.products, _require_one_dtype_of_all)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
 _WINDOWS = [
     getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")

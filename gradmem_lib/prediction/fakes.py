@@ -102,6 +102,12 @@ _KNOWN_VALUES: dict[Any, Callable] = {
 }
 
 
+# Operators that count, with numbers alone as arguments.
+_COUNTS = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
+MOST_KNOWN_COUNTS = 8  # such as the dimensions that a loss is summed over; tokens are more
+_MAY_TELL = _KNOWN_VALUES.keys() | _COUNTS
+
+
 class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
     """A ``FakeTensorMode`` with a cache. Every result is an ordinary ``FakeTensor``.
 
@@ -129,7 +135,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
             value = self._known_value(args[0])
             if value is not None:
                 return value
-        if func in _KNOWN_VALUES:
+        if func in _MAY_TELL:
             return self._compute_known(func, types, args, kwargs or {})
         if func in _PARTS and not kwargs and self._has_only_a_shape(args[0]):
             return self._part(func, args)
@@ -179,8 +185,21 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         for parameter in model.parameters():
             self.parameters.add(storage_key(parameter.untyped_storage()))
 
+    def _known_counts(self, func, args, kwargs) -> FakeTensor | None:
+        """A short range with its numbers, which a module or a loss may read; else ``None``."""
+        start, stop, *step = args if len(args) > 1 else (0, *args)
+        on_card = str(kwargs.get("device") or "cpu") != "cpu"
+        if on_card or abs(stop - start) > MOST_KNOWN_COUNTS * abs(*step or (1,)):
+            return None
+        with compat.without_modes():
+            real = func(*args, **kwargs)
+        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+
     def _compute_known(self, func, types, args, kwargs):
         """The result of an operation that may tell something about the values in it."""
+        if func in _COUNTS:
+            counts = self._known_counts(func, args, kwargs)
+            return self._compute(func, types, args, kwargs) if counts is None else counts
         out = self._compute(func, types, args, kwargs)
         known = _KNOWN_VALUES[func](self, args)
         if known is not None:

@@ -21,6 +21,7 @@ from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES, check_choice
 from ..training.recipe import Recipe
+from ..training.step import check_loss_in_pieces
 from ..units import check_positive_int
 from . import allocator
 from .configs import find_config, most_positions, skeleton, stretched, title_of
@@ -37,6 +38,8 @@ from .short_traces import (
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
+# A module with a larger step is not asked by its real values, since that takes memory and time.
+MOST_ASKED = 2**30  # bytes
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
 
 
@@ -148,7 +151,9 @@ def predict(
             a tuple, or one tensor), real tensors or on ``device="meta"``, and flags. Only sizes
             matter, with two exceptions, for which masks are built: whether a real
             ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` restart
-            within a row.
+            within a row. And if a recipe cuts a batch with values, of a module with values whose
+            step needs less than a GiB, a few rows are computed for real, to refuse a loss that
+            must not be cut.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the module's output
             does not have it.
         full: trace every layer, even if short traces would be enough.
@@ -191,7 +196,11 @@ def predict(
     question = Question(
         source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank, loop
     )
-    return _prediction(question, trace_step(question, full))
+    step = trace_step(question, full)
+    peak = step.rows[:, TOTAL].max()
+    if source.is_user_module and batch is not None and peak <= MOST_ASKED:
+        check_loss_in_pieces(source.skeleton, batch, recipe, loss)
+    return _prediction(question, step)
 
 
 def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:

@@ -1,6 +1,7 @@
 """Count the fake storages of a step as ``MemoryTracker`` counts real ones, or as a card does."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Self
 from unittest.mock import patch
 from weakref import WeakValueDictionary
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compat import graph_task, storage_key
+from ..compat import base_of, graph_task, is_view, storage_key, writes_first_argument
 from ..measure.meter import Meter
 from ..measure.recording import Recording
 from ..measure.storages import storages_of
@@ -30,7 +31,20 @@ class _MarkingMeter(Meter):
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         if not self.stack and graph_task() == -1:
             self.recording.marks.touch(func, args, self.recording.live)
+        if torch.is_grad_enabled() and _changes_a_view(func, args):
+            self.recording.note_changed_view(args[0])
         super().observe(func, args, kwargs, out)
+
+
+_writes_first_argument = cache(writes_first_argument)
+
+
+def _changes_a_view(func: Any, args: tuple) -> bool:
+    """Whether ``func`` writes into a view in a way that autograd records."""
+    if not _writes_first_argument(func) or not is_view(args[0]):
+        return False
+    tensors = [base_of(args[0]), *args]
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 class CpuRecorder(Recording):
@@ -52,6 +66,8 @@ class CpuRecorder(Recording):
         self.part = 0
         self.unrounded = 0  # live bytes, before a card rounds them
         self.offload_traffic_bytes = 0
+        # Whether views were changed in place, and what corrects their backwards.
+        self.changes_views, self.views = False, None
         # the bytes of an allocation; or -1 - n: the storage of request n was freed
         self.requests: list[int] = []
         # of each request: the sample that counts it, and the layer that its name tells
@@ -75,6 +91,11 @@ class CpuRecorder(Recording):
         self.drain()
         self.part += 1
         self.marks.begin_part()
+
+    def note_changed_view(self, view: Tensor) -> None:
+        self.changes_views = True
+        if self.views is not None:
+            self.views.note(view)
 
     def size(self, storage) -> int:
         return storage.nbytes()

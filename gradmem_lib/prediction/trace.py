@@ -26,9 +26,11 @@ from ..training.step import (
     step,
 )
 from . import cuda_kernels, fakes
+from .changed_views import ChangedViews
 from .chunks import FewChunks
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
+from .draws import same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .loop import Loop, RunningLoop
 from .question import CannotTrace, Question
@@ -45,27 +47,47 @@ def traced(
 
     Raises ``CannotTrace``, which names the operation, if its operations depend on values.
     """
+
+    def trace() -> Trace:
+        found = _recorded(question, micro_batches, few_chunks)
+        if found is None:  # the chunks are not alike
+            found = _recorded(question, micro_batches, few_chunks=False)
+        return found
+
     with _explained_errors(question):
-        trace = _recorded(question, micro_batches, few_chunks)
-        if trace is None:  # the chunks are not alike
-            trace = _recorded(question, micro_batches, few_chunks=False)
-        return trace
+        name = type(question.source.skeleton).__name__
+        return same_for_all_draws(trace, _are_alike, name)
+
+
+def _are_alike(one: Trace, other: Trace) -> bool:
+    return one.changes().equal(other.changes()) and one.requests == other.requests
 
 
 def _recorded(question: Question, micro_batches: int | None, few_chunks: bool) -> Trace | None:
     """As ``traced``; ``None`` if few chunks do not prove the others."""
+    trace, changes_views = _recorded_with(None, question, micro_batches, few_chunks)
+    if changes_views:
+        trace, _ = _recorded_with(ChangedViews(), question, micro_batches, few_chunks)
+    return trace
+
+
+def _recorded_with(
+    views: ChangedViews | None, question: Question, micro_batches: int | None, few_chunks: bool
+) -> tuple[Trace | None, bool]:
+    """The trace, and whether the step changes views in place, for which it needs ``views``."""
     # Most models need no step as warm-up: it is enough to create the optimizer's states. In a
     # first step, a user's module may make tensors that it keeps, and PyTorch's sharding does.
     quick = not question.source.is_user_module and question.recipe.sharding is None
     if quick and question.loop == Loop():
-        with _FakeStep(question) as fake_step:
+        with _FakeStep(question, views) as fake_step:
             fake_step.make_states()
             trace = fake_step.record(micro_batches, few_chunks)
         if fake_step.is_steady:
-            return trace
-    with _FakeStep(question) as fake_step:
+            return trace, fake_step.changes_views
+    with _FakeStep(question, views) as fake_step:
         fake_step.run(None if question.source.is_user_module else 1)
-        return fake_step.record(micro_batches, few_chunks)
+        trace = fake_step.record(micro_batches, few_chunks)
+    return trace, fake_step.changes_views
 
 
 @contextmanager
@@ -118,12 +140,14 @@ class _FakeStep:
     """The step that a question asks for, on fake tensors. It exists while its block runs.
 
     ``is_steady``: in the recorded step, every trained parameter got a gradient, and modules held
-    the same tensors before and after it. Then the next step is like it.
+    the same tensors before and after it. Then the next step is like it. ``changes_views``: it
+    changed views in place, whose gradients need ``views``.
     """
 
-    def __init__(self, question: Question):
+    def __init__(self, question: Question, views: ChangedViews | None = None):
         self.question, self.recipe = question, question.recipe
-        self.is_steady = False
+        self.views = views
+        self.is_steady = self.changes_views = False
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -257,8 +281,10 @@ class _FakeStep:
         held = _module_tensors(self.model)
         offloaded_before = getattr(self.offload_hooks, "bytes", 0)
         chunks = FewChunks(recorder.marks)
-        with recorder, chunks if few_chunks else nullcontext():
+        recorder.views = self.views
+        with recorder, chunks if few_chunks else nullcontext(), self.views or nullcontext():
             self.run(micro_batches, recorder)
+        self.changes_views = recorder.changes_views
         offloaded = getattr(self.offload_hooks, "bytes", 0) - offloaded_before
         self.is_steady = len(with_gradient) == trained and held == _module_tensors(self.model)
         # 2: what is offloaded is also reloaded

@@ -26,6 +26,12 @@ from .probe import Answer, ProbeRows, ask, differs_from_itself
 from .probe_rows import MOST_CLASSES, groups_of_rows, have_ignored_labels
 
 
+class LossIsNoMean(ValueError):
+    """Losses of pieces do not add up to the batch's, as a few rows have shown; or they differ from
+    themselves, so that nothing can be shown.
+    """
+
+
 class _Found(NamedTuple):
     rule: Rule
     ignored_labels: bool  # whether the loss was also asked about labels of -100
@@ -90,7 +96,7 @@ def find_rule(
     agreed = [place for place, vote in enumerate(votes) if vote == everybody]
     if not agreed:
         whole = groups[0] if groups else None
-        raise ValueError(_refusal(inner, whole, loss_of, how, answer)) from answer.error
+        raise _refusal(inner, whole, loss_of, how, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):
         _warn_of_a_small_difference(inner, how, answer.differences[number])
@@ -149,29 +155,33 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
     return not any(isinstance(tensor, compat.FakeTensor) for tensor in tensors)
 
 
-def _refusal(model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: Answer) -> str:
+def _refusal(
+    model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: Answer
+) -> ValueError:
     """What was found, and what to do."""
     name = f"{type(model).__name__}"
     if answer.error is not None:
-        return (
+        return ValueError(
             f"{how} cuts the batch, so the loss of {name} was computed for a few rows together and "
             f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
             "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
     if whole is not None and differs_from_itself(model, whole, loss_of):
-        return (
+        return LossIsNoMean(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
             "accumulate_gradients, which does not check your loss and its count"
         )
     if answer.shows_nothing:
-        return (
+        return ValueError(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             "it is 0 for a few rows together and for each of them alone, as of a loss that "
             "compares rows and finds no pair. Use accumulation=1 and no sharding; or "
             "accumulate_gradients, which does not check your loss and its count"
         )
-    return (
+    # A loss that is not a number, as of weights that are not made yet, proves nothing.
+    kind = LossIsNoMean if answer.finite else ValueError
+    return kind(
         f"{how} cuts the batch, and the loss of {name} is no mean over labels or rows: "
         f"{answer.sentence or 'another process found it'}. Such a loss compares rows with each "
         "other, weighs classes, adds several means, or is the mean of something else than the "

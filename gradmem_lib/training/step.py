@@ -1,5 +1,6 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import Any
@@ -15,7 +16,7 @@ from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
 from .changed_loss import LossBeforeTheWindow
 from .item_rules import Rule
-from .items import find_rule, was_asked
+from .items import LossIsNoMean, find_rule, was_asked
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 
@@ -142,6 +143,32 @@ def _ask(
     usual = usual_rule(model)
     rule = find_rule(model, parts, mean_loss, usual, how=how, key=key, processes=processes)
     return rule, loss_before
+
+
+def check_loss_in_pieces(
+    model: nn.Module, batch: Any, recipe: Recipe, loss: Callable[[nn.Module, Any], Tensor] | None
+) -> None:
+    """Raise ``LossIsNoMean`` if ``step`` would, by its values, refuse to cut ``batch``.
+
+    It costs a few forwards of a few rows. Rows that the model does not take prove nothing here.
+    """
+    how = _how_cut(recipe)
+    if not how or recipe.chunked_loss:
+        return
+    device = device_of(model).type
+
+    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
+        with autocast(device, recipe):
+            return loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a real step gives them
+            find_rule(model, list(cut_batch(batch, recipe)), mean_loss, usual_rule(model), how=how)
+    except LossIsNoMean:
+        raise
+    except ValueError:
+        return
 
 
 def _identity(loss: Callable | None) -> tuple:

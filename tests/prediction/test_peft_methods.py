@@ -115,6 +115,20 @@ def test_a_method_is_predicted_to_the_byte(name, recipe):
     assert_same(short, tracked(copy.deepcopy(model), ask["batch"], recipe))
 
 
+def test_lily_compares_rows_so_that_its_batch_is_not_cut():
+    """Its router averages over all tokens of a batch."""
+    settings = LINEAR | {"r": 4, "stride_A": 3, "num_B": 2}
+    model, tokens = model_of("LilyConfig", settings), batch()
+    for recipe in RECIPES[:2]:
+        predicted = predict(model, batch=tokens, recipe=recipe, target="cpu")
+        assert_same(predicted, tracked(copy.deepcopy(model), tokens, recipe))
+    ask = {"batch": tokens, "recipe": RECIPES[2]}
+    with pytest.raises(ValueError, match="no mean over labels or rows"):
+        predict(model, **ask, target="cpu")
+    with pytest.raises(ValueError, match="no mean over labels or rows"):
+        tracked(model, **ask)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_method_that_cannot_be_predicted_is_refused_in_a_sentence(name):
     kind, settings, says = REFUSED[name]

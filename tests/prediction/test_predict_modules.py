@@ -308,6 +308,28 @@ def test_one_tensor_twice_and_flags_in_a_batch():
     assert_predicted(Flagged(), {"x": x.clone().requires_grad_(), "target": x})
 
 
+@pytest.mark.parametrize("end", [4, 7])
+def test_a_short_range_may_be_read(end):
+    """As a Dice loss reads the dimensions that it sums over."""
+
+    def loss(model, batch):
+        dimensions = torch.arange(1, batch.dim()).tolist()
+        steps = torch.arange(0, end, 3)
+        return model(batch).sin().sum(dimensions).mean() * sum(int(n) for n in steps)
+
+    assert_predicted(nn.Linear(16, 16), torch.randn(6, 5, 16), loss=loss)
+
+
+def test_a_range_that_is_written_to_has_no_known_numbers():
+    def loss(model, batch):
+        counts = torch.arange(3)
+        counts[1] = batch.argmax()
+        return model(batch).mean() * counts[1].item()
+
+    with pytest.raises(CannotTrace, match="reads a tensor's value"):
+        predict(nn.Linear(16, 16), batch=torch.randn(6, 16), loss=loss, target="cpu")
+
+
 class Depthwise(nn.Module):
     """As in Segformer: tokens laid out as a picture between two linear layers."""
 
