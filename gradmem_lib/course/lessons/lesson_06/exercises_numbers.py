@@ -265,7 +265,11 @@ def _why_next(case: str, mine: str, right: str) -> str:
     takes, total = _takes(phase, parts, rows, ""), sum(parts.values())
     if order.index(mine) < order.index(right):
         numbers = f": {total} - {takes[mine]} = {total - takes[mine]} are left" if shown else ""
-        return f"in {phase}, {mine} cannot be enough for this card{numbers}."
+        taken = [
+            part for part in parts if takes[mine] > _takes(phase, parts | {part: 0}, rows, "")[mine]
+        ]
+        only = " and ".join(taken) or "nothing"
+        return f"in {phase}, {mine} takes away {only}, which cannot be enough here{numbers}."
     if not shown:
         return f"in {phase}, a technique that comes before your answer can be enough."
     return (
