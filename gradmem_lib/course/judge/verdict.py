@@ -43,6 +43,10 @@ _ENDLESS = (
     "{} contains itself (a list that was appended to itself, for example), or is nested "
     "hundreds of times: return plain numbers or tensors"
 )
+_SLOW_CHECK = (
+    "your code returned, and the check of what it returned was stopped after {:.0f} seconds: it is "
+    "slow for this answer, so nothing is known about it. Try one that is nearer to the exercise"
+)
 PASSED, OPEN, WRONG = "passed", "not attempted", "not yet"
 
 
@@ -173,7 +177,7 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
             return Run(unfinished=True)
         forgot = returns and watch.returns_none
         failure = _failure(
-            error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit
+            error, candidate, exercise, forgot_return=forgot, watch=watch, limit=limit
         )
         return Run(failure=failure, left=tuple(watch.left))
     seconds = time.monotonic() - began
@@ -191,6 +195,7 @@ class _Watch:
         self.left: list[side_effects.Left] = []
         self.returns_none = False
         self.calls = 0
+        self.has_returned = False  # the last call has, so what runs now is not the candidate
 
     def around(self, function: Callable) -> Callable:
         from . import side_effects
@@ -202,7 +207,9 @@ class _Watch:
             switches = side_effects.switches()
             del arguments
             self.calls += 1
+            self.has_returned = False
             result = function(*args, **kwargs)
+            self.has_returned = True
             if has_ellipsis(result) and not is_attempt(function):
                 raise _Unfinished
             self.left += [*given.changes(), *side_effects.changed_switches(switches)]
@@ -261,7 +268,7 @@ def _failure(
     exercise: Exercise,
     *,
     forgot_return: bool,
-    call: int,
+    watch: _Watch,
     limit: float,
 ) -> _Failure:
     kind, text = type(error).__name__, _one_line(_text(error))
@@ -274,6 +281,8 @@ def _failure(
             f"your code was stopped after {limit:.0f} seconds{place}: is there a loop that "
             "never ends?"
         )
+        if watch.has_returned and not line:
+            says = _SLOW_CHECK.format(limit)
     elif isinstance(error, Endless):
         hint, says = "", _ENDLESS.format(f"what {exercise.name} returns")
     elif hasattr(error, "budget") and hasattr(error, "snapshot"):
@@ -291,7 +300,8 @@ def _failure(
         says = f"{exercise.name}{_signature(exercise.reference)} could not be used: {raised}"
     else:
         says = f"{describe(candidate)} could not be used: {raised}"
-    return _Failure((kind, _text(error), call, bool(line) if call else None), says, hint)
+    in_own_code = bool(line) if watch.calls else None
+    return _Failure((kind, _text(error), watch.calls, in_own_code), says, hint)
 
 
 def _text(error: BaseException) -> str:

@@ -53,8 +53,8 @@ def _trained(model):
 class _Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
-        self.head.weight = self.table.weight
+        self.embed_tokens, self.lm_head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
 
 
 def _models() -> dict[str, nn.Module]:
@@ -244,6 +244,7 @@ class _TwoColumns(nn.Module):
 
 
 _DEEP = "24 modules of one size"
+_FROZEN = "a frozen layer, and an x that requires a gradient"
 
 
 def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
@@ -254,6 +255,10 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     # The first and the last parameter are saved too, as a first Linear's weight and a bias are not.
     normed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.LayerNorm(6))
     normed[1].weight = nn.Parameter(torch.randn(2, 6, 4)[1])  # it begins inside its storage
+    # The frozen weight is saved for the gradient that passes through it.
+    frozen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    frozen[2].requires_grad_(False)
+    leaf = torch.randn(5, 4, requires_grad=True)
     # A storage that nothing keeps is free at once, and one of the same size gets its address.
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
     return {
@@ -262,6 +267,7 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "a bf16 MLP": (wide, torch.randn(32, 16, dtype=torch.bfloat16)),
         "two slices of one tensor": (twice, torch.randn(6, 4)),
         "a norm at both ends": (normed, torch.randn(5, 4)),
+        _FROZEN: (frozen, leaf),
         _DEEP: (deep, torch.randn(16, 64)),
     }
 
@@ -298,6 +304,18 @@ def _several(got) -> str:
     return ""
 
 
+def _why_frozen(too_many: bool) -> str:
+    if too_many:
+        return (
+            "the weight of a frozen layer is a parameter of the model too: leave out the storages "
+            "of all model.parameters()."
+        )
+    return (
+        "x requires a gradient here, and it is no parameter: only the storages of "
+        "model.parameters() are left out."
+    )
+
+
 def _explain_saved(got, expected):
     numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
     if len(numbers) < len(expected):
@@ -310,6 +328,8 @@ def _explain_saved(got, expected):
             "pack keeps nothing of a tensor, so its storage is freed while forward runs, and the "
             "next one gets its address: let pack return the tensor itself."
         )
+    if wrong == [_FROZEN]:
+        return _why_frozen(numbers[_FROZEN] > expected[_FROZEN])
     given, off = _saving(), {case: numbers[case] - right for case, right in expected.items()}
     for what, size, says in (
         (

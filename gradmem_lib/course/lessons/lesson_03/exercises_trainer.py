@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...judge.exercise import Exercise, Mistake
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ..shared.hf_trainer import one_batch, trainer_logs, trainer_setting
 
 
@@ -63,8 +64,8 @@ def _by_its_head(model, batch):
 
 
 def _nameless(kind: str):
-    """Model and examples of ``trainer_setting``, of a class whose name tells nothing, with dropout,
-    in eval mode.
+    """Model and examples of ``trainer_setting``, of a class whose name tells nothing, with
+    dropout.
     """
     model, examples = trainer_setting(kind.split()[0])
     members = {"forward": _without_the_number} if kind == _DEAF else {}
@@ -73,7 +74,7 @@ def _nameless(kind: str):
     if kind.endswith("SequenceClassification"):
         # which its forward writes there by itself
         model.config.problem_type = "single_label_classification"
-    return model.eval(), examples
+    return model, examples
 
 
 def _set_dropout(model, p: float) -> None:
@@ -82,6 +83,8 @@ def _set_dropout(model, p: float) -> None:
             module.p = p
 
 
+_GIVEN_IN_EVAL = ("BertForSequenceClassification", "LlamaForCausalLM", _DEAF)
+_IN_TRAINING = HiddenCase("a classifier in training mode")
 _SETTING = "accepts_loss_kwargs"
 
 
@@ -93,8 +96,9 @@ def _observe_mended(candidate):
     from transformers import default_data_collator
 
     found = {}
-    for kind in ("BertForSequenceClassification", "LlamaForCausalLM", _DEAF):
+    for kind in _GIVEN_IN_EVAL:
         model, examples = _nameless(kind)
+        model.eval()
         batch, before = default_data_collator(examples), _on_classes(model)
         right = one_batch(trainer_setting(kind.split()[0])[0], batch)
         try:
@@ -113,14 +117,31 @@ def _observe_mended(candidate):
             "gradient norm, over that of one batch": logged["grad_norm"] / right["grad_norm"],
             "set on the whole class (1 is yes)": int(after != before),
         }
-    return found
+    return found | {_IN_TRAINING: _asked_in_training(candidate)}
+
+
+def _asked_in_training(candidate) -> dict:
+    """What the answer sets on a classifier in training mode, whose dropout makes any two losses
+    differ. No ``Trainer`` runs, which would take seconds more.
+    """
+    from transformers import default_data_collator
+
+    model, examples = _nameless(_GIVEN_IN_EVAL[0])
+    candidate(model.train(), default_data_collator(examples))
+    return {"accepts_loss_kwargs (0 is False)": int(bool(getattr(model, _SETTING, True)))}
 
 
 def _explain_mended(got, expected):
-    if any(seen["set on the whole class (1 is yes)"] for seen in got.values()):
+    if any(got[kind]["set on the whole class (1 is yes)"] for kind in _GIVEN_IN_EVAL):
         return (
             "the attribute is set on the class, and so on every model of this class: set it on "
             "this model only."
+        )
+    asked = _GIVEN_IN_EVAL[1:]  # models without dropout
+    if not any(difference(got[kind], expected[kind], 1e-4) for kind in asked):
+        return (
+            "a classifier with dropout is judged wrongly: in training mode dropout makes any two "
+            "losses differ, so ask it in eval mode."
         )
     return None
 

@@ -138,6 +138,7 @@ def _explain_clip(got, expected):
             "every gradient is scaled to max_norm, even a small one: clip only where the norm "
             "is larger, and do not change the others."
         )
+    says = says or _why_fixed(mine["gradient at the step"], size, whole, 0.1)
     if not says and difference(got[_UNCLIPPED]["gradient at the step"], whole):
         model = Bigrams()
         parts, counts = parts_of(bigram_loss(model), unequal(), list(model.parameters()))
@@ -187,6 +188,22 @@ def _why_clipped(gradient, whole, max_norm) -> str | None:
             size, max_norm * right / whole.norm(power).item(), rel_tol=1e-3
         ):
             return f"this clips by {other}: the norm here is the root of the sum of squares."
+    return None
+
+
+def _why_fixed(gradient, other_size, whole, max_norm) -> str | None:
+    """What is said of a gradient that is clipped to another number than ``max_norm``, or to it and
+    in another direction. ``other_size``: of the gradient where ``max_norm`` is large.
+    """
+    size = gradient.norm().item()
+    parallel = torch.allclose(gradient / size, whole / whole.norm(), atol=1e-5)
+    if parallel and math.isclose(size, other_size, rel_tol=1e-4):
+        return f"max_norm has no effect: the gradient is clipped to {size:.3g} in any case."
+    if not parallel and math.isclose(size, max_norm, rel_tol=1e-3):
+        return (
+            "the clipped gradient has the right norm and another direction: clip once, after the "
+            "last backward, and not in the middle of the window."
+        )
     return None
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ....techniques.checkpointing import checkpoint_layers
+from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import flat
@@ -125,12 +126,32 @@ def _explain(got, expected):
     if got["the update"]["gradients that are left"]:
         return "gradients are left behind: call optimizer.zero_grad() after the step."
     moved, right = (seen["the update"]["change of the weights"] for seen in (got, expected))
+    if not moved.any():
+        return "the weights have not moved: call optimizer.step() once, after backward."
     times = (moved.norm() / right.norm()).item()
     same_direction = torch.cosine_similarity(moved, right, dim=0).item() > 0.999
     if same_direction and times and abs(times - 1) > 0.01:
         return (
             f"the weights move {times:.3g} times as far as they should: take one step, with the "
             "mean loss as it is."
+        )
+    return _why_loss(got, expected)
+
+
+def _why_loss(got, expected) -> str | None:
+    """What is said of one forward of all rows in training mode."""
+    loss, right = got["the card"].value, expected["the card"].value
+    if loss is None:
+        return "return the loss, a float."
+    if difference(got["the update"], expected["the update"]) and difference(loss, right):
+        return (
+            "the forward draws other numbers for dropout and drop path than the plain step does: "
+            "set no seed, and draw nothing before it."
+        )
+    if got["the card"].over and not difference(loss, right):
+        return (
+            "the step is right, and some blocks still keep their activations: put a checkpoint on "
+            "each block."
         )
     return None
 

@@ -9,8 +9,9 @@ from ast import literal_eval
 from functools import partial
 
 from ....units import GiB, MiB
-from ...judge.compare import describe
+from ...judge.compare import describe, difference
 from ...judge.exercise import Exercise, HiddenCase, Mistake, calls
+from ...judge.hints import nearest_mistake
 
 
 def read_error(asked, total, free, process, allocated, idle) -> dict:
@@ -42,12 +43,40 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
 
 
 def _explain_error(got, expected):
-    if got == {case: _reads(*literal_eval(case), wrong="free too") for case in expected}:
-        return (
+    right = {case: read_error(*literal_eval(case)) for case in expected}
+    for entry, wrong, says in (
+        (
+            "others",
+            lambda n: n["total"] - n["process"],
             "the others' memory includes the card's free bytes: no process holds these, so "
-            "subtract them too."
-        )
+            "subtract them too.",
+        ),
+        (
+            "others",
+            lambda n: n["total"] - n["free"] - n["process"] - n["idle"],
+            "the idle blocks are subtracted from the others' memory: they belong to this process, "
+            "whose bytes are subtracted already.",
+        ),
+        (
+            "context",
+            lambda n: n["process"] - n["allocated"] + n["idle"],
+            "the idle blocks are added to the context: PyTorch has reserved these, so subtract "
+            "them.",
+        ),
+        (
+            "in_pieces",
+            lambda n: n["free"] + n["idle"] > n["asked"],
+            "exactly as many bytes as were requested are enough: compare by >=.",
+        ),
+    ):
+        if got == {case: right[case] | {entry: wrong(_by_name(case))} for case in expected}:
+            return says
     return None
+
+
+def _by_name(case: str) -> dict[str, int]:
+    names = ("asked", "total", "free", "process", "allocated", "idle")
+    return dict(zip(names, literal_eval(case), strict=True))
 
 
 def _error(asked, total, context, allocated, idle, others=0) -> tuple[int, ...]:
@@ -128,6 +157,22 @@ def _observe_rows(candidate):
     }
 
 
+def _explain_rows(got, expected) -> str | None:
+    def is_that(of) -> bool:
+        return not difference(got, {case: of(*given) for case, given in ROWS.items()})
+
+    for phase in MOMENTS:
+        if is_that(lambda moments, rows, new, phase=phase: _at(phase, moments[phase], new / rows)):
+            return f"only the moment of {phase} is looked at: another one may be the highest."
+    if is_that(lambda moments, rows, new: max(_at(p, moments[p], new / rows) for p in MOMENTS[:2])):
+        return (
+            "the optimizer's step is left out: with few rows its moment may be the highest of all."
+        )
+    if is_that(lambda moments, rows, new: with_rows(moments, 2, 1)):
+        return "the batch is halved in every case: the factor is new / rows."
+    return None
+
+
 NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")
 
 
@@ -192,7 +237,45 @@ def _explain_next(got, expected):
             f"the answer is {said.pop()} for every breakdown: it must depend on phase, parts, "
             "rows and card."
         )
-    return None
+    case = next(case for case in expected if difference(got[case], expected[case]))
+    mine = got[case].strip() if isinstance(got[case], str) else got[case]
+    names = {name.casefold(): name for name in (*NAMES, "none")}
+    if not isinstance(mine, str) or mine.casefold() not in names:
+        return f"the answer is one of {', '.join(NAMES)} and none, as text."
+    return _named(got, expected) or _why_next(case, names[mine.casefold()], expected[case])
+
+
+def _named(got, expected) -> str:
+    """The sentence of the known mistake that is in ``got``, perhaps beside another one."""
+    (own,) = (exercise for exercise in EXERCISES if exercise.id == "6.6")
+    known = []
+    for mistake in own.mistakes:
+        answers = {case: mistake.function(*literal_eval(case)) for case in expected}
+        known.append((mistake.says, answers))
+    return nearest_mistake(got, expected, known, own.tolerance)
+
+
+def _why_next(case: str, mine: str, right: str) -> str:
+    """Why ``mine`` is not the answer to a case: what it takes is not enough, or ``right`` comes
+    before it.
+    """
+    order = [*NAMES, "none"]
+    shown = not isinstance(case, HiddenCase)
+    phase, parts, rows, card = literal_eval(case)
+    takes, total = _takes(phase, parts, rows, ""), sum(parts.values())
+    if order.index(mine) < order.index(right):
+        numbers = f": {total} - {takes[mine]} = {total - takes[mine]} are left" if shown else ""
+        taken = [
+            part for part in parts if takes[mine] > _takes(phase, parts | {part: 0}, rows, "")[mine]
+        ]
+        only = " and ".join(taken) or "nothing"
+        return f"in {phase}, {mine} takes away {only}, which cannot be enough here{numbers}."
+    if not shown:
+        return f"in {phase}, a technique that comes before your answer can be enough."
+    return (
+        f"in {phase}, {right} comes before {mine} and can be enough: {total} - {takes[right]} = "
+        f"{total - takes[right]} are left, and the card has {card}."
+    )
 
 
 EXERCISES = (
@@ -296,6 +379,7 @@ EXERCISES = (
         trains="telling what a batch is made of from what stays, moment by moment",
         reference=with_rows,
         observe=_observe_rows,
+        explain=_explain_rows,
         mistakes=(
             Mistake(
                 "upside down",

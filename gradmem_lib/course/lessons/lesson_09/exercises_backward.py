@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from ...judge.compare import difference, plain
-from ...judge.exercise import Exercise, Mistake, Seen, measure
+from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen, measure
 from ..shared.settings import flat
 
 CLIP_CARD = 3_200_000  # bytes: eight matrices of 262,144, and a few at a time beside them
 LAYERS, WIDTH = 8, 256
+ALL_GRADIENTS = 3_900_000  # bytes: the weights, and at once most of their gradients
 
 
 def clip_in_backward(model, loss_of, lr, max_norm) -> float:
@@ -85,11 +86,11 @@ def _waiting(model, loss_of, lr, max_norm):
     return norm.item()
 
 
-def clip_setting() -> tuple[nn.Module, torch.Tensor]:
+def clip_setting(seed: int = 4) -> tuple[nn.Module, torch.Tensor]:
     """Eight linear layers of which the last is the first once more and the third is frozen, and
     rows (16, 256).
     """
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(seed)
     layers = [nn.Linear(WIDTH, WIDTH, bias=i == 5) for i in range(LAYERS)]
     with torch.no_grad():
         for layer in layers:
@@ -102,9 +103,13 @@ def clip_setting() -> tuple[nn.Module, torch.Tensor]:
 
 def _observe(candidate):
     found: dict = {}
-    for name, lr, share in (("a norm above max_norm", 0.01, 0.1), ("below", 0.003, 10.0)):
+    for name, lr, share, seed in (
+        ("a norm above max_norm", 0.01, 0.1, 4),
+        ("below", 0.003, 10.0, 4),
+        (HiddenCase("other weights"), 0.02, 0.5, 5),
+    ):
         with torch.random.fork_rng(devices=[]):
-            model, x = clip_setting()
+            model, x = clip_setting(seed)
 
         def loss_of(model, x=x):
             return model(x).square().mean()
@@ -132,7 +137,7 @@ def _observe(candidate):
             ]
             / lr,
         }
-        if share < 1:
+        if share == 0.1:
             found["the card"] = type(run)(None, run.peak, run.budget)
             most_waiting = max(waiting, default=0)
         left = sum(p.grad is not None for p in trained)
@@ -155,6 +160,7 @@ _WIDE = (
     "no gradient waits, and still too much is there at once: for the square, the second pass or a "
     "copy, make no more than one tensor as large as a gradient, and in its own dtype."
 )
+_UNMOVED = "no weight has moved: `p = ...` names a new tensor; change p in place, as p.add_ does."
 _WAITS = (
     "every gradient waits until the norm is known: measure the norm in one backward that "
     "frees each gradient at once, and step in a second backward."
@@ -165,7 +171,22 @@ def _explain(got, expected):
     above, right = got["a norm above max_norm"], expected["a norm above max_norm"]
     if above["norm"] is None:
         return "return the norm of the whole gradient, before it was clipped."
-    return _why_norm(above["norm"], right["norm"]) or _why_moves(got, expected)
+    unmoved = not above["change of the weights, in learning rates"].any()
+    return (
+        _why_norm(above["norm"], right["norm"])
+        or (_UNMOVED if unmoved else None)
+        or _why_moves(got, expected)
+        or _why_left(got["a norm above max_norm, afterwards"])
+    )
+
+
+def _why_left(after) -> str | None:
+    """What is said of gradients and hooks that are left, where the weights move as they should."""
+    if after["gradients left in .grad"]:
+        return "a gradient is left in .grad: the second pass frees each one too, p.grad = None."
+    if after["a later backward moves weights (1 is yes)"]:
+        return "a hook is still on a parameter, so a later backward steps too: remove each handle."
+    return None
 
 
 def _why_norm(norm, whole) -> str | None:
@@ -195,15 +216,42 @@ def _why_moves(got, expected) -> str | None:
     if abs(along - 10) < 1e-2 and difference(below, unclipped, 1e-3) is None:
         return "max_norm has no effect: the step uses the unclipped gradient."
     if over and difference(moves, wanted) is None:
-        return _WAITS if got.notes["waiting"] > 1 else _WIDE
+        return _why_over(got)
     if abs(along - 100) < 0.1:
         return "lr has no effect: each parameter moves by lr * factor * gradient."
     if difference(moves, wanted, 1e-3) and not over:
+        return _some_or_all(moves, wanted)
+    if not below.any():
         return (
-            "the weights are wrong: the first pass only measures, and the second moves each "
-            "weight by lr * factor * gradient."
+            "a gradient whose norm is below max_norm takes no step: it is not clipped, so its "
+            "factor is 1."
         )
     return None
+
+
+def _some_or_all(moves, wanted) -> str:
+    if ((moves == 0) & (wanted != 0)).any():
+        return (
+            "some trained weights do not move: each parameter that requires a gradient gets a "
+            "hook, a bias too."
+        )
+    return (
+        "the weights are wrong: the first pass only measures, and the second moves each weight by "
+        "lr * factor * gradient."
+    )
+
+
+def _why_over(got) -> str:
+    """What is said of too many bytes, where the weights are right."""
+    if got["a norm above max_norm, afterwards"]["gradients left in .grad"]:
+        return (
+            "the second pass leaves its gradients in .grad, where they wait, if only as zeros: "
+            "set p.grad = None in its hook too."
+        )
+    if got.notes["waiting"] > 1:
+        return _WAITS
+    # A list of gradients waits too, as torch.autograd.grad returns one.
+    return _WAITS if got["the card"].peak > ALL_GRADIENTS else _WIDE
 
 
 EXERCISES = (

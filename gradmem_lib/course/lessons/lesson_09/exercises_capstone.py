@@ -9,6 +9,7 @@ from ....training.recipe import Recipe
 from ....units import MiB
 from ...judge.compare import plain
 from ...judge.exercise import Exercise, Mistake
+from ..shared.every_linear import without_needless_targets
 from ..shared.settings import quietly
 
 CARD_300 = 300 * MiB
@@ -65,6 +66,10 @@ _SAYS = {
         "weights and the embedding's gradient alone take more than 300 MiB in float32: "
         "precision='bf16'."
     ),
+    "float32 beside 4 bits": (
+        "the embedding, the adapters and the activations are not in 4 bits but in float32: "
+        "precision='bf16'."
+    ),
     "states": (
         "weights and optimizer states take more than 300 MiB: choose an optimizer that keeps less."
     ),
@@ -103,12 +108,20 @@ def what_is_in_the_way(layers: int, recipe: Recipe) -> str:
         return "states"
     if not recipe.chunked_loss and ROWS // recipe.accumulation == ROWS:
         return "logits"
-    if (peak := smollm2_peak(layers, recipe)).total <= CARD_300:
+    return _at_the_peak(layers, recipe)
+
+
+def _at_the_peak(layers: int, recipe: Recipe) -> str:
+    """``what_is_in_the_way`` by the predicted peak."""
+    peak = smollm2_peak(layers, recipe)
+    if peak.total <= CARD_300:
         return ""
     if recipe.lora_rank is None and not recipe.in_backward:
         return "gradients"
     if recipe.checkpointing is None and recipe.every_n_layers is None:
         return "activations"
+    if recipe.precision != "bf16":
+        return "float32 beside 4 bits"
     return (
         f"{layers} layers: the peak is {peak.total:,} bytes, and 300 MiB are {CARD_300:,}; it is "
         f"in {peak.phase}, and the largest part is "
@@ -135,6 +148,12 @@ def _pair(full=None, lora=None, layers=FULL_LAYERS):
     )
 
 
+def _count(layers):
+    """A whole number, however it is written, as an int: 12.0 too."""
+    layers = plain(layers)
+    return int(layers) if isinstance(layers, float) and layers.is_integer() else layers
+
+
 @quietly
 def _observe(candidate):
     given = candidate()
@@ -143,11 +162,12 @@ def _observe(candidate):
         isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Recipe)
         for pair in pairs
     )
-    pairs = [(plain(layers), recipe) for layers, recipe in pairs] if shaped else []
+    pairs = [(_count(layers), recipe) for layers, recipe in pairs] if shaped else []
     if not pairs or not all(isinstance(layers, int) and layers > 0 for layers, _ in pairs):
         raise TypeError("return two pairs, each a number of layers and a Recipe")
     found = {}
     for (layers, recipe), name in zip(pairs, ("every weight", "adapters"), strict=True):
+        recipe = without_needless_targets(recipe, _config())
         found[name] = {"what is in the way": _wrong_with(layers, recipe, name == "adapters")}
         if found[name]["what is in the way"]:
             break

@@ -94,6 +94,11 @@ def _tensors(held) -> list[Tensor]:
     return [held] if isinstance(held, Tensor) and held.numel() > 1 else []
 
 
+def _numbers_behind(tensor: Tensor) -> int:
+    """The numbers of a tensor's storage, of which a view shows some. Their dtype is free."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
 CASES = {  # rows, columns, rank, every, lr, scale
     "wide, 6 x 20, rank 2, a new P every 2 steps": (6, 20, 2, 2, 0.1, 0.25),
     "tall, 15 x 5, rank 3, a new P every 3 steps": (15, 5, 3, 3, 0.02, 0.5),
@@ -153,11 +158,11 @@ def _observe(candidate):
     own = {}
     for name, state in states.items():
         kept = _tensors(state)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        own[name] = sum(t.nbytes for t in kept)
+        storages = {t.untyped_storage().data_ptr(): _numbers_behind(t) for t in kept}
+        own[name] = sum(t.numel() for t in kept)
         steps = enumerate(_whatever_the_signs(name, moves[name]), 1)
         found[name] = {
-            "bytes kept in state": sum(storages.values()),
+            "numbers kept in state": sum(storages.values()),
             **{f"step {i}, in lr * scale": move for i, move in steps},
         }
     return Seen(found, own=own)
@@ -177,7 +182,7 @@ def _explain(got, expected):
     if got["gradients that the step has changed"]:
         return "the step changes p.grad: read it, and leave it to the caller."
     names = list(CASES)
-    if not any(got[name]["bytes kept in state"] for name in names):
+    if not any(got[name]["numbers kept in state"] for name in names):
         return (
             "`state` has no tensor: keep P and both moments in `state`, which is the same dict "
             "in each call for one matrix."
@@ -203,10 +208,17 @@ _UPHILL = "the step has the wrong sign: it increases the loss."
 
 def _why_kept(got, expected, *, everywhere) -> str | None:
     """What is said of the tensors in ``state``. ``everywhere``: the weights are right."""
-    bytes_kept = "bytes kept in state"
-    kept, wanted = ([seen[name][bytes_kept] for name in CASES] for seen in (got, expected))
+    numbers_kept = "numbers kept in state"
+    kept, wanted = ([seen[name][numbers_kept] for name in CASES] for seen in (got, expected))
     if kept != wanted and list(got.notes["own"].values()) == wanted:
         return "P is a view, and a view keeps all of the storage that it was cut from: .clone() it."
+    for (_, _, rank, *_), mine, right in zip(CASES.values(), kept, wanted, strict=True):
+        if mine != right and mine and mine * rank % right == 0:
+            # P and both moments grow with the number of directions.
+            return (
+                f"P has rank {mine * rank // right} where `rank` is {rank}: take the first `rank` "
+                "directions, no more and no fewer."
+            )
     if everywhere and any(mine > right for mine, right in zip(kept, wanted, strict=True)):
         return (
             "the weights are right, but more is kept than P and two moments of the small "

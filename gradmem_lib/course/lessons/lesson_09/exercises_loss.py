@@ -77,9 +77,12 @@ def _batch(tokens: int, width: int, vocab: int, dtype: torch.dtype, seed: int):
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def _loss(candidate, batch, cap, times) -> dict:
+def _loss(candidate, batch, cap, times, other=None) -> dict:
+    """``other``: a batch whose forward runs between this one's forward and backward."""
     hidden, weight, labels = batch
     loss = candidate.apply(hidden, weight, labels, cap)
+    if other is not None:
+        candidate.apply(*other, cap)
     with Operations() as ran:
         (times * loss).backward()
     products = sum(op in PRODUCTS for op in ran.ops)
@@ -91,6 +94,25 @@ def _loss(candidate, batch, cap, times) -> dict:
     }
 
 
+def _two_losses(candidate) -> dict:
+    """The gradients of a loss whose backward runs after the forward of another one, and how many of
+    the arguments have changed meanwhile.
+    """
+    sizes = (150, 6, 20, torch.float64)
+    batch, other = _batch(*sizes, 3), _batch(*sizes, 4)
+    before = [t.detach().clone() for t in batch]
+    found = _loss(candidate, batch, 2.0, 1.0, other)
+    changed = [not torch.equal(t, was) for t, was in zip(batch, before, strict=True)]
+    return {
+        "arguments that have changed": sum(changed),
+        "hidden.grad": found["hidden.grad"],
+        "weight.grad": found["weight.grad"],
+    }
+
+
+_TWO = "a loss whose backward runs after another loss's forward"
+
+
 def _observe(candidate):
     found = {}
     for name, sizes, cap, times in (
@@ -99,6 +121,7 @@ def _observe(candidate):
         (HiddenCase("cap 30"), (64, 4, 9, torch.float64, 2), 30.0, 0.5),
     ):
         found[name] = _loss(candidate, _batch(*sizes), cap, times)
+    found[_TWO] = _two_losses(candidate)
     large = _batch(1000, 32, 3000, torch.float32, 5)
     run = measure(lambda: _loss(candidate, large, 5.0, 1.0), budget=LOSS_CARD)
     # The norms alone: what is kept of a run is compared for every mistake.
@@ -139,7 +162,33 @@ def _explain(got, expected):
             "backward computes again: forward makes both gradients, and backward multiplies "
             "them by a number."
         )
-    return _why_gradients(mine, right)
+    return _why_gradients(mine, right) or _why_later(got, expected)
+
+
+def _why_later(got, expected) -> str | None:
+    """What is said where the first case is right: of the number that backward gets, of what is
+    kept between two losses, of changed arguments.
+    """
+    name = list(expected)[1]  # three times the loss
+    mine, right = got[name]["hidden.grad"], expected[name]["hidden.grad"]
+    if difference(got[name]["loss"], expected[name]["loss"]) is None:
+        for times in (1 / 9, 3):
+            if difference(mine, times * right) is None:
+                return _ONCE
+    if got[_TWO]["arguments that have changed"]:
+        return (
+            "hidden, weight or labels have changed: do not change an argument in place, work on a "
+            "copy."
+        )
+    if difference(got[name], expected[name]) is None and difference(got[_TWO], expected[_TWO]):
+        return (
+            "the gradients are those of the last forward, whichever loss runs its backward: keep "
+            "them in ctx, which each loss has of its own."
+        )
+    return None
+
+
+_ONCE = "backward multiplies both gradients by the number that it is given, once."
 
 
 def _why_loss(loss, right) -> str | None:
@@ -153,7 +202,10 @@ def _why_loss(loss, right) -> str | None:
     with torch.no_grad():
         z = hidden @ weight.T
         logits = 2 * torch.tanh(z / 2)
-        bent = (z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30))
+        bent = (
+            *(z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30)),
+            *(torch.tanh(z / 2), torch.tanh(z / 2) / 2, 2 * torch.tanh(2 * z)),
+        )
         others = [F.cross_entropy(other, labels) for other in bent]
         every = F.cross_entropy(logits, labels.clamp(min=0), reduction="sum") / count
     if any(difference(loss, other) is None for other in others):
@@ -162,11 +214,21 @@ def _why_loss(loss, right) -> str | None:
         return (
             "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
         )
+    divisor = (right / loss).item() * int(count)
+    if abs(divisor - round(divisor)) < 1e-6 * divisor and round(divisor) != int(count):
+        return (
+            f"the sum over the tokens is divided by {round(divisor)}, and not by the number of "
+            f"labels that are not -100, which is {int(count)} here."
+        )
     return None
 
 
 def _why_gradients(mine, right) -> str | None:
     hidden, wanted = mine["hidden.grad"], right["hidden.grad"]
+    if difference(hidden, -wanted) is None:
+        return "both gradients have the wrong sign: they are those of the loss."
+    if difference(hidden, wanted + 1) is None:
+        return _ONCE
     if wanted[-1].any() and not hidden[-1].any():
         return "the last rows are left out: the last chunk may be shorter than the others."
     if difference(hidden, 2 * wanted) is None:
@@ -200,6 +262,13 @@ EXERCISES = (
                 (
                     "a gradient that forward took by autograd is None: cut and multiply inside "
                     "torch.enable_grad(), since a piece that is cut outside has no graph."
+                ),
+            ),
+            (
+                r"returned an invalid gradient",
+                (
+                    "backward returns the gradients in the order of forward's arguments: that of "
+                    "hidden, that of weight, None, None."
                 ),
             ),
             (

@@ -4,6 +4,7 @@ engine around a model.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ....compat import TorchDispatchMode, fake_process_group
 from ....measure.tracker import MemoryTracker
 from ...judge.compare import Measured, difference
-from ...judge.exercise import Exercise, HiddenCase, Mistake
+from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen
 from ...machine.compat import enable_checkpointing
 from ...material import models
 from ..shared.settings import flat, quietly
@@ -143,7 +144,13 @@ def _shard_of(layer: nn.Module) -> list[nn.Parameter]:
 def _rows(candidate, linear: nn.Linear, x: Tensor) -> dict:
     """Two updates of a layer on one rank."""
     layer, x = candidate(linear), x.clone().requires_grad_()
-    found: dict = {"numbers held": sum(t.numel() for t in [*layer.parameters(), *layer.buffers()])}
+    held = [*layer.parameters(), *layer.buffers()]
+    found: dict = {
+        "numbers held": sum(t.numel() for t in held),
+        "numbers in their storages": sum(
+            t.untyped_storage().nbytes() // t.element_size() for t in held
+        ),
+    }
     for step in ("first", "second"):
         out = layer(x)
         out.square().mean().backward()
@@ -194,10 +201,11 @@ def _observe_layer(candidate):
             for rank in (0, ranks - 1)
             for part in seen[rank]
         }
-    with fake_process_group(4, 0):
+    # The layers are made inside the tracker, so that it counts whatever they keep anywhere.
+    calls, tracker = CollectiveLog(), MemoryTracker(live=False)
+    with fake_process_group(4, 0), calls, tracker:
         chain, x = _chain(candidate)
-        with CollectiveLog() as calls, MemoryTracker(chain, live=False) as tracker:
-            chain(x).square().mean().backward()
+        chain(x).square().mean().backward()
     found["all-reduces"] = calls.count("allreduce")
     found["six layers on one of 4 ranks"] = Measured(None, tracker.peak.total, SHARD_CARD)
     return found
@@ -210,10 +218,35 @@ def _explain_layer(got, expected):
             "the layer holds more than this rank's rows: keep only "
             "weight.chunk(ranks)[rank].clone()."
         )
+    storages = "numbers in their storages on rank 0"
+    if mine[storages] > right[storages]:
+        return (
+            "the shard is a view of the whole weight, and a view keeps the whole storage: .clone() "
+            "it."
+        )
     for part in mine:
         if mine[part] is None:
             return f"{part} is None: backward returns a gradient for x and one for the shard."
-    name = next((part for part in right if difference(mine[part], right[part])), "")
+    for case in expected:
+        if isinstance(expected[case], dict):
+            says = _why_first_part(got[case], expected[case])
+            if says:
+                return says
+    card = got["six layers on one of 4 ranks"]
+    if card.over > 3 * 4 * SIDE * SIDE:
+        return (
+            "whole weights stay after they are used: keep none in ctx, in the module or in a list, "
+            "and gather again in backward."
+        )
+    return None
+
+
+def _why_first_part(mine, right) -> str | None:
+    """What is said of the first part that is wrong in a case: on any rank, the first update's parts
+    before the second's.
+    """
+    wrong = [part for part in right if difference(mine[part], right[part])]
+    name = next(iter(sorted(wrong, key=lambda part: part.startswith("second"))), "")
     if "output" in name:
         if "second" in name:
             return (
@@ -229,14 +262,28 @@ def _explain_layer(got, expected):
             "x.grad is wrong: compute d_out @ weight with the whole weight, and take no mean "
             "over ranks, since x belongs to this rank."
         )
-    if "gradient" in name:
-        if not len(mine[name]) or not mine[name].any():
-            return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
+    if "gradient" not in name:
+        return None
+    if not len(mine[name]) or not mine[name].any():
+        return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
+    times = _times(mine[name], right[name])
+    if times is not None:
         return (
-            "the shard's gradient is wrong: it is this rank's rows of the mean over all ranks "
-            "of d_out.T @ x."
+            f"the shard's gradient is {times:.3g} times what it should be: it is this rank's rows "
+            "of the mean over the ranks, and own_mean divides by the ranks already."
         )
-    return None
+    return (
+        "the shard's gradient is wrong: it is this rank's rows of the mean over all ranks "
+        "of d_out.T @ x."
+    )
+
+
+def _times(mine: Tensor, right: Tensor) -> float | None:
+    """The factor between two gradients, if it is the same everywhere."""
+    if mine.shape != right.shape:
+        return None
+    factor = (mine @ right / right.square().sum()).item()
+    return factor if difference(mine, factor * right) is None else None
 
 
 def wrap(model, mesh):
@@ -288,32 +335,73 @@ def _gradients(candidate) -> dict:
     return {"gradients on rank 0": first, "gradients on rank 1": last}
 
 
-def step_on_a_rank(candidate) -> tuple[nn.Module, CollectiveLog, MemoryTracker]:
-    """A forward and a backward of the tiny Llama on the first of the two ranks that share it, where
-    two other ranks share a replica.
+def sharded_on_a_rank(candidate) -> tuple[nn.Module, nn.Module]:
+    """The tiny Llama as it was given to the first of the two ranks that share it, where two other
+    ranks share a replica, and what ``candidate`` makes of it.
     """
-    model, ids = wrap_setting()
+    given, _ = wrap_setting()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = candidate(model, mesh["shards"])
+    return given, candidate(given, mesh["shards"])
+
+
+def step_on_a_rank(model) -> tuple[CollectiveLog, MemoryTracker]:
+    """A forward and a backward of ``model`` on 2 rows of 32 tokens."""
+    _, ids = wrap_setting(layers=1)
     with CollectiveLog() as calls, MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids[:2], labels=ids[:2]).loss.backward()
-    return model, calls, tracker
+    return calls, tracker
+
+
+def _whole_weights(model) -> int:
+    return sum(not isinstance(p, DTensor) for p in model.parameters())
+
+
+class _RunsAgain:
+    """Counts how often each layer's attention and MLP run in a forward and a backward."""
+
+    def __init__(self, model):
+        kinds = ("LlamaAttention", "LlamaMLP")
+        parts = [part for part in model.modules() if type(part).__name__ in kinds]
+        self.runs = dict.fromkeys(parts, 0)
+        self.forwards = {part: part.forward for part in parts}
+
+    def __enter__(self):
+        for part in self.runs:
+            part.forward = functools.partial(self._run, part)
+        return self
+
+    def __exit__(self, *_):
+        for part, forward in self.forwards.items():
+            part.forward = forward
+
+    def _run(self, part, *args, **kwargs):
+        self.runs[part] += 1
+        return self.forwards[part](*args, **kwargs)
+
+    def once(self) -> int:
+        """How many of them ran no second time."""
+        return sum(runs == 1 for runs in self.runs.values())
 
 
 @quietly
 def _observe_wrap(candidate):
     found: dict = {"two ranks": _gradients(candidate)}
     with fake_process_group(4, 0):
-        model, calls, tracker = step_on_a_rank(candidate)
-        whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        given, model = sharded_on_a_rank(candidate)
+        found["weights that stay whole"] = _whole_weights(model)
+        found["weights of the given model that stay whole"] = _whole_weights(given)
+        with _RunsAgain(model) as again:
+            calls, tracker = step_on_a_rank(model)
+        found["weights that are whole after backward"] = _whole_weights(model)
         shared = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
     gathers = calls.count("allgather")
-    found["weights that stay whole"] = len(whole)
     found["all-gathers beyond 20"] = max(0, gathers - 20)
     found["a rank"] = Measured(None, tracker.peak.total, WRAP_CARD)
     found["gathered again in backward (1 is yes)"] = int(gathers > 9)
     found["layers that are units"] = len(_layers_among_units(model))
-    return found | {"ranks that share a weight": max(shared, default=0)}
+    found["ranks that share a weight"] = max(shared, default=0)
+    found["in training mode (1 is yes)"] = int(model.training)
+    return Seen(found, once=again.once())
 
 
 def _layers_among_units(model) -> set[str]:
@@ -332,11 +420,26 @@ def _explain_wrap(got, expected):
             "some weights stay whole on every rank, and nobody averages their gradients: "
             "fully_shard(model) takes what the layers leave."
         )
+    if got["weights of the given model that stay whole"]:
+        return (
+            "a copy is sharded, and the given model stays whole beside it: fully_shard works in "
+            "place, so shard the model itself."
+        )
+    if got["weights that are whole after backward"]:
+        return (
+            "after backward, weights are still whole: leave the unit's resharding after backward "
+            "as it is."
+        )
     if difference(got["two ranks"], expected["two ranks"]):
         return (
             "the gradients differ from those of one process: fully_shard each layer, then the "
             "model, in float32, and do not change how the model runs."
         )
+    return _why_units(got, expected)
+
+
+def _why_units(got, expected) -> str | None:
+    """What is said of the units and the bytes, where the gradients are right."""
     if not got["gathered again in backward (1 is yes)"]:
         return (
             "weights stay gathered from forward to backward, or all are gathered at once: each "
@@ -353,6 +456,11 @@ def _explain_wrap(got, expected):
         return (
             f"only {units} of the {layers} layers are units: call fully_shard on each of them "
             "before you call it on the model."
+        )
+    if got["a rank"].over and got.notes["once"]:
+        return (
+            f"{got.notes['once']} of the attentions and MLPs run only once, so their activations "
+            "are kept: each layer as a whole is a checkpoint."
         )
     return None
 
@@ -374,6 +482,10 @@ EXERCISES = (
                     "the ranks do not make the same calls: each gathers once in forward, and "
                     "gathers and reduces once in backward."
                 ),
+            ),
+            (
+                r"incorrect number of gradients|returned an invalid gradient",
+                "backward returns two gradients: that of x, then that of the shard.",
             ),
             (
                 r"shapes cannot be multiplied|size mismatch|must match the size",
@@ -442,7 +554,7 @@ EXERCISES = (
         reference=wrap,
         observe=_observe_wrap,
         explain=_explain_wrap,
-        tolerance=1e-9,
+        tolerance=1e-6,
         changes=("model.train", "model.hook", "model.config", "model.checkpointing"),
         raises=(
             (

@@ -34,7 +34,8 @@ def _forbidden(answer) -> str:
 
 
 def _name(answer):
-    word = answer.strip().lower().replace(" ", "_") if isinstance(answer, str) else ""
+    word = answer.strip(" .!'\"").lower() if isinstance(answer, str) else ""
+    word = word.removeprefix("the ").replace(" ", "_")
     found = [name for name in CATEGORIES if word in (name, name.removesuffix("s"))]
     return found[0] if found else describe(answer)
 

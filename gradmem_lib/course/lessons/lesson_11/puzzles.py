@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
@@ -31,7 +31,8 @@ from ....prediction.question import CannotTrace
 from ....training.recipe import Recipe
 from ....units import format_bytes
 from ....view.room import MemoryFit
-from ...judge.compare import describe
+from ...judge.compare import describe, plain
+from ..shared.every_linear import without_needless_targets
 from ..shared.settings import quietly
 
 RECORD = "puzzles.json"
@@ -81,6 +82,12 @@ RULES = (
     "in all puzzles: adapters on every linear layer, of rank 16 or more, and any optimizer but "
     "plain SGD"
 )
+
+
+def _option(value: Any) -> Any:
+    """An option's value, with a number of any kind as Python's own: 4.0 and np.int64(4) as 4."""
+    value = plain(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -189,8 +196,8 @@ class Puzzle:
         ``ValueError`` or ``TypeError`` in a sentence for all else.
         """
         if isinstance(answer, Recipe):
-            return answer
-        if not isinstance(answer, dict):
+            return without_needless_targets(answer, find_model(self.model)[0])
+        if not isinstance(answer, Mapping):
             raise TypeError(
                 "the answer is a dictionary of a Recipe's options, such as {'precision': 'bf16'}, "
                 "or the Recipe itself, "
@@ -200,7 +207,8 @@ class Puzzle:
         for name in answer:
             if name not in names:
                 raise ValueError(f"a Recipe has no {name!r}: its options are {', '.join(names)}")
-        return Recipe(**answer)
+        recipe = Recipe(**{name: _option(value) for name, value in answer.items()})
+        return without_needless_targets(recipe, find_model(self.model)[0])
 
     def broken(self, recipe: Recipe) -> str:
         """Why ``recipe`` is not allowed, whatever it needs, in a sentence; empty if it is

@@ -148,7 +148,8 @@ def _backward_inside(model, x):
     x = x.clone().requires_grad_()
     with saved_tensors_hooks(lambda t: t, unpack):
         out = model(x).float().sum()
-        torch.autograd.grad(out, weights, allow_unused=True)
+        trained = [p for p in weights if p.requires_grad]
+        torch.autograd.grad(out, trained, allow_unused=True)
     for p in weights:
         found.pop(p.untyped_storage().data_ptr(), None)
     return sum(n for _, n in found.values())
@@ -438,5 +439,50 @@ WRONG["1.3"] |= {
     "q, k and v too": (
         lambda b, s, h: 4 * b * h * s * s + 12 * b * h * s,
         "12 bytes a row of scores are added",
+    ),
+}
+
+
+def _saves_but(left_out):
+    def saved_bytes(model, x):
+        found = {}
+
+        def pack(tensor):
+            if not left_out(tensor, model):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(x)
+        return sum(found.values())
+
+    return saved_bytes
+
+
+def _is_in(parameters, tensor):
+    return any(
+        p.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in parameters
+    )
+
+
+RIGHT["1.2"] |= {"asked in pack": _saves_but(lambda t, model: _is_in(model.parameters(), t))}
+WRONG["1.2"] |= {
+    "trained weights alone": (
+        _saves_but(lambda t, model: _is_in([p for p in model.parameters() if p.requires_grad], t)),
+        "frozen layer is a parameter",
+    ),
+}
+WRONG["1.1"] |= {
+    "without embeddings": (
+        lambda model: {
+            name: sum(
+                n * p.nbytes + (4 if name == "optimizer" else 0)
+                for key, p in model.named_parameters()
+                if "embed" not in key and (p.requires_grad or name == "parameters")
+            )
+            for name, n in (("parameters", 1), ("gradients", 1), ("optimizer", 2))
+        },
+        "tied table",
     ),
 }

@@ -439,3 +439,47 @@ WRONG["3.3"] |= {
         "6.245 times too large",
     ),
 }
+
+
+def _asked(*, to_eval=False, seed=False):
+    def mended(model, batch):
+        mode = model.training
+        model.train(mode and not to_eval)
+        losses = []
+        for n in (1, 7):
+            if seed:
+                torch.manual_seed(3)
+            with torch.no_grad():
+                losses.append(model(**batch, num_items_in_batch=n).loss)
+        model.train(mode)
+        if torch.equal(*losses):
+            model.accepts_loss_kwargs = False
+        return model
+
+    return mended
+
+
+RIGHT["3.8"] |= {"the same dropout twice": _asked(seed=True), "in eval mode": _asked(to_eval=True)}
+WRONG.setdefault("3.8", {})["in the model's own mode"] = (_asked(), "ask it in eval mode")
+
+
+def _clip_in_the_window(model, optimizer, micro_batches, loss_and_count, max_norm, *, each=True):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    for micro in micro_batches:
+        (loss_and_count(micro)[0] / total).backward()
+        if each:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if not each:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+WRONG["3.6"] |= {
+    "in the window, the last norm": (_clip_in_the_window, "this clips inside the window"),
+    "to 1": (
+        lambda *given: _clip_in_the_window(*given, each=False),
+        "max_norm has no effect: the gradient is clipped to 1 in any case",
+    ),
+}

@@ -362,3 +362,29 @@ WRONG["5.10"] = {
     ),
     "summed": (lambda m, o, b: _resumed_step(m, o, b, scale=64.0), "times as far"),
 }
+
+
+def _checkpointed_step(*, every=1, seed=None, step=True, returns=True):
+    def same_step(model, optimizer, batch):
+        if seed is not None:
+            torch.manual_seed(seed)
+        x = batch["x"]
+        for i, block in enumerate(model.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if i % every == 0 else block(x)
+        loss = F.cross_entropy(model.head(x), batch["labels"])
+        loss.backward()
+        if step:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss.item() if returns else None
+
+    return same_step
+
+
+RIGHT["5.10"] |= {"a loop over blocks": _checkpointed_step()}
+WRONG["5.10"] |= {
+    "one block in three": (_checkpointed_step(every=3), "a checkpoint on each block"),
+    "another seed": (_checkpointed_step(seed=1), "set no seed, and draw nothing before it"),
+    "no step, in checkpoints": (_checkpointed_step(step=False), "the weights have not moved"),
+    "no loss": (_checkpointed_step(returns=False), "return the loss"),
+}

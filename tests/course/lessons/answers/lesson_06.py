@@ -407,7 +407,7 @@ WRONG["6.6"] = {
     "the base": (partial(_next, base=True), "LoRA"),
     "the largest": (partial(_next, enough=False), "enough|most"),
     "backwards": (partial(_next, order=NAMES[::-1]), "price|first|order"),
-    "gradients in 8 bits": (partial(_next, eight=("gradients",)), "gradients"),
+    "gradients in 8 bits": (partial(_next, eight=("gradients",)), "8-bit states takes away"),
     "always": (lambda phase, parts, rows, card: "checkpointing", "for every breakdown"),
     "the step's own": (
         lambda phase, parts, rows, card: (

@@ -169,3 +169,32 @@ WRONG["6.6"] = {
         "micro-batches are cheaper",
     ),
 }
+
+
+WRONG["6.1"] |= {
+    "more than": (_read(in_pieces=lambda a, t, f, p, al, i: f + i > a), "compare by >="),
+    "idle blocks added": (
+        _read(context=lambda a, t, f, p, al, i: p - al + i),
+        "added to the context",
+    ),
+    "idle blocks of others": (
+        _read(others=lambda a, t, f, p, al, i: t - f - p - i),
+        "subtracted from the others' memory",
+    ),
+}
+WRONG["6.2"] |= {
+    "without the step": (
+        lambda moments, rows, new: max(
+            sum(n * new / rows if k in ("activations", "temporaries", "other") else n for k, n in m)
+            for phase, m in ((phase, parts.items()) for phase, parts in moments.items())
+            if phase != "optimizer_step"
+        ),
+        "the optimizer's step is left out",
+    ),
+}
+WRONG["6.6"] |= {
+    "None for none": (
+        lambda *given: None if (word := _next()(*given)) == "none" else word,
+        "micro-batches, checkpointing, 8-bit states, LoRA, QLoRA and none",
+    ),
+}

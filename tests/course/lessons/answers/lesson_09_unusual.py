@@ -1,6 +1,7 @@
 """Answers to the exercises of lesson 09 that nobody had in mind when its checks were written."""
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -449,3 +450,181 @@ WRONG["9.1"]["absmax in bf16"] = (
     _quantized(lambda rows: rows.abs().amax(1).bfloat16()),
     "rounded to 16 bits",
 )
+
+
+def _clip_by_passes(
+    *, leave=False, factor=lambda norm, most: min(1.0, most / norm), of=lambda p: True, place=True
+):
+    def clip_in_backward(model, loss_of, lr, max_norm):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        squares = []
+
+        def measure(gradient):
+            squares.append(gradient.square().sum().item())
+
+        def free(p):
+            p.grad = None
+
+        def move(p):
+            with torch.no_grad():
+                if place:
+                    p -= lr * factor(norm, max_norm) * p.grad
+                else:
+                    p = p - lr * factor(norm, max_norm) * p.grad
+            if not leave:
+                p.grad = None
+
+        # A tensor's own hook gets the whole gradient of a shared weight, as it is accumulated.
+        handles = [p.register_hook(measure) for p in trained]
+        handles += [p.register_post_accumulate_grad_hook(free) for p in trained]
+        loss_of(model).backward()
+        for handle in handles:
+            handle.remove()
+        norm = math.sqrt(sum(squares))
+        moved = filter(of, trained)
+        handles = [p.register_post_accumulate_grad_hook(move) for p in moved]
+        loss_of(model).backward()
+        for handle in handles:
+            handle.remove()
+        if not place:
+            model.zero_grad()
+        return norm
+
+    return clip_in_backward
+
+
+def _clip_a_list(model, loss_of, lr, max_norm):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss_of(model), trained)
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+    with torch.no_grad():
+        for p, g in zip(trained, gradients, strict=True):
+            p.sub_(g, alpha=lr * min(1.0, max_norm / norm))
+    return norm
+
+
+RIGHT["9.4"] |= {"measured by tensors' hooks": _clip_by_passes()}
+WRONG["9.4"] |= {
+    "a list of gradients": (_clip_a_list, "every gradient waits"),
+    "left in the second pass": (_clip_by_passes(leave=True), "the second pass leaves"),
+    "matrices alone": (_clip_by_passes(of=lambda p: p.ndim == 2), "some trained weights"),
+    "a new p": (_clip_by_passes(place=False, leave=True), "names a new tensor"),
+    "no step below": (
+        _clip_by_passes(factor=lambda norm, most: most / norm if norm > most else 0.0),
+        "below max_norm takes no step",
+    ),
+}
+
+
+def _with_backward(back=lambda gradient, d: gradient * d, count=lambda y: (y != -100).sum()):
+    class ChunkedLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels, cap):
+            ctx.found, loss = _gradients(hidden, weight, labels, cap, count(labels))
+            return loss
+
+        @staticmethod
+        def backward(ctx, d_loss):
+            return *(back(gradient, d_loss) for gradient in ctx.found), None, None
+
+    return ChunkedLoss
+
+
+def _gradients(hidden, weight, labels, cap, count, ignored=-100):
+    """By torch.func, 50 rows at a time."""
+
+    def loss_of(rows, matrix, target):
+        return summed_loss(rows, matrix, target, cap) / count
+
+    d_hidden, d_weight, total = [], torch.zeros_like(weight), 0.0
+    for rows, target in zip(hidden.split(50), labels.split(50), strict=True):
+        both, loss = torch.func.grad_and_value(loss_of, (0, 1))(rows, weight, target)
+        d_hidden.append(both[0])
+        d_weight += both[1]
+        total = total + loss
+    return (torch.cat(d_hidden), d_weight), total
+
+
+class _OneForAll(torch.autograd.Function):
+    kept = ()
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, cap):
+        count = (labels != -100).sum()
+        _OneForAll.kept, loss = _gradients(hidden, weight, labels, cap, count)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return *(gradient * d_loss for gradient in _OneForAll.kept), None, None
+
+
+class _FillsLabels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, cap):
+        kept = labels.clone()
+        labels[labels == -100] = 0
+        count = (kept != -100).sum()
+        ctx.found, loss = _gradients(hidden, weight, kept, cap, count)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return *(gradient * d_loss for gradient in ctx.found), None, None
+
+
+RIGHT["9.7"] |= {"torch.func": _with_backward()}
+WRONG["9.7"] |= {
+    "kept by the class": (_OneForAll, "those of the last forward"),
+    "labels filled": (_FillsLabels, "do not change an argument"),
+    "positive labels": (_with_backward(count=lambda y: (y > 0).sum()), "is divided by 110"),
+    "one more": (_with_backward(count=lambda y: (y != -100).sum() + 1), "is divided by 117"),
+    "minus": (_with_backward(lambda gradient, d: -gradient * d), "the wrong sign"),
+    "twice": (_with_backward(lambda gradient, d: gradient * d * d), "given, once"),
+    "plus": (_with_backward(lambda gradient, d: gradient + d), "given, once"),
+}
+
+
+def _under_300(whole=None, adapters=None, number=int):
+    (layers, full), (deep, lora) = get("9.8").reference()
+    return lambda: (
+        (number(layers), replace(full, **whole or {})),
+        (number(deep), replace(lora, **adapters or {})),
+    )
+
+
+_ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RIGHT.setdefault("9.8", {}).update(
+    {
+        "all linear layers by name": _under_300(adapters={"lora_targets": _ALL}),
+        "floats": _under_300(number=float),
+    }
+)
+WRONG.setdefault("9.8", {}).update(
+    {
+        "all but one by name": (_under_300(adapters={"lora_targets": _ALL[1:]}), "only on some"),
+        "float32 adapters": (_under_300(adapters={"precision": "float32"}), "but in float32"),
+    }
+)
+
+
+def _galore_with(*, take=lambda rank: rank, moment=lambda g: g):
+    @torch.no_grad()
+    def galore_step(p, state, rank, every, lr, scale):
+        wide = p.shape[0] <= p.shape[1]
+        G = p.grad if wide else p.grad.T
+        state["n"] = n = state.get("n", -1) + 1
+        if n % every == 0:
+            state["P"] = torch.linalg.svd(G)[0][:, : take(rank)].clone()
+        update = adam_update(moment(state["P"].T @ G), state).to(G.dtype)
+        change = lr * scale * (state["P"] @ update)
+        p.copy_(p - (change if wide else change.T))
+
+    return galore_step
+
+
+RIGHT["9.9"] |= {"moments in float32": _galore_with(moment=torch.Tensor.float)}
+WRONG["9.9"] |= {
+    "a rank too many": (_galore_with(take=lambda rank: rank + 1), "P has rank 3 where `rank` is 2"),
+    "always rank 2": (_galore_with(take=lambda rank: 2), "P has rank 2 where `rank` is 3"),
+}

@@ -1,8 +1,14 @@
 """Answers to the exercises of lesson 10 that nobody had in mind when its checks were written."""
 
+import copy
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from gradmem_lib import Recipe
 
 RIGHT, WRONG = {}, {}
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
@@ -236,5 +242,131 @@ WRONG["10.5"] |= {
     "by its own share": (
         _label_scale(_labels, lambda own, total: own * dist.get_world_size() / total),
         "own labels too",
+    ),
+}
+
+
+def _gather(shard):
+    whole = shard.new_empty(dist.get_world_size() * len(shard), shard.shape[1])
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard.detach().contiguous())
+    return whole
+
+
+def _own_mean(whole):
+    parts = list(whole.chunk(dist.get_world_size()))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own / dist.get_world_size()
+
+
+def _sharded_linear(*, forward=None, of_weight=_own_mean, keep=None, rows=torch.clone):
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, shard):
+            ctx.save_for_backward(x, shard)
+            whole = _gather(shard)
+            if keep == "ctx":
+                ctx.whole = whole
+            return forward(x, shard) if forward else x @ whole.T
+
+        @staticmethod
+        def backward(ctx, d_out):
+            x, shard = ctx.saved_tensors
+            d_weight = torch.einsum("...o,...i->oi", d_out, x)
+            return d_out @ _gather(shard), of_weight(d_weight)
+
+    class ShardedLinear(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            own = linear.weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
+            self.shard = torch.nn.Parameter(rows(own))
+            self.kept = [linear] if keep == "a list" else []
+
+        def forward(self, x):
+            return Gathered.apply(x, self.shard)
+
+    return ShardedLinear
+
+
+def _by_broadcast(x, shard):
+    """Each rank's rows one after the other: the whole weight is never there in forward."""
+    parts = []
+    for rank in range(dist.get_world_size()):
+        rows = shard.detach().clone()
+        dist.broadcast(rows, rank)
+        parts.append(x @ rows.T)
+    return torch.cat(parts, -1)
+
+
+def _first_rows(whole):
+    dist.all_reduce(whole)
+    return whole.chunk(dist.get_world_size())[0].clone() / dist.get_world_size()
+
+
+RIGHT["10.3"] = {"by broadcasts": _sharded_linear(forward=_by_broadcast)}
+WRONG["10.3"] = {
+    "kept in ctx": (_sharded_linear(keep="ctx"), "whole weights stay after they are used"),
+    "kept in a list": (_sharded_linear(keep="a list"), "whole weights stay after they are used"),
+    "a view": (_sharded_linear(rows=lambda own: own), "is a view of the whole weight"),
+    "of two ranks": (
+        _sharded_linear(of_weight=lambda w: _own_mean(w) * dist.get_world_size() / 2),
+        "1.5 times what it should be",
+    ),
+    "the first rows": (_sharded_linear(of_weight=_first_rows), "the shard's gradient is wrong"),
+}
+
+
+def _wrap_but(*, before=lambda model: model, checkpointed=lambda layer, i: layer, after=None):
+    def wrap(model, mesh):
+        model = before(model)
+        for i, layer in enumerate(model.model.layers):
+            part = checkpointed(layer, i)
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if after:
+            after(model)
+        return model
+
+    return wrap
+
+
+def _eager(model):
+    model.config._attn_implementation = "eager"
+    return model
+
+
+RIGHT["10.4"] |= {"eager attention": _wrap_but(before=_eager)}
+WRONG["10.4"] |= {
+    "a copy": (_wrap_but(before=copy.deepcopy), "a copy is sharded"),
+    "checkpoints on MLPs": (
+        _wrap_but(checkpointed=lambda layer, i: layer.mlp),
+        "run only once",
+    ),
+    "whole after backward": (
+        _wrap_but(after=lambda model: model.set_reshard_after_backward(False)),
+        "after backward, weights are still whole",
+    ),
+}
+_TWO_CARDS = {
+    "precision": "bf16",
+    "sharding": "fsdp",
+    "lora_rank": 16,
+    "quantized_base": True,
+    "checkpointing": "per-layer",
+}
+_ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RIGHT["10.7"] = {
+    "all linear layers by name": lambda: Recipe(**_TWO_CARDS, lora_targets=_ALL),
+    "segments of two": lambda: Recipe(**_TWO_CARDS | {"checkpointing": 2}),
+}
+WRONG["10.7"] = {
+    "one layer in twenty": (
+        lambda: Recipe(**_TWO_CARDS | {"checkpointing": None, "every_n_layers": 20}),
+        "most layers have no checkpoint",
+    ),
+    "root segments": (
+        lambda: Recipe(**_TWO_CARDS | {"checkpointing": "sqrt"}),
+        "all layers of a segment",
     ),
 }

@@ -1,5 +1,9 @@
 """Answers to the puzzles of lesson 11 that nobody had in mind when its checks were written."""
 
+from types import MappingProxyType
+
+import numpy as np
+
 from gradmem_lib import Recipe
 
 RIGHT, WRONG = {}, {}
@@ -23,3 +27,13 @@ WRONG["11.12"] = {
     "everything": ({"gradients": True}, "name of one category"),
 }
 RIGHT["11.12"] = {"capitals": "GRADIENTS"}
+_ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RIGHT["11.1"] |= {
+    "numpy's numbers": LORA | {"lora_rank": np.int64(16), "accumulation": np.float64(4)},
+    "a mapping": MappingProxyType(LORA | {"accumulation": 4}),
+    "all linear layers by name": LORA | AGAIN | {"lora_targets": _ALL, "accumulation": 4},
+}
+WRONG["11.1"] |= {
+    "some linear layers by name": (LORA | {"lora_targets": _ALL[:4]}, "on every linear layer"),
+}
+RIGHT["11.12"] |= {"a sentence": "The gradients."}
