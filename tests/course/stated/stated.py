@@ -46,7 +46,9 @@ ORDER = re.compile(
     r"\b(twice|half|thirds?|quarters?|eighths?|sixteenths?|most|least|largest|smallest|highest"
     r"|lowest|fastest|slowest|cheapest|faster|slower|cheaper|best|worst|double[sd]?|halve[sd]?"
     r"|nearest|(?:more|less|fewer|larger|smaller|higher|lower|longer|shorter) than"
-    r"|(?:two|three|four|five|six|seven|eight|ten|sixteen) (?:bytes|copies|times|tensors|bits))\b"
+    r"|(?:two|three|four|five|six|seven|eight|ten|sixteen|thirty|fifty|hundred)"
+    r" (?:bytes|copies|times|tensors|bits))\b",
+    re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?<=[.!?:])[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
 
@@ -79,7 +81,7 @@ def _blocks(markdown: str) -> Iterator[str]:
     markdown = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
     markdown = re.sub(r"<[^>]+>", " ", markdown)
     for paragraph in re.split(r"\n\s*\n", markdown):
-        for block in re.split(r"\n(?=\s*(?:[-*|]|\d+\.) ?)", paragraph):
+        for block in re.split(r"\n(?=\s*(?:[-*] |\||\d+\. ))", paragraph):
             block = " ".join(block.split())
             is_rule = re.fullmatch(r"[|\-: ]*", block)
             if not block.startswith("#") and not is_rule:
