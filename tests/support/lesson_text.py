@@ -1,4 +1,5 @@
-"""What a lesson says in its prose and what its stored cells printed, for tests of its sentences.
+"""What a lesson says in its prose and what its stored cells printed, for tests of its sentences;
+and what its sheet for the wall and the teacher's notes say.
 
 A test quotes a sentence with ``says``, reads the printed figures with ``figures`` or ``answer``,
 and recomputes the one from the other.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import re
 from functools import cache
 
+from build_page import TEXT
 from lesson_facts import lessons
+from sheet_facts import sheet
 
 
 class Lesson:
@@ -35,6 +38,20 @@ class Lesson:
         """What a prediction measured."""
         table = self.printed.partition(f"Prediction {id}\n")[2]
         return float(re.search(r"measured +([\d,.]+)", table)[1].replace(",", ""))
+
+
+@cache
+def notes() -> str:
+    """The teacher's notes, without line breaks."""
+    return " ".join(TEXT.read_text(encoding="utf-8").split())
+
+
+@cache
+def on_sheet(number: str) -> str:
+    """All words of a lesson's sheet for the wall."""
+    found = sheet(next(lesson for lesson in lessons() if lesson.number == number))
+    numbers = [f"{value} {words}" for value, words in found.numbers]
+    return " ".join([found.caption, *numbers, found.rule])
 
 
 @cache

@@ -11,7 +11,7 @@ from math import sqrt
 import minutes
 import pytest
 import torch
-from support.lesson_text import lesson
+from support.lesson_text import lesson, notes, on_sheet
 from support.paths import ROOT
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, accounting, next_token_loss, split
@@ -29,6 +29,7 @@ VOCABULARY, HIDDEN = 49_152, 576  # of SmolLM2
 def test_00_the_largest_batch_that_fits():
     said = lesson("00")
     assert said.says("Four sequences fit, and five do not.")
+    assert "4 rows fit the card. Five do not." in on_sheet("00")
     model = models.tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.randint(0, 8192, (16, 128), generator=torch.Generator().manual_seed(0))
@@ -66,6 +67,10 @@ def test_00_the_pace_of_a_learner():
         f"allow you {minutes.PROSE} words of text a minute, {minutes.CODE} words of code, a minute "
         "for each guess and each claim, and one and a half times what an exercise states."
     )
+    assert (
+        f"{minutes.PROSE} words of prose a minute, {minutes.CODE} words of code, one and a half "
+        "times the minutes that an exercise states, and a minute for each guess and each claim."
+    ) in notes()
 
 
 def test_00_what_could_help_is_in_the_order_of_the_prices():
@@ -115,6 +120,7 @@ def test_01_the_peak_of_smollm2_is_two_tables_above_what_stays():
     assert said.says(
         "AdamW's loop needs at least two temporaries as large as the largest parameter"
     )
+    assert "two more tables as large as the embedding (108 MiB each)" in notes()
     assert accounting.SHAPES["SmolLM2-135M"].tied
     assert said.says("In SmolLM2 this weight *is* the embedding table (tied), so it is used twice.")
 
@@ -180,6 +186,9 @@ def test_01_what_a_block_saves():
     ]
     assert 4 * sum(rows) == said.answer("1.d")
     assert said.says("The sum of the column, times 4 bytes, is the formula.")
+    assert (
+        f"how many *inputs* each guess is: the block's is {4 * tokens * hidden:,} bytes." in notes()
+    )
     assert said.says("about 10 T·h + 4 T·f numbers")
     assert 10 * tokens * hidden + 4 * tokens * wide == pytest.approx(sum(rows), rel=0.01)
     lines = said.figures(r"^2 × (\d+) +fused +([\d,]+) eager +([\d,]+)")
@@ -213,6 +222,7 @@ def test_01_precision_recipes():
         per_parameter[recipe] = round(kept / shape.parameters, 3)
     assert per_parameter == {"float32": 16, "autocast-bf16": 16, "bf16": 8, "float32-master": 16}
     assert said.says("16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with")
+    assert "16 bytes a parameter stay in float32, and under autocast too" in on_sheet("01")
 
 
 def most_activations(rows: int, length: int, dtype=torch.float32, autocast=False, **sizes) -> int:
@@ -347,6 +357,9 @@ def test_02_the_gaps_between_bf16_numbers():
     )
     assert said.says("If you add less than half a gap, the sum is rounded back to the old number.")
     assert said.says("Anything smaller than this, added to x, changes nothing.")
+    assert 0.5 / 128 == 1 / 256 and 0.001 < 1 / 256 / 2
+    assert "draw the bf16 numbers between 0.5 and 1 as ticks, 1/256 apart." in notes()
+    assert "An addition of 0.001 is less than half a gap." in notes()
     assert said.says("From 1 to 2 there are 128 numbers, so the gap is 1/128.")
     assert 1 / 128 / 2 == 1 / 256 == 2**-8 and said.says("Half of it is 1/256, which is 2⁻⁸.")
     one = torch.ones((), dtype=torch.bfloat16)
@@ -360,6 +373,8 @@ def test_02_v_never_falls():
     assert smaller == [[0], [128]]
     assert said.says("v never falls because `v.mul_(0.999)`, the first half of each step, rounds")
     assert said.says("with β₂ = 0.999 v can rise but never fall.")
+    assert "The gradient is 1, and from step 2,000 on 0.01. In bf16, v stops and" in on_sheet("02")
+    assert "In bf16 and with β₂ = 0.999, v never falls." in on_sheet("02")
     v = torch.tensor(1e-38, dtype=torch.bfloat16)  # the smallest numbers have the widest gaps
     assert v * 0.999 == v
     assert 1 / 256 < 1 / 128 < 0.05  # a gap is between 1/256 and 1/128 of a number
@@ -418,6 +433,8 @@ def test_02_what_a_step_needs():
     assert said.says("m and v take **8 bytes a parameter in float32, 4 in bf16.**")
     assert said.says("8 bytes in float32, 4 in bf16.")
     assert round(said.answer("2.a"), 1) == round(1 / sqrt(0.001), 1)
+    alone = f"{said.answer('2.a'):.1f} × lr is the first step of v alone, without bias correction"
+    assert alone in on_sheet("02")
     assert said.figures(r"^first step: ([\d.]+) along the valley, ([\d.]+) across") == [[0.2, 0.2]]
 
 
@@ -431,6 +448,7 @@ def test_03_what_shrinks():
     assert kept == sorted(kept, reverse=True)
     assert len({tuple(row[3:5]) for row in rows}) == 1
     assert said.says("The activations shrink with the micro-batch, and the other two columns do")
+    assert "16 rows in micro-batches. Of these parts only activations shrink:" in on_sheet("03")
     four = next(row for row in rows if row[1] == 4)
     assert four[2] == pytest.approx(kept[0] / 4, rel=0.01)
     phases = re.findall(r"^ *\d+ × \d+ .* in (\w+)$", said.printed, re.MULTILINE)
@@ -473,6 +491,7 @@ def test_03_a_window_of_four():
 def test_03_the_trap():
     said = lesson("03")
     assert said.answer("3.c") > 1 and said.says("The error is larger than the gradient.")
+    assert "you show the value: the error is larger than the gradient." in notes()
     factors = [row[0] for row in said.figures(r"× ([\d.]+)$") if row[0] < 10][:4]
     assert said.says(f"counts {factors[0]:.1f} times as much as it should")
     assert factors[3] < 0.5 and said.says("a token of the longest less than half")

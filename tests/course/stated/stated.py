@@ -1,16 +1,18 @@
 """The sentences of the lessons that state a figure, an order or an optimum, and how each is known.
 
-``NN.txt`` lists them for lesson NN, each with the way to know it in the indented line below:
+``NN.txt`` lists them for lesson NN, ``teaching.txt`` those of teaching/notes.md, and ``sheets.txt``
+all that stands on the sheets for the wall. The way to know each is in the indented line below it:
 
     printed                     each figure is one that a cell of this lesson printed, rounded
     printed: REGEX              the lesson's cells printed this (for an order, or a word like half)
+    lesson NN: REGEX            lesson NN's cells printed this
     code                        each figure is a setting in the code of this lesson
     test FILE.py::NAME          that test quotes the sentence, or a part of it, and recomputes it
     source: WHERE               somebody else's figure, which the lesson or the ledger cites
     given: WHY                  nothing to test: an assumption, a definition, arithmetic in sight
 
-``python tests/course/stated/stated.py 03`` prints the sentences that the list lacks, with "printed"
-or "code" where that already proves them.
+``python tests/course/stated/stated.py 03`` (or ``sheets``) prints the sentences that its list
+lacks, with "printed" or "code" where that already proves them.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+PAGES = ("teaching", "sheets")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "teaching")]
 
 from lesson_facts import Lesson, lessons  # noqa: E402
+from sheet_facts import sheet  # noqa: E402
 
 # Numbers that name something: lessons, exercises and predictions, cards, headings.
 NAMES = re.compile(
@@ -92,13 +97,51 @@ def stated(lesson: Lesson) -> list[str]:
     """The lesson's sentences with a figure, an order or an optimum, in order."""
     found = []
     for cell in lesson.cells:
-        if cell.cell_type != "markdown":
-            continue
-        for block in _blocks(cell.source):
-            for sentence in SENTENCE_END.split(block):
-                if states(sentence):
-                    found.append(sentence)
+        if cell.cell_type == "markdown":
+            found += _stated_in(cell.source)
     return list(dict.fromkeys(found))
+
+
+def _stated_in(markdown: str) -> Iterator[str]:
+    for block in _blocks(markdown):
+        for sentence in SENTENCE_END.split(block):
+            if states(sentence):
+                yield sentence
+
+
+@dataclass
+class Page:
+    """A text that is no lesson: it has sentences, and no cells that print something."""
+
+    sentences: list[str]
+    printed: str = ""
+    cells: list = field(default_factory=list)
+
+
+def page(name: str) -> Page:
+    """The sentences of the teacher's notes that state something, or all that the sheets say."""
+    if name == "teaching":
+        notes = (ROOT / "teaching" / "notes.md").read_text(encoding="utf-8")
+        rows = re.compile(r"```run \d+\n(.*?)```", re.DOTALL)  # each row is a paragraph
+        notes = rows.sub(lambda found: found[1].replace("\n", "\n\n"), notes)
+        return Page(list(dict.fromkeys(_stated_in(notes))))
+    found = []
+    for lesson in lessons():
+        facts = sheet(lesson)
+        numbered = [f"{value} {words}" for value, words in facts.numbers]
+        found += [f"{lesson.number}: {says}" for says in (facts.caption, *numbered, facts.rule)]
+    return Page(found)
+
+
+def sentences_of(text: Lesson | Page) -> list[str]:
+    return text.sentences if isinstance(text, Page) else stated(text)
+
+
+def named(name: str) -> Lesson | Page:
+    """Lesson NN, or the page of that name."""
+    if name in PAGES:
+        return page(name)
+    return next(lesson for lesson in lessons() if lesson.number == name)
 
 
 def listed(number: str) -> dict[str, str]:
@@ -177,13 +220,17 @@ def is_quoted_by(test: str, sentence: str) -> bool:
     )
 
 
-def problem(lesson: Lesson, sentence: str, how: str) -> str:
+def problem(lesson: Lesson | Page, sentence: str, how: str) -> str:
     """Why the listed way does not show what the sentence says, or an empty text."""
     kind, _, rest = how.partition(" ")
     if how == "printed":
         return "" if is_printed(lesson, sentence) else "no cell printed these numbers"
     if how == "code":
         return "" if is_in_code(lesson, sentence) else "these numbers are not in the code"
+    if kind == "lesson":
+        number, _, pattern = rest.partition(": ")
+        found = re.search(pattern, named(number).printed, re.MULTILINE)
+        return "" if found else f"lesson {number} printed nothing like {pattern!r}"
     if kind == "printed:":
         found = re.search(rest, lesson.printed, re.MULTILINE)
         return "" if found else f"no cell printed {rest!r}"
@@ -196,9 +243,9 @@ def problem(lesson: Lesson, sentence: str, how: str) -> str:
 
 def main() -> None:
     wanted = sys.argv[1]
-    lesson = next(found for found in lessons() if found.number == wanted)
+    lesson = named(wanted)
     known = listed(wanted)
-    for sentence in stated(lesson):
+    for sentence in sentences_of(lesson):
         if sentence in known:
             continue
         how = "?"

@@ -1,21 +1,28 @@
-"""Every sentence of a lesson that states a figure, an order or an optimum is known in a way that is
-listed beside this file, and each listed way holds.
+"""Every sentence of a lesson, of the teacher's notes or of a sheet that states a figure, an order
+or an optimum is known in a way that is listed beside this file, and each listed way holds.
 """
 
 from __future__ import annotations
 
 import pytest
-from course.stated.stated import HERE, is_printed, is_quoted_by, listed, problem, stated
-from lesson_facts import lessons
+from course.stated.stated import (
+    HERE,
+    is_printed,
+    is_quoted_by,
+    listed,
+    named,
+    problem,
+    sentences_of,
+)
 
-LISTED = sorted(path.stem for path in HERE.glob("[0-9][0-9].txt"))
+LISTED = sorted(path.stem for path in HERE.glob("*.txt"))
 
 
 @pytest.mark.parametrize("number", LISTED)
 def test_each_stated_figure_is_known(number):
-    lesson = next(found for found in lessons() if found.number == number)
+    lesson = named(number)
     known = listed(number)
-    sentences = stated(lesson)
+    sentences = sentences_of(lesson)
     problems = [f"not listed: {sentence}" for sentence in sentences if sentence not in known]
     problems += [f"not in the lesson: {found}" for found in known if found not in sentences]
     for sentence, how in known.items():
