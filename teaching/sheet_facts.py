@@ -197,7 +197,10 @@ def lesson_03(found: Printed) -> Sheet:
         parts = tuple((n, number(v) / 1e6) for n, v in zip(names, values, strict=True))
         rows.append(Bar(cut, parts[1:] + parts[:1], f"{parts[0][1]:.0f} MB"))
     return Sheet(
-        "16 rows in micro-batches. Of these parts only activations shrink: their MB are beside each bar",
+        (
+            "16 rows in micro-batches. Of these parts only activations shrink: their MB are beside "
+            "each bar"
+        ),
         Bars(rows),
         (
             (
