@@ -191,7 +191,7 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 #    vocabulary;
 # 2. **the end of backward**: activations are gone, gradients are complete, and the last operation makes the embedding's
 #    gradient, as large as the embedding;
-# 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs two temporaries as large as the
+# 3. **the optimizer's step**: all gradients are there, and AdamW's loop needs at least two temporaries as large as the
 #    largest parameter.
 #
 # A band of temporaries, 108 MiB high, runs through all of backward: the gradient of the output layer's weight. In
@@ -443,10 +443,10 @@ for recipe, held in runs.items():
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
-# Pure bf16 halves the residents, and takes only a little off the activations, because the loss makes a float32 copy of
-# the logits. Autocast halves *nothing* of the residents, while its activations *grow*. What the blocks save shrinks,
-# but autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more
-# than the blocks lose.
+# Pure bf16 halves the residents. In this small model it takes only a little off the activations, because the loss makes a
+# float32 copy of the logits. Autocast halves *nothing* of the residents, and here its activations *grow*. What the
+# blocks save shrinks, but autocast keeps bf16 copies of all weights through forward and backward. With a small batch
+# the copies add more than the blocks lose.
 #
 # For a 7B model, a well-known guide has a table with 14 + 14 + 56 GB plus activations, "in FP16". Which recipe is that?
 

@@ -407,7 +407,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # %% [markdown]
 # In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, more than 0.001. After step 2000
 # gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does. With steady gradients
-# m is 0.01 as well. So at step 10,000 a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is
+# m is 0.01 as well. At step 10,000 a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is
 # $0.01 / \sqrt{0.000389} = 0.5$ lr.
 #
 # v never falls because `v.mul_(0.999)`, the first half of each step, rounds back to v. The steps stay too short, training
@@ -470,14 +470,14 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
 # - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
-# - **A step's temporaries**: none (`fused`), two copies of the largest parameter (PyTorch's loop), a whole model
-#   (`foreach`).
+# - **A step's temporaries**: none (`fused`), two or three copies of the largest parameter (PyTorch's loop), a whole
+#   model (`foreach`).
 #
 # Lesson 03 is about batches that do not fit.
 #
 # ## Optional: why v never falls, and where the fused kernel stops
 #
-# In section 7, v in bf16 is *above* float32's in the first 500 steps, and it never falls. Why? Each step should first
+# In section 7's table, v in bf16 is *above* float32's up to step 500, and it never falls. Why? Each step should first
 # take something away: `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
 
 # %%

@@ -383,7 +383,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 #
 # ## 9 · What you can now do
 #
-# - **Activations follow the micro-batch. Nothing else does.** Gradients are as large as ever, and live longer.
+# - **Activations and the loss's temporaries follow the micro-batch.** Gradients are as large as ever, and live longer.
 # - **Sum, then divide once**, by the items of the whole window: predicted tokens, without padding, after the shift.
 # - **`loss / K` is right only for equal counts.** With lengths that differ, it is another objective.
 # - **Step, zero, clip and log once a window**, the last incomplete one included.
@@ -631,7 +631,7 @@ for way in (at_once, in_pieces, in_two_passes):
 #
 # Nothing later needs this section. The script below accumulates: `backward` runs after each micro-batch, and frees its
 # graph. The script also returns the mean entropy of the predictions, which says how unsure the model is. The window has
-# 16 micro-batches, and the memory runs out in a late one.
+# 16 micro-batches, and the memory runs out in the seventh.
 
 # %%
 from torch.nn.functional import cross_entropy

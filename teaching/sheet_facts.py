@@ -177,7 +177,7 @@ def lesson_02(found: Printed) -> Sheet:
         (
             (
                 f"{float(found.answer('2.a').split()[0]):.3g} ×",
-                "too long is the first step without bias correction",
+                "lr is the first step of v alone, without bias correction",
             ),
             (found.answer("2.b"), "of states for SmolLM2: 8 bytes for each parameter"),
             (
@@ -185,7 +185,7 @@ def lesson_02(found: Printed) -> Sheet:
                 "the largest tensor: a foreach step copies the model",
             ),
         ),
-        "m gives the direction, v the length. In bf16, v can rise but never fall.",
+        "m gives the direction, v the length. In bf16 and with β₂ = 0.999, v never falls.",
     )
 
 
@@ -197,7 +197,10 @@ def lesson_03(found: Printed) -> Sheet:
         parts = tuple((n, number(v) / 1e6) for n, v in zip(names, values, strict=True))
         rows.append(Bar(cut, parts[1:] + parts[:1], f"{parts[0][1]:.0f} MB"))
     return Sheet(
-        "16 rows in micro-batches. Only the activations shrink: their MB are beside each bar",
+        (
+            "16 rows in micro-batches. Of these parts only activations shrink: their MB are beside "
+            "each bar"
+        ),
         Bars(rows),
         (
             (
@@ -210,7 +213,7 @@ def lesson_03(found: Printed) -> Sheet:
                 "too large: a classifier's gradient in Trainer, 4 steps",
             ),
         ),
-        "Add up sums. Divide once, by the tokens of the whole window.",
+        "Add up sums. Divide once, by the items of the whole window.",
     )
 
 
@@ -229,7 +232,7 @@ def lesson_04(found: Printed) -> Sheet:
             (f"{whole} → {unequal}", "boundaries at the peak: 64 layers, long segments first"),
             (
                 found.answer("4.d").replace(" percent", " %"),
-                "saved in all of SmolLM2: its peak is gradients",
+                "saved in all of SmolLM2, 64 tokens: its peak is gradients",
             ),
         ),
         "A checkpoint saves only what is outside the segment that runs again.",
@@ -321,7 +324,7 @@ def lesson_08(found: Printed) -> Sheet:
         (
             (
                 f"{float(ratio):.0f} ×",
-                "slower than recomputing: an H100 moving a 7B's layer",
+                "slower than recomputing: a 7B's layer over an H100's PCIe 5",
             ),
             (
                 found.answer("8.b").replace(" percent", " %"),
@@ -329,7 +332,7 @@ def lesson_08(found: Printed) -> Sheet:
             ),
             (
                 found.answer("8.e").replace(" times", " ×"),
-                "the work: checkpoints behind 28 frozen layers",
+                "the work: 28 frozen layers run again for an unused gradient",
             ),
         ),
         "Repeat what is cheap. Move what is small. A fast card makes the trip dear.",
@@ -354,7 +357,7 @@ def lesson_09(found: Printed) -> Sheet:
                 "tokens: then a QLoRA that keeps inputs needs more than LoRA",
             ),
         ),
-        "Adapters save states and gradients, not activations.",
+        "Adapters save states and gradients, and hardly any activations.",
     )
 
 

@@ -99,6 +99,22 @@ def test_what_the_valley_shows():
     assert "weight_decay=0.5," in SOURCE.read_text(encoding="utf-8")
 
 
+def test_a_step_with_the_second_moment_alone():
+    rule = descents()["second_moment"]
+    for slope in (1.0, 30.0):
+        p, state = torch.zeros((), dtype=torch.float64), {}
+        gradient = torch.tensor(slope, dtype=torch.float64)
+        rule(p, gradient, state, lr=0.1, beta=0.999, eps=1e-8)
+        (v,) = state.values()
+        assert v.item() == pytest.approx(0.001 * slope**2)
+        assert r"after one gradient it is $0.001\, g^2$." in TEXT
+        v.fill_(slope**2)
+        before = p.clone()
+        rule(p, gradient, state, lr=0.1, beta=0.999, eps=1e-8)
+        assert (before - p).item() == pytest.approx(0.1)
+    assert r"Once $\sqrt v$ is as large as g, a step is about 0.1 long in each direction" in TEXT
+
+
 def test_what_the_small_llama_shows():
     curves = descents()["curves"]
     start = curves["second moment"][0]

@@ -76,7 +76,11 @@ def test_divided_by_all_tokens_and_multiplied_by_the_number_of_processes():
     sums, tokens = (3.0, 5.0), 22 + 190
     exact = sum(sums) / tokens
     assert sum(one / tokens * 2 for one in sums) / 2 == pytest.approx(exact)
-    assert sum(one / tokens for one in sums) / 2 == pytest.approx(exact / 2)
+    halved = sum(one / tokens for one in sums) / 2
+    assert (
+        halved == pytest.approx(exact / 2) and "the gradient is half as long as it should" in TEXT
+    )
+    assert (exact - halved) / exact == pytest.approx(0.5) and "Why is the error 0.5 then?" in TEXT
 
 
 def optional_section():

@@ -5,51 +5,22 @@ or from code.
 from __future__ import annotations
 
 import re
-from functools import cache
 from itertools import pairwise
 from math import sqrt
 
+import minutes
 import pytest
 import torch
-from lesson_facts import lessons
+from support.lesson_text import lesson, notes, on_sheet
 from support.paths import ROOT
 
-from gradmem_lib import BudgetExceeded, MemoryTracker, accounting
-from gradmem_lib.course import models
+from gradmem_lib import BudgetExceeded, MemoryTracker, accounting, next_token_loss, split
+from gradmem_lib.course import ledger, models
+from gradmem_lib.measure.diagnosis import TECHNIQUES
 from gradmem_lib.units import MiB
 
 SMOLLM2 = 134_515_008  # parameters
 VOCABULARY, HIDDEN = 49_152, 576  # of SmolLM2
-
-
-class Lesson:
-    """What a lesson says, and what its stored cells printed."""
-
-    def __init__(self, number: str):
-        found = next(lesson for lesson in lessons() if lesson.number == number)
-        prose = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
-        self.text = " ".join(" ".join(prose).split())
-        self.printed = found.printed
-
-    def says(self, sentence: str) -> bool:
-        return sentence in self.text
-
-    def figures(self, pattern: str) -> list[list[float]]:
-        """The numbers in the groups of every place where the pattern matches."""
-        found = re.findall(pattern, self.printed, re.MULTILINE)
-        assert found, pattern
-        rows = [(row,) if isinstance(row, str) else row for row in found]
-        return [[float(number.replace(",", "")) for number in row] for row in rows]
-
-    def answer(self, id: str) -> float:
-        """What a prediction measured."""
-        table = self.printed.partition(f"Prediction {id}\n")[2]
-        return float(re.search(r"measured +([\d,.]+)", table)[1].replace(",", ""))
-
-
-@cache
-def lesson(number: str) -> Lesson:
-    return Lesson(number)
 
 
 # 00
@@ -58,6 +29,7 @@ def lesson(number: str) -> Lesson:
 def test_00_the_largest_batch_that_fits():
     said = lesson("00")
     assert said.says("Four sequences fit, and five do not.")
+    assert "4 rows fit the card. Five do not." in on_sheet("00")
     model = models.tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.randint(0, 8192, (16, 128), generator=torch.Generator().manual_seed(0))
@@ -89,6 +61,30 @@ def test_00_the_peak_is_where_no_gradient_is():
     assert before == after and said.says("Nothing was left behind.")
 
 
+def test_00_the_pace_of_a_learner():
+    assert minutes.GUESS == minutes.CLAIM == 1 and minutes.EXERCISE == 1.5
+    assert lesson("00").says(
+        f"allow you {minutes.PROSE} words of text a minute, {minutes.CODE} words of code, a minute "
+        "for each guess and each claim, and one and a half times what an exercise states."
+    )
+    assert (
+        f"{minutes.PROSE} words of prose a minute, {minutes.CODE} words of code, one and a half "
+        "times the minutes that an exercise states, and a minute for each guess and each claim."
+    ) in notes()
+
+
+def test_00_what_could_help_is_in_the_order_of_the_prices():
+    said = lesson("00")
+    assert said.says("The last lines say what could help, the cheapest first, and what could not")
+    names = [technique.name for technique in TECHNIQUES]
+    prices = [technique.price for technique in TECHNIQUES]
+    assert prices[:2] == ["nothing", "almost nothing"]
+    for label in ("could bring this moment within the budget", "could not"):
+        listed = re.search(rf"^  What {label}: (.*)\.$", said.printed, re.MULTILINE)[1].split("; ")
+        places = [names.index(name) for name in listed]
+        assert places == sorted(places) and len(places) >= 3
+
+
 # 01
 
 
@@ -98,6 +94,14 @@ def test_01_sixteen_bytes_a_parameter_and_the_step_counters():
     n, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
     assert said.answer("1.a") == 16 * n + 4 * tensors
     assert said.says("sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for")
+    assert said.says("That sum is sixteen bytes a parameter:")
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (1, 1000)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    adam = torch.optim.AdamW(weights)
+    adam.step()
+    assert [adam.state[weight]["step"].nbytes for weight in weights] == [4, 4]
+    assert said.says("4 bytes, however large the tensor.")
 
 
 def test_01_the_peak_of_smollm2_is_two_tables_above_what_stays():
@@ -112,6 +116,36 @@ def test_01_the_peak_of_smollm2_is_two_tables_above_what_stays():
     backward, step = re.search(r"'backward': (\d+), 'optimizer_step': (\d+)", phases).groups()
     assert abs(int(backward) - int(step)) < 100
     assert said.says("backward and the optimizer's step are almost level")
+    assert 2 * table <= int(step) - 16 * SMOLLM2 < 2 * table + 4000
+    assert said.says(
+        "AdamW's loop needs at least two temporaries as large as the largest parameter"
+    )
+    assert "two more tables as large as the embedding (108 MiB each)" in notes()
+    assert accounting.SHAPES["SmolLM2-135M"].tied
+    assert said.says("In SmolLM2 this weight *is* the embedding table (tied), so it is used twice.")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_01_the_gradient_of_a_tied_table_waits_through_all_of_backward(tied):
+    said = "A band of temporaries, 108 MiB high, runs through all of backward: the gradient of the"
+    assert lesson("01").says(said)
+    model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=512, tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = torch.randint(0, 512, (2, 4))
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        model(input_ids=ids, labels=ids).loss.backward()
+    seen = tracker.timeline
+    table = model.lm_head.weight.nbytes
+    waits = [
+        held >= table
+        for held, phase in zip(seen.by_category["temporaries"], seen.phases, strict=True)
+        if phase == "backward"
+    ]
+    if tied:
+        made = waits.index(True)
+        assert all(waits[made:-10]) and made < 0.1 * len(waits)
+    else:
+        assert not any(waits)
 
 
 def test_01_which_moment_wins_depends_on_the_tokens():
@@ -124,7 +158,12 @@ def test_01_which_moment_wins_depends_on_the_tokens():
     assert said.says("With few tokens the peak is in the optimizer's step, with many at the loss")
     largest = said.figures(r"^ +([\d,]+) (?:activations|temporaries).* aten\.")
     assert largest == [[4 * 8 * 256 * 8192]] * 3
-    assert said.says("The three largest tensors have one size")
+    assert said.says(
+        "The three largest tensors have one size, and none belongs to a Transformer block"
+    )
+    held = re.findall(r"^ +67,108,864 (.*)$", said.printed, re.MULTILINE)
+    assert len(held) == 3 and not any("layers." in line for line in held)
+    assert said.says("When backward begins, three tensors of that shape are alive at once:")
     assert said.says("8 × 256 × 8192 numbers of 4 bytes")
     [[spike]] = said.figures(r"SmolLM2 at 8 × 1024 tokens: ([\d.]+) GiB")
     assert spike == 3 * 4 * 8 * 1024 * VOCABULARY / 2**30
@@ -146,6 +185,10 @@ def test_01_what_a_block_saves():
         4 * tokens * wide,
     ]
     assert 4 * sum(rows) == said.answer("1.d")
+    assert said.says("The sum of the column, times 4 bytes, is the formula.")
+    assert (
+        f"how many *inputs* each guess is: the block's is {4 * tokens * hidden:,} bytes." in notes()
+    )
     assert said.says("about 10 T·h + 4 T·f numbers")
     assert 10 * tokens * hidden + 4 * tokens * wide == pytest.approx(sum(rows), rel=0.01)
     lines = said.figures(r"^2 × (\d+) +fused +([\d,]+) eager +([\d,]+)")
@@ -169,8 +212,9 @@ def test_01_precision_recipes():
     assert sum(half[:3]) == pytest.approx(sum(full[:3]) / 2, rel=1e-4)
     assert 0.8 * full[3] < half[3] < full[3] < autocast[3]
     assert autocast[:3] == full[:3]
-    assert said.says("takes only a little off the activations")
-    assert said.says("Autocast halves *nothing* of the residents, while its activations *grow*.")
+    assert said.says("Pure bf16 halves the residents.")
+    assert said.says("In this small model it takes only a little off the activations, because the")
+    assert said.says("Autocast halves *nothing* of the residents, and here its activations *grow*.")
     shape = accounting.SHAPES["Llama-2-7B"]
     per_parameter = {}
     for recipe in ("float32", "autocast-bf16", "bf16", "float32-master"):
@@ -178,6 +222,68 @@ def test_01_precision_recipes():
         per_parameter[recipe] = round(kept / shape.parameters, 3)
     assert per_parameter == {"float32": 16, "autocast-bf16": 16, "bf16": 8, "float32-master": 16}
     assert said.says("16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with")
+    assert "16 bytes a parameter stay in float32, and under autocast too" in on_sheet("01")
+
+
+def most_activations(rows: int, length: int, dtype=torch.float32, autocast=False, **sizes) -> int:
+    """The most bytes of activations in the forward of a tiny Llama."""
+    model = models.tiny_llama(dtype=dtype, **sizes)
+    ids = torch.randint(0, 8192, (rows, length))
+    with MemoryTracker(model, live=False) as tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        del loss
+    return max(tracker.timeline.by_category["activations"])
+
+
+def test_01_when_16_bits_save_activations():
+    """A deep model has more to halve, and a large batch more than the weights' copies."""
+    said = lesson("01")
+    assert said.says("In this small model it takes only a little off the activations")
+    shallow, deep = (
+        most_activations(1, 64, torch.bfloat16, layers=n) / most_activations(1, 64, layers=n)
+        for n in (4, 16)
+    )
+    assert 0.5 < deep < 0.7 < 0.8 < shallow < 1
+    assert said.says("With a small batch the copies add more than the blocks lose.")
+    assert most_activations(2, 128, autocast=True) > most_activations(2, 128)
+    assert most_activations(8, 256, autocast=True) < most_activations(8, 256)
+
+
+def test_01_which_recipe_the_guide_has():
+    said = lesson("01")
+    assert said.says("a well-known guide has a table with 14 + 14 + 56 GB plus activations")
+    billion, guide = 7, (14, 14, 56)
+    assert [round(part / billion) for part in guide] == [2, 2, 4 + 4]
+    assert said.says("16-bit weights and gradients, float32 moments, and no master copy.")
+    printed = said.figures(r"^[\w-]+ +(\d+\.\d) +(\d+\.\d) +(\d+\.\d)$")
+    assert len(printed) == 4
+    for row in printed:
+        assert any(abs(found - stated) > 3 for found, stated in zip(row, guide, strict=True))
+    assert said.says("The guide's table is none of the four")
+
+
+def test_01_the_largest_tensors_and_the_largest_layer():
+    said = lesson("01")
+    for shape in accounting.SHAPES.values():
+        saved = accounting.block_activations(shape, 1, 64)
+        others = [nbytes for name, nbytes in saved.items() if not name.startswith("mlp: ")]
+        assert max(saved.values()) > max(others), shape.name
+    assert said.says("With fused attention the largest tensors of a block are in the MLP.")
+    for name in ("tiny Llama", "SmolLM2-135M", "GPT-2", "Llama-3.2-1B"):
+        shape = accounting.SHAPES[name]
+        block = sum(accounting.block_activations(shape, 1, 64, precision="float32").values())
+        assert 12 * 64 * shape.vocab > 4 * block, name
+    assert said.says("**The logits** are the largest layer of a small model:")
+    [[spike]] = said.figures(r"SmolLM2 at 8 × 1024 tokens: ([\d.]+) GiB")
+    assert spike * 2**30 == 12 * (8 * 1024) * VOCABULARY
+    assert said.says("12 bytes for every token and every word.")
+
+
+def test_01_all_claims_are_in_the_ledger():
+    assert lesson("01").says(
+        f"three claims at most, and `docs/ledger.md` has all {len(ledger.CLAIMS)}"
+    )
 
 
 def test_01_thirty_lines_count_as_the_tracker_does():
@@ -201,6 +307,10 @@ def test_01_dropout_almost_triples_what_an_mlp_saves():
     ratio = mlp_bytes(16, 8, True) / mlp_bytes(16, 8, False)
     assert 2.7 < ratio < 3
     assert lesson("01").says("almost three times as much as in evaluation mode")
+    assert mlp_bytes(16, 8, True) == 4 * (1 + 4 + 4 + 4 + 1) * 16 * 8
+    assert mlp_bytes(16, 8, False) == 4 * (1 + 4) * 16 * 8
+    assert lesson("01").says("1 + 4 + 4 + 4 + 1 times tokens · hidden numbers. Evaluation: 1 + 4.")
+    assert lesson("01").says("1 + 4 + 4 + 4 + 1 times tokens · hidden numbers.")
 
 
 # 02
@@ -217,7 +327,81 @@ def test_02_where_v_stops():
     assert said.says(rf"$0.01 / \sqrt{{{slow:g}}} = {0.01 / sqrt(slow):.1f}$ lr")
     assert said.says("0.98, not 1, is rounding") and table[2000][2] == 0.98
     assert all(table[step][1] > table[step][0] for step in (100, 400, 500))
-    assert said.says("v in bf16 is *above* float32's in the first 500 steps")
+    assert said.says("In section 7's table, v in bf16 is *above* float32's up to step 500")
+    assert table[500][1] == 0.5 and said.says("In bf16, v climbs to 0.5 and **stops**.")
+    assert table[10000][0] < table[2000][0] / 1000 and table[10000][1] == table[2000][1]
+    assert 1.0 / 0.01 == 100 and said.says("After step 2000 gradients are a hundred times smaller.")
+
+
+def test_02_m_follows_steady_gradients_in_both_dtypes():
+    assert lesson("02").says("With steady gradients m is 0.01 as well.")
+    for dtype in (torch.float32, torch.bfloat16):
+        m = torch.ones((), dtype=dtype)
+        for _ in range(1000):
+            m.mul_(0.9).add_(torch.tensor(0.01, dtype=dtype), alpha=0.1)
+        assert m.item() == pytest.approx(0.01, rel=0.002)
+
+
+def test_02_the_gaps_between_bf16_numbers():
+    said = lesson("02")
+    assert torch.finfo(torch.bfloat16).eps == 2.0**-7
+    assert said.says("A bf16 number has 8 bits of precision, 7 of them after the point.")
+    for start in (0.5, 1.0, 2.0):
+        numbers = start * (1 + torch.arange(128) / 128).bfloat16()
+        gaps = torch.nextafter(numbers, torch.full_like(numbers, 8)) - numbers
+        assert len(numbers.unique()) == 128 and gaps.unique().tolist() == [start / 128]
+        below_half = (start / 256 * (1 - 2**-8)) * torch.ones_like(numbers)
+        assert below_half[0] < gaps[0] / 2 and torch.equal(numbers + below_half, numbers)
+    assert said.says(
+        "So there are 128 numbers from 1 to 2, then 128 from 2 to 4 with gaps twice as"
+    )
+    assert said.says("If you add less than half a gap, the sum is rounded back to the old number.")
+    assert said.says("Anything smaller than this, added to x, changes nothing.")
+    assert 0.5 / 128 == 1 / 256 and 0.001 < 1 / 256 / 2
+    assert "draw the bf16 numbers between 0.5 and 1 as ticks, 1/256 apart." in notes()
+    assert "An addition of 0.001 is less than half a gap." in notes()
+    assert said.says("From 1 to 2 there are 128 numbers, so the gap is 1/128.")
+    assert 1 / 128 / 2 == 1 / 256 == 2**-8 and said.says("Half of it is 1/256, which is 2⁻⁸.")
+    one = torch.ones((), dtype=torch.bfloat16)
+    assert one + 0.001 == one == one - 0.001
+    assert said.says("a weight of 1 in bf16 does not notice a step of 0.001 either.")
+
+
+def test_02_v_never_falls():
+    said = lesson("02")
+    smaller = said.figures(r"^v \* [\d.]+ +is smaller than v for (\d+) of the 128 numbers$")
+    assert smaller == [[0], [128]]
+    assert said.says("v never falls because `v.mul_(0.999)`, the first half of each step, rounds")
+    assert said.says("with β₂ = 0.999 v can rise but never fall.")
+    assert "The gradient is 1, and from step 2,000 on 0.01. In bf16, v stops and" in on_sheet("02")
+    assert "In bf16 and with β₂ = 0.999, v never falls." in on_sheet("02")
+    v = torch.tensor(1e-38, dtype=torch.bfloat16)  # the smallest numbers have the widest gaps
+    assert v * 0.999 == v
+    assert 1 / 256 < 1 / 128 < 0.05  # a gap is between 1/256 and 1/128 of a number
+    rows = said.figures(r"^ +(2000|10000) +[\d.e-]+ +[\d.e-]+ +([\d.e-]+)$")
+    assert rows[0][1] > 0.9 and rows[1][1] < 1.2 * 0.01**2
+    assert said.says("then a step takes 5 % off v, more than a gap, and v follows the gradients up")
+
+
+def test_02_half_of_the_residents():
+    printed = lesson("01").printed
+    line = re.search(r"most bytes of each: \{(.*)\}", printed)[1]
+    parts = {name: int(nbytes) for name, nbytes in re.findall(r"'(\w+)': (\d+)", line)}
+    assert parts["optimizer"] == pytest.approx(sum(parts.values()) / 2, rel=1e-5)
+    assert lesson("02").says("Half of lesson 01's residents belong to the optimizer.")
+
+
+def test_02_what_the_fused_kernel_computes():
+    assert lesson("02").says(r"It computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once.")
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    fused = torch.optim.AdamW([weight], fused=True)
+    v = torch.zeros(1, dtype=torch.bfloat16)
+    for g in [1.0] * 600 + [0.01] * 100:
+        weight.grad = torch.full_like(weight, g)
+        fused.step()
+        wide = v.float()
+        v = (wide + 0.001 * (weight.grad.float() ** 2 - wide)).bfloat16()
+        assert torch.equal(fused.state[weight]["exp_avg_sq"], v)
 
 
 def test_02_where_the_fused_kernel_stops():
@@ -229,19 +413,28 @@ def test_02_where_the_fused_kernel_stops():
     assert said.says(f"half a gap is {gap / 2:.5f}")
     smaller = said.figures(r"^v \* [\d.]+ +is smaller than v for (\d+) of the 128 numbers$")
     assert smaller == [[0], [128]] and said.says("With 0.999, none becomes smaller")
+    assert said.says("its v stops at half of what v reached in section 7, and never falls either.")
 
 
 def test_02_what_a_step_needs():
     said = lesson("02")
     needs = dict(re.findall(r"^(plain|foreach|fused) +([\d.]+) ×", said.printed, re.MULTILINE))
     assert float(needs["fused"]) == 0 and float(needs["plain"]) == 2
-    assert said.says("none (`fused`), two copies of the largest parameter (PyTorch's loop)")
+    assert said.says(
+        "none (`fused`), two or three copies of the largest parameter (PyTorch's loop)"
+    )
     assert said.answer("2.d") == 4 * sum(p.numel() for p in models.tiny_llama().parameters())
     assert said.figures(r"^exercise 2.4 needs ([\d.]+) ×") == [[5]]
     assert said.says("Written as in the hints, it needs five.")
     assert said.figures(r"^your step needs ([\d.]+) ×") == [[1]]
     assert said.answer("2.b") == 8 * SMOLLM2
+    moments = said.figures(r"^exp_avg(?:_sq)? +torch.bfloat16 ([\d,]+) bytes$")
+    assert moments == [[2 * 1000], [2 * 1000]]
+    assert said.says("m and v take **8 bytes a parameter in float32, 4 in bf16.**")
+    assert said.says("8 bytes in float32, 4 in bf16.")
     assert round(said.answer("2.a"), 1) == round(1 / sqrt(0.001), 1)
+    alone = f"{said.answer('2.a'):.1f} × lr is the first step of v alone, without bias correction"
+    assert alone in on_sheet("02")
     assert said.figures(r"^first step: ([\d.]+) along the valley, ([\d.]+) across") == [[0.2, 0.2]]
 
 
@@ -255,15 +448,50 @@ def test_03_what_shrinks():
     assert kept == sorted(kept, reverse=True)
     assert len({tuple(row[3:5]) for row in rows}) == 1
     assert said.says("The activations shrink with the micro-batch, and the other two columns do")
+    assert "16 rows in micro-batches. Of these parts only activations shrink:" in on_sheet("03")
     four = next(row for row in rows if row[1] == 4)
     assert four[2] == pytest.approx(kept[0] / 4, rel=0.01)
     phases = re.findall(r"^ *\d+ × \d+ .* in (\w+)$", said.printed, re.MULTILINE)
     assert list(dict.fromkeys(phases)) == ["forward", "backward", "optimizer_step"]
 
 
+def test_03_a_window_of_four():
+    """The activations climb four times; gradients stay from the first backward on, and the
+    temporaries of the loss shrink as the activations do.
+    """
+    said = lesson("03")
+    model = models.tiny_llama(layers=1, hidden=32, heads=2, intermediate=64, vocab=512)
+    ids = torch.randint(0, 512, (16, 64))
+
+    def window(rows):
+        model.zero_grad()
+        with MemoryTracker(model, live=False) as tracker:
+            for micro in split({"input_ids": ids, "labels": ids}, rows):
+                loss, _ = next_token_loss(model, micro)
+                (loss / (16 * 63)).backward()
+                del loss
+        return tracker.timeline.by_category
+
+    whole, cut = window(16), window(4)
+    highest = max(cut["activations"])
+    assert highest == pytest.approx(max(whole["activations"]) / 4, rel=0.02)
+    is_high = [held > 0.9 * highest for held in cut["activations"]]
+    climbs = sum(now and not before for before, now in pairwise([False, *is_high]))
+    assert climbs == 4
+    assert said.says("the activations climb four times, each time to a quarter of the left half's")
+    all_of_them = sum(p.nbytes for p in model.parameters())
+    complete = cut["gradients"].index(all_of_them)
+    assert set(cut["gradients"][complete:]) == {all_of_them} and complete < len(is_high) / 3
+    assert said.says("The gradients arrive with the first backward and **stay**: the second, third")
+    temporaries = max(cut["temporaries"])
+    assert temporaries == pytest.approx(max(whole["temporaries"]) / 4, rel=0.02)
+    assert said.says("**Activations and the loss's temporaries follow the micro-batch.**")
+
+
 def test_03_the_trap():
     said = lesson("03")
     assert said.answer("3.c") > 1 and said.says("The error is larger than the gradient.")
+    assert "you show the value: the error is larger than the gradient." in notes()
     factors = [row[0] for row in said.figures(r"× ([\d.]+)$") if row[0] < 10][:4]
     assert said.says(f"counts {factors[0]:.1f} times as much as it should")
     assert factors[3] < 0.5 and said.says("a token of the longest less than half")
@@ -283,6 +511,7 @@ def test_03_the_recorded_times():
         if match := re.match(record, name):
             times[int(match[1])] = float(value)
     assert times[4] <= 1.02 < 1.1 < times[16]
+    assert said.says("Take the largest micro-batch that fits.")
 
 
 def test_03_dropout_and_drop_path():

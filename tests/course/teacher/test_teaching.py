@@ -167,6 +167,7 @@ def test_no_run_sheet_needs_adapters_before_it_teaches_them():
     assert len(sheets) == 5
     for rows in sheets:
         assert meets_adapters_too_early(rows, found) == [], rows
+    assert "Each technique comes before the lesson that needs it" in " ".join(text.split())
     assert meets_adapters_too_early(["L06 4 | the cards", "L09 6-7 | LoRA"], found) == [("06", "4")]
 
 

@@ -1,0 +1,260 @@
+"""The sentences of the lessons that state a figure, an order or an optimum, and how each is known.
+
+``NN.txt`` lists them for lesson NN, ``teaching.txt`` those of teaching/notes.md, and ``sheets.txt``
+all that stands on the sheets for the wall. The way to know each is in the indented line below it:
+
+    printed                     each figure is one that a cell of this lesson printed, rounded
+    printed: REGEX              the lesson's cells printed this (for an order, or a word like half)
+    lesson NN: REGEX            lesson NN's cells printed this
+    code                        each figure is a setting in the code of this lesson
+    test FILE.py::NAME          that test quotes the sentence, or a part of it, and recomputes it
+    source: WHERE               somebody else's figure, which the lesson or the ledger cites
+    given: WHY                  nothing to test: an assumption, a definition, arithmetic in sight
+
+``python tests/course/stated/stated.py 03`` (or ``sheets``) prints the sentences that its list
+lacks, with "printed" or "code" where that already proves them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+PAGES = ("teaching", "sheets")
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "teaching")]
+
+from lesson_facts import Lesson, lessons  # noqa: E402
+from sheet_facts import sheet  # noqa: E402
+
+# Numbers that name something: lessons, exercises and predictions, cards, headings.
+NAMES = re.compile(
+    r"[Ll]essons? \d\d(?:(?:, | and | to | or )\d\d)*"
+    r"|[Ee]xercises? \d+\.\d+(?:(?:, | and | to | or )\d+\.\d+)*"
+    r"|RTX \d+|\b\d{1,2}\.[a-z]\b|§ ?\d+|[Ss]ections? \d+|`[^`]*`|\[[^\]]*\]\([^)]*\)"
+)
+YEAR = re.compile(r"(?:19|20)\d\d")
+NUMBER = re.compile(r"(?<![\w.\-])\d[\d,]*(?:\.\d+)?(?![\w\-])")
+# A small whole number counts something in sight ("4 micro-batches"); with a unit it is a figure.
+UNIT = re.compile(
+    r"\d[ -]?(?:%|×|times|bytes?|bits?|[KMGT]i?B|kB|ms|µs|s|seconds?|minutes?|hours?|FLOP|TFLOP)"
+    r"(?![\w])"
+)
+ORDER = re.compile(
+    r"\b(twice|half|thirds?|quarters?|eighths?|sixteenths?|most|least|largest|smallest|highest"
+    r"|lowest|fastest|slowest|cheapest|faster|slower|cheaper|best|worst|double[sd]?|halve[sd]?"
+    r"|nearest|(?:more|less|fewer|larger|smaller|higher|lower|longer|shorter) than"
+    r"|(?:two|three|four|five|six|seven|eight|ten|sixteen|thirty|fifty|hundred)"
+    r" (?:bytes|copies|times|tensors|bits))\b",
+    re.IGNORECASE,
+)
+SENTENCE_END = re.compile(r"(?<=[.!?:])[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers that a text states, without those that are only names."""
+    return [found.rstrip(",") for found in NUMBER.findall(NAMES.sub(" ", text))]
+
+
+def is_figure(number: str) -> bool:
+    """Whether a number is one that would be measured or derived: three digits, or a fraction."""
+    is_long = len(number.replace(",", "")) >= 3 and not YEAR.fullmatch(number)
+    return "." in number or is_long
+
+
+def states(sentence: str) -> bool:
+    """Whether the sentence states a figure, an order or an optimum."""
+    bare = NAMES.sub(" ", sentence)
+    if re.match(r"●|Hint \d|\*\d+ minutes", sentence):
+        return False  # the line below an exercise's title, and the titles of hints
+    return (
+        any(is_figure(number) for number in numbers(sentence))
+        or UNIT.search(bare) is not None
+        or ORDER.search(bare) is not None
+    )
+
+
+def _blocks(markdown: str) -> Iterator[str]:
+    """Paragraphs, items of lists and rows of tables, without headings, code and rules."""
+    markdown = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
+    markdown = re.sub(r"<[^>]+>", " ", markdown)
+    for paragraph in re.split(r"\n\s*\n", markdown):
+        for block in re.split(r"\n(?=\s*(?:[-*] |\||\d+\. ))", paragraph):
+            block = " ".join(block.split())
+            is_rule = re.fullmatch(r"[|\-: ]*", block)
+            if not block.startswith("#") and not is_rule:
+                yield block
+
+
+def stated(lesson: Lesson) -> list[str]:
+    """The lesson's sentences with a figure, an order or an optimum, in order."""
+    found = []
+    for cell in lesson.cells:
+        if cell.cell_type == "markdown":
+            found += _stated_in(cell.source)
+    return list(dict.fromkeys(found))
+
+
+def _stated_in(markdown: str) -> Iterator[str]:
+    for block in _blocks(markdown):
+        for sentence in SENTENCE_END.split(block):
+            if states(sentence):
+                yield sentence
+
+
+@dataclass
+class Page:
+    """A text that is no lesson: it has sentences, and no cells that print something."""
+
+    sentences: list[str]
+    printed: str = ""
+    cells: list = field(default_factory=list)
+
+
+def page(name: str) -> Page:
+    """The sentences of the teacher's notes that state something, or all that the sheets say."""
+    if name == "teaching":
+        notes = (ROOT / "teaching" / "notes.md").read_text(encoding="utf-8")
+        rows = re.compile(r"```run \d+\n(.*?)```", re.DOTALL)  # each row is a paragraph
+        notes = rows.sub(lambda found: found[1].replace("\n", "\n\n"), notes)
+        return Page(list(dict.fromkeys(_stated_in(notes))))
+    found = []
+    for lesson in lessons():
+        facts = sheet(lesson)
+        numbered = [f"{value} {words}" for value, words in facts.numbers]
+        found += [f"{lesson.number}: {says}" for says in (facts.caption, *numbered, facts.rule)]
+    return Page(found)
+
+
+def sentences_of(text: Lesson | Page) -> list[str]:
+    return text.sentences if isinstance(text, Page) else stated(text)
+
+
+def named(name: str) -> Lesson | Page:
+    """Lesson NN, or the page of that name."""
+    if name in PAGES:
+        return page(name)
+    return next(lesson for lesson in lessons() if lesson.number == name)
+
+
+def listed(number: str) -> dict[str, str]:
+    """What ``NN.txt`` says: how each sentence is known."""
+    path = HERE / f"{number}.txt"
+    known = {}
+    sentence = None
+    if not path.exists():
+        return known
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            known[sentence] = line.strip()
+        elif line:
+            sentence = line
+            known[sentence] = ""
+    return known
+
+
+def _rounds_to(printed: str, said: str) -> bool:
+    """Whether the printed number is the said one, rounded to its digits."""
+    decimals = len(said.partition(".")[2])
+    value = float(printed.replace(",", ""))
+    return f"{value:.{decimals}f}" == said.replace(",", "")
+
+
+def is_printed(lesson: Lesson, sentence: str) -> bool:
+    """Whether each number of the sentence is one that the lesson's cells printed."""
+    printed = set(re.findall(r"\d[\d,]*(?:\.\d+)?", lesson.printed))
+    said = [number for number in numbers(sentence) if is_figure(number)]
+    return bool(said) and all(
+        any(_rounds_to(number, wanted) for number in printed) for wanted in said
+    )
+
+
+def is_in_code(lesson: Lesson, sentence: str) -> bool:
+    """Whether each number of the sentence stands in the lesson's code."""
+    code = "\n".join(cell.source for cell in lesson.cells if cell.cell_type == "code")
+    written = {found.replace("_", "") for found in re.findall(r"\d[\d_]*(?:\.\d+)?", code)}
+    said = [number for number in numbers(sentence) if is_figure(number)]
+    return bool(said) and all(wanted.replace(",", "") in written for wanted in said)
+
+
+@cache
+def _test_functions(file: str) -> dict[str, list[str]]:
+    """The patterns that each test of a file quotes: its strings, with any text in the holes of
+    f-strings.
+    """
+    (path,) = (ROOT / "tests").rglob(file)
+    quoted = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        patterns = []
+        for part in ast.walk(node):
+            if isinstance(part, ast.JoinedStr):
+                holes = [
+                    re.escape(piece.value) if isinstance(piece, ast.Constant) else ".*?"
+                    for piece in part.values
+                ]
+                patterns.append("".join(holes))
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                patterns.append(re.escape(part.value))
+        quoted[node.name] = patterns
+    return quoted
+
+
+def is_quoted_by(test: str, sentence: str) -> bool:
+    """Whether a test (``FILE.py::NAME``) exists and quotes at least a dozen letters of the
+    sentence.
+    """
+    file, _, name = test.partition("::")
+    patterns = _test_functions(file).get(name, [])
+    return any(
+        len(pattern.replace(".*?", "").replace("\\", "")) >= 12 and re.search(pattern, sentence)
+        for pattern in patterns
+    )
+
+
+def problem(lesson: Lesson | Page, sentence: str, how: str) -> str:
+    """Why the listed way does not show what the sentence says, or an empty text."""
+    kind, _, rest = how.partition(" ")
+    if how == "printed":
+        return "" if is_printed(lesson, sentence) else "no cell printed these numbers"
+    if how == "code":
+        return "" if is_in_code(lesson, sentence) else "these numbers are not in the code"
+    if kind == "lesson":
+        number, _, pattern = rest.partition(": ")
+        found = re.search(pattern, named(number).printed, re.MULTILINE)
+        return "" if found else f"lesson {number} printed nothing like {pattern!r}"
+    if kind == "printed:":
+        found = re.search(rest, lesson.printed, re.MULTILINE)
+        return "" if found else f"no cell printed {rest!r}"
+    if kind == "test":
+        return "" if is_quoted_by(rest, sentence) else f"{rest} does not exist or quote it"
+    if kind in ("source:", "given:") and len(rest) >= 8:
+        return ""
+    return f"{how!r} is none of the ways: see stated.py"
+
+
+def main() -> None:
+    wanted = sys.argv[1]
+    lesson = named(wanted)
+    known = listed(wanted)
+    for sentence in sentences_of(lesson):
+        if sentence in known:
+            continue
+        how = "?"
+        if is_printed(lesson, sentence):
+            how = "printed"
+        elif is_in_code(lesson, sentence):
+            how = "code"
+        print(f"{sentence}\n    {how}")
+
+
+if __name__ == "__main__":
+    main()
