@@ -7,7 +7,7 @@ from math import sqrt
 
 import pytest
 import torch
-from course.lessons.test_part_one_text import SMOLLM2, lesson
+from support.lesson_text import lesson
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +22,8 @@ from gradmem_lib import (
 )
 from gradmem_lib.course import models
 from gradmem_lib.course.lessons.lesson_04 import settings
+
+SMOLLM2 = 134_515_008  # parameters
 
 
 def kept_at_peak(lengths, a, x):
