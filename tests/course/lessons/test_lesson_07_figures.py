@@ -122,7 +122,7 @@ def test_the_budgets_are_those_of_the_checks():
     cards = (exercises.SUMS_CARD, exercises.MASTER_CARD, exercises_scaling.FEATURES_CARD)
     stated = re.findall(r"\*\*([\d.]+ MB)\*\*", TEXT)
     assert sorted(map(parse_bytes, stated)) == sorted(map(parse_bytes, cards))
-    assert "Budget: **3.0 MB** in all, so make float32 copies of one tensor at a time." in TEXT
+    assert "**3.0 MB** in all, so make float32 copies of one tensor at a time." in TEXT
     assert parse_bytes("3.0 MB") == exercises.MASTER_CARD
     assert "**2.45 MB**, which holds the weights, the sums and all gradients." in TEXT
     assert parse_bytes("2.45 MB") == exercises.SUMS_CARD
