@@ -546,7 +546,7 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # - **Look where the peak is**, in which phase and of which category. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough.
-# - **Accumulation and checkpointing** are worth nothing where activations are not the peak.
+# - **Accumulation and checkpointing** are worth nothing where neither activations nor logits are at the peak.
 # - **`bf16=True` is autocast.** What halves the memory is the dtype in which the model was *loaded*.
 # - **Spend what is left**, and **measure a switch** before you rely on it.
 #

@@ -429,7 +429,7 @@ for loaded in (torch.float32, torch.bfloat16):
 #   model's forward in autocast.
 # - `fp16=True` on the CPU is accepted and changes nothing.
 # - `bf16_full_eval=True` casts the *weights* when you call `evaluate()`, and leaves them in bf16. So save first.
-# - A model's weights, gradients and states have the dtype in which it is **loaded**. No flag changes that.
+# - In training, weights, gradients and states have the dtype in which the model is **loaded**. No flag changes that.
 #
 # A claim that many guides make:
 

@@ -54,12 +54,16 @@ def test_a_layer_keeps_five_boundaries_and_most_of_them_could_be_computed_again(
 
 def test_the_root_of_n_is_wrong_for_each_model_that_the_course_knows():
     assert lesson("04").says("is wrong for most models that people train")
+    assert lesson("04").says(
+        "Trained Transformers have a ≈ 20 x or more: one layer a segment, or two."
+    )
     for shape in accounting.SHAPES.values():
         a = sum(accounting.block_activations(shape, 1, 1024).values())
         n, x = shape.layers, 2 * 1024 * shape.hidden
         peaks = [kept_at_peak(uniform_segments(n, k), a, x) for k in range(1, n + 1)]
         root = peaks[round(sqrt(n)) - 1]
         assert root > 1.5 * min(peaks), shape.name
+        assert a > 20 * x and peaks.index(min(peaks)) + 1 in (1, 2), shape.name
 
 
 def test_one_checkpoint_a_layer_is_at_most_a_fifth_above_the_best_length():

@@ -213,7 +213,7 @@ def test_where_the_peak_is_with_one_row_and_with_four():
 def test_what_trainers_flags_change(printed):
     parts = re.split(r"^loaded in torch\.(\w+), no flag: all (.*)$", printed, flags=re.M)
     loaded = {parts[1]: (parts[2], parts[3]), parts[4]: (parts[5], parts[6])}
-    assert "have the dtype in which it is **loaded**" in TEXT
+    assert "In training, weights, gradients and states have the dtype in which the model is" in TEXT
     for dtype, (plain, flags) in loaded.items():
         assert plain == dtype and "fp16=True: changes nothing" in flags
     wide, narrow = loaded["float32"][1], loaded["bfloat16"][1]
