@@ -119,8 +119,8 @@ print("in pieces:", found["in_pieces"])
 print(said.to_text(80))
 
 # %% [markdown]
-# A smaller batch would change 218 MiB, the tensors. The other process holds 25 times as much, and nothing in your script
-# can change that. The 2.0 GiB of this process outside PyTorch are the context and libraries.
+# A smaller batch would change 218 MiB at most, the tensors. The other process holds 25 times as much, and nothing in your
+# script can change that. The 2.0 GiB of this process outside PyTorch are the context and libraries.
 #
 # Now an error of our own. The run is SmolLM2-135M with AdamW in float32, on 4 rows of 256 tokens, and the card has 4 GiB.
 # `out_of_memory` replays all requests of the step by the rules of PyTorch's allocator, until the card is full. Then it says
