@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,6 +101,20 @@ def test_which_cards_need_4_bits_and_what_they_leave():
     assert four < 8
     assert said.says("On 16 GB, two thirds are then left.")
     assert 1 - four / 16 == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_each_rung_of_the_ladder_is_lower_until_the_smallest_card_is_enough():
+    said = lesson("06")
+    assert said.says("Then take the cheapest one that shrinks a large part, and ask again.")
+    assert said.says("Section 4 went down its ladder like this.")
+    table = said.printed.partition("peak  needs")[2]
+    rows = re.findall(r"^.{22} +([\d.]+) +([\d.]+) [ *]+  \w+", table, re.MULTILINE)
+    peaks = [float(peak) for peak, _ in rows]
+    assert len(peaks) == 8 and peaks == sorted(peaks, reverse=True)
+    # all but one take off more than 15 per cent
+    falls = [1 - after / before for before, after in pairwise(peaks)]
+    assert sum(fall > 0.15 for fall in falls) == 6
+    assert float(rows[-1][1]) <= 8
 
 
 def test_from_two_rows_to_one_the_peak_is_all_gradients():
