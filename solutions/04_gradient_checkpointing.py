@@ -341,8 +341,8 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
 
 # %% [markdown]
 # A block keeps more than twenty times its input. So √(n · x / a) is between 1 and 2, for 30 layers and for 80. **One
-# checkpoint a layer**, which transformers uses by default, is nearly the optimum for them, and √n needs two
-# to three times as much.
+# checkpoint a layer**, transformers' default, is at most a fifth above the best k for them, and √n needs two to three
+# times as much.
 #
 # Now measure SmolLM2's 30 blocks. They are frozen, and their input is trained.
 
@@ -408,7 +408,7 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # %% [markdown]
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win little too: with 4 layers, one
+# save. So ask where the peak is before you choose a technique. Shallow networks win less too: with 4 layers, one
 # segment is a quarter.
 #
 # ## 7 · What you can now do

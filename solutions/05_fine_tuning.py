@@ -135,8 +135,9 @@ claims.show("C57")
 
 # %% [markdown]
 # So take micro-batches first, unless rows are very short, or one row alone is too much. They cost little time where one
-# row keeps the machine busy. Checkpointing adds a forward. That is a third of a step's work, and up to half where the
-# weights are frozen, because backward is shorter then. Our recorded runs took 1.23 to 1.50 times as long.
+# row keeps the machine busy. Checkpointing adds a forward of the layers. That is up to a third of a step's work, and up
+# to half where the weights are frozen, because backward is shorter then. Our recorded runs took 1.23 to 1.50 times as
+# long.
 #
 # ## 5 · Micro-batches
 #
@@ -545,7 +546,7 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # - **Look where the peak is**, in which phase and of which category. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough.
-# - **Accumulation and checkpointing** are worth nothing where activations are not the peak.
+# - **Accumulation and checkpointing** are worth nothing where neither activations nor logits are at the peak.
 # - **`bf16=True` is autocast.** What halves the memory is the dtype in which the model was *loaded*.
 # - **Spend what is left**, and **measure a switch** before you rely on it.
 #
@@ -754,7 +755,7 @@ train_epoch = check("5.3", train_epoch)
 #
 # `window` is a list of micro-batches, dicts for the model, and `model(**micro).loss` is a micro-batch's *mean*. Write
 # `train_and_log(model, window)`: leave in `.grad` the gradient of the mean loss over all predicted tokens of the
-# window, and return that mean. The budget of **1.4 MB** allows one micro-batch's logits at a time.
+# window, and return that mean. The budget of **1.4 MB** is too small for the logits of all micro-batches at once.
 #
 # <details><summary>Hint 1: shares</summary>
 #

@@ -68,7 +68,7 @@ by PyTorch, and 8.20 MiB is reserved by PyTorch but unallocated."""
 # | the error says | what it is |
 # |---|---|
 # | *Tried to allocate* | the segment that the driver refused. It is one request, not all that is missing |
-# | *total capacity* | what the driver gives out: on a real card a little less than what is printed on the box |
+# | *total capacity* | what the driver gives out: often a little less than what is printed on the box |
 # | *is free* | what the driver still has |
 # | *this process has … in use* | all segments, and the **context**: CUDA's own bytes in each process. `nvidia-smi` shows this number |
 # | *allocated by PyTorch* | blocks with a live tensor in them |
@@ -119,8 +119,8 @@ print("in pieces:", found["in_pieces"])
 print(said.to_text(80))
 
 # %% [markdown]
-# A smaller batch would change 218 MiB, the tensors. The other process holds 25 times as much, and nothing in your script
-# can change that. The 2.0 GiB of this process outside PyTorch are the context and libraries.
+# A smaller batch would change 218 MiB at most, the tensors. The other process holds 25 times as much, and nothing in your
+# script can change that. The 2.0 GiB of this process outside PyTorch are the context and libraries.
 #
 # Now an error of our own. The run is SmolLM2-135M with AdamW in float32, on 4 rows of 256 tokens, and the card has 4 GiB.
 # `out_of_memory` replays all requests of the step by the rules of PyTorch's allocator, until the card is full. Then it says
@@ -150,8 +150,8 @@ guess_a.reveal(
 #
 # Free and idle bytes are enough for this request, but in pieces, and a tensor needs one block. This is **fragmentation**.
 # With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here this setting
-# could serve the one request, but not the run, because the tensors of the whole step are more than the card has. As a
-# rule:
+# could serve the one request, but not the run, because the tensors of the whole step and the context are more than the
+# card has. As a rule:
 #
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
 # - If it is small, there are too many tensors. The rest of the lesson is about this case.
@@ -522,7 +522,7 @@ for name, option in options.items():
 # ## Optional: an evaluation that collects
 #
 # Nothing later needs the optional sections. The evaluation below gives the accuracy of a classifier with 1,000 classes, on
-# 40 batches of 16 rows. It needs more memory after each batch, and runs out of it.
+# 40 batches of 16 rows (the last one has 5). It needs more memory after each batch, and runs out of it.
 
 # %%
 from gradmem_lib.course import evaluation_leak_setting
@@ -651,7 +651,7 @@ for rows in (4, 3, 2, 1):
 # %% [markdown]
 # ## Optional: rules of thumb
 #
-# These are the rules that are quoted most:
+# Two rules are often quoted:
 #
 # - **16 bytes a parameter** (Rajbhandari et al. 2020) counts weights, gradients and Adam in mixed precision, and no
 #   activations;
@@ -679,9 +679,9 @@ quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
 # The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted
-# for models whose logits are a small part, and in SmolLM2 the logits are the largest. It also adds all activations to
-# all gradients. But Llama's peak is in the optimizer's step. All gradients are there, and the activations are gone:
-# hence the 16 %. **A rule of thumb is right for the model it was made for.**
+# for models whose logits are a small part, and here SmolLM2's logits and their gradients are 41 % of the peak. It also
+# adds all activations to all gradients. But Llama's peak is in the optimizer's step. All gradients are there, and the
+# activations are gone: hence the 16 %. **A rule of thumb is right for the model it was made for.**
 
 # %% [markdown]
 # ## Optional: a language model, and a T5

@@ -332,9 +332,9 @@ for number in range(1, 5):
 #
 # ## 5 · Six recipes on SmolLM2
 #
-# This takes some minutes, most of them for float16, which few CPUs compute directly. Every recipe has the same start,
-# rows and learning rate (1e-5). The bytes are predicted for this batch. "Held out" is the loss on rows that no recipe
-# trains on.
+# This takes some minutes, most of them for float16 if your CPU does not compute it directly. Every recipe has the same
+# start, rows and learning rate (1e-5). The bytes are predicted for this batch. "Held out" is the loss on rows that no
+# recipe trains on.
 
 # %%
 recipes = {
@@ -376,8 +376,8 @@ for name, recipe in recipes.items():
 # Then the losses. A few small updates change little. In the stored notebook, which made one short update of one
 # layer, all six losses are within 0.2 % of each other. The difference is in the weights. At this rate, rounding to
 # the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every update, but a bf16 weight changes
-# only when its master has moved by half a gap. Over thousands of updates, most do. With rounding by chance, each
-# weight moves as far as it should on average, from the first update on.
+# only when its master has moved by half a gap. Over 5,000 updates, most do, even if each goes a random way. With
+# rounding by chance, each weight moves as far as it should on average, from the first update on.
 #
 # ## 6 · What it saves, and from which batch on
 #
@@ -396,7 +396,7 @@ def peak(rows, precision):
 
 print("rows    float32   autocast   all bf16   (MiB)")
 saved = []
-for rows in (1, 4, 8, 32):
+for rows in (1, 4, 5, 8, 32):
     full, cast, narrow = (peak(rows, p) for p in ("float32", "autocast-bf16", "bf16"))
     print(f"{rows:>4}{full:>11,.0f}{cast:>11,.0f}{narrow:>11,.0f}")
     saved.append(full - cast)
@@ -406,7 +406,7 @@ guess_c.reveal(measured=round(saved[1]))
 # - **One row.** The peak is at the end of backward, where activations are almost gone. Autocast changes nothing.
 # - **Four rows.** The peak is at the beginning of backward, and autocast needs *more* there: its bf16 copies of the
 #   weights are larger than what it saves in activations.
-# - **From eight rows on** it saves, and more with every row.
+# - **From five rows on** it saves, and more with every row.
 #
 # All bf16 halves the residents at any batch, but computes the loss in float32.
 #
@@ -429,7 +429,7 @@ for loaded in (torch.float32, torch.bfloat16):
 #   model's forward in autocast.
 # - `fp16=True` on the CPU is accepted and changes nothing.
 # - `bf16_full_eval=True` casts the *weights* when you call `evaluate()`, and leaves them in bf16. So save first.
-# - A model's weights, gradients and states have the dtype in which it is **loaded**. No flag changes that.
+# - In training, weights, gradients and states have the dtype in which the model is **loaded**. No flag changes that.
 #
 # A claim that many guides make:
 
@@ -464,7 +464,7 @@ claims.show("C11")
 #
 # Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, to which
 # every backward adds the gradient. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which holds the
-# weights, the sums and a few gradients at a time.
+# weights, the sums and all gradients.
 #
 # <details><summary>Hint 1: when</summary>
 #
@@ -496,7 +496,7 @@ float32_sums = check("7.2", float32_sums)
 # ●●○ · 4 minutes · optional · trains: how long autocast keeps a bf16 copy of a weight
 #
 # `model` is an `nn.Sequential` of 16 float32 blocks. Write `features(model, x)`: its output under bf16 autocast,
-# without a graph, within **4.9 MB**. The weights alone are 4.3 MB, and stay float32.
+# without a graph, within **4.9 MB**. The weights alone are 4.2 MB, and stay float32.
 #
 # <details><summary>Hint 1: the graph</summary>
 #

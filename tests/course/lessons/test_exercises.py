@@ -199,7 +199,7 @@ def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():
         for how in (None, "per-layer")
     )
     text = (ROOT / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
-    assert "less than one MiB lower.)" in " ".join(text.replace("#", " ").split())
+    assert "less than one MiB lower." in " ".join(text.replace("#", " ").split())
     assert 0 < without - checkpointed < 2**20
 
 

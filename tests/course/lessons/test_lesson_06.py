@@ -76,11 +76,8 @@ def test_the_explorers_second_and_third_question():
         peak = asked("SmolLM2-135M", rows, tokens, attention="eager")
         return peak.by_category["activations"] > peak.total / 2
 
-    says = (
-        "With 4 rows, they do so between 128 and 256 tokens. With one row, they do so a little "
-        "above 512."
-    )
-    assert says in TEXT
+    assert "With 4 rows, they do so between 128 and 256 tokens." in TEXT
+    assert "With one row, they do so a little above 512." in TEXT
     crossed = [more_than_half(*size) for size in ((4, 128), (4, 256), (1, 512), (1, 576))]
     assert crossed == [False, True, False, True]
     parts = asked("Llama-3.2-1B", 8, 1024).by_category
@@ -202,6 +199,7 @@ def test_the_cause_in_the_table_is_the_one_that_is_found(symptom):
 
 def test_what_the_table_says_of_other_cards_and_of_nvidia_smi_is_in_the_messages():
     said = explain(MESSAGE)
+    assert "`nvidia-smi` shows more than PyTorch" in symptoms()
     assert said.cases[0] == "other process"
     assert tuple(read_error(*REAL_MESSAGE)) == ("context", "others", "in_pieces")
     assert said.figures["other_processes"] > 20 * said.figures["allocated"]

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from lesson_facts import lessons
 from support.paths import ROOT
 
-from gradmem_lib import Recipe, predict
+from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course.lessons.lesson_07 import exercises, exercises_scaling
 from gradmem_lib.course.material import models
-from gradmem_lib.units import parse_bytes
+from gradmem_lib.units import MiB, parse_bytes
 
 SOURCE = ROOT / "solutions" / "07_mixed_precision.py"
 TEXT = " ".join(SOURCE.read_text(encoding="utf-8").replace("#", " ").split())
@@ -40,6 +41,8 @@ def bits(dtype: torch.dtype) -> tuple[int, int]:
 def test_the_table_of_formats():
     rows = re.findall(r"\| (float32|bf16|float16) \| (\d+) \| (\d+) \| ([^|]+) \| ([^|]+) \|", TEXT)
     assert [name for name, *_ in rows] == list(DTYPES)
+    assert "| dtype | exponent bits | fraction bits | largest | smallest above 0 |" in TEXT
+    assert "| float16 | 5 | 10 | 65,504 | 6.0e-8 |" in TEXT
     for name, exponent, fraction, largest, smallest in rows:
         dtype = DTYPES[name]
         assert (int(exponent), int(fraction)) == bits(dtype)
@@ -56,6 +59,9 @@ def test_the_gaps_between_bf16_numbers():
     between = every[(every >= 1) & (every < 2)]
     assert f"Between 1 and 2 there are {len(between)} bf16 numbers, with gaps of 1/128." in TEXT
     assert torch.all(between.diff() == 1 / 128)
+    assert "If you add less than half a gap, nothing changes." in TEXT
+    assert torch.equal((between + 0.499 / 128).bfloat16().float(), between)
+    assert torch.all((between + 0.501 / 128).bfloat16().float() > between)
     above = every[(every >= 256) & (every <= 512)]
     assert "From 256 to 512 a gap is 2." in TEXT and torch.all(above.diff() == 2)
     assert "257 lies in the middle" in TEXT and "rounded to the even one, 256." in TEXT
@@ -64,8 +70,24 @@ def test_the_gaps_between_bf16_numbers():
     assert pytest.approx(1 / 8, rel=0.05) == 0.001 / (1 / 128)
 
 
+def test_a_bf16_number_is_the_upper_half_of_a_float32_number():
+    assert "A bf16 number is the upper 16 bits of a float32 number." in TEXT
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    upper = numbers.view(torch.int16).int() << 16
+    assert torch.equal(upper.view(torch.float32), numbers.float())
+
+
+def test_a_tenth_of_a_gap_moves_one_weight_in_ten():
+    assert "a tenth of a gap, it moves one weight in ten by a whole gap." in TEXT
+    gap, generator = 1 / 128, torch.Generator().manual_seed(0)
+    after = exercises.round_by_chance(torch.full((100_000,), 1 + gap / 10), generator).float()
+    assert after.unique().tolist() == [1, 1 + gap]
+    assert (after > 1).float().mean() == pytest.approx(0.1, abs=0.005)
+
+
 def test_the_sum_that_stops_and_the_rounding_that_arrives(printed):
     assert "a thousand times 1.0 in bf16: 256.0" in printed
+    assert "Section 3 added 1.0 a thousand times in bf16, and the sum stopped at 256." in TEXT
     assert "nearest 1.00   by chance 1.10" in printed and "Only rounding by chance arrives" in TEXT
 
 
@@ -100,6 +122,22 @@ def test_the_budgets_are_those_of_the_checks():
     cards = (exercises.SUMS_CARD, exercises.MASTER_CARD, exercises_scaling.FEATURES_CARD)
     stated = re.findall(r"\*\*([\d.]+ MB)\*\*", TEXT)
     assert sorted(map(parse_bytes, stated)) == sorted(map(parse_bytes, cards))
+    assert "**3.0 MB** in all, so make float32 copies of one tensor at a time." in TEXT
+    assert parse_bytes("3.0 MB") == exercises.MASTER_CARD
+    assert "**2.45 MB**, which holds the weights, the sums and all gradients." in TEXT
+    assert parse_bytes("2.45 MB") == exercises.SUMS_CARD
+    weights = exercises._weights()
+    narrow = sum(p.nbytes for p in weights)  # weights, or all of their gradients
+    wide = 2 * narrow  # masters, sums, or all gradients in float32
+    assert narrow + wide + narrow < exercises.SUMS_CARD
+    given = narrow + narrow + wide
+    one = 2 * max(p.nbytes for p in weights)
+    assert given + one < exercises.MASTER_CARD < given + wide
+    assert "without a graph, within **4.9 MB**." in TEXT
+    assert exercises_scaling.FEATURES_CARD == "4.9 MB"
+    model, _ = exercises_scaling.features_setting()
+    held = sum(p.nbytes for p in model.parameters())
+    assert f"The weights alone are {held / 1e6:.1f} MB, and stay float32." in TEXT
 
 
 def test_a_scaler_doubles_after_two_thousand_steps():
@@ -128,11 +166,21 @@ def test_what_six_recipes_hold(printed):
         assert peaks[name] == pytest.approx(16 * parameters, rel=0.11)
         assert states[name] == pytest.approx(8 * parameters, rel=1e-4)
     assert states["bf16, master"] == pytest.approx(12 * parameters, rel=1e-4)
+    assert "The second way keeps the exact weights beside the rounded ones, for 4 bytes a" in TEXT
+    masters = states["bf16, master"] - states["float32"]
+    assert masters == pytest.approx(4 * parameters, rel=1e-4)
     assert "The master's peak also has the embedding's gradient in float32." in TEXT
     more = peaks["bf16, master"] - peaks["autocast bf16"]
     assert more == pytest.approx(4 * table, rel=1e-4)
     assert "Rounding by chance costs no more than all bf16." in TEXT
     assert peaks["bf16, by chance"] == peaks["all bf16"]
+
+
+def peak(rows: int, precision: str):
+    """Of SmolLM2 on rows of 128 tokens."""
+    config = models.smollm2()[0].config
+    ask = {"batch_size": rows, "seq_len": 128, "target": "cpu"}
+    return predict(config, recipe=Recipe(precision=precision), **ask).peak
 
 
 def test_from_which_batch_on_autocast_saves(printed):
@@ -141,25 +189,22 @@ def test_from_which_batch_on_autocast_saves(printed):
     saved = {n: full - cast for n, (full, cast, _) in table.items()}
     assert "**One row.**" in TEXT and saved[1] == 0
     assert "and autocast needs *more* there" in TEXT and saved[4] < 0
-    assert "**From eight rows on** it saves, and more with every row." in TEXT
-    assert 0 < saved[8] < saved[32]
-    assert saved[8] / 8 < saved[32] / 32
+    assert "**From five rows on** it saves, and more with every row." in TEXT
+    for n in (5, 6, 7):
+        saved[n] = (peak(n, "float32").total - peak(n, "autocast-bf16").total) / MiB
+    shares = [saved[n] / n for n in (5, 6, 7, 8, 32)]
+    assert shares[0] > 0 and shares == sorted(shares)
     assert "All bf16 halves the residents at any batch" in TEXT
     assert table[1][2] == pytest.approx(table[1][0] / 2, rel=0.01)
 
 
 def test_where_the_peak_is_with_one_row_and_with_four():
-    config = models.smollm2()[0].config
-
-    def peak(rows: int, precision: str):
-        ask = {"batch_size": rows, "seq_len": 128, "target": "cpu"}
-        return predict(config, recipe=Recipe(precision=precision), **ask).peak.by_category
-
     assert "**One row.** The peak is at the end of backward, where activations are almost" in TEXT
-    one, weights = peak(1, "float32"), peak(1, "float32")["parameters"]
+    one = peak(1, "float32").by_category
+    weights = one["parameters"]
     assert one["activations"] < 0.01 * weights and one["gradients"] > 0.99 * weights
     assert "**Four rows.** The peak is at the beginning of backward" in TEXT
-    four, cast = peak(4, "float32"), peak(4, "autocast-bf16")
+    four, cast = (peak(4, kind).by_category for kind in ("float32", "autocast-bf16"))
     assert four["gradients"] < 0.01 * weights and cast["gradients"] < 0.01 * weights
     copies = weights / 2
     assert four["activations"] < cast["activations"] < four["activations"] + copies
@@ -168,7 +213,7 @@ def test_where_the_peak_is_with_one_row_and_with_four():
 def test_what_trainers_flags_change(printed):
     parts = re.split(r"^loaded in torch\.(\w+), no flag: all (.*)$", printed, flags=re.M)
     loaded = {parts[1]: (parts[2], parts[3]), parts[4]: (parts[5], parts[6])}
-    assert "have the dtype in which it is **loaded**" in TEXT
+    assert "In training, weights, gradients and states have the dtype in which the model is" in TEXT
     for dtype, (plain, flags) in loaded.items():
         assert plain == dtype and "fp16=True: changes nothing" in flags
     wide, narrow = loaded["float32"][1], loaded["bfloat16"][1]
@@ -205,3 +250,39 @@ def test_a_weight_changes_when_its_master_has_moved_by_half_a_gap():
         moved.append(weights[0].item() > 1)
     assert "only when its master has moved by half a gap" in TEXT
     assert moved.index(True) in (4, 5)
+
+
+def test_over_5000_updates_most_weights_have_changed():
+    assert "Over 5,000 updates, most do, even if each goes a random way." in TEXT
+    model, _ = models.smollm2()
+    weights = torch.cat([p.detach().flatten()[::100] for p in model.parameters()])
+    before = weights.bfloat16()
+    steps = np.random.default_rng(0).binomial(5000, 0.5, len(weights)) * 2 - 5000
+    masters = before.float() + 1e-5 * torch.from_numpy(steps).float()
+    changed = (masters.bfloat16() != before).float().mean()
+    assert 0.55 < changed < 0.75
+
+
+def bytes_in_a_forward(*, trained: bool) -> tuple[int, int]:
+    """What an autocast forward of equal layers has kept when its ``with`` block ends: just before
+    the end, and just after it.
+    """
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+    x = torch.ones(1, 256)
+    with MemoryTracker(net, live=False) as tracker, torch.set_grad_enabled(trained):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = net(x)
+            inside = tracker.current.total
+        after = tracker.current.total
+    assert out.dtype == torch.bfloat16
+    return inside, after
+
+
+def test_the_graph_holds_the_copies_in_training_and_the_cache_alone_without_a_graph():
+    assert "In training the graph holds most of them anyway." in TEXT
+    copies = 8 * 2 * 256 * 256
+    inside, after = bytes_in_a_forward(trained=True)
+    assert inside - after < copies / 2
+    assert "Without a graph, the cache alone does." in TEXT
+    inside, after = bytes_in_a_forward(trained=False)
+    assert inside - after == copies

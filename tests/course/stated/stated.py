@@ -48,14 +48,16 @@ UNIT = re.compile(
     r"(?![\w])"
 )
 ORDER = re.compile(
-    r"\b(twice|half|thirds?|quarters?|eighths?|sixteenths?|most|least|largest|smallest|highest"
+    r"\b(twice|half|thirds?|quarters?|(?:fif|six|seven|eigh|ten|sixteen|twentie)ths?"
+    r"|most|least|largest|smallest|highest"
     r"|lowest|fastest|slowest|cheapest|faster|slower|cheaper|best|worst|double[sd]?|halve[sd]?"
     r"|nearest|(?:more|less|fewer|larger|smaller|higher|lower|longer|shorter) than"
     r"|(?:two|three|four|five|six|seven|eight|ten|sixteen|thirty|fifty|hundred)"
     r" (?:bytes|copies|times|tensors|bits))\b",
     re.IGNORECASE,
 )
-SENTENCE_END = re.compile(r"(?<=[.!?:])[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
+# Neither "et al." nor a colon in code ends a sentence.
+SENTENCE_END = re.compile(r"`[^`]*`|(?<=[.!?:])(?<!al\.)[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
 
 
 def numbers(text: str) -> list[str]:
@@ -93,6 +95,15 @@ def _blocks(markdown: str) -> Iterator[str]:
                 yield block
 
 
+def _sentences(block: str) -> Iterator[str]:
+    start = 0
+    for end in SENTENCE_END.finditer(block):
+        if not end[0].startswith("`"):
+            yield block[start : end.start()]
+            start = end.end()
+    yield block[start:]
+
+
 def stated(lesson: Lesson) -> list[str]:
     """The lesson's sentences with a figure, an order or an optimum, in order."""
     found = []
@@ -104,7 +115,7 @@ def stated(lesson: Lesson) -> list[str]:
 
 def _stated_in(markdown: str) -> Iterator[str]:
     for block in _blocks(markdown):
-        for sentence in SENTENCE_END.split(block):
+        for sentence in _sentences(block):
             if states(sentence):
                 yield sentence
 
