@@ -43,12 +43,15 @@ UNIT = re.compile(
     r"(?![\w])"
 )
 ORDER = re.compile(
-    r"\b(twice|half|thirds?|quarters?|eighths?|sixteenths?|most|least|largest|smallest|highest"
+    r"\b(twice|half|thirds?|quarters?|(?:fif|six|seven|eigh|ten|sixteen|twentie)ths?"
+    r"|most|least|largest|smallest|highest"
     r"|lowest|fastest|slowest|cheapest|faster|slower|cheaper|best|worst|double[sd]?|halve[sd]?"
     r"|nearest|(?:more|less|fewer|larger|smaller|higher|lower|longer|shorter) than"
-    r"|(?:two|three|four|five|six|seven|eight|ten|sixteen) (?:bytes|copies|times|tensors|bits))\b"
+    r"|(?:two|three|four|five|six|seven|eight|ten|sixteen) (?:bytes|copies|times|tensors|bits))\b",
+    re.IGNORECASE,
 )
-SENTENCE_END = re.compile(r"(?<=[.!?:])[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
+# Neither "et al." nor a colon in code ends a sentence.
+SENTENCE_END = re.compile(r"`[^`]*`|(?<=[.!?:])(?<!al\.)[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
 
 
 def numbers(text: str) -> list[str]:
@@ -79,11 +82,20 @@ def _blocks(markdown: str) -> Iterator[str]:
     markdown = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
     markdown = re.sub(r"<[^>]+>", " ", markdown)
     for paragraph in re.split(r"\n\s*\n", markdown):
-        for block in re.split(r"\n(?=\s*(?:[-*|]|\d+\.) ?)", paragraph):
+        for block in re.split(r"\n(?=\s*(?:[-*] |\||\d+\. ))", paragraph):
             block = " ".join(block.split())
             is_rule = re.fullmatch(r"[|\-: ]*", block)
             if not block.startswith("#") and not is_rule:
                 yield block
+
+
+def _sentences(block: str) -> Iterator[str]:
+    start = 0
+    for end in SENTENCE_END.finditer(block):
+        if not end[0].startswith("`"):
+            yield block[start : end.start()]
+            start = end.end()
+    yield block[start:]
 
 
 def stated(lesson: Lesson) -> list[str]:
@@ -93,7 +105,7 @@ def stated(lesson: Lesson) -> list[str]:
         if cell.cell_type != "markdown":
             continue
         for block in _blocks(cell.source):
-            for sentence in SENTENCE_END.split(block):
+            for sentence in _sentences(block):
                 if states(sentence):
                     found.append(sentence)
     return list(dict.fromkeys(found))

@@ -4,6 +4,8 @@ listed beside this file, and each listed way holds.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from course.stated.stated import HERE, is_printed, is_quoted_by, listed, problem, stated
 from lesson_facts import lessons
@@ -30,6 +32,34 @@ class Printed:
 
     def __init__(self, printed: str):
         self.printed = printed
+
+
+class Text:
+    """A lesson of one cell of markdown."""
+
+    def __init__(self, markdown: str):
+        self.cells = [SimpleNamespace(cell_type="markdown", source=markdown)]
+
+
+def test_where_a_sentence_ends():
+    text = """The idea is old ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861), with
+blocks of 2,048). It keeps, on the tiny Llama, 8.4 of
+29.4 MB. Budget for rank 8:
+**1.4 MB**. Most is weights.
+
+- `again | {"accumulation": 8}` needs 28.2 GiB.
+- Nothing.
+1. Half of it stays.
+"""
+    assert stated(Text(text)) == [
+        "The idea is old ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861), with blocks "
+        "of 2,048).",
+        "It keeps, on the tiny Llama, 8.4 of 29.4 MB.",
+        "**1.4 MB**.",
+        "Most is weights.",
+        '- `again | {"accumulation": 8}` needs 28.2 GiB.',
+        "Half of it stays.",
+    ]
 
 
 def test_a_figure_is_printed_if_it_is_a_rounded_one():
