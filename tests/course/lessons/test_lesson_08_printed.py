@@ -61,7 +61,7 @@ def test_when_the_bus_is_faster(printed):
     assert min(table["RTX 3060 12GB"][:3]) < 1
     for card in ("RTX 4090 24GB", "A100 80GB", "H100 80GB"):
         assert min(table[card][:3]) > 1 > table[card][3]
-    assert "**The faster the card, the higher is the price of the trip.**" in TEXT
+    assert "The faster the card, the higher is the price of the trip." in TEXT
     by_speed = sorted(table, key=lambda name: find_card(name).half)
     for column in range(5):
         prices = [table[name][column] for name in by_speed]
