@@ -5,13 +5,12 @@ or from code.
 from __future__ import annotations
 
 import re
-from functools import cache
 from itertools import pairwise
 from math import sqrt
 
 import pytest
 import torch
-from lesson_facts import lessons
+from support.lesson_text import lesson
 from support.paths import ROOT
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, accounting
@@ -20,36 +19,6 @@ from gradmem_lib.units import MiB
 
 SMOLLM2 = 134_515_008  # parameters
 VOCABULARY, HIDDEN = 49_152, 576  # of SmolLM2
-
-
-class Lesson:
-    """What a lesson says, and what its stored cells printed."""
-
-    def __init__(self, number: str):
-        found = next(lesson for lesson in lessons() if lesson.number == number)
-        prose = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
-        self.text = " ".join(" ".join(prose).split())
-        self.printed = found.printed
-
-    def says(self, sentence: str) -> bool:
-        return sentence in self.text
-
-    def figures(self, pattern: str) -> list[list[float]]:
-        """The numbers in the groups of every place where the pattern matches."""
-        found = re.findall(pattern, self.printed, re.MULTILINE)
-        assert found, pattern
-        rows = [(row,) if isinstance(row, str) else row for row in found]
-        return [[float(number.replace(",", "")) for number in row] for row in rows]
-
-    def answer(self, id: str) -> float:
-        """What a prediction measured."""
-        table = self.printed.partition(f"Prediction {id}\n")[2]
-        return float(re.search(r"measured +([\d,.]+)", table)[1].replace(",", ""))
-
-
-@cache
-def lesson(number: str) -> Lesson:
-    return Lesson(number)
 
 
 # 00
