@@ -1,16 +1,18 @@
 """The sentences of the lessons that state a figure, an order or an optimum, and how each is known.
 
-``NN.txt`` lists them for lesson NN, each with the way to know it in the indented line below:
+``NN.txt`` lists them for lesson NN, and ``claims.txt`` those of the ledger's verdicts and reasons,
+each with the way to know it in the indented line below:
 
     printed                     each figure is one that a cell of this lesson printed, rounded
     printed: REGEX              the lesson's cells printed this (for an order, or a word like half)
     code                        each figure is a setting in the code of this lesson
+    computed                    (claims) each figure is filled in when the claim is shown
     test FILE.py::NAME          that test quotes the sentence, or a part of it, and recomputes it
     source: WHERE               somebody else's figure, which the lesson or the ledger cites
     given: WHY                  nothing to test: an assumption, a definition, arithmetic in sight
 
-``python tests/course/stated/stated.py 03`` prints the sentences that the list lacks, with "printed"
-or "code" where that already proves them.
+``python tests/course/stated/stated.py 03`` (or ``claims``) prints the sentences that the list
+lacks, with "printed", "code" or "computed" where that already proves them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -98,7 +101,7 @@ def _sentences(block: str) -> Iterator[str]:
     yield block[start:]
 
 
-def stated(lesson: Lesson) -> list[str]:
+def stated(lesson: Lesson | Entry) -> list[str]:
     """The lesson's sentences with a figure, an order or an optimum, in order."""
     found = []
     for cell in lesson.cells:
@@ -111,9 +114,55 @@ def stated(lesson: Lesson) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def listed(number: str) -> dict[str, str]:
+class Entry:
+    """A claim of the ledger's page: its verdict and reason as a cell of text, and the figures below
+    as what was printed.
+    """
+
+    def __init__(self, page: str):
+        claim_id, _, verdict, shown, _, reason, *_ = page.split("\n\n")
+        if reason.startswith("| "):
+            reason = ""  # the claim has none, and its table comes next
+        self.cells = [SimpleNamespace(cell_type="markdown", source=f"{verdict}\n\n{reason}")]
+        rows = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+        self.printed = re.sub(r" \(claimed .*?\)", "", shown) + "\n" + rows
+        self.typed = _typed_in_answers(claim_id)
+
+
+def _typed_in_answers(claim_id: str) -> set[str]:
+    """The numbers that stand in a text of the file that answers a claim. All others in the claim's
+    sentences are filled in when they are shown.
+    """
+    (source,) = (
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "gradmem_lib" / "course" / "lessons").glob("lesson_*/claims*.py")
+        if f'@answers("{claim_id}")' in path.read_text(encoding="utf-8")
+    )
+    texts = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return {number for text in texts for number in numbers(text)}
+
+
+def entries() -> list[Entry]:
+    """The claims of the ledger's page, which a test holds to what the answers compute."""
+    page = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
+    _, *pages = re.split(r"^### (?=C\d\d$)", page, flags=re.MULTILINE)
+    return [Entry(page) for page in pages]
+
+
+def sources(name: str) -> list[Lesson | Entry]:
+    """What has the sentences of the list ``name``: a lesson, or all claims."""
+    if name == "claims":
+        return entries()
+    return [lesson for lesson in lessons() if lesson.number == name]
+
+
+def listed(name: str) -> dict[str, str]:
     """What ``NN.txt`` says: how each sentence is known."""
-    path = HERE / f"{number}.txt"
+    path = HERE / f"{name}.txt"
     known = {}
     sentence = None
     if not path.exists():
@@ -149,6 +198,12 @@ def is_in_code(lesson: Lesson, sentence: str) -> bool:
     written = {found.replace("_", "") for found in re.findall(r"\d[\d_]*(?:\.\d+)?", code)}
     said = [number for number in numbers(sentence) if is_figure(number)]
     return bool(said) and all(wanted.replace(",", "") in written for wanted in said)
+
+
+def is_computed(entry: Entry, sentence: str) -> bool:
+    """Whether each number of the sentence is filled in when the claim is shown."""
+    said = numbers(sentence)
+    return bool(said) and not entry.typed.intersection(said)
 
 
 @cache
@@ -187,13 +242,15 @@ def is_quoted_by(test: str, sentence: str) -> bool:
     )
 
 
-def problem(lesson: Lesson, sentence: str, how: str) -> str:
+def problem(lesson: Lesson | Entry, sentence: str, how: str) -> str:
     """Why the listed way does not show what the sentence says, or an empty text."""
     kind, _, rest = how.partition(" ")
     if how == "printed":
         return "" if is_printed(lesson, sentence) else "no cell printed these numbers"
     if how == "code":
         return "" if is_in_code(lesson, sentence) else "these numbers are not in the code"
+    if how == "computed":
+        return "" if is_computed(lesson, sentence) else "some of these numbers are written down"
     if kind == "printed:":
         found = re.search(rest, lesson.printed, re.MULTILINE)
         return "" if found else f"no cell printed {rest!r}"
@@ -205,18 +262,21 @@ def problem(lesson: Lesson, sentence: str, how: str) -> str:
 
 
 def main() -> None:
-    wanted = sys.argv[1]
-    lesson = next(found for found in lessons() if found.number == wanted)
-    known = listed(wanted)
-    for sentence in stated(lesson):
-        if sentence in known:
-            continue
-        how = "?"
-        if is_printed(lesson, sentence):
-            how = "printed"
-        elif is_in_code(lesson, sentence):
-            how = "code"
-        print(f"{sentence}\n    {how}")
+    name = sys.argv[1]
+    known = listed(name)
+    for source in sources(name):
+        for sentence in stated(source):
+            if sentence not in known:
+                print(f"{sentence}\n    {_proved(source, sentence)}")
+
+
+def _proved(source: Lesson | Entry, sentence: str) -> str:
+    """The way that already proves the sentence, or a question mark."""
+    if isinstance(source, Entry):
+        return "computed" if is_computed(source, sentence) else "?"
+    if is_printed(source, sentence):
+        return "printed"
+    return "code" if is_in_code(source, sentence) else "?"
 
 
 if __name__ == "__main__":
