@@ -120,13 +120,13 @@ class Entry:
     """
 
     def __init__(self, page: str):
-        claim_id, _, verdict, shown, _, reason, *_ = page.split("\n\n")
+        self.id, _, verdict, shown, _, reason, *_ = page.split("\n\n")
         if reason.startswith("| "):
             reason = ""  # the claim has none, and its table comes next
         self.cells = [SimpleNamespace(cell_type="markdown", source=f"{verdict}\n\n{reason}")]
         rows = "\n".join(line for line in page.splitlines() if line.startswith("| "))
         self.printed = re.sub(r" \(claimed .*?\)", "", shown) + "\n" + rows
-        self.typed = _typed_in_answers(claim_id)
+        self.typed = _typed_in_answers(self.id)
 
 
 def _typed_in_answers(claim_id: str) -> set[str]:
