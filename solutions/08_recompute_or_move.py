@@ -326,7 +326,7 @@ claims.show("C48")
 # %% [markdown]
 # ## 3 · As much as the budget asks
 #
-# A run that is 5 % too large does not need a checkpoint on every layer. So checkpoint the first k layers, each by
+# A run that is 5 % too large often needs checkpoints on a few layers only. So checkpoint the first k layers, each by
 # itself, and keep the others as they are. Why the first ones? Backward comes to them last, when what the others kept
 # is gone. So each further layer lowers the peak, or leaves it as it is.
 
@@ -451,10 +451,11 @@ show_decisions(long[0], card="23 GiB")
 # %% [markdown]
 # If activations are a large part of the peak, go down this list, and predict after each step:
 #
-# 1. **Shrink** with what costs almost nothing: fused attention, the loss in chunks, `use_cache=False` in evaluations,
-#    smaller micro-batches.
+# 1. **Shrink** with what costs little: fused attention, the loss in chunks, `use_cache=False` in evaluations, and
+#    micro-batches that still fill the card.
 # 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
-# 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink, move everything.
+# 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink-C2C, even moving
+#    everything can be faster.
 # 4. **Recompute in tiles** (slices of the sequence, in an optional section) when one layer alone is too large.
 #
 # ## 6 · What you can now do

@@ -159,7 +159,7 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 # **Adafactor** keeps the sums of v's rows and columns, and makes v from them in each step (exercise 9.2). It keeps no
 # m. Lesson 05 set its learning rate and `eps`.
 #
-# **Lion** keeps m and no v. Its update is a *sign*: every weight moves by exactly lr.
+# **Lion** keeps m and no v. Its update is a *sign*: a weight moves by lr, however small its gradient is.
 
 # %% [markdown]
 # ### Exercise 9.3 · Lion: a sign, and one state
@@ -283,7 +283,7 @@ for name, (make, rate) in rates.items():
 #
 # ## 5 · Gradients that do not wait
 #
-# Gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as
+# In float32, gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as
 # its gradient is complete, and frees the gradient. At most the largest gradient exists: on the tiny Llama, 8.4 of
 # 29.4 MB. Whatever needs *all* gradients at once breaks:
 #
@@ -426,7 +426,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # **The bytes.** Half a byte a weight, and a float32 absmax for 64 weights, are 0.5 + 4/64 = 0.5625 bytes. *Double
 # quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
 #
-# **What is written out.** Nothing multiplies in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
+# **What is written out.** QLoRA does not multiply in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
 # it. Backward writes it out again. So a good QLoRA keeps neither the matrix nor its input. Where it is written
 # carelessly, it needs *more* than LoRA: an optional section shows two such mistakes.
 #
@@ -435,7 +435,8 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 #
 # ## 8 · The loss
 #
-# With weights in 4 bits and checkpoints, the logits are the largest part. Lesson 05's loss in chunks takes them away:
+# With weights in 4 bits and checkpoints, SmolLM2's logits and their gradients are the largest part (8 rows of 128
+# tokens). A 7B's weights are still larger, on a row of 2,048. Lesson 05's loss in chunks takes the logits away:
 # `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it refuses a model that changes them
 # first. Gemma 2 *caps* its logits, for example. An optional section writes a loss in chunks that knows caps.
 #
@@ -496,8 +497,8 @@ chart
 # - **An optimizer has two bills**, states and temporaries.
 # - **8 bits need blocks, and a code finer towards 0**.
 # - **A step in backward** frees gradients. Whatever needs all of them breaks.
-# - **Adapters save states and gradients, not activations.** So checkpoints matter more.
-# - **4 bits are how a weight is kept.** Nothing computes in 4 bits.
+# - **Adapters save states and gradients, but few activations.** So checkpoints matter more.
+# - **4 bits are how QLoRA keeps a weight.** It multiplies in 16 bits.
 #
 # ## Optional: clipping where no gradient waits
 #
@@ -508,8 +509,8 @@ chart
 # The whole norm is known when backward has ended, and by then the gradients are freed. So run backward **twice**: the
 # first pass measures the norm, and the second one steps. Write `clip_in_backward(model, loss_of, lr, max_norm)`:
 # `loss_of(model)` makes the loss, as often as you call it. Each trained parameter takes one step of plain gradient
-# descent by its gradient times min(1, max_norm / norm). Return the norm. Leave no hook and no gradient. Budget: **3.2
-# MB**. The weights are 2.1 MB, and so are all gradients.
+# descent by its gradient times min(1, max_norm / norm). Return the norm. Leave no hook and no gradient. The budget is
+# **3.2 MB**. The weights are 2.1 MB, and all gradients 1.8 MB.
 #
 # <details><summary>Hint 1: the first pass</summary>
 #
@@ -633,8 +634,8 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 #
 # Write `ChunkedLoss.apply(hidden, weight, labels, cap)`: the mean cross-entropy of the logits cap · tanh(z / cap),
 # where z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time: forward makes the
-# loss, and the gradients of `hidden` and `weight` too. Budget: **8 MB**. The logits alone are 12 MB. `summed_loss` is
-# for one chunk.
+# loss, and the gradients of `hidden` and `weight` too. The budget is **8 MB**. The logits alone are 12 MB.
+# `summed_loss` is for one chunk.
 #
 # <details><summary>Hint 1: the gradients of a chunk</summary>
 #

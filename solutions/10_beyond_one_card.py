@@ -520,7 +520,7 @@ claims.show("C17")
 # - **A collective needs every rank**, in saving and in clipping too.
 # - **Divide by the labels of all ranks**, and undo the mean that DDP or FSDP takes.
 # - **Check bytes, not settings.**
-# - **Shard only what does not fit.** FSDP sends the model's size three times in each micro-batch.
+# - **Shard only what does not fit.** FSDP sends up to three times the model's size in each micro-batch.
 #
 # ## Optional: what DDP sends
 #

@@ -78,7 +78,7 @@ puzzle("11.0").show(recipe)
 
 # %% [markdown]
 # The bar is longer than the card. Every weight is trained, so weights and gradients stay. Of the rest, the
-# activations are the part that costs least to shrink. Run every layer again:
+# activations can shrink without changing the update. Run every layer again:
 
 # %%
 recipe = recipe | again
@@ -245,7 +245,7 @@ puzzle("11.6").show(answer)
 #
 # ## 5 · Too many of something
 #
-# In each of the next two models, one number is far larger than in those before: words, then tokens. Before you write a
+# In each of the next two puzzles, one number is far larger than in section 4: words, then tokens. Before you write a
 # recipe, say which category grows with that number.
 
 # %% [markdown]
@@ -438,7 +438,8 @@ print(yours.code)
 #
 # ## 11 · What you can now do
 #
-# - **Add up first.** Weights, gradients and states decide most cases, and no batch is small enough to change them.
+# - **Add up first.** In most puzzles, weights, gradients and states are more than half of the bytes, and no batch is
+#   small enough to change them.
 # - **Then look at the peak.** The largest part that an option can shrink comes next, one change at a time.
 # - **Spend what is left.** A recipe that merely fits pays for memory with time.
 # - **Some things cannot be done.** A few sums say so before you rent the card.

@@ -83,11 +83,19 @@ def test_cards_and_peaks_that_the_lesson_states_are_those_of_its_checks():
         assert f"**{card}**" in text
     model, ids = exercises_moving.disk_setting()
     mlp, x = exercises_moving.tiled_setting()
-    for what, run, net in (
-        ("A step takes {} now", lambda: model(ids).square().mean().backward(), model),
-        ("where the plain MLP takes {}", lambda: mlp(x).square().sum().backward(), mlp),
-    ):
-        assert what.format(f"{peak(run, net) / 1e6:.1f} MB") in text
+    step = peak(lambda: model(ids).square().mean().backward(), model)
+    assert f"A step takes {step / 1e6:.1f} MB now." in text
+    assert f"Its budget is **{exercises_moving.DISK_CARD}**" in text
+    plain = peak(lambda: mlp(x).square().sum().backward(), mlp)
+    assert (
+        f"The budget for 250 tokens in {exercises_moving.TILES} tiles is "
+        f"**{exercises_moving.TILED_CARD}**, where the plain MLP takes {plain / 1e6:.1f} MB."
+    ) in text
+    assert x.shape[1] == 250
+    assert (
+        f"Then a GPT-2 of {exercises_numbers.LAYERS} layers trains with your `k`, in "
+        f"**{exercises_numbers.RECOMPUTE_CARD}**."
+    ) in text
 
 
 def test_the_weights_of_8_3_live_as_long_as_the_answer_that_knows_their_addresses():

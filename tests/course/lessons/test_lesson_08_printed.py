@@ -8,6 +8,7 @@ import pytest
 from lesson_facts import lessons
 from support.paths import ROOT
 
+from gradmem_lib import find_card
 from gradmem_lib.course.material import accounting
 
 SOURCE = ROOT / "solutions" / "08_recompute_or_move.py"
@@ -45,6 +46,10 @@ def test_what_would_leave(printed, points):
     assert "Most of it is weights" in TEXT and found["weights"] > found["activations"]
     assert f"more activations would leave than the {points['nothing'][0] / 1e6:.1f} MB" in TEXT
     assert found["activations"] > points["nothing"][0]
+    assert "because a tensor leaves twice if two operations save it." in TEXT
+    assert "It moves each storage once, so nothing leaves twice." in TEXT
+    moved = re.search(r"^([\d,]+) bytes moved in", printed, re.M)[1].replace(",", "")
+    assert int(moved) < points["nothing"][0] < found["activations"]
 
 
 def test_when_the_bus_is_faster(printed):
@@ -56,6 +61,13 @@ def test_when_the_bus_is_faster(printed):
     assert min(table["RTX 3060 12GB"][:3]) < 1
     for card in ("RTX 4090 24GB", "A100 80GB", "H100 80GB"):
         assert min(table[card][:3]) > 1 > table[card][3]
+    assert "The faster the card, the higher is the price of the trip." in TEXT
+    by_speed = sorted(table, key=lambda name: find_card(name).half)
+    for column in range(5):
+        prices = [table[name][column] for name in by_speed]
+        assert prices == sorted(prices)
+    assert "On a slow card, or over NVLink-C2C, even moving everything can be faster." in TEXT
+    assert all(row[3] < 1 for row in table.values())
     assert "the boundary alone is cheap to move everywhere" in TEXT
     assert all(row[4] < 1 / 3 for row in table.values())
 

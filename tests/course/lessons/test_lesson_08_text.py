@@ -17,6 +17,7 @@ from gradmem_lib import (
     checkpoint_parts,
     count_operations,
     find_card,
+    fit,
     known_model,
     predict,
 )
@@ -147,6 +148,10 @@ def test_the_run_of_32768_tokens():
     )
     moved = move.offload_traffic_bytes // 2  # one way
     assert moved == 32 * 2 * 32768 * 4096 and f"({moved / GiB:.0f} GiB, as in the table)" in TEXT
+    assert "Then the peak is in the backward of a layer, and **the checkpoints' boundaries" in TEXT
+    assert "boundaries are the largest part of the activations**." in TEXT
+    assert "**Move** the boundaries, once they are most of what is left." in TEXT
+    assert stay.peak.phase == "backward" and moved > stay.peak.by_category["activations"] / 2
     fall = {part: n - move.peak.by_category[part] for part, n in stay.peak.by_category.items()}
     assert (
         "Activations fall by less than 8 GiB" in TEXT
@@ -165,3 +170,7 @@ def test_lora_on_nine_layers_needs_what_it_says():
     ask = {"batch_size": 2, "seq_len": 128, "target": "cpu"}
     peak = predict(config, recipe=Recipe(lora_rank=8), **ask).peak.total
     assert f"which needs {peak / MiB:.0f} MiB" in TEXT
+    assert "A run that is 5 % too large often needs checkpoints on a few layers only." in TEXT
+    assert (
+        fit(config, int(peak / 1.05), recipe=Recipe(lora_rank=8), **ask).checkpointing == "first-3"
+    )

@@ -35,7 +35,10 @@ def test_the_small_llama():
 def test_the_70b():
     weights = numbers_of(skeleton(known_model("Llama-2-70B")[1]))
     assert f"{weights / 1e9:.0f} billion weights: {2 * weights / 1e9:.0f} GB in bf16" in TEXT
-    assert f"8 × {2 * weights / 1e9:.0f} GB" in TEXT
+    assert f"{2 * weights / 1e9:.0f} GB in bf16." in TEXT
+    assert (
+        f"Eight processes that each load a 70B in bf16 need 8 × {2 * weights / 1e9:.0f} GB there."
+    ) in TEXT
     nbytes = CARDS["RTX 4090 24GB"].nbytes
     assert f"the card's {nbytes / 2**30:.1f} GiB are {nbytes / 1e9:.1f} GB" in TEXT
 
@@ -44,7 +47,7 @@ def test_the_7b_and_the_links():
     weights = numbers_of(skeleton(known_model("Llama-2-7B")[1]))
     assert TEXT.count(f"{weights / 1e9:.2f}e9") == 2
     assert (
-        f"{BUS_UTILIZATION:.0%} of a link".replace("%", " %") in TEXT
+        f"We take {100 * BUS_UTILIZATION:.0f} % of a link's rate" in TEXT
         and f"{BUS_UTILIZATION} * card.link" in TEXT
     )
     assert (

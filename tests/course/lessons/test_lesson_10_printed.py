@@ -37,6 +37,8 @@ def test_what_each_way_keeps_and_needs(table):
     )
     assert "**DDP needs more than a process alone**" in TEXT
     assert all(ddp[moment] > alone[moment] for moment in alone)
+    assert "a process alone keeps 12 bytes a weight between steps" in TEXT
+    assert alone["between 2"] == pytest.approx(12 * 429_248 / 1e6, abs=0.01)
     buckets = 4 * 429_248 / 1e6
     assert "4 bytes a weight more" in TEXT
     assert ddp["between 2"] - alone["between 2"] == pytest.approx(buckets, abs=0.02)
@@ -64,6 +66,7 @@ def test_checkpoints_gather_no_more(printed):
     more = re.search(r"Prediction 10.c\n.*\n.*\n +measured +(\d+) all-gathers", printed)[1]
     assert "Eight layers are gathered twice each" in TEXT and int(found) == 2 * 8 + 1
     assert "There are no more." in TEXT and more == found
+    assert "So checkpoints under FSDP cost no more than on one card." in TEXT
 
 
 def test_buckets_hold_all_gradients_once(printed):

@@ -98,6 +98,9 @@ def test_fsdp_sends_three_times_the_weights_and_hybrid_sharding_a_share_between_
     assert gathered == pytest.approx(2 * weights - rest, rel=0.01)
     assert 4 * of_kind(numbers, "reduce_scatter") == pytest.approx(weights, rel=0.01)
     assert not of_kind(calls, "allreduce_")
+    assert "FSDP sends up to three times the model's size in each micro-batch." in TEXT
+    # in a ring of four, a rank sends three quarters of it
+    assert 2 * weights < 3 / 4 * (gathered + weights) < 3 * weights
 
     held, numbers, calls = run_ranks(sharded, (2, 2), ranks=4, live=False)[0]
     assert "FSDP in each machine of n cards | 1/n of all three; two whole units" in TEXT

@@ -42,6 +42,7 @@ def test_hints_have_breakdowns():
     ("id", "expression", "needs", "parts"), breakdowns(), ids=lambda value: value[:24]
 )
 def test_a_hint_quotes_what_a_recipe_needs_that_is_no_answer(id, expression, needs, parts):
+    assert f"`{expression}` needs {needs} GiB: {parts}" in TEXT
     answer = eval(expression, dict(NAMES))
     wrong, weighed = puzzle(id).judge(answer)
     assert wrong and weighed is not None
@@ -68,6 +69,7 @@ def test_the_worked_example_goes_as_it_is_told():
 def test_what_is_left_of_11_5_is_less_than_one_rows_activations():
     one, kept = puzzle("11.5"), NAMES["qlora"] | {"accumulation": 8}
     weighed = one.weigh(one.recipe(kept))
+    assert "In 11.5, gigabytes stay free." in TEXT
     assert f"those of one row are {rounded(weighed.held['activations'], '10.6')} GiB" in TEXT
     assert (
         weighed.spare < 0 and one.best()[0].offload == "activations" and one.best()[1].spare > GiB

@@ -15,7 +15,7 @@ from support.lesson_text import lesson, notes, on_sheet
 from support.paths import ROOT
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, accounting, next_token_loss, split
-from gradmem_lib.course import ledger, models
+from gradmem_lib.course import ledger, models, window_setting
 from gradmem_lib.measure.diagnosis import TECHNIQUES
 from gradmem_lib.units import MiB
 
@@ -709,3 +709,21 @@ def test_05_micro_batches_fit_the_small_card_and_are_another_update():
     moved = [seen["the update"]["change of the weights"] for seen in (plain, rerun, cut)]
     assert torch.equal(moved[0], moved[1])
     assert (moved[2] - moved[0]).norm() > 0.1 * moved[0].norm()
+
+
+def test_03_memory_runs_out_in_the_seventh_micro_batch():
+    """The lesson's own script, with a count of the micro-batches that its model has seen."""
+    assert lesson("03").says(
+        "The window has 16 micro-batches, and the memory runs out in the seventh."
+    )
+    source = (ROOT / "solutions" / "03_gradient_accumulation.py").read_text(encoding="utf-8")
+    script = source[source.index("def with_entropy(") : source.index("net, net_sgd, batch =")]
+    names = {"split": split, "cross_entropy": torch.nn.functional.cross_entropy}
+    exec(script.partition("\n# %%")[0], names)
+    net, optimizer, batch = window_setting()
+    assert len(list(split(batch, 8))) == 16
+    seen = []
+    net.register_forward_pre_hook(lambda *given: seen.append(1))
+    with pytest.raises(BudgetExceeded), MemoryTracker(net, optimizer, budget="2 MiB", live=False):
+        names["with_entropy"](net, optimizer, batch)
+    assert len(seen) == 7

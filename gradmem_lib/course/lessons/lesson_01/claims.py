@@ -378,7 +378,10 @@ def states_over_parameters() -> Finding:
                 "times",
             ),
         ),
-        only_if="the optimizer is Adam, its own example; SGD, Adafactor and 8-bit AdamW keep less.",
+        only_if=(
+            "the optimizer is Adam, its own example; without a master copy, SGD, Adafactor and "
+            "8-bit AdamW keep about the parameters' size, or less."
+        ),
         fails="Adam's states are outside that range.",
         why=(
             "No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the "

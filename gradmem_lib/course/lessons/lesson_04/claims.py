@@ -256,7 +256,7 @@ def every_root_of_n() -> Finding:
         ),
         only_if=(
             "a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times "
-            "its input, so one per layer is best."
+            "its input, so segments of one or two layers are best."
         ),
         holds="for a Transformer, too.",
         fails="Other segments are best, even for layers that keep little.",

@@ -447,9 +447,8 @@ def bert_large_16_rows() -> Finding:
         holds="All three are about right in mixed precision.",
         why=f"With fused attention, 4 x 4 needs {gb(needs['fused', '4 x 4'])}, as claimed, but "
         "then 16 rows keep no scores either. Weights, "
-        f"gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. C13's "
-        "14,949 MB for 4 rows in float32 do not agree "
-        "with 24 GB for 16 rows.",
+        f"gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. By "
+        "C13's 14,949 MB for 4 rows in float32, 16 rows need more than 24 GB.",
         figures={
             f"{way}, fp16, {attention} attention: peak": n for (attention, way), n in needs.items()
         }

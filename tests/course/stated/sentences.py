@@ -1,0 +1,177 @@
+"""Finds the sentences that state a figure, an order or an optimum: in the lessons, in the teacher's
+notes and in the ledger; and all that stands on the sheets for the wall.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lesson_facts import Lesson, lessons
+from sheet_facts import sheet
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Numbers that name something: lessons, exercises and predictions, cards, headings.
+NAMES = re.compile(
+    r"[Ll]essons? \d\d(?:(?:, | and | to | or )\d\d)*"
+    r"|[Ee]xercises? \d+\.\d+(?:(?:, | and | to | or )\d+\.\d+)*"
+    r"|RTX \d+|\b\d{1,2}\.[a-z]\b|§ ?\d+|[Ss]ections? \d+|`[^`]*`|\[[^\]]*\]\([^)]*\)"
+)
+YEAR = re.compile(r"(?:19|20)\d\d")
+NUMBER = re.compile(r"(?<![\w.\-])\d[\d,]*(?:\.\d+)?(?![\w\-])")
+# A small whole number counts something in sight ("4 micro-batches"); with a unit it is a figure.
+UNIT = re.compile(
+    r"\d[ -]?(?:%|×|times|bytes?|bits?|[KMGT]i?B|kB|ms|µs|s|seconds?|minutes?|hours?|FLOP|TFLOP)"
+    r"(?![\w])"
+)
+ORDER = re.compile(
+    r"\b(twice|half|thirds?|quarters?|(?:fif|six|seven|eigh|ten|sixteen|twentie)ths?"
+    r"|most|least|largest|smallest|highest"
+    r"|lowest|fastest|slowest|cheapest|faster|slower|cheaper|best|worst|double[sd]?|halve[sd]?"
+    r"|nearest|(?:more|less|fewer|larger|smaller|higher|lower|longer|shorter) than"
+    r"|(?:two|three|four|five|six|seven|eight|ten|sixteen|thirty|fifty|hundred)"
+    r" (?:bytes|copies|times|tensors|bits))\b",
+    re.IGNORECASE,
+)
+# Neither "et al." nor a colon in code ends a sentence.
+SENTENCE_END = re.compile(r"`[^`]*`|(?<=[.!?:])(?<!al\.)[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers that a text states, without those that are only names."""
+    return [found.rstrip(",") for found in NUMBER.findall(NAMES.sub(" ", text))]
+
+
+def is_figure(number: str) -> bool:
+    """Whether a number is one that would be measured or derived: three digits, or a fraction."""
+    is_long = len(number.replace(",", "")) >= 3 and not YEAR.fullmatch(number)
+    return "." in number or is_long
+
+
+def states(sentence: str) -> bool:
+    """Whether the sentence states a figure, an order or an optimum."""
+    bare = NAMES.sub(" ", sentence)
+    if re.match(r"●|Hint \d|\*\d+ minutes", sentence):
+        return False  # the line below an exercise's title, and the titles of hints
+    return (
+        any(is_figure(number) for number in numbers(sentence))
+        or UNIT.search(bare) is not None
+        or ORDER.search(bare) is not None
+    )
+
+
+def _blocks(markdown: str) -> Iterator[str]:
+    """Paragraphs, items of lists and rows of tables, without headings, code and rules."""
+    markdown = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
+    markdown = re.sub(r"<[^>]+>", " ", markdown)
+    for paragraph in re.split(r"\n\s*\n", markdown):
+        for block in re.split(r"\n(?=\s*(?:[-*] |\||\d+\. ))", paragraph):
+            block = " ".join(block.split())
+            is_rule = re.fullmatch(r"[|\-: ]*", block)
+            if not block.startswith("#") and not is_rule:
+                yield block
+
+
+def _sentences(block: str) -> Iterator[str]:
+    start = 0
+    for end in SENTENCE_END.finditer(block):
+        if not end[0].startswith("`"):
+            yield block[start : end.start()]
+            start = end.end()
+    yield block[start:]
+
+
+@dataclass
+class Source:
+    """What has sentences: a lesson, a page, or a claim of the ledger.
+
+    ``printed``: what its cells printed, or the figures that a claim shows. ``code``: the lesson's
+    code. ``typed``: of a claim, the numbers that stand in the texts of the file that answers it.
+    All others in its sentences are filled in when the claim is shown.
+    """
+
+    sentences: list[str]
+    printed: str = ""
+    code: str = ""
+    typed: set[str] | None = None
+
+
+def stated_in(texts: Iterable[str]) -> list[str]:
+    """The sentences of texts in markdown that state something, in order, each once."""
+    found = []
+    for markdown in texts:
+        for block in _blocks(markdown):
+            found += [sentence for sentence in _sentences(block) if states(sentence)]
+    return list(dict.fromkeys(found))
+
+
+def sources(name: str) -> list[Source]:
+    """What has the sentences of the list ``name``."""
+    if name == "teaching":
+        return [_notes()]
+    if name == "sheets":
+        return [_sheets()]
+    if name == "claims":
+        return claims()
+    return [_source(lesson) for lesson in lessons() if lesson.number == name]
+
+
+def _source(lesson: Lesson) -> Source:
+    texts: dict[str, list[str]] = {"markdown": [], "code": []}
+    for cell in lesson.cells:
+        texts[cell.cell_type].append(cell.source)
+    return Source(stated_in(texts["markdown"]), lesson.printed, "\n".join(texts["code"]))
+
+
+def _notes() -> Source:
+    """The teacher's notes. Each row of a run sheet is a paragraph."""
+    notes = (ROOT / "teaching" / "notes.md").read_text(encoding="utf-8")
+    rows = re.compile(r"```run \d+\n(.*?)```", re.DOTALL)
+    return Source(stated_in([rows.sub(lambda found: found[1].replace("\n", "\n\n"), notes)]))
+
+
+def _sheets() -> Source:
+    """All captions, numbers and rules of the sheets for the wall."""
+    found = []
+    for lesson in lessons():
+        facts = sheet(lesson)
+        numbered = [f"{value} {words}" for value, words in facts.numbers]
+        found += [f"{lesson.number}: {says}" for says in (facts.caption, *numbered, facts.rule)]
+    return Source(found)
+
+
+def claims() -> list[Source]:
+    """The claims of the ledger's page, which a test holds to what the answers compute: the
+    sentences of verdict and reason.
+    """
+    page = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
+    _, *entries = re.split(r"^### (?=C\d\d$)", page, flags=re.MULTILINE)
+    return [_claim(entry) for entry in entries]
+
+
+def _claim(entry: str) -> Source:
+    claim_id, _, verdict, shown, _, reason, *_ = entry.split("\n\n")
+    if reason.startswith("| "):
+        reason = ""  # the claim has none, and its table comes next
+    rows = "\n".join(line for line in entry.splitlines() if line.startswith("| "))
+    printed = re.sub(r" \(claimed .*?\)", "", shown) + "\n" + rows
+    return Source(stated_in([verdict, reason]), printed, typed=_typed_in_answer(claim_id))
+
+
+def _typed_in_answer(claim_id: str) -> set[str]:
+    """The numbers that stand in a text of the file that answers a claim."""
+    (source,) = (
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "gradmem_lib" / "course" / "lessons").glob("lesson_*/claims*.py")
+        if f'@answers("{claim_id}")' in path.read_text(encoding="utf-8")
+    )
+    texts = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return {number for text in texts for number in numbers(text)}
