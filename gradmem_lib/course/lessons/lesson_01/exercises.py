@@ -103,15 +103,32 @@ def _explain_resident(got, expected):
             "frozen parameters have neither gradient nor moments: only those with requires_grad do."
         )
     if not all(right["parameters"]):
-        return None
+        return _why_parameters(got)
     if not all(right["gradients"]):
-        whole = all(found["gradients"] == found["parameters"] for found in got.values())
-        return (
-            "frozen parameters get no gradient: only those with requires_grad do."
-            if whole
-            else None
-        )
+        return _why_gradients(got)
     return _why_states({case: found.get("optimizer") for case, found in got.items()}, expected)
+
+
+def _why_parameters(got) -> str | None:
+    for case, model in _models().items():
+        in_state_dict = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if got[case]["parameters"] != in_state_dict:
+            return None
+    return (
+        "state_dict() has a tied weight under both of its names, and buffers too: "
+        "model.parameters() gives every parameter once, and nothing else."
+    )
+
+
+def _why_gradients(got) -> str | None:
+    if not any(found["gradients"] for found in got.values()):
+        return (
+            "no gradient is counted: before the first backward each p.grad is None, so ask "
+            "p.requires_grad."
+        )
+    if all(found["gradients"] == found["parameters"] for found in got.values()):
+        return "frozen parameters get no gradient: only those with requires_grad do."
+    return None
 
 
 ENTRIES = ("parameters", "gradients", "optimizer")
@@ -295,6 +312,9 @@ def _several(got) -> str:
     for each, parameters, size in product((False, True), (False, True), sizes):
         if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
             return " And ".join(filter(None, (each * _EACH, parameters * _PARAMETERS, sizes[size])))
+    view_by_address = _saves(lambda t: t.nbytes, key=torch.Tensor.data_ptr)
+    if _observe_saved(view_by_address) == got:
+        return f"{_VIEW} Take key and bytes from tensor.untyped_storage()."
     return ""
 
 

@@ -16,7 +16,7 @@ from ...judge.hints import nearest_mistake, relation
 BESIDE = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 LOST = (
-    "p has not changed: `p = p - …` makes a new tensor and does not touch the parameter; change p "
+    "p has not changed: `p = …` makes a new tensor and does not touch the parameter; change p "
     "in place, as p.sub_(…) does."
 )
 

@@ -246,6 +246,14 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "without the inputs",
+                lambda lengths, a, x: max(i * x + m * (a - x) for i, m in enumerate(lengths)),
+                (
+                    "x is taken off a: when a segment runs again, each of its layers keeps all of "
+                    "a, its input included."
+                ),
+            ),
+            Mistake(
                 "all boundaries",
                 lambda lengths, a, x: len(lengths) * x + max(lengths) * a,
                 (

@@ -102,6 +102,14 @@ WRONG["4.1"] = {
         _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))),
         "in their order",
     ),
+    "three values": (
+        _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, x.grad, x.grad))),
+        "not yet: backward returns a gradient for each argument of forward",
+    ),
+    "saves run": (
+        _function(lambda ctx, run, x: (ctx.save_for_backward(run, x), run(x))[1]),
+        "not yet: save_for_backward keeps tensors only",
+    ),
     "no detach": (_function(backward=partial(_again, change=lambda x: x)), "detach|earlier layers"),
 }
 
@@ -340,6 +348,10 @@ WRONG["4.5"] = {
     "from one": (
         lambda m, a, x: max(i * x + n * a for i, n in enumerate(m, 1)),
         "own boundary twice",
+    ),
+    "inside": (
+        lambda m, a, x: max(i * x + n * (a - x) for i, n in enumerate(m)),
+        "x is taken off a",
     ),
     "longest": (lambda m, a, x: max(m) * a, "segment that runs again"),
     "first": (lambda m, a, x: (len(m) - 1) * x + m[0] * a, "first length"),
