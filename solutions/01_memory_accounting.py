@@ -279,7 +279,7 @@ with saved_tensors_hooks(pack, lambda tensor: tensor):
     net(torch.randn(1, 2))
 
 # %%
-weights = {p.data_ptr() for p in net.parameters()}
+weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
 storages = {}
 for tensor in saved:
     pointer = tensor.untyped_storage().data_ptr()

@@ -100,7 +100,8 @@ def _explain_resident(got, expected):
                 "the parameters."
             )
         return (
-            "frozen parameters have neither gradient nor moments: only those with requires_grad do."
+            "frozen parameters have no gradient, no moments and no step counter: only those with "
+            "requires_grad do."
         )
     if not all(right["parameters"]):
         return _why_parameters(got)
@@ -201,6 +202,20 @@ def _no_parameter_itself(model, x):
     def pack(tensor):
         kept.append(tensor)
         if not isinstance(tensor, nn.Parameter):
+            found[_address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(found.values())
+
+
+def _parameters_by_their_own_address(model, x):
+    found, own, kept = {}, {p.data_ptr() for p in model.parameters()}, []
+
+    def pack(tensor):
+        kept.append(tensor)
+        if _address(tensor) not in own:
             found[_address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -322,6 +337,11 @@ def _explain_saved(got, expected):
     numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
     if len(numbers) < len(expected):
         return None
+    if not any(numbers.values()):
+        return (
+            "nothing is counted: run model(x) inside `with saved_tensors_hooks(...)`, and not "
+            "under torch.no_grad()."
+        )
     if says := _several(numbers):
         return says
     wrong = [case for case, right in expected.items() if numbers[case] != right]
@@ -499,6 +519,21 @@ EXERCISES = (
                 "this counts elements: multiply each by its element_size().",
             ),
             Mistake(
+                "a counter for each number",
+                lambda model: (
+                    _resident(*_split(model))
+                    | {
+                        "optimizer": sum(
+                            p.numel() * (2 * p.element_size() + 4) for p in _trained(model)
+                        )
+                    }
+                ),
+                (
+                    "this has one step counter for each number: it is one for each trained tensor, "
+                    "however large the tensor."
+                ),
+            ),
+            Mistake(
                 "no counters",
                 lambda model: _resident(*_split(model), counters=False),
                 (
@@ -538,6 +573,14 @@ EXERCISES = (
                 (
                     "a parameter's view is counted: what is saved of a weight may be its "
                     "transpose, which is no nn.Parameter. Compare the storages."
+                ),
+            ),
+            Mistake(
+                "parameters by their own address",
+                _parameters_by_their_own_address,
+                (
+                    "a parameter that begins inside its storage is counted: compare storages, "
+                    "p.untyped_storage().data_ptr(), not p.data_ptr()."
                 ),
             ),
             Mistake(

@@ -62,7 +62,7 @@ WRONG["1.1"] = {
         lambda model: (
             _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}
         ),
-        "neither gradient",
+        "no moments and no step counter",
     ),
     "trained alone": (
         lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]},
@@ -70,6 +70,23 @@ WRONG["1.1"] = {
     ),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
     "buffers": (lambda model: _resident(model) | {"buffers": 0}, "this name was not asked for"),
+    "counters of frozen tensors": (
+        lambda model: (
+            _resident(model)
+            | {"optimizer": 2 * _resident(model)["gradients"] + 4 * len([*model.parameters()])}
+        ),
+        "no step counter",
+    ),
+    "a counter for each number": (
+        lambda model: (
+            _resident(model)
+            | {
+                "optimizer": 2 * _resident(model)["gradients"]
+                + 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+            }
+        ),
+        "not yet: this has one step counter for each number",
+    ),
     "asks p.grad": (
         lambda model: _resident(model) | {"gradients": sum(_bytes(p) for p in _with_grad(model))},
         "not yet: no gradient is counted: before the first backward each p.grad is None",
@@ -113,7 +130,11 @@ WRONG["1.2"] = {
     "no input": (lambda model, x: _saved(model, x) - x.nbytes, "input is left out"),
     "output too": (lambda model, x: _saved(model, x) + model(x).nbytes, "output is counted too"),
     "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1,024 times too small"),
-    "nothing": (lambda model, x: 0, "the answer is 0 for all"),
+    "nothing": (lambda model, x: 0, "not yet: nothing is counted: run model"),
+    "weights by their own address": (
+        lambda model, x: _saved(model, x, own={p.data_ptr() for p in model.parameters()}),
+        "not yet: a parameter that begins inside its storage",
+    ),
 }
 
 
