@@ -314,6 +314,17 @@ EXERCISES = (
                 r"save_for_backward can only save variables",
                 "save_for_backward keeps tensors only: keep run by ctx.run = run.",
             ),
+            (
+                r"implicitly created only for scalar",
+                (
+                    "the output is no single number: backward on it starts from the incoming "
+                    "gradient, torch.autograd.backward(out, gradient)."
+                ),
+            ),
+            (
+                r"'tuple' object has no attribute",
+                "ctx.saved_tensors is a tuple: (x,) = ctx.saved_tensors.",
+            ),
         ),
         mistakes=(
             Mistake("copies", _but(Checkpoint, forward=_copies_the_weights), _COPIES),

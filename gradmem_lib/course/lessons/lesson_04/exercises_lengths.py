@@ -186,7 +186,8 @@ def _explain_length(got, expected):
         if k > best_length(n, a, x)
         else "short: too many boundaries wait"
     )
-    return f"segments of {k} layers are too {how}; the two costs are equal at √(n · x / a)."
+    layers = "one layer" if k == 1 else f"{k} layers"
+    return f"segments of {layers} are too {how}; the two costs are equal at √(n · x / a)."
 
 
 EXERCISES = (

@@ -52,6 +52,10 @@ RIGHT["3.2"] = {
 }
 WRONG["3.2"] = {
     "all": (lambda labels: labels.numel(), "padding"),
+    "the ignored": (
+        lambda labels: int((labels[:, 1:] == -100).sum()),
+        "not yet: this counts the labels that are ignored",
+    ),
     "no shift": (lambda labels: int((labels != -100).sum()), "position 0"),
     "last": (lambda labels: int((labels[:, :-1] != -100).sum()), "last label"),
     "wrong dimension": (lambda labels: int((labels[1:] != -100).sum()), "second dimension"),
