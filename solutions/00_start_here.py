@@ -234,8 +234,8 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
     after = tracker.current.total
 
 # %% [markdown]
-# Read the error from the top. It begins with the bytes over the budget, and the total includes the refused tensor. Then
-# it names the operation that asked, with its module and phase, and what the memory holds. The last lines say what could
+# Read the error from the top. It begins with the bytes over the budget, and `live` includes the refused tensor. Then it
+# names the operation that asked, with its module and phase, and what the memory holds. The last lines say what could
 # help, the cheapest first, and what could not: later lessons explain those words. `BudgetExceeded` is an ordinary
 # exception, so the kernel and the model are still there:
 

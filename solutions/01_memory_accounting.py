@@ -185,7 +185,8 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 
 # %% [markdown]
 # Did you expect the peak where the activations are highest? With so few tokens the activations are a small part, and
-# backward and the optimizer's step are almost level. (`idle` is the time between phases.) Three moments compete:
+# backward and the optimizer's step are almost level. (`idle` is the time between phases.) Three moments compete. The
+# formula adds up the bytes of each, and takes the largest:
 #
 # 1. **the loss**: when backward begins, all activations are alive, and the loss works on a score for every word of the
 #    vocabulary;
@@ -195,8 +196,8 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 #    largest parameter.
 #
 # A band of temporaries, 108 MiB high, runs through all of backward: the gradient of the output layer's weight. In
-# SmolLM2 this weight *is* the embedding table (tied), so it is used twice. It gets a second gradient at the end of
-# backward. Then three tensors of 108 MiB are alive: both gradients and their sum.
+# SmolLM2 this weight *is* the embedding table (tied), so it is used twice. Autograd holds the first gradient until the
+# second comes, at the end of backward. Then three tensors of 108 MiB are alive: both gradients and their sum.
 #
 # Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints the peak's phase and
 # bytes, and the most bytes of gradients and activations:
@@ -220,7 +221,9 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
 # When a run does not fit, ask the tracker who is there at the peak:
 
 # %%
-with MemoryTracker(model, optimizer, title="8 × 256 tokens: the logits rule") as tracker:
+with MemoryTracker(
+    model, optimizer, title="8 × 256 tokens: the logits are largest"
+) as tracker:
     step(model, optimizer, torch.randint(0, 8192, (8, 256)))
 for holder in tracker.largest_at_peak(4):
     print(f"{holder.nbytes:>12,}", holder.category, holder.module, holder.op)
@@ -276,7 +279,7 @@ with saved_tensors_hooks(pack, lambda tensor: tensor):
     net(torch.randn(1, 2))
 
 # %%
-weights = {p.data_ptr() for p in net.parameters()}
+weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
 storages = {}
 for tensor in saved:
     pointer = tensor.untyped_storage().data_ptr()
@@ -472,7 +475,8 @@ claims.show("C01")
 #   T·h + 4 T·f numbers.
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
 #
-# In lesson 02 you write Adam yourself.
+# In lesson 02 you write Adam yourself. (An exercise keeps its number for good, so the numbers in a lesson may be out of
+# order.)
 #
 # ## Optional: three steps under a budget
 #
@@ -512,8 +516,6 @@ except BudgetExceeded as error:
 #
 # Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, within the
 # budget above. Keep model, batches and losses as they are, and let go of what is no longer needed.
-#
-# An exercise keeps its number for good, so the numbers in a lesson may be out of order.
 #
 # <details><summary>Hint 1: who is alive?</summary>
 #

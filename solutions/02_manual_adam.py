@@ -205,7 +205,7 @@ def second_moment(p, grad, state, lr, beta, eps):
 second_moment = check("2.2", second_moment)
 
 # %% [markdown]
-# In the next run lr is 0.1. Once $\sqrt v$ is as large as g, a step is about 0.1 long in each direction, whatever the
+# In the valley, lr is now 0.1. Once $\sqrt v$ is as large as g, a step is about 0.1 long in each direction, whatever the
 # slope. The *first* step is special: v starts at zero, so after one gradient it is $0.001\, g^2$.
 
 # %%

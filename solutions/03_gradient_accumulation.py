@@ -107,8 +107,8 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 # %% [markdown]
 # The activations shrink with the micro-batch, and the other two columns do not. At first the peak follows the
 # activations. It is at the end of forward, where three large tensors are alive: logits, a copy without the last
-# position, and log-softmax. Backward's three tensors (lesson 01) all lack that position. Then the peak moves into
-# backward, and then into the optimizer's step, where no activation is left.
+# position, and log-softmax. (One sequence needs no copy.) Backward's three tensors (lesson 01) all lack that position.
+# Then the peak moves into backward, and then into the optimizer's step, where no activation is left.
 #
 # The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record
 # (`benchmarks/results`), on one thread of a CPU, 4 micro-batches cost nothing, and 16 cost time. On a large GPU, a
@@ -273,8 +273,8 @@ claims.show("C10")
 # ## 5 · Asking for the total without a second pass
 #
 # Your function may run every forward twice, only to count. You can count the labels alone, which costs nothing. Or you
-# divide by the first count, and scale the gradients once at the end, in place. `accumulate_gradients` does the first if
-# you pass `count_items`, and the second if you do not:
+# divide by the first count, and scale the gradients once at the end, in place. `accumulate_gradients` counts labels if
+# you pass `count_items`, and scales gradients if you do not:
 
 # %%
 loss, items = accumulate_gradients(
@@ -356,7 +356,7 @@ claims.show("C30")
 # Trainer(model, args, train_dataset=four_examples).train()
 # ```
 #
-# It returns how many times larger `Trainer` logs the loss and the gradient's norm in 4 steps.
+# It returns how many times larger the logged loss and gradient's norm are in 4 steps.
 
 # %%
 question = "A BERT classifier in 4 accumulation steps: gradient how many times too large?"
@@ -377,7 +377,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
 # divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
-# Adam and clipping make up for a gradient's size. `model.accepts_loss_kwargs = False`, set before the `Trainer` is
+# Adam and clipping hide a gradient's size. `model.accepts_loss_kwargs = False`, set before the `Trainer` is
 # built, tells it the truth. Then `Trainer` divides by the accumulation steps itself. Exercise 3.8 asks any model
 # whether it needs this.
 #

@@ -35,9 +35,9 @@ from gradmem_lib.course import claims, models, texts
 # %% [markdown]
 # ## 1 · What forward could forget
 #
-# You have a chain of 16 equal layers. For its backward, each layer keeps five times the bytes of its input: the input
-# itself, and four times as much inside. The weights are frozen and only the *input* is trained. So you see almost
-# only activations.
+# You have a chain of 16 equal layers: GELU, Linear, GELU, Linear, and a shortcut. For its backward, each layer keeps five
+# times the bytes of its input: the input itself, and four times as much inside. The weights are frozen and only the
+# *input* is trained. So you see almost only activations.
 #
 # A **boundary** is the tensor that one layer hands to the next. It has **x** bytes. A layer keeps **a** bytes in all,
 # its input included. Here a = 5 x.
@@ -71,7 +71,7 @@ guess_a = predict_first(
 #
 # ●●○ · 10 minutes · trains: what autograd keeps, and how to run a layer again inside backward
 #
-# Write the two halves of `Checkpoint`. `Checkpoint.apply(run, x)` shall return `run(x)` and keep only `x`. Its backward
+# Write the two halves of `Checkpoint`. `Checkpoint.apply(run, x)` must return `run(x)` and keep only `x`. Its backward
 # receives the gradient of the output. It returns one value for each argument of forward: `None` for `run`, and the
 # gradient of `x`. The weights inside `run` must get their gradients as well, added to `.grad`.
 #
@@ -148,7 +148,7 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 #
 # - 16 boundaries wait, one for each layer;
 # - the last layer has run again, and has its 4 boundaries inside and its output, so 5 more;
-# - 9 are gradients on their way through that layer: 4 on either side of a GELU, 1 for the shortcut.
+# - 9 are gradients on their way through that layer: 4 on either side of the second GELU, 1 for the shortcut.
 #
 # **Waiting boundaries, one layer in full, and gradients on their way**: the rest of this lesson follows from this sum.
 #
@@ -194,8 +194,8 @@ with checkpoint_layers(nine, every=3):
 show_schedule(threes, title="9 layers in segments of 3")
 
 # %% [markdown]
-# The thin lines are the boundaries, which wait. Then the same happens three times: a segment runs forward again, is in
-# memory in full (a small triangle), and is freed by backward.
+# The thin lines are waiting boundaries. Three times, a segment runs forward again, is in memory in full (a small
+# triangle), and is freed by backward.
 #
 # Now change the schedule. Before you move a control, say what will happen:
 #
@@ -413,13 +413,14 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 #
 # ## 7 · What you can now do
 #
-# - **The peak is earlier boundaries and one whole segment**, or all boundaries and the logits, where those are wide.
+# - **The peak is earlier boundaries and one whole segment**, or, with a large vocabulary, all boundaries and the
+#   logits.
 # - **k = √(n·x/a).** √n is right where a ≈ x. Trained Transformers have a ≈ 20 x or more: one layer a segment, or
 #   two.
 # - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
 #
 # `with checkpoint_layers(model, every="best"):` measures a and x for you. If the vocabulary is large, try a few
-# longer segments as well. You can read it now: `segments.py`, then `checkpointing.py`, in `gradmem_lib/techniques`.
+# longer segments as well. Read `segments.py`, then `checkpointing.py`, in `gradmem_lib/techniques`.
 # Lesson 05 puts all techniques together.
 #
 # ## Optional: beyond √n, with long segments first

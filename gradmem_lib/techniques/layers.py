@@ -37,10 +37,10 @@ def find_layers(layers_or_model: nn.Module) -> Lists:
     if not (layers := [layer for several, _ in found.values() for layer in several]):
         to_give = _lists_to_give(layers_or_model)
         raise ValueError(
-            f"there are no layers in this {type(layers_or_model).__name__}: in a model, a "
-            "ModuleList of transformers' GradientCheckpointingLayers is looked for, and none was "
-            f"found. Give the nn.Sequential or nn.ModuleList itself{to_give}. For checkpoints, "
-            "call checkpoint_layers with it first, and leave checkpointing= out of a recipe"
+            f"there are no layers in this {type(layers_or_model).__name__}: no ModuleList of "
+            "transformers' GradientCheckpointingLayers was found. Give the nn.Sequential or "
+            f"nn.ModuleList itself{to_give}. With a recipe: checkpoint_layers first, and no "
+            "checkpointing= in it"
         )
     if any(type(layer).forward is nn.Module.forward for layer in layers):
         raise ValueError(

@@ -37,10 +37,10 @@ class StopAfterStep(TrainerCallback):
         # Not printed in the handler, since the signal may come in the middle of another print.
         if self.stop_requested and not self._announced:
             self._announced = True
-            message = (
-                f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
+            step = state.global_step + 1
+            print(
+                f"Finishing step {step}, then saving; interrupt again to stop at once.", flush=True
             )
-            print(message, flush=True)
 
     on_pre_optimizer_step = on_substep_end
 

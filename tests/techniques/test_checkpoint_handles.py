@@ -326,7 +326,7 @@ def bart():
         (lambda: models.chain(4), ["2", 2], ValueError, "segment lengths"),
         (lambda: nn.Sequential(), 1, ValueError, "no layers"),
         (lambda: nn.ModuleList(), 1, ValueError, "no layers"),
-        (lambda: nn.Linear(2, 2), 1, ValueError, "none was found"),
+        (lambda: nn.Linear(2, 2), 1, ValueError, "no ModuleList of .* was found"),
         (Bare, 1, ValueError, "Give the nn.Sequential or nn.ModuleList"),
         (bart, [2], ValueError, "model.encoder.layers, model.decoder.layers"),
         (lambda: [nn.Linear(2, 2)], 1, TypeError, "nn.ModuleList"),

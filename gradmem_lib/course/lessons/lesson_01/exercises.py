@@ -100,18 +100,36 @@ def _explain_resident(got, expected):
                 "the parameters."
             )
         return (
-            "frozen parameters have neither gradient nor moments: only those with requires_grad do."
+            "frozen parameters have no gradient, no moments and no step counter: only those with "
+            "requires_grad do."
         )
     if not all(right["parameters"]):
-        return None
+        return _why_parameters(got)
     if not all(right["gradients"]):
-        whole = all(found["gradients"] == found["parameters"] for found in got.values())
-        return (
-            "frozen parameters get no gradient: only those with requires_grad do."
-            if whole
-            else None
-        )
+        return _why_gradients(got)
     return _why_states({case: found.get("optimizer") for case, found in got.items()}, expected)
+
+
+def _why_parameters(got) -> str | None:
+    for case, model in _models().items():
+        in_state_dict = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if got[case]["parameters"] != in_state_dict:
+            return None
+    return (
+        "state_dict() has a tied weight under both of its names, and buffers too: "
+        "model.parameters() gives every parameter once, and nothing else."
+    )
+
+
+def _why_gradients(got) -> str | None:
+    if not any(found["gradients"] for found in got.values()):
+        return (
+            "no gradient is counted: before the first backward each p.grad is None, so ask "
+            "p.requires_grad."
+        )
+    if all(found["gradients"] == found["parameters"] for found in got.values()):
+        return "frozen parameters get no gradient: only those with requires_grad do."
+    return None
 
 
 ENTRIES = ("parameters", "gradients", "optimizer")
@@ -184,6 +202,20 @@ def _no_parameter_itself(model, x):
     def pack(tensor):
         kept.append(tensor)
         if not isinstance(tensor, nn.Parameter):
+            found[_address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(found.values())
+
+
+def _parameters_by_their_own_address(model, x):
+    found, own, kept = {}, {p.data_ptr() for p in model.parameters()}, []
+
+    def pack(tensor):
+        kept.append(tensor)
+        if _address(tensor) not in own:
             found[_address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -301,6 +333,9 @@ def _several(got) -> str:
     for each, parameters, size in product((False, True), (False, True), sizes):
         if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
             return " And ".join(filter(None, (each * _EACH, parameters * _PARAMETERS, sizes[size])))
+    view_by_address = _saves(lambda t: t.nbytes, key=torch.Tensor.data_ptr)
+    if _observe_saved(view_by_address) == got:
+        return f"{_VIEW} Take key and bytes from tensor.untyped_storage()."
     return ""
 
 
@@ -320,6 +355,11 @@ def _explain_saved(got, expected):
     numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
     if len(numbers) < len(expected):
         return None
+    if not any(numbers.values()):
+        return (
+            "nothing is counted: run model(x) inside `with saved_tensors_hooks(...)`, and not "
+            "under torch.no_grad()."
+        )
     if says := _several(numbers):
         return says
     wrong = [case for case, right in expected.items() if numbers[case] != right]
@@ -499,6 +539,21 @@ EXERCISES = (
                 "this counts elements: multiply each by its element_size().",
             ),
             Mistake(
+                "a counter for each number",
+                lambda model: (
+                    _resident(*_split(model))
+                    | {
+                        "optimizer": sum(
+                            p.numel() * (2 * p.element_size() + 4) for p in _trained(model)
+                        )
+                    }
+                ),
+                (
+                    "this has one step counter for each number: it is one for each trained tensor, "
+                    "however large the tensor."
+                ),
+            ),
+            Mistake(
                 "no counters",
                 lambda model: _resident(*_split(model), counters=False),
                 (
@@ -538,6 +593,14 @@ EXERCISES = (
                 (
                     "a parameter's view is counted: what is saved of a weight may be its "
                     "transpose, which is no nn.Parameter. Compare the storages."
+                ),
+            ),
+            Mistake(
+                "parameters by their own address",
+                _parameters_by_their_own_address,
+                (
+                    "a parameter that begins inside its storage is counted: compare storages, "
+                    "p.untyped_storage().data_ptr(), not p.data_ptr()."
                 ),
             ),
             Mistake(

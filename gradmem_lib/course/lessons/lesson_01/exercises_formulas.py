@@ -191,7 +191,10 @@ EXERCISES = (
             Mistake(
                 "half precision",
                 lambda batch, seq_len, heads: 2 * batch * heads * seq_len * (seq_len - 1),
-                "this takes 2 bytes a number: the block is in float32.",
+                (
+                    "this is half of it: with 2 bytes a number, the block is in float32; with the "
+                    "lower triangle alone, zeros take bytes too."
+                ),
             ),
             Mistake(
                 "not squared",

@@ -16,8 +16,8 @@ from ...judge.hints import nearest_mistake, relation
 BESIDE = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 LOST = (
-    "p has not changed: `p = p - …` makes a new tensor and does not touch the parameter; change p "
-    "in place, as p.sub_(…) does."
+    "p has not changed: `p = …` and m.mul(…) make new tensors. Change tensors in place, with an "
+    "underscore, as p.sub_(…) and m.mul_(…) do."
 )
 
 
@@ -307,6 +307,14 @@ SECOND_MOMENT = {
 }
 
 
+def _correction(beta: float, t: int, wrong: set) -> float:
+    if "t is a factor" in wrong:
+        return 1 - beta * t
+    if "power of the whole" in wrong:
+        return (1 - beta) ** t
+    return 1 - beta**t
+
+
 def _corrections(c1: float, c2: float, wrong: set) -> tuple[float, float]:
     """What m and v are divided by."""
     if "multiplied" in wrong:
@@ -370,7 +378,8 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         grad if "not squared" in wrong else grad * grad,
         alpha=1.0 if "sums" in wrong else 1 - second,
     )
-    c1, c2 = _corrections(1 - first**t, 1 - second**t, wrong)
+    c1, c2 = _correction(first, t, wrong), _correction(second, t, wrong)
+    c1, c2 = _corrections(c1, c2, wrong)
     if "stored" in wrong:
         m.div_(c1), v.div_(c2)
         c1 = c2 = 1.0
@@ -470,6 +479,10 @@ ADAM = {
         "the corrections are multiplied in: m and v are too small, so divide by 1 - beta**t."
     ),
     "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
+    "t is a factor": "beta is multiplied by t: the correction has a power, 1 - beta**t.",
+    "power of the whole": (
+        "the power is taken of (1 - beta): it belongs to beta alone, 1 - beta**t."
+    ),
     "the largest v": (
         "this divides by the largest v so far (AMSGrad): Adam's v also falls where gradients "
         "become smaller."

@@ -346,6 +346,15 @@ EXERCISES = (
         reference=accumulate,
         observe=_observe_accumulate,
         explain=_explain_accumulate,
+        raises=(
+            (
+                "ZeroDivisionError",
+                (
+                    "a micro-batch may have 0 items: divide by the items of the whole window, "
+                    "never by those of one micro-batch."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "no division",
@@ -414,6 +423,13 @@ EXERCISES = (
                 (
                     "micro_batches is an iterator, which has no length and no [ ]: islice reads "
                     "one window, and list() reads everything."
+                ),
+            ),
+            (
+                "ZeroDivisionError",
+                (
+                    "where `window` divides the number of micro-batches, nothing is left for a "
+                    "last update: accumulate no empty list."
                 ),
             ),
         ),

@@ -238,6 +238,11 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "the ignored ones",
+                lambda labels: int((labels[:, 1:] == IGNORED).sum()),
+                "this counts the labels that are ignored: count those that are not -100.",
+            ),
+            Mistake(
                 "the first and the last",
                 lambda labels: int((labels[:, 1:-1] != IGNORED).sum()),
                 (

@@ -304,11 +304,26 @@ EXERCISES = (
         explain=_explain_checkpoint,
         raises=(
             (
-                r"gradient different than None at position",
+                r"gradient different than None at position|incorrect number of gradients",
                 (
                     "backward returns a gradient for each argument of forward, in their order: "
                     "None for run, then x.grad."
                 ),
+            ),
+            (
+                r"save_for_backward can only save variables",
+                "save_for_backward keeps tensors only: keep run by ctx.run = run.",
+            ),
+            (
+                r"implicitly created only for scalar",
+                (
+                    "the output is no single number: backward on it starts from the incoming "
+                    "gradient, torch.autograd.backward(out, gradient)."
+                ),
+            ),
+            (
+                r"'tuple' object has no attribute",
+                "ctx.saved_tensors is a tuple: (x,) = ctx.saved_tensors.",
             ),
         ),
         mistakes=(
@@ -333,8 +348,9 @@ EXERCISES = (
                 "no grad in backward",
                 _but(Checkpoint, backward=_backward_without_grad),
                 (
-                    "backward runs with gradients switched off, so the second run has no graph: "
-                    "put it under torch.enable_grad()."
+                    "autograd is off inside backward, and what you call backward on has no graph: "
+                    "run again under torch.enable_grad(), and hand the output of this run, with "
+                    "the incoming gradient, to torch.autograd.backward."
                 ),
             ),
             Mistake(

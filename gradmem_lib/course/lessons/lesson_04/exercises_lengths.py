@@ -186,7 +186,8 @@ def _explain_length(got, expected):
         if k > best_length(n, a, x)
         else "short: too many boundaries wait"
     )
-    return f"segments of {k} layers are too {how}; the two costs are equal at √(n · x / a)."
+    layers = "one layer" if k == 1 else f"{k} layers"
+    return f"segments of {layers} are too {how}; the two costs are equal at √(n · x / a)."
 
 
 EXERCISES = (
@@ -243,6 +244,14 @@ EXERCISES = (
                 (
                     "the inputs of the layers inside the segment are left out: when it runs again, "
                     "each of its layers keeps all of a."
+                ),
+            ),
+            Mistake(
+                "without the inputs",
+                lambda lengths, a, x: max(i * x + m * (a - x) for i, m in enumerate(lengths)),
+                (
+                    "x is taken off a: when a segment runs again, each of its layers keeps all of "
+                    "a, its input included."
                 ),
             ),
             Mistake(

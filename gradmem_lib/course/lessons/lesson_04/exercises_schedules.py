@@ -296,7 +296,7 @@ EXERCISES = (
                 "late binding",
                 _late_binding,
                 (
-                    "the lambda looks up its variables when it runs again, and by then the loop "
+                    "the function looks up its variables when it runs again, and by then the loop "
                     "has moved on: pass the segment itself to checkpoint."
                 ),
             ),

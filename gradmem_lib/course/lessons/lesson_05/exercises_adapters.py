@@ -83,6 +83,10 @@ _NOTHING_LEFT = (
     "nothing is left to train: requires_grad_(False) came after the adapters, and "
     "froze them too; freeze first, then add."
 )
+_BESIDE = (
+    "the adapters hang on the model itself, and no forward goes through them: setattr needs the "
+    "parent, model.get_submodule(parent), and the last part of the name."
+)
 _NO_ADAPTER = (
     "no layer of the model has become an adapter, so there is nothing to train: named_modules() "
     "has whole paths, such as model.layers.0.self_attn.q_proj; compare the last part, and put the "
@@ -94,7 +98,8 @@ def _explain_lora(got, expected):
     if not got["the adapters"]["around"]:
         return _NO_ADAPTER
     if got["the adapters"]["error"]:
-        return _NOTHING_LEFT
+        # adapters that are trained, and a loss that does not depend on them
+        return _BESIDE if got["numbers that are trained"] else _NOTHING_LEFT
     other, right = (seen["other names, another rank and rate"] for seen in (got, expected))
     wrong = [name for name in right if other[name] != right[name]]
     said = {
@@ -221,11 +226,7 @@ EXERCISES = (
             Mistake(
                 "beside the layers",
                 _beside,
-                (
-                    "the adapters hang on the model under names with dots, and no forward goes "
-                    "through them: setattr needs the parent, model.get_submodule(parent), and the "
-                    "last part of the name."
-                ),
+                _BESIDE,
             ),
             Mistake(
                 "base not frozen",

@@ -87,7 +87,7 @@ def _explain_one_card(got, expected):
         if says := _why_rows(ours, theirs, gpus, fits):
             return says
     changed = [
-        f"the {name.replace('_', ' ')} must stay as it was: {why}."
+        f"{name} must stay as it was: {why}."
         for name, why in _SCALED.items()
         if given[name] != right[name]
     ]

@@ -205,6 +205,12 @@ def _why_loss(loss: float) -> str | None:
         ):
             if math.isclose(loss, value, rel_tol=2e-5):
                 return says
+    for labels in (held_out["labels"].numel(), held_out["labels"][:, 1:].numel()):
+        if math.isclose(loss, sum(sums) / labels, rel_tol=1e-4):
+            return (
+                "the sum over the predicted tokens is divided by all labels, padding too: divide "
+                "it by the predicted tokens, count_targets(labels)."
+            )
     if math.isclose(loss, sum(sums) / len(sums), rel_tol=1e-4):
         return "the sum over all tokens is divided by the rows: divide it by the predicted tokens."
     if math.isclose(loss, sum(sums), rel_tol=1e-4):

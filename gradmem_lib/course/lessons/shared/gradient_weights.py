@@ -114,7 +114,11 @@ def _mean_of_means(weight: float, counts: Sequence[int], what: str) -> str:
 
 def _missing(gone: list[int], k: int, what: str) -> str:
     if gone == list(range(1, k)):
-        lost = " (a zero_grad inside the window?)" if what == "gradient" else ""
+        lost = (
+            " (a zero_grad inside the window, or backward after the loop?)"
+            if what == "gradient"
+            else ""
+        )
         return f"only the last micro-batch counts in the {what}: those before it are lost{lost}."
     if gone == list(range(2, k + 1)):
         return f"only the first micro-batch counts in the {what}."

@@ -26,6 +26,10 @@ def _resident(model, *, parameters=_bytes, trained=lambda p: p.requires_grad, mo
     }
 
 
+def _with_grad(model):
+    return [p for p in model.parameters() if p.grad is not None]
+
+
 def _measured(model):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for p in model.parameters():
@@ -58,7 +62,7 @@ WRONG["1.1"] = {
         lambda model: (
             _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}
         ),
-        "neither gradient",
+        "no moments and no step counter",
     ),
     "trained alone": (
         lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]},
@@ -66,6 +70,33 @@ WRONG["1.1"] = {
     ),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
     "buffers": (lambda model: _resident(model) | {"buffers": 0}, "this name was not asked for"),
+    "counters of frozen tensors": (
+        lambda model: (
+            _resident(model)
+            | {"optimizer": 2 * _resident(model)["gradients"] + 4 * len([*model.parameters()])}
+        ),
+        "no step counter",
+    ),
+    "a counter for each number": (
+        lambda model: (
+            _resident(model)
+            | {
+                "optimizer": 2 * _resident(model)["gradients"]
+                + 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+            }
+        ),
+        "not yet: this has one step counter for each number",
+    ),
+    "asks p.grad": (
+        lambda model: _resident(model) | {"gradients": sum(_bytes(p) for p in _with_grad(model))},
+        "not yet: no gradient is counted: before the first backward each p.grad is None",
+    ),
+    "state dict": (
+        lambda model: (
+            _resident(model) | {"parameters": sum(t.nbytes for t in model.state_dict().values())}
+        ),
+        r"not yet: state_dict\(\) has a tied weight",
+    ),
 }
 
 
@@ -93,13 +124,17 @@ RIGHT["1.2"] = {
 WRONG["1.2"] = {
     "views": (
         lambda model, x: _saved(model, x, key=lambda t: t.data_ptr(), size=lambda t: t.nbytes),
-        "view|slice",
+        "not yet: this counts the view.*Take key and bytes from",
     ),
     "parameters": (lambda model, x: _saved(model, x, own=()), "parameters"),
     "no input": (lambda model, x: _saved(model, x) - x.nbytes, "input is left out"),
     "output too": (lambda model, x: _saved(model, x) + model(x).nbytes, "output is counted too"),
     "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1,024 times too small"),
-    "nothing": (lambda model, x: 0, "the answer is 0 for all"),
+    "nothing": (lambda model, x: 0, "not yet: nothing is counted: run model"),
+    "weights by their own address": (
+        lambda model, x: _saved(model, x, own={p.data_ptr() for p in model.parameters()}),
+        "not yet: a parameter that begins inside its storage",
+    ),
 }
 
 
@@ -160,7 +195,8 @@ RIGHT["1.3"] = {
     "comb": lambda b, s, h: 8 * b * h * math.comb(s, 2),
 }
 WRONG["1.3"] = {
-    "bf16": (lambda b, s, h: 2 * b * h * s * (s - 1), "2 bytes a number"),
+    "bf16": (lambda b, s, h: 2 * b * h * s * (s - 1), "half of it: with 2 bytes a number"),
+    "triangle": (lambda b, s, h: 2 * b * h * s * (s + 1) - 4 * b * h * s, "the lower triangle"),
     "per head dimension": (lambda b, s, h: 4 * b * s * (s - 1), "one head"),
     "three squares": (lambda b, s, h: 12 * b * h * s * s - 4 * b * h * s, "3 times the softmax"),
     "two log-sum-exps": (lambda b, s, h: 4 * b * h * s * (s - 2), "log-sum-exp has 8"),

@@ -187,7 +187,7 @@ def _hooks_of_modules(model, x):
 RIGHT["1.2"] = {"a class": _with_a_class, "in backward": _backward_inside}
 WRONG["1.2"] = {
     "hooks stay": (_hooks_of_modules, "hook"),
-    "no graph": (lambda m, x: _saved(m, x, grad=False), "0 for all"),
+    "no graph": (lambda m, x: _saved(m, x, grad=False), r"not under torch.no_grad\(\)"),
     "bits": (lambda m, x: _saved(m, x, size=lambda s: 8 * s.nbytes()), "look like bits"),
     "weights' bytes taken off": (
         lambda m, x: _saved(m, x, own=False) - sum(p.nbytes for p in m.parameters()),

@@ -15,6 +15,14 @@ def _momentum(p, grad, state, lr, beta, *, take=None, move=None, key="m"):
     p -= lr * (state[key] if move is None else move(m, state[key], grad))
 
 
+def _m_not_in_place(p, grad, state, lr, beta):
+    if not state:
+        state["m"] = torch.zeros_like(p)
+    m = state["m"]
+    m.mul(beta).add(grad, alpha=1 - beta)
+    p.sub_(lr * m)
+
+
 RIGHT["2.1"] = {
     "new tensors": _momentum,
     "lists": lambda p, g, s, lr, b: p.sub_(
@@ -72,6 +80,7 @@ WRONG["2.1"] = {
     ),
     "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not the gradient"),
     "not in place": (lambda p, g, s, lr, b: p - lr * g, "in place"),
+    "m not in place": (_m_not_in_place, r"m.mul\(…\) make new tensors"),
 }
 
 
@@ -208,6 +217,24 @@ def _of_an_empty_state(p, grad, state, lr, beta1, beta2, eps):
 
 
 WRONG["2.3"] |= {
+    "power of the whole": (
+        lambda p, g, s, lr, b1, b2, eps: _adam(
+            *(p, g, s, lr, b1, b2, eps),
+            change=lambda m, v, c1, c2, eps: (
+                m / (1 - b1) ** s["t"] / ((v / (1 - b2) ** s["t"]).sqrt() + eps)
+            ),
+        ),
+        "not yet: the power is taken of",
+    ),
+    "t is a factor": (
+        lambda p, g, s, lr, b1, b2, eps: _adam(
+            *(p, g, s, lr, b1, b2, eps),
+            change=lambda m, v, c1, c2, eps: (
+                m / (1 - b1 * s["t"]) / ((v / (1 - b2 * s["t"])).sqrt() + eps)
+            ),
+        ),
+        "not yet: beta is multiplied by t",
+    ),
     "of an empty state": (
         _of_an_empty_state,
         "not yet: `state` is an empty dict before the first step.*KeyError at line",

@@ -52,6 +52,10 @@ RIGHT["3.2"] = {
 }
 WRONG["3.2"] = {
     "all": (lambda labels: labels.numel(), "padding"),
+    "the ignored": (
+        lambda labels: int((labels[:, 1:] == -100).sum()),
+        "not yet: this counts the labels that are ignored",
+    ),
     "no shift": (lambda labels: int((labels != -100).sum()), "position 0"),
     "last": (lambda labels: int((labels[:, :-1] != -100).sum()), "last label"),
     "wrong dimension": (lambda labels: int((labels[1:] != -100).sum()), "second dimension"),
@@ -123,6 +127,10 @@ WRONG["3.3"] = {
     "summed means": (
         partial(_window, part=lambda loss, n, total, k: loss / max(n, 1)),
         "adds up the means",
+    ),
+    "mean of none": (
+        partial(_window, says=lambda ls, ns: sum(loss / n for loss, n in zip(ls, ns, strict=True))),
+        "not yet: a micro-batch may have 0 items",
     ),
     "sum over K": (partial(_window, part=lambda loss, n, total, k: loss / k), "gradient|comes out"),
     "uphill": (partial(_window, part=lambda loss, n, total, k: -loss / total), "wrong sign"),
@@ -233,6 +241,10 @@ WRONG["3.4"] = {
     "full windows": (
         partial(_epoch, fill=lambda held, window: len(held) == window),
         "drops the last window",
+    ),
+    "a last window of none": (
+        lambda m, o, mbs, w, f: [*_epoch(m, o, mbs, w, f), _window([], f)],
+        "not yet: where `window` divides the number of micro-batches, nothing is left",
     ),
     "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
     "no step": (partial(_epoch, step=False), r"step\(\) is missing"),

@@ -84,6 +84,14 @@ def _everything(ctx, run, x):
     return x
 
 
+def _from_no_gradient(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.run(x)
+    out.backward()
+    return None, x.grad
+
+
 RIGHT["4.1"] = {
     "attribute": _function(_held, _of_held),
     "autograd.grad": _function(backward=_by_parameters),
@@ -101,6 +109,22 @@ WRONG["4.1"] = {
     "swapped": (
         _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))),
         "in their order",
+    ),
+    "three values": (
+        _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, x.grad, x.grad))),
+        "not yet: backward returns a gradient for each argument of forward",
+    ),
+    "no incoming gradient": (
+        _function(backward=_from_no_gradient),
+        "not yet: the output is no single number: backward on it starts from the incoming",
+    ),
+    "the tuple": (
+        _function(backward=lambda ctx, g: (None, ctx.saved_tensors.detach())),
+        "not yet: ctx.saved_tensors is a tuple",
+    ),
+    "saves run": (
+        _function(lambda ctx, run, x: (ctx.save_for_backward(run, x), run(x))[1]),
+        "not yet: save_for_backward keeps tensors only",
     ),
     "no detach": (_function(backward=partial(_again, change=lambda x: x)), "detach|earlier layers"),
 }
@@ -341,6 +365,10 @@ WRONG["4.5"] = {
         lambda m, a, x: max(i * x + n * a for i, n in enumerate(m, 1)),
         "own boundary twice",
     ),
+    "inside": (
+        lambda m, a, x: max(i * x + n * (a - x) for i, n in enumerate(m)),
+        "x is taken off a",
+    ),
     "longest": (lambda m, a, x: max(m) * a, "segment that runs again"),
     "first": (lambda m, a, x: (len(m) - 1) * x + m[0] * a, "first length"),
     "mean": (lambda m, a, x: (len(m) - 1) * x + sum(m) / len(m) * a, "mean length"),
@@ -381,6 +409,10 @@ WRONG["4.6"] = {
     "none": (lambda n, a, x: math.sqrt(n) < 0 or None, "return"),
     "fraction": (lambda n, a, x: math.sqrt(n * x / a), "whole number"),
     "n": (lambda n, a, x: n, "peak"),
+    "root of the bytes": (
+        lambda n, a, x: max(1, min(n, round(math.sqrt(a * n) / x))),
+        "segments of one layer are too short",
+    ),
 }
 
 

@@ -52,8 +52,8 @@ WRONG["5.1"] = {
     "steps kept": (lambda a, g, f: _card(a, g, f) | {STEPS: a[STEPS]}, "global batch has changed"),
     "too many": (partial(_card, micro=lambda batch, fits: batch), "do not fit"),
     "one": (partial(_card, micro=lambda batch, fits: 1), "one row at a time|would fit"),
-    "rate": (lambda a, g, f: _card(a, g, f, learning_rate=a["learning_rate"] / g), "learning rate"),
-    "max_steps": (lambda a, g, f: _card(a, g, f, max_steps=a["max_steps"] * g), "max steps"),
+    "rate": (lambda a, g, f: _card(a, g, f, learning_rate=a["learning_rate"] / g), "learning_rate"),
+    "max_steps": (lambda a, g, f: _card(a, g, f, max_steps=a["max_steps"] * g), "max_steps must"),
     "gone": (lambda a, g, f: {k: _card(a, g, f)[k] for k in (TRAIN, STEPS, EVAL)}, "is gone"),
     "text": (lambda a, g, f: _card(a, g, f) | {TRAIN: str(_card(a, g, f)[TRAIN])}, "text"),
     "eval": (lambda a, g, f: _card(a, g, f) | {EVAL: a[EVAL]}, "evaluation"),
@@ -328,6 +328,15 @@ def _lora_backwards(model, names, rank, lr):
     return torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr)
 
 
+def _on_the_model(model, names, rank, lr):
+    model.requires_grad_(False)
+    for path, module in list(model.named_modules()):
+        own = path.rpartition(".")[2]
+        if own in names:
+            setattr(model, own, LoRALinear(module, rank))
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
 RIGHT["5.6"] = {
     "children": _lora_backwards,
     "set_submodule": _lora,
@@ -344,6 +353,7 @@ WRONG["5.6"] = {
     "sgd": (partial(_lora, make=torch.optim.SGD), "AdamW"),
     "head": (partial(_lora, thaw=("lm_head",)), "too many are trained"),
     "first layer": (partial(_lora, only=lambda path: "layers.0." in path), "in `names`|adapters"),
+    "on the model": (_on_the_model, "not yet: the adapters hang on the model itself"),
 }
 
 
@@ -386,6 +396,12 @@ WRONG["5.7"] = {
         "position 0",
     ),
     "sum": (partial(_held_out, add=lambda total, n: total), "sum over all tokens"),
+    "by all labels": (
+        lambda model, rows: (
+            _held_out(model, rows, add=lambda total, n: total) / rows["labels"].numel()
+        ),
+        "divided by all labels, padding too",
+    ),
     "all rows": (partial(_held_out, size=18), "18 rows"),
     "cache": (partial(_held_out, cache=True), "key-value cache"),
     "bf16": (partial(_held_out, auto=True), "bf16"),
