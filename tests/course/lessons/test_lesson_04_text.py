@@ -102,7 +102,7 @@ def test_batch_norm_is_updated_twice_and_other_values_go_unnoticed():
 
 def test_three_segments_run_again_one_after_another_from_the_last():
     said = lesson("04")
-    assert said.says("Then the same happens three times: a segment runs forward again")
+    assert said.says("Three times, a segment runs forward again, is in memory in full")
     layers, x, ran = models.chain(9, width=64, keeps=5), chain_inputs(), []
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
