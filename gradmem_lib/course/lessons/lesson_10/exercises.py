@@ -153,6 +153,19 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "float32 weights and gradients",
+                _held((4, 4, 12)),
+                (
+                    "weights and gradients are in float32 here: mixed precision keeps them in "
+                    "bf16, 2 bytes each."
+                ),
+            ),
+            Mistake(
+                "ddp is fsdp",
+                _held(cut=_CUT | {"ddp": (1, 1, 1)}),
+                "ddp cuts nothing: each rank has all weights, gradients and states.",
+            ),
+            Mistake(
                 "float32 gradients",
                 _held((2, 4, 12)),
                 "the gradients are in float32 here: they must be bf16, like the weights.",
@@ -256,6 +269,14 @@ EXERCISES = (
                 (
                     "sharded weights are sent once an update here: every micro-batch needs them "
                     "again, and reduces its gradients."
+                ),
+            ),
+            Mistake(
+                "fsdp alone once",
+                _seconds(fsdp=lambda k: 3),
+                (
+                    "fsdp sends once an update here: every micro-batch gathers the weights again, "
+                    "and reduces its gradients."
                 ),
             ),
             Mistake(

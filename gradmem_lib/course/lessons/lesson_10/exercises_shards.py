@@ -376,6 +376,13 @@ EXERCISES = (
                 ),
             ),
             (
+                r"invalid gradient at index 1",
+                (
+                    "the gradient for the shard has another shape than the shard: own_mean makes "
+                    "it from the whole weight's gradient, (outputs, inputs)."
+                ),
+            ),
+            (
                 r"shapes cannot be multiplied|size mismatch|must match the size",
                 (
                     "x may have more than two dimensions, and the weight is (outputs, inputs): x @ "
