@@ -900,7 +900,7 @@ WRONG["9.5"] |= {
     "A zero": (_adapter(_other_way_round), "at the start A is zero and B is random"),
     "A ones": (
         _adapter(lambda layer: nn.init.ones_(layer.A)),
-        "at the start A all the same and B zero",
+        "at the start A is all the same and B is zero",
     ),
     "base under no_grad": (_adapter(forward=_no_grad_base), "x gets no gradient from the base"),
     "rank / alpha": (_adapter(scale=lambda rank, alpha: rank / alpha), "times what it should be"),
