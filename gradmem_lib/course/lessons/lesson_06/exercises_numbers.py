@@ -36,6 +36,7 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
             "free alone": {"in_pieces": free >= asked},
             "its own context": {"others": total - free - allocated - idle},
             "too little free": {"in_pieces": asked > free},
+            "more than enough": {"in_pieces": free + idle > asked},
             "turned round": {"in_pieces": free + idle < asked},
         }[wrong]
     )
@@ -280,6 +281,14 @@ EXERCISES = (
                 (
                     "the others' memory includes this process's context: subtract all that this "
                     "process has in use."
+                ),
+            ),
+            Mistake(
+                "more than enough",
+                partial(_reads, wrong="more than enough"),
+                (
+                    "free and idle bytes may be exactly as many as were requested: that is "
+                    "enough, so compare with >=."
                 ),
             ),
             Mistake(

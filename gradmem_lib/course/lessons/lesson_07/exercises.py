@@ -273,16 +273,9 @@ def _explain_rounding(got, expected):
     right = [
         abs(share - place[1]) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)
     ]
-    if right == [True, True, False, True]:
-        return (
-            "this is right near a power of 2: up to the next power the gap stays the same, but "
-            "noise in proportion to x grows."
-        )
-    if right[0] and right[1] and not all(right):
-        return (
-            "this is right near 1: the gap grows with the number's size, so the noise must grow "
-            "with the gap."
-        )
+    says = _why_some_shares(shares, right)
+    if says:
+        return says
     neighbours = [
         case["goes to no other than its two neighbours (1 is yes)"]
         for case in list(got.values())[: len(_PLACES)]
@@ -298,6 +291,32 @@ def _explain_rounding(got, expected):
             "size, so the noise must grow too."
         )
     return _explain_chance(got)
+
+
+def _why_some_shares(shares: list[float], right: list[bool]) -> str | None:
+    """What is said where the shares of some numbers are right, and not those of others."""
+    if all(right):
+        return None
+    if right == [True, True, False, True]:
+        return (
+            "this is right near a power of 2: up to the next power the gap stays the same, but "
+            "noise in proportion to x grows."
+        )
+    from_the_nearest = [
+        fine or (share == 1 and place[1] > 0.5)
+        for fine, share, place in zip(right, shares, _PLACES.values(), strict=True)
+    ]
+    if all(from_the_nearest):
+        return (
+            "some numbers always become the nearest bf16 number: begin with the lower 16 bits cut "
+            "off, not with .bfloat16(), which rounds."
+        )
+    if right[0] and right[1]:
+        return (
+            "this is right near 1: the gap grows with the number's size, so the noise must grow "
+            "with the gap."
+        )
+    return None
 
 
 def _explain_chance(got):
@@ -614,6 +633,15 @@ EXERCISES = (
         reference=round_by_chance,
         observe=_observe_rounding,
         explain=_explain_rounding,
+        raises=(
+            (
+                r"cannot be converted to Scalar",
+                (
+                    "the result has more numbers than x: torch.randint makes int64 numbers, and "
+                    "as float32 each is two; give it dtype=torch.int32."
+                ),
+            ),
+        ),
         tolerance=0.1,
         mistakes=(
             Mistake(

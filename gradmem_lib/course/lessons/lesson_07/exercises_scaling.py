@@ -244,6 +244,12 @@ EXERCISES = (
         reference=scaled_step,
         observe=_observe_scaled,
         explain=_explain_scaled,
+        raises=(
+            (
+                r"NoneType",
+                "a parameter may have no gradient, and its p.grad is None: leave it out.",
+            ),
+        ),
         mistakes=(
             Mistake(
                 "steps anyway",

@@ -345,8 +345,8 @@ EXERCISES = (
                 "zero2 gathers twice",
                 _seconds(zero2=lambda k: 3 * k),
                 (
-                    "zero2 gathers its weights twice here: the weights stay gathered from forward "
-                    "to backward, so gathering once is enough."
+                    "zero2 has three passes a micro-batch here, and needs two: one gathers the "
+                    "weights, which stay gathered until backward, and one reduces the gradients."
                 ),
             ),
             Mistake(

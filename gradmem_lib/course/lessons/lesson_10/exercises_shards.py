@@ -453,6 +453,13 @@ EXERCISES = (
         changes=("model.train", "model.hook", "model.config", "model.checkpointing"),
         raises=(
             (
+                r"has no attribute 'loss'",
+                (
+                    "wrap must return the model that it was given: fully_shard(model) shards it "
+                    "in place."
+                ),
+            ),
+            (
                 r"Invariant encountered|already",
                 (
                     "fully_shard(model) takes all that is not sharded yet: the layers come first, "

@@ -40,6 +40,10 @@ RIGHT["6.1"] = {
     "numbers of torch": lambda *six: {k: torch.tensor(v) for k, v in _error(*six).items()},
 }
 WRONG["6.1"] = {
+    "more than enough": (
+        lambda n, t, f, p, a, i: _error(n, t, f, p, a, i) | {"in_pieces": n < f + i},
+        "compare with >=",
+    ),
     "idle forgotten": (partial(_error, context=lambda t, f, p, a, i: p - a), "idle"),
     "others in the context": (
         partial(_error, context=lambda t, f, p, a, i: t - f - a - i),
@@ -218,7 +222,20 @@ def _left_on(model, optimizer, *batch):
     return _pieces(model, optimizer, *batch)
 
 
+def _length_of_a_pair(model, optimizer, images, labels):
+    pieces = list(zip(images.split(8), labels.split(8), strict=True))
+
+    def loss_and_count(piece):
+        return F.cross_entropy(model(piece[0]), piece[1], reduction="sum"), len(piece)
+
+    loss = accumulate_gradients(pieces, loss_and_count).loss
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 WRONG["6.3"] = {
+    "the length of a pair": (_length_of_a_pair, "len of a pair"),
     "checkpoints left on": (_left_on, "checkpoints stay on after the call"),
     "as it was": (partial(_pieces, size=30), "all 30 rows"),
     "halves": (partial(_pieces, size=16), "16 rows"),

@@ -155,7 +155,24 @@ def _noise(x, generator, shape=lambda x: x.shape):
 
 
 RIGHT["7.3"] = {"bits": _by_bits, "neighbours": _by_neighbours, "nextafter": _by_nextafter}
+
+
+def _from_the_nearest(x, generator):
+    near = x.bfloat16()
+    up = torch.nextafter(near, torch.full_like(near, torch.inf))
+    gap = up.float() - near.float()
+    chance = torch.rand(x.shape, generator=generator) < (x - near.float()) / gap
+    return torch.where(chance, up, near)
+
+
+def _in_int64(x, generator):
+    noise = torch.randint(0, 1 << 16, x.shape, generator=generator)
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).bfloat16()
+
+
 WRONG["7.3"] = {
+    "from the nearest": (_from_the_nearest, "always become the nearest"),
+    "int64": (_in_int64, "makes int64 numbers"),
     "nearest": (lambda x, generator: x.bfloat16(), "nearest"),
     "coin": (
         partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)),
@@ -336,6 +353,13 @@ def _scaled_by_sum(optimizer, scale, good, patience):
 RIGHT["7.5"] = {"plain": _scaled, "by norm": _scaled_by_norm, "by sum": _scaled_by_sum}
 
 
+def _scaled_without_a_look(optimizer, scale, good, patience):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad /= scale
+    return _scaled(optimizer, scale, good, patience, divide=False)
+
+
 def _scaled_in_the_first_group(optimizer, scale, good, patience):
     finite = True
     for p in optimizer.param_groups[0]["params"]:
@@ -354,6 +378,7 @@ WRONG["7.5"] = {
     "never divides": (partial(_scaled, divide=False), "divide"),
     "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),
     "streak": (partial(_scaled, streak=False), "in a row"),
+    "no gradient": (_scaled_without_a_look, "may have no gradient"),
     "one group": (_scaled_in_the_first_group, "first group's"),
     "inf alone": (
         partial(_scaled, finite=lambda gs: not any(bool(g.isinf().any()) for g in gs)),

@@ -498,7 +498,13 @@ def _evaluated(model, mesh):
     return _wrapped(model, mesh).eval()
 
 
+def _inner(model, mesh):
+    wrapped = _but_wrapped()(model, mesh)
+    return wrapped.model
+
+
 WRONG["10.4"] = {
+    "the inner model": (_inner, "the model that it was given"),
     "no checkpoints": (_but_wrapped(checkpoints=False), "switch on checkpointing"),
     "root alone": (_but_wrapped(layers=False), "one unit|layer"),
     "layers alone": (_but_wrapped(root=False), "whole on every rank"),
