@@ -202,7 +202,7 @@ def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:
             found[name] = module
     if not found:
         raise ValueError(
-            f"a {type(layer).__name__} has no {part} of its own: no module in it has a class named "
+            f"{type(layer).__name__} has no {part} of its own: no module in it has a class named "
             f"{' or '.join(f'...{end}' for end in PARTS[part])}. Checkpoint whole layers, or "
             "'elementwise'"
         )
