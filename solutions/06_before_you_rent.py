@@ -153,7 +153,8 @@ guess_a.reveal(
 # could serve the one request, but not the run, because the tensors of the whole step and the context are more than the
 # card has. As a rule:
 #
-# - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
+# - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths, since
+#   unequal rows leave idle blocks of unequal sizes.
 # - If it is small, there are too many tensors. The rest of the lesson is about this case.
 #
 # The error does not say *which* tensors. The tracker does. Here is half of that batch on your machine, with a budget of
@@ -443,8 +444,8 @@ from gradmem_lib import show_decisions
 show_decisions(run, card="3.5 GiB")
 
 # %% [markdown]
-# Read the chart in three steps. (A run of the tracker also knows each tensor's module. Then the chart takes away only
-# activations inside the layers for checkpointing, and only those outside for the loss in chunks.)
+# Read the chart in three steps. (Here several rows take away *all* activations. If you give it a tracked run, which knows
+# each tensor's module, checkpointing takes away only those inside the layers, and the loss in chunks only those outside.)
 #
 # 1. **In which phase is the peak?** Only that phase's half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
@@ -553,7 +554,8 @@ except BudgetExceeded as exceeded:
 
 # %% [markdown]
 # A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step.
-# The error's line says where the logits were *made*. Which line *keeps* them?
+# The error's line says where the logits were *made*. Which line *keeps* them? (Its first remedy, `.cpu()`, is for a card:
+# here the model is on the CPU, so nothing would move.)
 # (A forward without `no_grad` has the same symptom. Exercise 5.7 of lesson 05 is about it.)
 #
 # ### Exercise 6.7 · an evaluation that collects
@@ -645,7 +647,7 @@ for rows in (4, 3, 2, 1):
     print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
 
 # %% [markdown]
-# The expectation is right to the MiB. Three rows fit. But half the rows need 70 % of the bytes, and going from two rows
+# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need 70 % of the bytes, and going from two rows
 # to one saves less: the peak is then where all gradients are there, and no part of it depends on the batch.
 
 # %% [markdown]

@@ -315,7 +315,8 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
     print(f"{name:<15}", *(f"{ratio:>11.2f}" for ratio in ratios))
 
 # %% [markdown]
-# On a slow card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C. **The faster the
+# Take the column of your card's bus: here PCIe 3 for the T4, PCIe 5 for the H100, and PCIe 4 for the others. On a slow
+# card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C. **The faster the
 # card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
 # twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that is
 # `Recipe(checkpointing="per-layer", offload="boundaries")`. A claim about moving everything:
@@ -431,7 +432,8 @@ guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 # 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table) and
 # the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in the backward
 # of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move away, the run
-# fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s.
+# fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s. (Section 2's
+# formulas say so.)
 #
 # Activations fall by less than 8 GiB, because the peak moves within that backward, to a moment with more of them and
 # fewer temporaries. What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes

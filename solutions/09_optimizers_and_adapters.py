@@ -231,7 +231,7 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # learning rate suits all, so each gets three.
 #
 # We train the matrices of the last six layers, which all six optimizers can take. This takes some minutes. (The
-# stored notebook makes one short update of one layer.)
+# stored notebook makes one short update of one layer, at one rate.)
 
 # %%
 model.requires_grad_(False)
@@ -405,7 +405,8 @@ print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 #
 # **QLoRA** ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314)) keeps frozen weights in
 # 4 bits: a code of 16 numbers, in blocks of 64. Weights roughly follow a normal distribution, so **NF4** has its
-# numbers at that distribution's *quantiles*, closer together where more weights are:
+# numbers at that distribution's *quantiles*, closer together where more weights are. (The last
+# quantile would be infinite, so bitsandbytes stops at 0.9677083.)
 
 
 # %%

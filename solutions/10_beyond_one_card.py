@@ -393,7 +393,7 @@ communication_seconds = check("10.6", communication_seconds)
 
 # %% [markdown]
 # Sending can hide behind computing, if computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards. A
-# token costs about 6 operations a weight. An RTX 4090 computes 165 trillion operations a second. We take 80 % of a
+# token costs about 6 operations a weight (2 forward, 4 backward). An RTX 4090 computes 165 trillion operations a second. We take 80 % of a
 # link's rate: PCIe 4 has 31.5 GB/s each way, and an H100's NVLink has 450.
 
 # %%

@@ -220,7 +220,7 @@ def find_parts(layer: nn.Module, part: str | type[nn.Module]) -> list[nn.Module]
             "each layer, or checkpoint whole layers"
         )
     raise ValueError(
-        f"a {layer_class} has no {part} of its own: no module in it has a class named "
+        f"{layer_class} has no {part} of its own: no module in it has a class named "
         f"{' or '.join(f'...{end}' for end in PARTS[part])}. Give its class itself, as in "
         "checkpoint_parts(model, Mlp); or checkpoint whole layers, or 'elementwise'"
     )

@@ -5,12 +5,14 @@ stored outputs.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from lesson_facts import lessons
 from support.paths import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course.lessons.lesson_07 import exercises, exercises_scaling
@@ -112,10 +114,33 @@ def test_which_operation_gets_which_dtype(printed):
     assert "`silu` gets the bf16 result of a product" in TEXT and ("silu", *narrow) in times
     for name in ("pow", "mean", "rsqrt", "log_softmax"):
         assert f"`{name}`" in TEXT and (name, *wide) in times and (name, *narrow) not in times
-    assert (
-        "Each of the eight products needs a bf16 copy of its matrix, and one of its input" in TEXT
-    )
-    assert times["to_copy", "float32", "bfloat16"] == 2 * 8
+    assert times["to_copy", "float32", "bfloat16"] == 8 + 6 + 2
+
+
+class _Copies(TorchDispatchMode):
+    """What is copied to bf16: matrices of the model, (rows, tokens, width), or heads."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {p.data_ptr() for p in model.parameters()}
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            is_weight = args[0].data_ptr() in self.weights
+            self.seen["matrix" if is_weight else args[0].ndim] += 1
+        return out
+
+
+def test_what_autocast_copies():
+    block = models.tiny_llama(layers=1, hidden=64, heads=4, intermediate=172, vocab=512)
+    ids = torch.zeros((2, 32), dtype=torch.long)
+    with _Copies(block) as copies, torch.autocast("cpu", dtype=torch.bfloat16):
+        block(input_ids=ids, labels=ids)
+    assert "a bf16 copy of each of the eight matrices, of the six inputs that are not" in TEXT
+    assert "bf16 already, and of attention's queries and keys." in TEXT
+    assert copies.seen == {"matrix": 8, 3: 6, 4: 2}
 
 
 def test_the_budgets_are_those_of_the_checks():

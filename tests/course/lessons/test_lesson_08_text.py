@@ -116,6 +116,15 @@ def test_what_a_boundary_and_an_mlp_are_of_a_layer():
     assert mlp / sum(everything.values()) == pytest.approx(2 / 3, abs=0.03)
 
 
+def test_whose_bus_is_which():
+    says = "here PCIe 3 for the T4, PCIe 5 for the H100, and PCIe 4 for the others."
+    assert f"Take the column of your card's bus: {says}" in TEXT
+    cards = ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB")
+    generations = (3, 4, 4, 4, 5)
+    for card, generation in zip(cards, generations, strict=True):
+        assert find_card(card).bus == BUSES[f"PCIe {generation}"]
+
+
 def test_on_a_slow_card_moving_can_win_and_on_a_fast_one_only_over_nvlink():
     everything = sum(accounting.block_activations(SEVEN, 1, 2048).values())
 

@@ -120,7 +120,8 @@ LEAK = Leak(
     outside=200_000,
     stays=(
         "1,000 numbers of every row are still kept until the end. The accuracy needs one of them, "
-        "the largest's place: logits.argmax(-1), before the list."
+        "the largest's place: logits.argmax(-1), before the list. Here the model is on the CPU, "
+        "where .cpu() moves nothing."
     ),
     innocent={
         2: (

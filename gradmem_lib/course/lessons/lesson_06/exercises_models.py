@@ -260,6 +260,13 @@ def _explain(got, expected):
             f"{sum(rows)} of {everything} rows go through the model: the update is for all of them."
         )
     if difference(mine["gradient"], right["gradient"], 1e-3):
+        pairs = 2 * len(rows)  # len of each micro-batch, where it is a pair (images, labels)
+        as_pairs = everything / pairs * right["gradient"]
+        if not isinstance(batch, dict) and not difference(mine["gradient"], as_pairs, 1e-3):
+            return (
+                f"the sum is divided by {pairs} (the len of a pair of images and labels is 2, "
+                f"whatever is in them): divide by the number of all images, {everything}."
+            )
         return _why(mine["gradient"], model, batch, rows)
     if not isinstance(plain(mine["loss"]), (int, float)) or difference(
         mine["loss"], right["loss"], 1e-3

@@ -37,6 +37,7 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
             "free alone": {"in_pieces": free >= asked},
             "its own context": {"others": total - free - allocated - idle},
             "too little free": {"in_pieces": asked > free},
+            "more than enough": {"in_pieces": free + idle > asked},
             "turned round": {"in_pieces": free + idle < asked},
         }[wrong]
     )
@@ -211,17 +212,18 @@ def _takes(phase, parts, rows, wrong) -> dict[str, int]:
     passes = not step or wrong == "the phase"
     own = step * parts["temporaries"] * (wrong != "the step's")
     states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
-    adapters = states + parts["gradients"]
+    adapters = parts["optimizer"] + parts["gradients"] + own * (wrong != "adapters' step")
     many = rows > 1 or wrong == "one row"
+    cut = parts["activations"] + (wrong != "activations alone") * parts["temporaries"]
     if wrong == "a quarter stays":
         states *= 0.75
     return {
-        "micro-batches": passes * many * (parts["activations"] + parts["temporaries"]),
+        "micro-batches": passes * many * cut,
         "checkpointing": passes
         * (parts["activations"] + (wrong == "logits") * parts["temporaries"]),
         "8-bit states": states,
         "LoRA": adapters + (wrong == "the base") * parts["parameters"],
-        "QLoRA": adapters + parts["parameters"],
+        "QLoRA": (wrong != "the base alone") * adapters + parts["parameters"],
     }
 
 
@@ -240,6 +242,8 @@ def _explain_next(got, expected):
     case = next(case for case in expected if difference(got[case], expected[case]))
     mine = got[case].strip() if isinstance(got[case], str) else got[case]
     names = {name.casefold(): name for name in (*NAMES, "none")}
+    if mine is None:
+        return 'where no technique can be enough, return the word "none", and not None.'
     if not isinstance(mine, str) or mine.casefold() not in names:
         return f"the answer is one of {', '.join(NAMES)} and none, as text."
     return _named(got, expected) or _why_next(case, names[mine.casefold()], expected[case])
@@ -359,6 +363,14 @@ EXERCISES = (
                 (
                     "the others' memory includes this process's context: subtract all that this "
                     "process has in use."
+                ),
+            ),
+            Mistake(
+                "more than enough",
+                partial(_reads, wrong="more than enough"),
+                (
+                    "free and idle bytes may be exactly as many as were requested: that is "
+                    "enough, so compare with >=."
                 ),
             ),
             Mistake(
@@ -482,6 +494,8 @@ EXERCISES = (
                 _case("backward", (10, 10, 10, 10, 10), 1, 19),
                 _case("optimizer_step", (10, 10, 10, 0, 10), 8, 5),
                 _case("optimizer_step", (12, 12, 12, 20, 1), 4, 40),
+                # LoRA is enough only with the step's temporaries.
+                _case("optimizer_step", (10, 10, 8, 0, 6), 8, 12),
             ),
         ),
         explain=_explain_next,
@@ -508,6 +522,30 @@ EXERCISES = (
                 (
                     "the temporaries of the optimizer's step are not made smaller here: 8-bit "
                     "states, LoRA and QLoRA make them smaller too, as the chart marks."
+                ),
+            ),
+            Mistake(
+                "adapters' step",
+                partial(_chosen, wrong="adapters' step"),
+                (
+                    "LoRA and QLoRA leave the temporaries of the optimizer's step here: the chart "
+                    "marks them in that half, as for 8-bit states."
+                ),
+            ),
+            Mistake(
+                "activations alone",
+                partial(_chosen, wrong="activations alone"),
+                (
+                    "micro-batches remove only activations here: in forward and backward the "
+                    "temporaries are logits' gradients, and these grow with the rows too."
+                ),
+            ),
+            Mistake(
+                "the base alone",
+                partial(_chosen, wrong="the base alone"),
+                (
+                    "QLoRA removes only the weights here: it is LoRA too, so gradients and states "
+                    "go as well."
                 ),
             ),
             Mistake(

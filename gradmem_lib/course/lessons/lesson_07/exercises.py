@@ -28,6 +28,11 @@ def lost(gradients, dtype, scale) -> float:
     return (gone & nonzero).sum().item() / nonzero.sum().item()
 
 
+def _among_all(gradients, dtype, scale):
+    """The numbers lost are right, and the share is taken of all numbers."""
+    return lost(gradients, dtype, scale) * (gradients != 0).sum().item() / gradients.numel()
+
+
 def _changed(gradients, dtype, scale):
     scaled, nonzero = gradients * scale, gradients != 0
     return ((scaled.to(dtype).float() != scaled) & nonzero).sum().item() / nonzero.sum().item()
@@ -72,11 +77,13 @@ def _observe_lost(candidate):
 
 def _explain_lost(got, expected):
     pairs = [(got[a], got[a.replace("bfloat16", "float16")]) for a in expected if "bfloat16" in a]
-    return (
-        "the dtype has no effect: store in the dtype that is given."
-        if all(a == b for a, b in pairs)
-        else None
-    )
+    if all(a == b for a, b in pairs):
+        return "the dtype has no effect: store in the dtype that is given."
+    if any(share > 1 for share in got.values()) and all(
+        float(count).is_integer() for count in got.values()
+    ):
+        return "this counts the lost numbers: divide by how many were not zero to get their share."
+    return None
 
 
 def float32_sums(parameters) -> list[Tensor]:
@@ -266,16 +273,9 @@ def _explain_rounding(got, expected):
     right = [
         abs(share - place[1]) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)
     ]
-    if right == [True, True, False, True]:
-        return (
-            "this is right near a power of 2: up to the next power the gap stays the same, but "
-            "noise in proportion to x grows."
-        )
-    if right[0] and right[1] and not all(right):
-        return (
-            "this is right near 1: the gap grows with the number's size, so the noise must grow "
-            "with the gap."
-        )
+    says = _why_some_shares(shares, right)
+    if says:
+        return says
     neighbours = [
         case["goes to no other than its two neighbours (1 is yes)"]
         for case in list(got.values())[: len(_PLACES)]
@@ -291,6 +291,32 @@ def _explain_rounding(got, expected):
             "size, so the noise must grow too."
         )
     return _explain_chance(got)
+
+
+def _why_some_shares(shares: list[float], right: list[bool]) -> str | None:
+    """What is said where the shares of some numbers are right, and not those of others."""
+    if all(right):
+        return None
+    if right == [True, True, False, True]:
+        return (
+            "this is right near a power of 2: up to the next power the gap stays the same, but "
+            "noise in proportion to x grows."
+        )
+    from_the_nearest = [
+        fine or (share == 1 and place[1] > 0.5)
+        for fine, share, place in zip(right, shares, _PLACES.values(), strict=True)
+    ]
+    if all(from_the_nearest):
+        return (
+            "some numbers always become the nearest bf16 number: begin with the lower 16 bits cut "
+            "off, not with .bfloat16(), which rounds."
+        )
+    if right[0] and right[1]:
+        return (
+            "this is right near 1: the gap grows with the number's size, so the noise must grow "
+            "with the gap."
+        )
+    return None
 
 
 def _explain_chance(got):
@@ -374,6 +400,23 @@ def _new_masters(weights, masters, lr):
                 weight.copy_(master - lr * weight.grad.float())
 
 
+def _updates_the_weight(weights, masters, lr):
+    """The other way round: the weight takes the step in bf16, and the master copies it."""
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is not None:
+                weight -= lr * weight.grad
+                master.copy_(weight)
+
+
+def _without_masters(weights, masters, lr):
+    """In float32, from the rounded weight: what rounding took is lost all the same."""
+    with torch.no_grad():
+        for weight in weights:
+            if weight.grad is not None:
+                weight.copy_(weight.float() - lr * weight.grad.float())
+
+
 def _copies_first(weights, masters, lr):
     with torch.no_grad():
         for weight, master in zip(weights, masters, strict=True):
@@ -445,6 +488,14 @@ EXERCISES = (
                 (
                     "numbers that are already zero are counted: take the share of the numbers "
                     "that are not zero, in numerator and denominator."
+                ),
+            ),
+            Mistake(
+                "a share of all",
+                _among_all,
+                (
+                    "this divides by the number of all elements: leave the zeros out there too, "
+                    "and divide by how many were not zero."
                 ),
             ),
             Mistake(
@@ -582,6 +633,15 @@ EXERCISES = (
         reference=round_by_chance,
         observe=_observe_rounding,
         explain=_explain_rounding,
+        raises=(
+            (
+                r"cannot be converted to Scalar",
+                (
+                    "the result has more numbers than x: torch.randint makes int64 numbers, and "
+                    "as float32 each is two; give it dtype=torch.int32."
+                ),
+            ),
+        ),
         tolerance=0.1,
         mistakes=(
             Mistake(
@@ -668,6 +728,22 @@ EXERCISES = (
                 (
                     "the update goes into the weights themselves, where bf16 loses it: subtract it "
                     "from the master, then copy."
+                ),
+            ),
+            Mistake(
+                "the other way round",
+                _updates_the_weight,
+                (
+                    "the weight takes the update, and the master copies it: the master takes the "
+                    "update in float32, and the weight becomes the master, rounded."
+                ),
+            ),
+            Mistake(
+                "without masters",
+                _without_masters,
+                (
+                    "the masters are not used: the step starts from the rounded weight, so what "
+                    "was rounded away is lost in each step."
                 ),
             ),
             Mistake(

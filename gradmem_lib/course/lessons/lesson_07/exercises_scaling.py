@@ -67,6 +67,17 @@ def _scaled(
     return wrong
 
 
+def _first_group(optimizer, scale, good, patience):
+    """Only the first group's gradients are divided, and asked."""
+    gradients = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+    for gradient in gradients:
+        gradient.div_(scale)
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+
+
 def _stops_at_the_first(optimizer, scale, good, patience):
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -233,6 +244,12 @@ EXERCISES = (
         reference=scaled_step,
         observe=_observe_scaled,
         explain=_explain_scaled,
+        raises=(
+            (
+                r"NoneType",
+                "a parameter may have no gradient, and its p.grad is None: leave it out.",
+            ),
+        ),
         mistakes=(
             Mistake(
                 "steps anyway",
@@ -261,6 +278,14 @@ EXERCISES = (
                 (
                     "only the last gradient decides: the loop must remember if any gradient of any "
                     "group is not finite."
+                ),
+            ),
+            Mistake(
+                "first group",
+                _first_group,
+                (
+                    "only the first group's gradients are divided: optimizer.param_groups is a "
+                    "list of groups, so go through all of them."
                 ),
             ),
             Mistake("stops at the first", _stops_at_the_first, _STOPS),

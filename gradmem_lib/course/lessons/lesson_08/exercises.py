@@ -65,6 +65,17 @@ def _policies(
     return wrong
 
 
+def _counts_every_operation():
+    """Keeps products alone, where the count of all operations is odd."""
+    counts = [0, 0]
+
+    def policy(ctx, op, *args, **kwargs):
+        counts[ctx.is_recompute] += 1
+        return KEEP if op in PRODUCTS and counts[ctx.is_recompute] % 2 else REPEAT
+
+    return policy
+
+
 class Block(nn.Module):
     """Attention written out, and a linear layer: 7 matrix products of three kinds, (rows, tokens,
     8) to the same.
@@ -336,6 +347,14 @@ EXERCISES = (
                 (
                     "every second operation of any kind is kept: count only matrix products, and "
                     "repeat the rest."
+                ),
+            ),
+            Mistake(
+                "counts every operation",
+                _counts_every_operation,
+                (
+                    "operations of every kind are counted here: only products count, so ask "
+                    "op in PRODUCTS before you count."
                 ),
             ),
             Mistake(

@@ -427,6 +427,15 @@ EXERCISES = (
         observe=_observe_disk,
         explain=_explain_disk,
         tolerance=0.0,
+        raises=(
+            (
+                r"no attribute 'seek'|PathLike object, not (Parameter|Tensor)",
+                (
+                    "unpack gets what pack returned, and for a weight this is the tensor itself: "
+                    "return a tensor as it is, and read a file for the others."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "keeps",

@@ -290,6 +290,15 @@ EXERCISES = (
         reference=quantize,
         observe=_observe_quantize,
         explain=_explain_quantize,
+        raises=(
+            (
+                r"is invalid for input of size",
+                (
+                    "the numbers do not fill the last block: pad x with zeros first, and cut the "
+                    "padding off at the end."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "one for all",

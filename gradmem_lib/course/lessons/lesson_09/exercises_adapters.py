@@ -87,7 +87,7 @@ def _begins(trained: list, base: nn.Linear) -> str:
             kind = "random"
         else:
             kind = "all the same" if numbers.any() else "zero"
-        words.append(f"{name} {kind}")
+        words.append(f"{name} is {kind}")
     return ", ".join(words)
 
 
@@ -181,8 +181,8 @@ def _why_start(mine, right) -> str | None:
         )
     if mine["at the start"] != right["at the start"]:
         return (
-            f"at the start {mine['at the start'].replace(',', ' and')}: A is random, so that "
-            "its rows differ, and B is zero."
+            f"at the start {mine['at the start'].replace(',', ' and')}: A must be random, so "
+            "that its rows differ, and B must be zero."
         )
     if not mine["x gets a gradient (1 is yes)"]:
         return (

@@ -153,6 +153,19 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "float32 weights and gradients",
+                _held((4, 4, 12)),
+                (
+                    "weights and gradients are in float32 here: mixed precision keeps them in "
+                    "bf16, 2 bytes each."
+                ),
+            ),
+            Mistake(
+                "ddp is fsdp",
+                _held(cut=_CUT | {"ddp": (1, 1, 1)}),
+                "ddp cuts nothing: each rank has all weights, gradients and states.",
+            ),
+            Mistake(
                 "float32 gradients",
                 _held((2, 4, 12)),
                 "the gradients are in float32 here: they must be bf16, like the weights.",
@@ -259,6 +272,14 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "fsdp alone once",
+                _seconds(fsdp=lambda k: 3),
+                (
+                    "fsdp sends once an update here: every micro-batch gathers the weights again, "
+                    "and reduces its gradients."
+                ),
+            ),
+            Mistake(
                 "no share",
                 _seconds(share=lambda ranks: 1),
                 (
@@ -324,8 +345,8 @@ EXERCISES = (
                 "zero2 gathers twice",
                 _seconds(zero2=lambda k: 3 * k),
                 (
-                    "zero2 gathers its weights twice here: the weights stay gathered from forward "
-                    "to backward, so gathering once is enough."
+                    "zero2 has three passes a micro-batch here, and needs two: one gathers the "
+                    "weights, which stay gathered until backward, and one reduces the gradients."
                 ),
             ),
             Mistake(

@@ -4,6 +4,8 @@ ranks.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +29,10 @@ def _every(model):
         if p.requires_grad:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             yield p
+
+
+def _every_trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def _each(model):
@@ -253,6 +259,11 @@ def _explain_scale(got, expected):
     scales = [scale for case in expected for scale in got[case].values()]
     if not all(isinstance(scale, (int, float)) for scale in scales):
         return "return one number, by which each summed loss is multiplied."
+    if not all(map(math.isfinite, scales)):
+        return (
+            "a rank that has no label divides by 0: divide by the labels of all ranks, which "
+            "all_reduce adds up."
+        )
     return None
 
 
@@ -292,8 +303,8 @@ EXERCISES = (
             (
                 rf"{APART}|equal size|must match",
                 (
-                    "the ranks do not make the same calls: one leaves out a weight for which it "
-                    "has no gradient. On that rank its gradient counts as zeros."
+                    "the ranks do not make the same calls: each must send every trained weight's "
+                    "gradient, and zeros where it has none."
                 ),
             ),
         ),
@@ -344,13 +355,22 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "zeros alone",
+                _averaged(
+                    of=_every_trained,
+                    tensor=lambda p: torch.zeros_like(p) if p.grad is None else p.grad,
+                ),
+                (
+                    "a rank that sent zeros does not keep the mean: where p.grad is None, put the "
+                    "zeros into p.grad, and send that."
+                ),
+            ),
+            Mistake(
                 "skips",
                 _averaged(of=_each),
                 (
-                    "the ranks do not make the same calls: one leaves out a weight for which it "
-                    "has "
-                    "no "
-                    "gradient. On that rank its gradient counts as zeros."
+                    "the ranks do not make the same calls: each must send every trained weight's "
+                    "gradient, and zeros where it has none."
                 ),
             ),
         ),

@@ -484,6 +484,13 @@ EXERCISES = (
                 ),
             ),
             (
+                r"invalid gradient at index 1",
+                (
+                    "the gradient for the shard has another shape than the shard: own_mean makes "
+                    "it from the whole weight's gradient, (outputs, inputs)."
+                ),
+            ),
+            (
                 r"incorrect number of gradients|returned an invalid gradient",
                 "backward returns two gradients: that of x, then that of the shard.",
             ),
@@ -557,6 +564,13 @@ EXERCISES = (
         tolerance=1e-6,
         changes=("model.train", "model.hook", "model.config", "model.checkpointing"),
         raises=(
+            (
+                r"has no attribute 'loss'",
+                (
+                    "wrap must return the model that it was given: fully_shard(model) shards it "
+                    "in place."
+                ),
+            ),
             (
                 r"Invariant encountered|already",
                 (

@@ -59,7 +59,7 @@ WRONG["6.1"] = {
     ),
     "to the byte": (
         partial(_error, pieces=lambda asked, t, f, i: f + i > asked),
-        "'in_pieces': got False",
+        "compare with >=",
     ),
     "a tuple": (lambda *six: tuple(_error(*six).values()), "dict|sequence"),
 }
@@ -218,7 +218,20 @@ def _left_on(model, optimizer, *batch):
     return _pieces(model, optimizer, *batch)
 
 
+def _length_of_a_pair(model, optimizer, images, labels):
+    pieces = list(zip(images.split(8), labels.split(8), strict=True))
+
+    def loss_and_count(piece):
+        return F.cross_entropy(model(piece[0]), piece[1], reduction="sum"), len(piece)
+
+    loss = accumulate_gradients(pieces, loss_and_count).loss
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 WRONG["6.3"] = {
+    "the length of a pair": (_length_of_a_pair, "len of a pair"),
     "checkpoints left on": (_left_on, "checkpoints stay on after the call"),
     "as it was": (partial(_pieces, size=30), "all 30 rows"),
     "halves": (partial(_pieces, size=16), "16 rows"),
@@ -357,24 +370,31 @@ def _next(
     order=NAMES,
     enough=True,
     eight=(),
+    spikes=True,
+    adapters=True,
+    own=True,
+    nothing="none",
 ):
     passes = phase != "optimizer_step" if passes is None else passes
     step = phase == "optimizer_step"
     total = sum(parts.values())
     states = parts["optimizer"] + step * parts["temporaries"]
     lora = states + parts["gradients"]
+    if not own:
+        lora -= step * parts["temporaries"]
+    qlora = parts["parameters"] + (lora if adapters else 0)
     takes = {
         "micro-batches": passes
         * (rows > 1 or not one_row)
-        * (parts["activations"] + parts["temporaries"]),
+        * (parts["activations"] + spikes * parts["temporaries"]),
         "checkpointing": passes * (parts["activations"] + logits * parts["temporaries"]),
         "8-bit states": states + sum(parts[name] for name in eight),
         "LoRA": lora + base * parts["parameters"],
-        "QLoRA": lora + parts["parameters"],
+        "QLoRA": qlora,
     }
     if not enough:
         return max(order, key=lambda name: takes[name])
-    return next((name for name in order if total - takes[name] <= card), "none")
+    return next((name for name in order if total - takes[name] <= card), nothing)
 
 
 def _ifs(phase, parts, rows, card):
@@ -408,6 +428,10 @@ WRONG["6.6"] = {
     "the largest": (partial(_next, enough=False), "enough|most"),
     "backwards": (partial(_next, order=NAMES[::-1]), "price|first|order"),
     "gradients in 8 bits": (partial(_next, eight=("gradients",)), "8-bit states takes away"),
+    "the spike stays": (partial(_next, spikes=False), "only activations"),
+    "4 bits without adapters": (partial(_next, adapters=False), "LoRA too"),
+    "adapters keep the step's": (partial(_next, own=False), "LoRA and QLoRA leave"),
+    "None for none": (partial(_next, nothing=None), 'the word "none"'),
     "always": (lambda phase, parts, rows, card: "checkpointing", "for every breakdown"),
     "the step's own": (
         lambda phase, parts, rows, card: (

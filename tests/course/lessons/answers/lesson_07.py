@@ -43,7 +43,11 @@ WRONG["7.1"] = {
     "scaled late": (partial(_lost, put=lambda g, d, s: g.to(d) * s), "before"),
     "no scale": (partial(_lost, put=lambda g, d, s: g.to(d)), "scale"),
     "kept": (lambda g, d, s: 1 - _lost(g, d, s), "share that is kept"),
-    "count": (lambda g, d, s: int(_lost(g, d, s) * (g != 0).sum()), "share|got|times"),
+    "count": (lambda g, d, s: round(_lost(g, d, s) * int((g != 0).sum())), "counts the lost"),
+    "a share of all": (
+        lambda g, d, s: _lost(g, d, s) * int((g != 0).sum()) / g.numel(),
+        "the number of all elements",
+    ),
     "always float16": (lambda g, d, s: _lost(g, torch.float16, s), "dtype|bf16"),
 }
 
@@ -151,7 +155,24 @@ def _noise(x, generator, shape=lambda x: x.shape):
 
 
 RIGHT["7.3"] = {"bits": _by_bits, "neighbours": _by_neighbours, "nextafter": _by_nextafter}
+
+
+def _from_the_nearest(x, generator):
+    near = x.bfloat16()
+    up = torch.nextafter(near, torch.full_like(near, torch.inf))
+    gap = up.float() - near.float()
+    chance = torch.rand(x.shape, generator=generator) < (x - near.float()) / gap
+    return torch.where(chance, up, near)
+
+
+def _in_int64(x, generator):
+    noise = torch.randint(0, 1 << 16, x.shape, generator=generator)
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).bfloat16()
+
+
 WRONG["7.3"] = {
+    "from the nearest": (_from_the_nearest, "always become the nearest"),
+    "int64": (_in_int64, "makes int64 numbers"),
     "nearest": (lambda x, generator: x.bfloat16(), "nearest"),
     "coin": (
         partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)),
@@ -246,6 +267,15 @@ RIGHT["7.4"] = {
     "add alpha": lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.add_(g, alpha=-lr)),
     "an optimizer each": _master_optimizer,
 }
+
+
+def _master_from_the_weight(weights, masters, lr):
+    for w, m in zip(weights, masters, strict=True):
+        if w.grad is not None:
+            w.data -= lr * w.grad
+            m.copy_(w.data)
+
+
 WRONG["7.4"] = {
     "in the weights": (_into_the_weights, "weights themselves|bf16"),
     "from the weights": (_masters_from_weights, "from the weight|forgotten"),
@@ -259,6 +289,11 @@ WRONG["7.4"] = {
     "twice": (lambda ws, ms, lr: _master(ws, ms, 2 * lr), "times too|got"),
     "every weight has a gradient": (_master_unasked, "got no gradient in this step"),
     "ends at the first without": (_master_ends, "skip only that weight"),
+    "the other way round": (_master_from_the_weight, "the master copies it"),
+    "without masters": (
+        lambda ws, ms, lr: _master(ws, [w.detach().float() for w in ws], lr),
+        "masters are not used",
+    ),
 }
 
 
@@ -316,11 +351,35 @@ def _scaled_by_sum(optimizer, scale, good, patience):
 
 
 RIGHT["7.5"] = {"plain": _scaled, "by norm": _scaled_by_norm, "by sum": _scaled_by_sum}
+
+
+def _scaled_without_a_look(optimizer, scale, good, patience):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad /= scale
+    return _scaled(optimizer, scale, good, patience, divide=False)
+
+
+def _scaled_in_the_first_group(optimizer, scale, good, patience):
+    finite = True
+    for p in optimizer.param_groups[0]["params"]:
+        if p.grad is not None:
+            p.grad /= scale
+            finite = finite and bool(p.grad.isfinite().all())
+    if not finite:
+        return scale / 2, 0
+    optimizer.step()
+    good += 1
+    return (2 * scale, 0) if good == patience else (scale, good)
+
+
 WRONG["7.5"] = {
     "steps anyway": (partial(_scaled, skip=False), "skip"),
     "never divides": (partial(_scaled, divide=False), "divide"),
     "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),
     "streak": (partial(_scaled, streak=False), "in a row"),
+    "no gradient": (_scaled_without_a_look, "may have no gradient"),
+    "one group": (_scaled_in_the_first_group, "first group's"),
     "inf alone": (
         partial(_scaled, finite=lambda gs: not any(bool(g.isinf().any()) for g in gs)),
         "NaN|nan",

@@ -118,7 +118,21 @@ def _counting_policy(*, counted=lambda op: op in PRODUCTS, again=True, rest=AGAI
     return make
 
 
+def _counts_all():
+    seen = {True: 0, False: 0}
+
+    def policy(ctx, op, *args, **kwargs):
+        again = bool(ctx.is_recompute)
+        seen[again] += 1
+        if op not in PRODUCTS:
+            return AGAIN
+        return SAVE if seen[again] % 2 == 1 else AGAIN
+
+    return policy
+
+
 WRONG["8.1"] |= {
+    "counts every operation": (_counts_all, "only products count"),
     "attention counts too": (
         _counting_policy(counted=lambda op: op in PRODUCTS or "attention" in str(op)),
         "fused attention is counted as a product",
@@ -493,7 +507,20 @@ class _ByAddress(exercises_moving.Disk):
         return path
 
 
+class _ReadsAll(exercises_moving.Disk):
+    def unpack(self, packed):
+        return torch.load(packed)
+
+
+class _OpensAll(exercises_moving.Disk):
+    def unpack(self, packed):
+        with open(packed, "rb") as file:
+            return torch.load(file)
+
+
 WRONG["8.3"] |= {
+    "reads weights too": (_ReadsAll, "return a tensor as it is"),
+    "opens weights too": (_OpensAll, "return a tensor as it is"),
     "a weight's address": (_ByAddress, "recognise each by its storage"),
     "a weight's shape": (_ByShape, "an activation that has a weight's shape stays"),
     "numpy": (_InNumpy, "no file appears"),

@@ -144,7 +144,15 @@ def _in_order(*order, given=lambda x, block: x):
     return quantize
 
 
+def _not_padded(x, code, block):
+    rows = x.view(-1, block)
+    absmax = rows.abs().amax(1).clamp(min=1e-30)
+    indices = torch.bucketize(rows / absmax[:, None], (code[1:] + code[:-1]) / 2)
+    return indices.to(torch.uint8).flatten(), absmax, (code[indices] * absmax[:, None]).flatten()
+
+
 WRONG["9.1"] |= {
+    "not padded": (_not_padded, "do not fill the last block"),
     "eps 1e-8": (_blocks(least=1e-8), "small numbers are lost"),
     "eps 1e-3": (_blocks(least=1e-3), "small numbers are lost"),
     "int8": (_blocks(dtype=torch.int8), "uint8 goes from 0 to 255"),
@@ -889,10 +897,10 @@ def _no_grad_base(self, x):
 
 
 WRONG["9.5"] |= {
-    "A zero": (_adapter(_other_way_round), "at the start A zero and B random"),
+    "A zero": (_adapter(_other_way_round), "at the start A is zero and B is random"),
     "A ones": (
         _adapter(lambda layer: nn.init.ones_(layer.A)),
-        "at the start A all the same and B zero",
+        "at the start A is all the same and B is zero",
     ),
     "base under no_grad": (_adapter(forward=_no_grad_base), "x gets no gradient from the base"),
     "rank / alpha": (_adapter(scale=lambda rank, alpha: rank / alpha), "times what it should be"),

@@ -63,6 +63,11 @@ WRONG["10.1"] = {
     "no copy": (_parts(states=8), "copy"),
     "float32": (_parts(4, 4, 8), "bf16"),
     "float32 gradients": (_parts(gradients=4), "gradients"),
+    "float32 but for the states": (_parts(4, 4, 12), "weights and gradients are in float32"),
+    "ddp as fsdp": (
+        lambda P, N, way: _table(P, N, "fsdp" if way == "ddp" else way),
+        "ddp cuts nothing",
+    ),
     "copy among the weights": (_parts(weights=6, states=8), "copy"),
     "numbers": (_parts(1, 1, 3), "bytes"),
     "the sum": (_parts(shape=sum), "three"),
@@ -191,6 +196,13 @@ def _only_one_rank(model):
         _all(model, _mean)
 
 
+def _zeros_on_the_way(model):
+    for p in _trained(model):
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+
 WRONG["10.2"] = {
     "sum": (_each(_sum), "sum"),
     "by 2": (lambda model: _bucket(model, scale=2), "2"),
@@ -199,6 +211,7 @@ WRONG["10.2"] = {
         "write|have not changed|copy",
     ),
     "where there is one": (_where_there_is_one, "zeros"),
+    "zeros on the way": (_zeros_on_the_way, "does not keep the mean"),
     "frozen too": (_each(_mean, of=lambda model: model.parameters()), "[Ff]rozen"),
     "rank 0 alone": (_each(_on_rank_0), "rank 0"),
     "nothing sent": (_each(lambda p: p.grad.div_(dist.get_world_size())), "added up|all_reduce"),
@@ -378,6 +391,10 @@ WRONG["10.3"] = {
         _but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), _mine(dw, mean=False)))),
         "sum",
     ),
+    "the whole gradient": (
+        _but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), dw))),
+        "another shape than the shard",
+    ),
     "no gradient for x": (
         _but(backward=_backward(lambda x, own, d, dw: (None, _mine(dw)))),
         "x.grad",
@@ -481,7 +498,13 @@ def _evaluated(model, mesh):
     return _wrapped(model, mesh).eval()
 
 
+def _inner(model, mesh):
+    _wrapped(model, mesh, root=False)
+    return fully_shard(model.model, mesh=mesh)
+
+
 WRONG["10.4"] = {
+    "the inner model": (_inner, "the model that it was given"),
     "no checkpoints": (_but_wrapped(checkpoints=False), "switch on checkpointing"),
     "root alone": (_but_wrapped(layers=False), "one unit|layer"),
     "layers alone": (_but_wrapped(root=False), "whole on every rank"),
@@ -587,6 +610,10 @@ WRONG["10.5"] = {
     "two ranks": (lambda m: 2 / _sent(_labels(m)), "2|ranks|for"),
     "a list": (lambda m: [_everyone(m)] * len(m), "one number|number is"),
     "rank 0 alone": (_on_rank_zero, "same calls"),
+    "own, as a tensor": (
+        lambda m: dist.get_world_size() / torch.tensor(float(_labels(m))),
+        "divides by 0",
+    ),
     "own without a guard": (lambda m: 1 / int(_labels(m)), "no label|0"),
     "a share": (lambda m: _labels(m) / _sent(_labels(m)), "share"),
     "one over micro-batches": (lambda m: 1 / len(m), "micro-batches are counted"),
@@ -625,6 +652,10 @@ WRONG["10.6"] = {
     "once": (
         lambda way, n, N, k, b: _passes(way, 1) * n * (N - 1) / N / b,
         "once an update|micro-batch",
+    ),
+    "fsdp alone once": (
+        lambda way, n, N, k, b: _passes(way, 1 if way == "fsdp" else k) * n * (N - 1) / N / b,
+        "fsdp sends once an update",
     ),
     "no share": (lambda way, n, N, k, b: _passes(way, k) * n / b, "share"),
     "everyone to everyone": (lambda way, n, N, k, b: _passes(way, k) * n * (N - 1) / b, "ring"),
