@@ -221,6 +221,10 @@ def test_from_which_batch_on_autocast_saves(printed):
     assert shares[0] > 0 and shares == sorted(shares)
     assert "All bf16 halves the residents at any batch" in TEXT
     assert table[1][2] == pytest.approx(table[1][0] / 2, rel=0.01)
+    assert "From four rows on, the peak falls by less than half" in TEXT
+    assert all(full / 2 < narrow < full for n, (full, _, narrow) in table.items() if n >= 4)
+    float32_logits = peak(8, "bf16").by_category["activations"]
+    assert float32_logits > peak(8, "float32").by_category["activations"] / 2
 
 
 def test_where_the_peak_is_with_one_row_and_with_four():
