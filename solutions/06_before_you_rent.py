@@ -647,8 +647,9 @@ for rows in (4, 3, 2, 1):
     print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
 
 # %% [markdown]
-# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need 70 % of the bytes, and going from two rows
-# to one saves less: the peak is then where all gradients are there, and no part of it depends on the batch.
+# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need 70 % of the bytes, and
+# going from two rows to one saves less: the peak is then where all gradients are there, and no part of it depends on
+# the batch.
 
 # %% [markdown]
 # ## Optional: rules of thumb

@@ -374,11 +374,12 @@ for name, recipe in recipes.items():
 # the states). The master's peak also has the embedding's gradient in float32. Rounding by chance costs no more than
 # all bf16.
 #
-# Then the losses. A few small updates change little. In the stored notebook, which made one short update of a
-# model cut to one layer (so its losses are high), all six losses are within 0.2 % of each other. The difference is in the weights. At this rate, rounding to
-# the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every update, but a bf16 weight changes
-# only when its master has moved by half a gap. Over 5,000 updates, most do, even if each goes a random way. With
-# rounding by chance, each weight moves as far as it should on average, from the first update on.
+# Then the losses. A few small updates change little. In the stored notebook, which made one short update of a model cut
+# to one layer (so its losses are high), all six losses are within 0.2 % of each other. The difference is in the
+# weights. At this rate, rounding to the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every
+# update, but a bf16 weight changes only when its master has moved by half a gap. Over 5,000 updates, most do, even if
+# each goes a random way. With rounding by chance, each weight moves as far as it should on average, from the first
+# update on.
 #
 # ## 6 · What it saves, and from which batch on
 #
