@@ -162,7 +162,7 @@ def _refusal(
 
     A ``LossIsNoMean``, which a prediction raises too, or a ``ValueError`` that only a step raises.
     """
-    name = type(model).__name__
+    name = f"{type(model).__name__}"  # to print it: no class's name decides anything here
     if answer.error is not None:
         return ValueError(
             f"{how} cuts the batch, so the loss of {name} was computed for a few rows together and "
