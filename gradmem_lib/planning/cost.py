@@ -152,7 +152,9 @@ def _bytes_of_micro_batch(work: Work, recipe: Recipe) -> float:
     """Bytes of weights and gradients that one micro-batch reads and writes."""
     bytes_read = gathered_width(work, recipe) * work.parameters
     if recipe.autocast_dtype:  # copies of the matrices in 16 bits are written and read
-        copied = work.head if recipe.quantized_base else work.matrices + work.head
+        copied = work.head
+        if not recipe.quantized_base:  # matrices in 4 bits have no float32 to copy from
+            copied += work.matrices
         bytes_read += (2 + 2) * copied
     if recipe.quantized_base:
         bytes_read += (0.5 + 2) * work.matrices

@@ -60,19 +60,18 @@ def gathered_width(work: Work, recipe: Recipe) -> float:
 
 
 def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
-    """A lower bound for the bytes that autograd saves at once for each token, or row, from the
-    sizes.
+    """A lower bound for the most bytes that are saved at one time for each token, or row.
 
-    Where a forward ends, see ``saved_by_forward_per_token``. If all layers are checkpointed,
-    backward has half of one layer's inputs and outputs.
+    It comes from the sizes, and is the larger one of two: what a whole forward saves, and what one
+    layer saves while backward runs it again, half of its inputs and outputs.
     """
-    if _keeps_nothing(recipe):
+    if _moves_all_saved(recipe):
         return 0.0
-    layers = _half_of_linear_layers(work)
-    one_layer = layers / max(work.layers, 1)
+    all_layers = _half_of_linear_layers(work)
+    one_layer = all_layers / max(work.layers, 1)
     passed = work.passed(0)
     if passed.layers:  # the largest of them: linear layers outside of the lists are in none
-        one_layer = layers * max(share.linear_widths for share in passed.layers)
+        one_layer = all_layers * max(share.linear_widths for share in passed.layers)
     in_backward = width_of_activations(recipe) * one_layer
     return max(saved_by_forward_per_token(work, recipe), in_backward)
 
@@ -82,13 +81,14 @@ def saved_by_forward_per_token(work: Work, recipe: Recipe) -> float:
 
     It is half of the inputs and outputs of the linear layers that do not run again, and the logits.
     """
-    if _keeps_nothing(recipe):
+    if _moves_all_saved(recipe):
         return 0.0
-    kept = 1 - freed_fraction(work, recipe)
+    kept = 1 - freed_fraction(work, recipe)  # the share of the layers' numbers
     if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
         kept = 0.5  # their results stay, and their inputs are recomputed
     logits = 0 if recipe.chunked_loss else work.passed(0).logits
-    return width_of_activations(recipe) * (kept * _half_of_linear_layers(work) + logits)
+    numbers = kept * _half_of_linear_layers(work) + logits
+    return width_of_activations(recipe) * numbers
 
 
 def _half_of_linear_layers(work: Work) -> float:
@@ -96,9 +96,11 @@ def _half_of_linear_layers(work: Work) -> float:
     return work.linear_widths * work.passed(0).vectors / 2
 
 
-def _keeps_nothing(recipe: Recipe) -> bool:
+def _moves_all_saved(recipe: Recipe) -> bool:
     """Whether all that autograd saves is moved to the host."""
-    return recipe.offload is not None and OFFLOAD[recipe.offload].all_saved
+    if recipe.offload is None:
+        return False
+    return OFFLOAD[recipe.offload].all_saved
 
 
 def input_bytes_per_token(work: Work, recipe: Recipe) -> float:

@@ -60,9 +60,11 @@ class Plan:
         if self.best is None:
             return None
         faster = [option for option in self.refused if option.seconds < self.best.seconds]
-        return max(
-            faster, key=lambda o: (self.is_of_the_best_ones_kind(o), o.seconds), default=None
-        )
+
+        def of_its_kind_then_slowest(option: Option) -> tuple[bool, float]:
+            return self.is_of_the_best_ones_kind(option), option.seconds
+
+        return max(faster, key=of_its_kind_then_slowest, default=None)
 
     def is_of_the_best_ones_kind(self, option: Option) -> bool:
         """Whether ``option`` differs from ``best`` only in what it recomputes or moves."""

@@ -495,24 +495,38 @@ class Search:
     def _lower_bound(self, recipe: Recipe, known: Option | None = None) -> float:
         """A lower bound for the live bytes of ``recipe``.
 
-        It comes from the sizes, or from a ``known`` option that saves as much or more memory. At
-        each moment, bytes other than parameters, gradients and states are assumed to shrink with
+        It comes from the sizes, or from a ``known`` option that saves as much or more memory; it is
+        0 if ``known`` says nothing of ``recipe``.
+        """
+        if known is None:
+            return self._bound_by_sizes(recipe)
+        if not self._comparable(known.recipe, recipe):
+            return 0
+        return self._bound_by_known(recipe, known)
+
+    def _bound_by_sizes(self, recipe: Recipe) -> float:
+        held = self.residents(recipe)
+        tokens = self.units * (self.rows // recipe.accumulation)
+        # In one piece, gradients are made while activations are freed.
+        gradients = held["gradients"] if recipe.accumulation > 1 else 0
+        saved = tokens * saved_bytes_per_token(self.work, recipe)
+        in_forward = held["parameters"] + held["optimizer"] + gradients + saved
+        return max(sum(held.values()), in_forward)
+
+    def _bound_by_known(self, recipe: Recipe, known: Option) -> float:
+        """A lower bound from the timeline of ``known``, to which ``recipe`` is comparable.
+
+        At each moment, bytes other than parameters, gradients and states are assumed to shrink with
         the micro-batch. For a larger micro-batch they are assumed to stay, and where a forward
         ends, there is what it saves for the additional rows. If the optimizers differ, the
         optimizer's step is left out.
         """
-        if known is None:
-            held = self.residents(recipe)
-            tokens = self.units * (self.rows // recipe.accumulation)
-            # In one piece, gradients are made while activations are freed.
-            gradients = held["gradients"] if recipe.accumulation > 1 else 0
-            saved = tokens * saved_bytes_per_token(self.work, recipe)
-            in_forward = held["parameters"] + held["optimizer"] + gradients + saved
-            return max(sum(held.values()), in_forward)
-        if not self._comparable(known.recipe, recipe):
-            return 0
-        rows = known.prediction.timeline.rows
-        if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
+        rows = known.prediction.timeline.rows  # one for each moment
+        other_states = (known.recipe.optimizer, known.recipe.sharding) != (
+            recipe.optimizer,
+            recipe.sharding,
+        )
+        if other_states:
             rows = rows[rows[:, PHASE] != OPTIMIZER_STEP]
         trains_head = not self.work.adapts(recipe)
         if trains_head and known.recipe.chunked_loss and not recipe.chunked_loss:
@@ -520,7 +534,7 @@ class Search:
             rows = rows[rows[:, PHASE] != FORWARD]
         by = rows[:, BY]
         states, gradients = by[:, OPTIMIZER], by[:, GRADIENTS]
-        if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
+        if other_states:
             # Those of the known one say nothing: they may be far above their count by sizes, since
             # 8-bit AdamW keeps small tensors' states in float32.
             states = self.residents(recipe)["optimizer"]
@@ -529,14 +543,14 @@ class Search:
             # that are about to be sharded.
             gradients = min(gradients.max(), self.residents(recipe)["gradients"])
         elif known.recipe.accumulation > 1:
-            gradients = 0
-        scaled = by[:, ACTIVATIONS:].sum(axis=1) * min(
-            1, known.recipe.accumulation / recipe.accumulation
-        )
+            gradients = 0  # in one piece, there may be none before backward makes them
+        smaller = min(1, known.recipe.accumulation / recipe.accumulation)
+        scaled = smaller * by[:, ACTIVATIONS:].sum(axis=1)  # activations, and all that come after
         needed = by[:, PARAMETERS] + states + gradients + scaled
         in_forward = np.flatnonzero(rows[:, PHASE] == FORWARD)
         more_rows = self.rows // recipe.accumulation - known.micro_batch
         if len(in_forward) and more_rows > 0:
+            # A forward ends where most is saved.
             end = in_forward[by[in_forward, ACTIVATIONS].argmax()]
             saved = saved_by_forward_per_token(self.work, recipe)
             needed[end] += more_rows * self.units * saved
@@ -561,8 +575,11 @@ class Search:
             )
             for r in (known, recipe)
         ]
-        chunks = known.chunked_loss >= recipe.chunked_loss
-        return kinds[0] == kinds[1] and chunks and _keeps_no_more(known, recipe)
+        if kinds[0] != kinds[1]:
+            return False
+        if recipe.chunked_loss and not known.chunked_loss:
+            return False  # the known one has logits that the other does not
+        return _keeps_no_more(known, recipe)
 
     def _describe_excess(self, recipe: Recipe) -> str:
         """Describe which of weights, gradients and states exceed the card."""
@@ -579,20 +596,24 @@ class Search:
 
 def _keeps_no_more(known: Recipe, recipe: Recipe) -> bool:
     """Whether ``known`` runs again all that ``recipe`` does, and holds nothing else for it."""
-    ways = [(one.checkpointing, one.every_n_layers) for one in (known, recipe)]
-    if ways[0] == ways[1]:
+    way_of_known = (known.checkpointing, known.every_n_layers)
+    way_of_recipe = (recipe.checkpointing, recipe.every_n_layers)
+    if way_of_known == way_of_recipe:
         return True
-    of_known, of_recipe = (first_layers(one.checkpointing) for one in (known, recipe))
     if recipe.checkpointing in SELECTIVE:
         return False  # a part that runs again may take less than a whole layer that does
+    # k of "first-k", or None for another way
+    k_of_known = first_layers(known.checkpointing)
+    k_of_recipe = first_layers(recipe.checkpointing)
     if known.checkpointing == "per-layer":
         # transformers' checkpoints of all layers hold a little more than ours of the first ones
-        return of_recipe is None
-    if of_known is None:
+        return k_of_recipe is None
+    if k_of_known is None:
         return False
-    if of_recipe is not None:
-        return of_recipe <= of_known
-    return ways[1] == (None, None)
+    if k_of_recipe is not None:
+        return k_of_recipe <= k_of_known
+    runs_nothing_again = way_of_recipe == (None, None)
+    return runs_nothing_again
 
 
 def _possible(recipe: Recipe, changes: Iterable[dict]) -> list[Recipe]:

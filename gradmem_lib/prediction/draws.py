@@ -8,15 +8,18 @@ next. A step that draws is traced with the lowest and with the highest numbers t
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .question import CannotTrace
 
-WORDS = 624  # of a Mersenne Twister's state, of 32 bits each; the next 624 outputs come from them
-LOWEST = [_word + 1 for _word in range(WORDS)]
-HIGHEST = [2**32 - 1 - _word for _word in range(WORDS)]
+# Words of 32 bits in the state of a Mersenne Twister, the generator of Python and of numpy. The
+# next 624 outputs come from them, one from each.
+WORDS = 624
+# From 1 on, since a state of zeros alone gives zeros for ever.
+LOWEST = list(range(1, WORDS + 1))
+HIGHEST = list(range(2**32 - 1, 2**32 - 1 - WORDS, -1))
 
 
 def _word_for(output: int) -> int:
@@ -25,55 +28,73 @@ def _word_for(output: int) -> int:
     It inverts the four steps of MT19937's tempering (Matsumoto and Nishimura 1998, equations 2.2
     to 2.5), the last one first.
     """
-    word = output ^ output >> 18
-    word ^= word << 15 & 0xEFC60000
+    word = output ^ (output >> 18)
+    word ^= (word << 15) & 0xEFC60000
     lower = word
     for _ in range(4):  # each round makes 7 more of the lower bits right
-        lower = word ^ lower << 7 & 0x9D2C5680
+        lower = word ^ ((lower << 7) & 0x9D2C5680)
     word = lower & 0xFFFFFFFF
-    upper = word ^ word >> 11
-    return word ^ upper >> 11
+    upper = word ^ (word >> 11)
+    return word ^ (upper >> 11)
 
 
 @contextmanager
-def _restored() -> Iterator[Callable[[], bool]]:
-    """Give both generators their states back. The function says whether one has been used."""
-    python, (kind, words, *rest) = random.getstate(), np.random.get_state()
-    before = words.copy()
+def _restored_generators() -> Iterator[Callable[[], bool]]:
+    """Give both generators their states back at the end.
+
+    The function that it yields says whether one of them has been used.
+    """
+    python = random.getstate()
+    kind, words, *rest = np.random.get_state()
+    words = words.copy()  # numpy may change its own array
 
     def were_used() -> bool:
-        now = np.random.get_state()
-        same = np.array_equal(before, now[1]) and rest == list(now[2:])
-        return not same or random.getstate() != python
+        _, words_now, *rest_now = np.random.get_state()
+        numpy_was_used = rest_now != rest or not np.array_equal(words_now, words)
+        return numpy_was_used or random.getstate() != python
 
     try:
         yield were_used
     finally:
         random.setstate(python)
-        np.random.set_state((kind, before, *rest))
+        np.random.set_state((kind, words, *rest))
 
 
 def _set_next(outputs: list[int]) -> None:
     """Let both generators return ``outputs`` next."""
     words = [_word_for(output) for output in outputs]
+    # 3 is the version of Python's state. 0: the next output is the first word's. None: no second
+    # number of a pair of normal numbers waits.
     random.setstate((3, (*words, 0), None))
     np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0))
 
 
-def _with(outputs: list[int] | None, trace: Callable) -> tuple[Any, Exception | None, bool]:
-    """What ``trace()`` returns or raises, and whether it has drawn, if ``outputs`` are drawn next.
+class _Attempt(NamedTuple):
+    """What a trace returned or raised, and whether it drew a number."""
 
-    ``None``: whatever comes next.
-    """
+    trace: Any
+    error: Exception | None
+    has_drawn: bool
+
+
+def _attempt(trace: Callable, outputs: list[int] | None = None) -> _Attempt:
+    """Run ``trace`` where ``outputs`` are drawn next, or whatever comes next."""
     found, error = None, None
-    with _restored() as were_used:
+    with _restored_generators() as were_used:
         if outputs is not None:
             _set_next(outputs)
         try:
             found = trace()
         except Exception as raised:  # as of a model whose layers are all left out
             error = raised
-        return found, error, were_used()
+        return _Attempt(found, error, were_used())
+
+
+def _end_alike(one: _Attempt, other: _Attempt, same: Callable) -> bool:
+    """Whether both raised an error, whatever it says, or both have the same trace."""
+    if one.error is not None or other.error is not None:
+        return one.error is not None and other.error is not None
+    return same(one.trace, other.trace)
 
 
 def same_for_all_draws(trace: Callable, same: Callable, name: str) -> Any:
@@ -83,15 +104,10 @@ def same_for_all_draws(trace: Callable, same: Callable, name: str) -> Any:
     ``CannotTrace`` if the lowest numbers or the highest ones change the trace of a step of
     ``name``, and otherwise what ``trace`` raises.
     """
-    found, error, has_drawn = _with(None, trace)
-    if has_drawn:
+    first = _attempt(trace)
+    if first.has_drawn:
         for outputs in (LOWEST, HIGHEST):
-            other, other_error, _ = _with(outputs, trace)
-            if error is None and other_error is None:
-                alike = same(found, other)
-            else:
-                alike = error is not None and other_error is not None
-            if alike:
+            if _end_alike(first, _attempt(trace, outputs), same):
                 continue
             raise CannotTrace(
                 f"a step of {name} decides by numbers of Python's random module or numpy.random "
@@ -100,6 +116,6 @@ def same_for_all_draws(trace: Callable, same: Callable, name: str) -> Any:
                 "layerdrop) and predict the step with all layers, or measure real steps with "
                 "MemoryTracker"
             )
-    if error is not None:
-        raise error
-    return found
+    if first.error is not None:
+        raise first.error
+    return first.trace

@@ -102,10 +102,13 @@ _KNOWN_VALUES: dict[Any, Callable] = {
 }
 
 
-# Operators that count, with numbers alone as arguments.
-_COUNTS = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
-MOST_KNOWN_COUNTS = 8  # such as the dimensions that a loss is summed over; tokens are more
-_MAY_TELL = _KNOWN_VALUES.keys() | _COUNTS
+# Operators that make a range, from numbers alone: its values are known without any tensor.
+_RANGES = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
+# Longer ranges stay without values. Short ones are such as the dimensions that a loss is summed
+# over; positions of tokens are more.
+LONGEST_KNOWN_RANGE = 8
+# One set, since every operator is looked up in it.
+_MAY_TELL_VALUES = _KNOWN_VALUES.keys() | _RANGES
 
 
 class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
@@ -135,7 +138,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
             value = self._known_value(args[0])
             if value is not None:
                 return value
-        if func in _MAY_TELL:
+        if func in _MAY_TELL_VALUES:
             return self._compute_known(func, types, args, kwargs or {})
         if func in _PARTS and not kwargs and self._has_only_a_shape(args[0]):
             return self._part(func, args)
@@ -185,21 +188,26 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         for parameter in model.parameters():
             self.parameters.add(storage_key(parameter.untyped_storage()))
 
-    def _known_counts(self, func, args, kwargs) -> FakeTensor | None:
-        """A short range with its numbers, which a module or a loss may read; else ``None``."""
-        start, stop, *step = args if len(args) > 1 else (0, *args)
+    def _range(self, func, types, args, kwargs) -> FakeTensor:
+        """A range. A short one has its numbers, which a module or a loss may read."""
+        start, stop, step = 0, args[0], 1
+        if len(args) > 1:
+            start, stop = args[:2]
+        if len(args) > 2:
+            step = args[2]
+        is_long = abs(stop - start) > LONGEST_KNOWN_RANGE * abs(step)
+        # The numbers are made for real, and there may be no real card.
         on_card = str(kwargs.get("device") or "cpu") != "cpu"
-        if on_card or abs(stop - start) > MOST_KNOWN_COUNTS * abs(*step or (1,)):
-            return None
+        if is_long or on_card:
+            return self._compute(func, types, args, kwargs)
         with compat.without_modes():
             real = func(*args, **kwargs)
         return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
     def _compute_known(self, func, types, args, kwargs):
         """The result of an operation that may tell something about the values in it."""
-        if func in _COUNTS:
-            counts = self._known_counts(func, args, kwargs)
-            return self._compute(func, types, args, kwargs) if counts is None else counts
+        if func in _RANGES:
+            return self._range(func, types, args, kwargs)
         out = self._compute(func, types, args, kwargs)
         known = _KNOWN_VALUES[func](self, args)
         if known is not None:

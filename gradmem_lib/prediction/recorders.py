@@ -18,6 +18,7 @@ from ..measure.storages import storages_of
 from ..measure.tracker import checked_optimizers
 from ..names import OPTIMIZER_STEP
 from . import allocator, cuda_kernels
+from .changed_views import ChangedViews
 from .extrapolation import Trace
 from .marks import Marks
 
@@ -43,8 +44,10 @@ def _changes_a_view(func: Any, args: tuple) -> bool:
     """Whether ``func`` writes into a view in a way that autograd records."""
     if not _writes_first_argument(func) or not is_view(args[0]):
         return False
-    tensors = [base_of(args[0]), *args]
-    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+    for tensor in (base_of(args[0]), *args):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            return True
+    return False
 
 
 class CpuRecorder(Recording):
@@ -66,8 +69,8 @@ class CpuRecorder(Recording):
         self.part = 0
         self.unrounded = 0  # live bytes, before a card rounds them
         self.offload_traffic_bytes = 0
-        # Whether views were changed in place, and what corrects their backwards.
-        self.changes_views, self.views = False, None
+        self.changes_views = False  # whether the step changed views in place
+        self.views: ChangedViews | None = None  # what corrects their backwards, if anything does
         # the bytes of an allocation; or -1 - n: the storage of request n was freed
         self.requests: list[int] = []
         # of each request: the sample that counts it, and the layer that its name tells
@@ -93,6 +96,7 @@ class CpuRecorder(Recording):
         self.marks.begin_part()
 
     def note_changed_view(self, view: Tensor) -> None:
+        """``view`` is being changed in place."""
         self.changes_views = True
         if self.views is not None:
             self.views.note(view)

@@ -139,14 +139,17 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
 def _shared_trace(question: Question, kept: list[Kept]) -> Trace:
     """The trace of the ``kept`` layers.
 
-    Where only some of a list's layers are recomputed ("first-k"), the trace does not depend on how
-    many layers of each kind the deep model has. So recipes with different k share it.
+    Where only the first k layers are recomputed ("first-k"), the trace does not depend on how many
+    layers of each kind the deep model has. So recipes with different k share it.
     """
-    first = first_layers(question.recipe.checkpointing)
-    if first is None:
+    recomputed = first_layers(question.recipe.checkpointing)
+    if recomputed is None:
         return trace_few_parts(replace(question, kept=tuple(kept)))
-    first -= sum(one.total - one.count for one in kept if one.recomputed)
-    recipe = replace(question.recipe, checkpointing=f"first-{first}")
+    # The short model's k: that of the deep one without the recomputed layers that are left out.
+    for one in kept:
+        if one.recomputed:
+            recomputed -= one.total - one.count
+    recipe = replace(question.recipe, checkpointing=f"first-{recomputed}")
     # The totals are those of the deep model, and no part of the shared question.
     shared = tuple(one._replace(total=0) for one in kept)
     question = replace(question, recipe=recipe, kept=shared)
@@ -190,33 +193,33 @@ def _shortenings(question: Question) -> Iterator[list[Kept]]:
 def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
     """Which layers to keep where the first k of all lists are recomputed, and the others are not.
 
-    Of each list, some recomputed layers are kept and some others, if it has both kinds.
+    k counts through the lists one after the other. Of each list, some recomputed layers are kept
+    and some others, if it has both kinds.
     """
     if _needs_all_layers(question):
         return
     found = find_layers(question.source.skeleton)
     all_layers = sum(len(layers) for layers, _ in found.values())
     if not 0 < first_layers(question.recipe.checkpointing) < all_layers:
-        return
+        return  # there is one kind of layers
+    most_work = SHARED_BY * all_layers  # in layers: several recipes share the traces
     for units in range(SHORTEST, max(UNITS) + 1):
         kept = _kinds_of_layers(question, units)
         shortened = [one for one in kept if one.count < one.total]
-        if not shortened or _layers_in_all_traces(shortened, all_layers, 1) >= (
-            SHARED_BY * all_layers
-        ):
+        if not shortened or _layers_in_all_traces(shortened, all_layers, 1) >= most_work:
             return
         yield kept
 
 
 def _kinds_of_layers(question: Question, units: int) -> list[Kept]:
-    """At most ``units`` layers of each kind in each list whose layers are all alike."""
+    """At most ``units`` recomputed layers and ``units`` others of each list of equal layers."""
     repeated = {tuple(several.layers): several for several in question.source.lists}
-    rest = first_layers(question.recipe.checkpointing)
+    to_recompute = first_layers(question.recipe.checkpointing)  # in this list and the next ones
     kept = []
     for layers, _ in find_layers(question.source.skeleton).values():
-        recomputed = min(rest, len(layers))
+        recomputed = min(to_recompute, len(layers))
         others = len(layers) - recomputed
-        rest -= recomputed
+        to_recompute -= recomputed
         several = repeated.get(tuple(layers))
         if several is None or several.period != 1:
             continue  # this list is traced whole

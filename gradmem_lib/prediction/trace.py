@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Self
 from unittest.mock import patch
@@ -54,27 +54,37 @@ def traced(
             found = _recorded(question, micro_batches, few_chunks=False)
         return found
 
+    # One trace is enough, unless the step draws numbers by which it may decide.
     with _explained_errors(question):
         name = type(question.source.skeleton).__name__
         return same_for_all_draws(trace, _are_alike, name)
 
 
 def _are_alike(one: Trace, other: Trace) -> bool:
+    """Whether two steps need the same bytes in the same order."""
     return one.changes().equal(other.changes()) and one.requests == other.requests
 
 
 def _recorded(question: Question, micro_batches: int | None, few_chunks: bool) -> Trace | None:
     """As ``traced``; ``None`` if few chunks do not prove the others."""
-    trace, changes_views = _recorded_with(None, question, micro_batches, few_chunks)
+    trace, changes_views = _record_once(question, micro_batches, few_chunks)
     if changes_views:
-        trace, _ = _recorded_with(ChangedViews(), question, micro_batches, few_chunks)
+        # Few steps do. Only they pay for a mode that every function call passes through.
+        views = ChangedViews()
+        trace, _ = _record_once(question, micro_batches, few_chunks, views)
     return trace
 
 
-def _recorded_with(
-    views: ChangedViews | None, question: Question, micro_batches: int | None, few_chunks: bool
+def _record_once(
+    question: Question,
+    micro_batches: int | None,
+    few_chunks: bool,
+    views: ChangedViews | None = None,
 ) -> tuple[Trace | None, bool]:
-    """The trace, and whether the step changes views in place, for which it needs ``views``."""
+    """The trace, and whether the step changes views in place: without ``views``, it is then wrong.
+
+    The trace is ``None`` if few chunks do not prove the others.
+    """
     # Most models need no step as warm-up: it is enough to create the optimizer's states. In a
     # first step, a user's module may make tensors that it keeps, and PyTorch's sharding does.
     quick = not question.source.is_user_module and question.recipe.sharding is None
@@ -140,14 +150,15 @@ class _FakeStep:
     """The step that a question asks for, on fake tensors. It exists while its block runs.
 
     ``is_steady``: in the recorded step, every trained parameter got a gradient, and modules held
-    the same tensors before and after it. Then the next step is like it. ``changes_views``: it
-    changed views in place, whose gradients need ``views``.
+    the same tensors before and after it. Then the next step is like it. ``changes_views``: the
+    recorded step changed views in place, so that its trace is right only with ``views``.
     """
 
     def __init__(self, question: Question, views: ChangedViews | None = None):
         self.question, self.recipe = question, question.recipe
         self.views = views
-        self.is_steady = self.changes_views = False
+        self.is_steady = False
+        self.changes_views = False
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -282,7 +293,12 @@ class _FakeStep:
         offloaded_before = getattr(self.offload_hooks, "bytes", 0)
         chunks = FewChunks(recorder.marks)
         recorder.views = self.views
-        with recorder, chunks if few_chunks else nullcontext(), self.views or nullcontext():
+        with ExitStack() as modes:
+            modes.enter_context(recorder)
+            if few_chunks:
+                modes.enter_context(chunks)
+            if self.views is not None:
+                modes.enter_context(self.views)
             self.run(micro_batches, recorder)
         self.changes_views = recorder.changes_views
         offloaded = getattr(self.offload_hooks, "bytes", 0) - offloaded_before

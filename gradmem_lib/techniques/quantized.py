@@ -39,9 +39,11 @@ class Linear4bit(nn.Module):
 
     Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Under autocast it multiplies in
     autocast's dtype, and the result has the dtype of ``x`` nevertheless, as in bitsandbytes: a
-    float32 ``x`` gets a float32 result. Frozen parameters: ``packed``, two
-    weights a byte; ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256
-    magnitudes; ``offset``, their mean. The bias does not change.
+    float32 ``x`` gets a float32 result.
+
+    Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a byte for every 64 weights;
+    ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias does not
+    change.
     """
 
     def __init__(self, base: nn.Module):
@@ -61,10 +63,11 @@ class Linear4bit(nn.Module):
         return self.dequantized(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = x
+        multiplied = x
         if torch.is_autocast_enabled(x.device.type):
-            narrow = x.to(torch.get_autocast_dtype(x.device.type))
-        y = _Multiply.apply(narrow, self)
+            # Autocast does not see into _Multiply, so that its cast is made here.
+            multiplied = x.to(torch.get_autocast_dtype(x.device.type))
+        y = _Multiply.apply(multiplied, self)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.to(x.dtype)

@@ -49,7 +49,9 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str | type[nn.Module]) ->
         check_choice("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
-    whole_layers = not isinstance(part, type) and SELECTIVE[part].keeps_products
+    whole_layers = False
+    if not isinstance(part, type):
+        whole_layers = SELECTIVE[part].keeps_products
     modules = layers
     if not whole_layers:
         modules = [module for layer in layers for module in find_parts(layer, part)]
@@ -195,10 +197,11 @@ class Policy:
 
 
 def find_parts(layer: nn.Module, part: str | type[nn.Module]) -> list[nn.Module]:
-    """The modules inside ``layer`` that are its attention (two in a decoder with cross-attention),
-    its MLP, or of a class. What stands inside one of them is a part of it.
+    """The modules inside ``layer`` that are its ``part``: its attention (two in a decoder with
+    cross-attention), its MLP, or the modules of a class.
 
-    Raises ``ValueError`` if there is none.
+    A module inside one that is found is not returned itself. Raises ``ValueError`` if there is
+    none.
     """
 
     def is_wanted(module: nn.Module) -> bool:
@@ -208,11 +211,14 @@ def find_parts(layer: nn.Module, part: str | type[nn.Module]) -> list[nn.Module]
 
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
+        if module is layer:
+            continue  # named_modules begins with it, and a part is less than a whole layer
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if module is not layer and is_wanted(module) and not inside:
+        if is_wanted(module) and not inside:
             found[name] = module
     if found:
         return list(found.values())
+
     layer_class = type(layer).__name__
     if isinstance(part, type):
         raise ValueError(

@@ -27,8 +27,8 @@ from .probe_rows import MOST_CLASSES, groups_of_rows, have_ignored_labels
 
 
 class LossIsNoMean(ValueError):
-    """Losses of pieces do not add up to the batch's, as a few rows have shown; or they differ from
-    themselves, so that nothing can be shown.
+    """A loss that must not be cut: a few rows show that the losses of pieces do not add up to the
+    batch's, or the loss differs from call to call, so that nothing can be shown.
     """
 
 
@@ -158,8 +158,11 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 def _refusal(
     model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: Answer
 ) -> ValueError:
-    """What was found, and what to do."""
-    name = f"{type(model).__name__}"
+    """The error to raise: what was found, and what to do.
+
+    A ``LossIsNoMean``, which a prediction raises too, or a ``ValueError`` that only a step raises.
+    """
+    name = f"{type(model).__name__}"  # to print it: no class's name decides anything here
     if answer.error is not None:
         return ValueError(
             f"{how} cuts the batch, so the loss of {name} was computed for a few rows together and "

@@ -66,7 +66,7 @@ def test_a_prediction_takes_no_number_from_the_generators(probability):
 
 @pytest.mark.parametrize("outputs", [draws.LOWEST, draws.HIGHEST], ids=["lowest", "highest"])
 def test_the_generators_return_what_they_were_set_to(outputs):
-    with draws._restored():
+    with draws._restored_generators():
         draws._set_next(outputs)
         assert [random.getrandbits(32) for _ in range(100)] == outputs[:100]
         drawn = np.random.randint(0, 2**32, size=100, dtype=np.uint32)

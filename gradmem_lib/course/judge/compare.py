@@ -181,6 +181,14 @@ def plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def plain_int(value: Any) -> Any:
+    """``plain(value)``, and a whole number as an ``int``, however it is written: 4.0 too."""
+    value = plain(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
 def _is_dtype_or_device(value: Any) -> bool:
     import torch
 

@@ -37,7 +37,8 @@ ORDER = re.compile(
     r" (?:bytes|copies|times|tensors|bits))\b",
     re.IGNORECASE,
 )
-# Neither "et al." nor a colon in code ends a sentence.
+# Neither "et al." nor a colon in code ends a sentence: a span of code is found first, as a whole,
+# and ``_sentences`` passes over it.
 SENTENCE_END = re.compile(r"`[^`]*`|(?<=[.!?:])(?<!al\.)[*_\"”)]*\s+(?=[A-Z*\"“(`\d√])")
 
 
@@ -48,20 +49,20 @@ def numbers(text: str) -> list[str]:
 
 def is_figure(number: str) -> bool:
     """Whether a number is one that would be measured or derived: three digits, or a fraction."""
-    is_long = len(number.replace(",", "")) >= 3 and not YEAR.fullmatch(number)
-    return "." in number or is_long
+    is_fraction = "." in number
+    has_three_digits = len(number.replace(",", "")) >= 3
+    is_year = YEAR.fullmatch(number) is not None
+    return is_fraction or (has_three_digits and not is_year)
 
 
 def states(sentence: str) -> bool:
     """Whether the sentence states a figure, an order or an optimum."""
-    bare = NAMES.sub(" ", sentence)
     if re.match(r"●|Hint \d|\*\d+ minutes", sentence):
         return False  # the line below an exercise's title, and the titles of hints
-    return (
-        any(is_figure(number) for number in numbers(sentence))
-        or UNIT.search(bare) is not None
-        or ORDER.search(bare) is not None
-    )
+    if any(is_figure(number) for number in numbers(sentence)):
+        return True
+    bare = NAMES.sub(" ", sentence)
+    return UNIT.search(bare) is not None or ORDER.search(bare) is not None
 
 
 def _blocks(markdown: str) -> Iterator[str]:
@@ -77,6 +78,7 @@ def _blocks(markdown: str) -> Iterator[str]:
 
 
 def _sentences(block: str) -> Iterator[str]:
+    """The sentences of a block, in order."""
     start = 0
     for end in SENTENCE_END.finditer(block):
         if not end[0].startswith("`"):
@@ -89,15 +91,16 @@ def _sentences(block: str) -> Iterator[str]:
 class Source:
     """What has sentences: a lesson, a page, or a claim of the ledger.
 
-    ``printed``: what its cells printed, or the figures that a claim shows. ``code``: the lesson's
-    code. ``typed``: of a claim, the numbers that stand in the texts of the file that answers it.
-    All others in its sentences are filled in when the claim is shown.
+    ``sentences``: those that state something. ``printed``: what a lesson's cells printed, or the
+    figures that a claim shows. ``code``: the lesson's code. ``typed_numbers``: of a claim, the
+    numbers that somebody typed into the texts of the file that answers it. All others in its
+    sentences are filled in when the claim is shown. ``None``: this is no claim.
     """
 
     sentences: list[str]
     printed: str = ""
     code: str = ""
-    typed: set[str] | None = None
+    typed_numbers: set[str] | None = None
 
 
 def stated_in(texts: Iterable[str]) -> list[str]:
@@ -106,7 +109,7 @@ def stated_in(texts: Iterable[str]) -> list[str]:
     for markdown in texts:
         for block in _blocks(markdown):
             found += [sentence for sentence in _sentences(block) if states(sentence)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found))  # without repetitions
 
 
 def sources(name: str) -> list[Source]:
@@ -128,10 +131,13 @@ def _source(lesson: Lesson) -> Source:
 
 
 def _notes() -> Source:
-    """The teacher's notes. Each row of a run sheet is a paragraph."""
+    """The teacher's notes. Each row of a run sheet becomes a paragraph, where other code would be
+    left out.
+    """
     notes = (ROOT / "teaching" / "notes.md").read_text(encoding="utf-8")
-    rows = re.compile(r"```run \d+\n(.*?)```", re.DOTALL)
-    return Source(stated_in([rows.sub(lambda found: found[1].replace("\n", "\n\n"), notes)]))
+    run_sheet = re.compile(r"```run \d+\n(.*?)```", re.DOTALL)
+    notes = run_sheet.sub(lambda found: found[1].replace("\n", "\n\n"), notes)
+    return Source(stated_in([notes]))
 
 
 def _sheets() -> Source:
@@ -140,7 +146,8 @@ def _sheets() -> Source:
     for lesson in lessons():
         facts = sheet(lesson)
         numbered = [f"{value} {words}" for value, words in facts.numbers]
-        found += [f"{lesson.number}: {says}" for says in (facts.caption, *numbered, facts.rule)]
+        for text in (facts.caption, *numbered, facts.rule):
+            found.append(f"{lesson.number}: {text}")
     return Source(found)
 
 
@@ -149,29 +156,38 @@ def claims() -> list[Source]:
     sentences of verdict and reason.
     """
     page = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
+    # What stands above the first claim is left out.
     _, *entries = re.split(r"^### (?=C\d\d$)", page, flags=re.MULTILINE)
     return [_claim(entry) for entry in entries]
 
 
 def _claim(entry: str) -> Source:
+    """A claim of the page: its paragraphs stand in this order, and more may follow."""
     claim_id, _, verdict, shown, _, reason, *_ = entry.split("\n\n")
     if reason.startswith("| "):
         reason = ""  # the claim has none, and its table comes next
     rows = "\n".join(line for line in entry.splitlines() if line.startswith("| "))
-    printed = re.sub(r" \(claimed .*?\)", "", shown) + "\n" + rows
-    return Source(stated_in([verdict, reason]), printed, typed=_typed_in_answer(claim_id))
+    # What was claimed proves nothing: only what was found counts as printed.
+    found = re.sub(r" \(claimed .*?\)", "", shown)
+    printed = f"{found}\n{rows}"
+    typed_numbers = _numbers_typed_in(_file_that_answers(claim_id))
+    return Source(stated_in([verdict, reason]), printed, typed_numbers=typed_numbers)
 
 
-def _typed_in_answer(claim_id: str) -> set[str]:
-    """The numbers that stand in a text of the file that answers a claim."""
-    (source,) = (
-        path.read_text(encoding="utf-8")
-        for path in (ROOT / "gradmem_lib" / "course" / "lessons").glob("lesson_*/claims*.py")
-        if f'@answers("{claim_id}")' in path.read_text(encoding="utf-8")
-    )
-    texts = [
-        node.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    return {number for text in texts for number in numbers(text)}
+def _file_that_answers(claim_id: str) -> Path:
+    """The only file that has the answer to a claim."""
+    found = []
+    for path in (ROOT / "gradmem_lib" / "course" / "lessons").glob("lesson_*/claims*.py"):
+        if f'@answers("{claim_id}")' in path.read_text(encoding="utf-8"):
+            found.append(path)
+    (path,) = found
+    return path
+
+
+def _numbers_typed_in(path: Path) -> set[str]:
+    """The numbers in all texts of a Python file, the constant parts of f-strings included."""
+    typed: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            typed.update(numbers(node.value))
+    return typed

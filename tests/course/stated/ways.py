@@ -27,10 +27,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-if __name__ == "__main__":
+if __name__ == "__main__":  # in a test, pyproject.toml has these paths
     sys.path[:0] = [str(ROOT / name) for name in ("tools", "teaching", "tests")]
 
 from course.stated.sentences import Source, is_figure, numbers, sources  # noqa: E402
+
+SHORTEST_QUOTE = 12  # letters: fewer could be quoted by chance
 
 
 def listed(name: str) -> dict[str, str]:
@@ -49,6 +51,11 @@ def listed(name: str) -> dict[str, str]:
     return known
 
 
+def _figures(sentence: str) -> list[str]:
+    """The numbers of a sentence that can be looked up: others are too short to tell anything."""
+    return [number for number in numbers(sentence) if is_figure(number)]
+
+
 def _rounds_to(printed: str, said: str) -> bool:
     """Whether the printed number is the said one, rounded to its digits."""
     decimals = len(said.partition(".")[2])
@@ -57,90 +64,99 @@ def _rounds_to(printed: str, said: str) -> bool:
 
 
 def is_printed(source: Source, sentence: str) -> bool:
-    """Whether each number of the sentence is one that the lesson's cells printed."""
+    """Whether each figure of the sentence is one that the lesson's cells printed, rounded."""
     printed = set(re.findall(r"\d[\d,]*(?:\.\d+)?", source.printed))
-    said = [number for number in numbers(sentence) if is_figure(number)]
-    return bool(said) and all(
-        any(_rounds_to(number, wanted) for number in printed) for wanted in said
-    )
+    said = _figures(sentence)
+    for figure in said:
+        if not any(_rounds_to(number, figure) for number in printed):
+            return False
+    return bool(said)
 
 
 def is_in_code(source: Source, sentence: str) -> bool:
-    """Whether each number of the sentence stands in the lesson's code."""
+    """Whether each figure of the sentence stands in the lesson's code."""
     written = {found.replace("_", "") for found in re.findall(r"\d[\d_]*(?:\.\d+)?", source.code)}
-    said = [number for number in numbers(sentence) if is_figure(number)]
-    return bool(said) and all(wanted.replace(",", "") in written for wanted in said)
+    said = {figure.replace(",", "") for figure in _figures(sentence)}
+    return bool(said) and said <= written
 
 
 def is_computed(source: Source, sentence: str) -> bool:
     """Whether each number of the sentence is filled in when the claim is shown."""
     said = numbers(sentence)
-    return bool(said) and not (source.typed or set()).intersection(said)
+    typed = source.typed_numbers or set()
+    return bool(said) and typed.isdisjoint(said)
 
 
 @cache
-def _test_functions(file: str) -> dict[str, list[str]]:
-    """The patterns that each test of a file quotes: its strings, with any text in the holes of
-    f-strings.
-    """
+def _quotes(file: str) -> dict[str, list[str]]:
+    """What each test of a file quotes: a pattern for each string in it."""
     (path,) = (ROOT / "tests").rglob(file)
-    quoted = {}
+    quotes = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        patterns = []
-        for part in ast.walk(node):
-            if isinstance(part, ast.JoinedStr):
-                holes = [
-                    re.escape(piece.value) if isinstance(piece, ast.Constant) else ".*?"
-                    for piece in part.values
-                ]
-                patterns.append("".join(holes))
-            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-                patterns.append(re.escape(part.value))
-        quoted[node.name] = patterns
-    return quoted
+        if isinstance(node, ast.FunctionDef):
+            quotes[node.name] = _patterns_of_strings(node)
+    return quotes
+
+
+def _patterns_of_strings(function: ast.FunctionDef) -> list[str]:
+    """The strings in a function as patterns, with any text for the values in an f-string."""
+    patterns = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            patterns.append(re.escape(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            pattern = ""
+            for piece in node.values:
+                is_text = isinstance(piece, ast.Constant)
+                pattern += re.escape(piece.value) if is_text else ".*?"
+            patterns.append(pattern)
+    return patterns
 
 
 def is_quoted_by(test: str, sentence: str) -> bool:
-    """Whether a test (``FILE.py::NAME``) exists and quotes at least a dozen letters of the
-    sentence.
-    """
+    """Whether a test (``FILE.py::NAME``) exists and quotes enough letters of the sentence."""
     file, _, name = test.partition("::")
-    patterns = _test_functions(file).get(name, [])
-    return any(
-        len(pattern.replace(".*?", "").replace("\\", "")) >= 12 and re.search(pattern, sentence)
-        for pattern in patterns
-    )
+    for pattern in _quotes(file).get(name, []):
+        letters = pattern.replace(".*?", "").replace("\\", "")  # without what re.escape added
+        if len(letters) >= SHORTEST_QUOTE and re.search(pattern, sentence):
+            return True
+    return False
 
 
 def problem(source: Source, sentence: str, how: str) -> str:
     """Why the listed way does not show what the sentence says, or an empty text."""
     kind, _, rest = how.partition(" ")
     if how == "printed":
-        return "" if is_printed(source, sentence) else "no cell printed these numbers"
-    if how == "code":
-        return "" if is_in_code(source, sentence) else "these numbers are not in the code"
-    if how == "computed":
-        return "" if is_computed(source, sentence) else "some of these numbers are written down"
-    if kind == "lesson":
+        holds = is_printed(source, sentence)
+        fault = "no cell printed these numbers"
+    elif how == "code":
+        holds = is_in_code(source, sentence)
+        fault = "these numbers are not in the code"
+    elif how == "computed":
+        holds = is_computed(source, sentence)
+        fault = "some of these numbers are written down"
+    elif kind == "lesson":
         number, _, pattern = rest.partition(": ")
         (lesson,) = sources(number)
-        found = re.search(pattern, lesson.printed, re.MULTILINE)
-        return "" if found else f"lesson {number} printed nothing like {pattern!r}"
-    if kind == "printed:":
-        found = re.search(rest, source.printed, re.MULTILINE)
-        return "" if found else f"no cell printed {rest!r}"
-    if kind == "test":
-        return "" if is_quoted_by(rest, sentence) else f"{rest} does not exist or quote it"
-    if kind in ("source:", "given:") and len(rest) >= 8:
-        return ""
-    return f"{how!r} is none of the ways: see ways.py"
+        holds = re.search(pattern, lesson.printed, re.MULTILINE)
+        fault = f"lesson {number} printed nothing like {pattern!r}"
+    elif kind == "printed:":
+        holds = re.search(rest, source.printed, re.MULTILINE)
+        fault = f"no cell printed {rest!r}"
+    elif kind == "test":
+        holds = is_quoted_by(rest, sentence)
+        fault = f"{rest} does not exist or quote it"
+    else:
+        # Nothing to compute: a person reads where it comes from, or why nothing is to be shown.
+        holds = kind in ("source:", "given:") and len(rest) >= 8
+        fault = f"{how!r} is none of the ways: see ways.py"
+    return "" if holds else fault
 
 
 def _proved(source: Source, sentence: str) -> str:
     """The way that already proves the sentence, or a question mark."""
-    if source.typed is not None:
+    is_claim = source.typed_numbers is not None
+    if is_claim:
         return "computed" if is_computed(source, sentence) else "?"
     if is_printed(source, sentence):
         return "printed"

@@ -111,6 +111,7 @@ def _explain_resident(got, expected):
 
 
 def _why_parameters(got) -> str | None:
+    """What is said if the parameters are those of ``state_dict()`` in every case."""
     for case, model in _models().items():
         in_state_dict = sum(tensor.nbytes for tensor in model.state_dict().values())
         if got[case]["parameters"] != in_state_dict:
@@ -122,6 +123,7 @@ def _why_parameters(got) -> str | None:
 
 
 def _why_gradients(got) -> str | None:
+    """What is said if no case has gradients, or all have as many bytes as parameters."""
     if not any(found["gradients"] for found in got.values()):
         return (
             "no gradient is counted: before the first backward each p.grad is None, so ask "
@@ -332,7 +334,12 @@ def _several(got) -> str:
     }
     for each, parameters, size in product((False, True), (False, True), sizes):
         if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
-            return " And ".join(filter(None, (each * _EACH, parameters * _PARAMETERS, sizes[size])))
+            says = [sizes[size]] if sizes[size] else []
+            if parameters:
+                says.insert(0, _PARAMETERS)
+            if each:
+                says.insert(0, _EACH)
+            return " And ".join(says)
     view_by_address = _saves(lambda t: t.nbytes, key=torch.Tensor.data_ptr)
     if _observe_saved(view_by_address) == got:
         return f"{_VIEW} Take key and bytes from tensor.untyped_storage()."
@@ -340,6 +347,7 @@ def _several(got) -> str:
 
 
 def _why_frozen(too_many: bool) -> str:
+    """What is said if only the case with the frozen layer is wrong."""
     if too_many:
         return (
             "the weight of a frozen layer is a parameter of the model too: leave out the storages "

@@ -196,6 +196,7 @@ def _why_fixed(gradient, other_size, whole, max_norm) -> str | None:
     in another direction. ``other_size``: of the gradient where ``max_norm`` is large.
     """
     size = gradient.norm().item()
+    # both have the length 1, so that they are equal if they point in the same direction
     parallel = torch.allclose(gradient / size, whole / whole.norm(), atol=1e-5)
     if parallel and math.isclose(size, other_size, rel_tol=1e-4):
         return f"max_norm has no effect: the gradient is clipped to {size:.3g} in any case."

@@ -98,8 +98,9 @@ def _explain_lora(got, expected):
     if not got["the adapters"]["around"]:
         return _NO_ADAPTER
     if got["the adapters"]["error"]:
-        # adapters that are trained, and a loss that does not depend on them
-        return _BESIDE if got["numbers that are trained"] else _NOTHING_LEFT
+        if got["numbers that are trained"]:
+            return _BESIDE  # the loss does not depend on them
+        return _NOTHING_LEFT
     other, right = (seen["other names, another rank and rate"] for seen in (got, expected))
     wrong = [name for name in right if other[name] != right[name]]
     said = {

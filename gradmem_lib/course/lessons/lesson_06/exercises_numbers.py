@@ -44,8 +44,9 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
 
 
 def _explain_error(got, expected):
+    """What is said if one entry is wrong in the same way in every case."""
     right = {case: read_error(*literal_eval(case)) for case in expected}
-    for entry, wrong, says in (
+    for entry, wrong_formula, says in (
         (
             "others",
             lambda n: n["total"] - n["process"],
@@ -70,12 +71,14 @@ def _explain_error(got, expected):
             "exactly as many bytes as were requested are enough: compare by >=.",
         ),
     ):
-        if got == {case: right[case] | {entry: wrong(_by_name(case))} for case in expected}:
+        wrong = {case: right[case] | {entry: wrong_formula(_by_name(case))} for case in expected}
+        if got == wrong:
             return says
     return None
 
 
 def _by_name(case: str) -> dict[str, int]:
+    """The six numbers of an error's case."""
     names = ("asked", "total", "free", "process", "allocated", "idle")
     return dict(zip(names, literal_eval(case), strict=True))
 
@@ -159,17 +162,23 @@ def _observe_rows(candidate):
 
 
 def _explain_rows(got, expected) -> str | None:
-    def is_that(of) -> bool:
-        return not difference(got, {case: of(*given) for case, given in ROWS.items()})
+    def is_answered_by(wrong) -> bool:
+        return not difference(got, {case: wrong(*given) for case, given in ROWS.items()})
+
+    def highest_of(phases):
+        def wrong(moments, rows, new):
+            return max(_at(phase, moments[phase], new / rows) for phase in phases)
+
+        return wrong
 
     for phase in MOMENTS:
-        if is_that(lambda moments, rows, new, phase=phase: _at(phase, moments[phase], new / rows)):
+        if is_answered_by(highest_of([phase])):
             return f"only the moment of {phase} is looked at: another one may be the highest."
-    if is_that(lambda moments, rows, new: max(_at(p, moments[p], new / rows) for p in MOMENTS[:2])):
+    if is_answered_by(highest_of(MOMENTS[:2])):
         return (
             "the optimizer's step is left out: with few rows its moment may be the highest of all."
         )
-    if is_that(lambda moments, rows, new: with_rows(moments, 2, 1)):
+    if is_answered_by(lambda moments, rows, new: with_rows(moments, 2, 1)):
         return "the batch is halved in every case: the factor is new / rows."
     return None
 
@@ -205,26 +214,48 @@ def _stacked(phase, parts, rows, card) -> str:
 
 
 def _takes(phase, parts, rows, wrong) -> dict[str, int]:
-    """The bytes that each technique takes away, by itself."""
-    step = phase == "optimizer_step"
+    """The bytes that each technique takes away, by itself. ``wrong``: a known mistake, or ""."""
+    in_step = phase == "optimizer_step"
     if wrong == "forward":
-        step = phase != "backward"
-    passes = not step or wrong == "the phase"
-    own = step * parts["temporaries"] * (wrong != "the step's")
-    states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
-    adapters = parts["optimizer"] + parts["gradients"] + own * (wrong != "adapters' step")
-    many = rows > 1 or wrong == "one row"
-    cut = parts["activations"] + (wrong != "activations alone") * parts["temporaries"]
+        in_step = phase != "backward"
+    takes: dict[str, int] = dict.fromkeys(NAMES, 0)
+    if not in_step or wrong == "the phase":
+        takes |= _takes_from_the_batch(parts, rows, wrong)
+    # In the optimizer's step, the temporaries belong to the states' update.
+    update = parts["temporaries"] if in_step and wrong != "the step's" else 0
+    return takes | _takes_from_training(parts, update, wrong)
+
+
+def _takes_from_the_batch(parts, rows, wrong) -> dict[str, int]:
+    """What smaller micro-batches and checkpoints take away in forward and backward."""
+    takes = {"checkpointing": parts["activations"]}
+    if wrong == "logits":
+        takes["checkpointing"] += parts["temporaries"]
+    if rows > 1 or wrong == "one row":  # a single row cannot be cut
+        takes["micro-batches"] = parts["activations"]
+        if wrong != "activations alone":
+            takes["micro-batches"] += parts["temporaries"]
+    return takes
+
+
+def _takes_from_training(parts, update, wrong) -> dict[str, int]:
+    """What fewer or smaller states, gradients and weights take away. ``update``: the temporaries of
+    the optimizer's step.
+    """
+    states = parts["optimizer"] + update
+    if wrong == "8-bit gradients":
+        states += parts["gradients"]
     if wrong == "a quarter stays":
         states *= 0.75
-    return {
-        "micro-batches": passes * many * cut,
-        "checkpointing": passes
-        * (parts["activations"] + (wrong == "logits") * parts["temporaries"]),
-        "8-bit states": states,
-        "LoRA": adapters + (wrong == "the base") * parts["parameters"],
-        "QLoRA": (wrong != "the base alone") * adapters + parts["parameters"],
-    }
+    adapters = parts["optimizer"] + parts["gradients"]
+    if wrong != "adapters' step":
+        adapters += update
+    quantized = parts["parameters"]
+    if wrong != "the base alone":
+        quantized += adapters  # QLoRA is LoRA too
+    if wrong == "the base":
+        adapters += parts["parameters"]
+    return {"8-bit states": states, "LoRA": adapters, "QLoRA": quantized}
 
 
 def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
@@ -240,7 +271,9 @@ def _explain_next(got, expected):
             "rows and card."
         )
     case = next(case for case in expected if difference(got[case], expected[case]))
-    mine = got[case].strip() if isinstance(got[case], str) else got[case]
+    mine = got[case]
+    if isinstance(mine, str):
+        mine = mine.strip()
     names = {name.casefold(): name for name in (*NAMES, "none")}
     if mine is None:
         return 'where no technique can be enough, return the word "none", and not None.'
@@ -264,17 +297,22 @@ def _why_next(case: str, mine: str, right: str) -> str:
     before it.
     """
     order = [*NAMES, "none"]
-    shown = not isinstance(case, HiddenCase)
+    is_hidden = isinstance(case, HiddenCase)  # then its numbers are not shown
     phase, parts, rows, card = literal_eval(case)
-    takes, total = _takes(phase, parts, rows, ""), sum(parts.values())
+    total = sum(parts.values())
+    takes = _takes(phase, parts, rows, "")
     if order.index(mine) < order.index(right):
-        numbers = f": {total} - {takes[mine]} = {total - takes[mine]} are left" if shown else ""
-        taken = [
-            part for part in parts if takes[mine] > _takes(phase, parts | {part: 0}, rows, "")[mine]
-        ]
+        taken = []
+        for part in parts:
+            without_it = _takes(phase, parts | {part: 0}, rows, "")
+            if without_it[mine] < takes[mine]:
+                taken.append(part)
         only = " and ".join(taken) or "nothing"
+        numbers = ""
+        if not is_hidden:
+            numbers = f": {total} - {takes[mine]} = {total - takes[mine]} are left"
         return f"in {phase}, {mine} takes away {only}, which cannot be enough here{numbers}."
-    if not shown:
+    if is_hidden:
         return f"in {phase}, a technique that comes before your answer can be enough."
     return (
         f"in {phase}, {right} comes before {mine} and can be enough: {total} - {takes[right]} = "

@@ -79,9 +79,8 @@ def _explain_lost(got, expected):
     pairs = [(got[a], got[a.replace("bfloat16", "float16")]) for a in expected if "bfloat16" in a]
     if all(a == b for a, b in pairs):
         return "the dtype has no effect: store in the dtype that is given."
-    if any(share > 1 for share in got.values()) and all(
-        float(count).is_integer() for count in got.values()
-    ):
+    are_whole = all(float(share).is_integer() for share in got.values())
+    if are_whole and max(got.values()) > 1:
         return "this counts the lost numbers: divide by how many were not zero to get their share."
     return None
 
@@ -302,11 +301,13 @@ def _why_some_shares(shares: list[float], right: list[bool]) -> str | None:
             "this is right near a power of 2: up to the next power the gap stays the same, but "
             "noise in proportion to x grows."
         )
-    from_the_nearest = [
-        fine or (share == 1 and place[1] > 0.5)
-        for fine, share, place in zip(right, shares, _PLACES.values(), strict=True)
-    ]
-    if all(from_the_nearest):
+    # Wrong only where the number above is the nearest one, which is then always taken.
+    fits_the_nearest = True
+    for is_right, share, place in zip(right, shares, _PLACES.values(), strict=True):
+        always_up = share == 1 and place[1] > 0.5
+        if not is_right and not always_up:
+            fits_the_nearest = False
+    if fits_the_nearest:
         return (
             "some numbers always become the nearest bf16 number: begin with the lower 16 bits cut "
             "off, not with .bfloat16(), which rounds."

@@ -171,13 +171,13 @@ def _explain(got, expected):
     above, right = got["a norm above max_norm"], expected["a norm above max_norm"]
     if above["norm"] is None:
         return "return the norm of the whole gradient, before it was clipped."
-    unmoved = not above["change of the weights, in learning rates"].any()
-    return (
-        _why_norm(above["norm"], right["norm"])
-        or (_UNMOVED if unmoved else None)
-        or _why_moves(got, expected)
-        or _why_left(got["a norm above max_norm, afterwards"])
-    )
+    says = _why_norm(above["norm"], right["norm"])
+    if says:
+        return says
+    if not above["change of the weights, in learning rates"].any():
+        return _UNMOVED
+    afterwards = got["a norm above max_norm, afterwards"]
+    return _why_moves(got, expected) or _why_left(afterwards)
 
 
 def _why_left(after) -> str | None:
@@ -230,6 +230,7 @@ def _why_moves(got, expected) -> str | None:
 
 
 def _some_or_all(moves, wanted) -> str:
+    """What is said of wrong weights: some do not move, or all are wrong."""
     if ((moves == 0) & (wanted != 0)).any():
         return (
             "some trained weights do not move: each parameter that requires a gradient gets a "
@@ -248,10 +249,10 @@ def _why_over(got) -> str:
             "the second pass leaves its gradients in .grad, where they wait, if only as zeros: "
             "set p.grad = None in its hook too."
         )
-    if got.notes["waiting"] > 1:
-        return _WAITS
-    # A list of gradients waits too, as torch.autograd.grad returns one.
-    return _WAITS if got["the card"].peak > ALL_GRADIENTS else _WIDE
+    in_grad = got.notes["waiting"] > 1
+    # Or in a list, as torch.autograd.grad returns one.
+    elsewhere = got["the card"].peak > ALL_GRADIENTS
+    return _WAITS if in_grad or elsewhere else _WIDE
 
 
 EXERCISES = (

@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 
 from ....training.recipe import Recipe
 from ....units import MiB
-from ...judge.compare import plain
+from ...judge.compare import plain_int
 from ...judge.exercise import Exercise, Mistake
 from ..shared.every_linear import without_needless_targets
 from ..shared.settings import quietly
@@ -148,12 +148,6 @@ def _pair(full=None, lora=None, layers=FULL_LAYERS):
     )
 
 
-def _count(layers):
-    """A whole number, however it is written, as an int: 12.0 too."""
-    layers = plain(layers)
-    return int(layers) if isinstance(layers, float) and layers.is_integer() else layers
-
-
 @quietly
 def _observe(candidate):
     given = candidate()
@@ -162,8 +156,10 @@ def _observe(candidate):
         isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Recipe)
         for pair in pairs
     )
-    pairs = [(_count(layers), recipe) for layers, recipe in pairs] if shaped else []
-    if not pairs or not all(isinstance(layers, int) and layers > 0 for layers, _ in pairs):
+    if shaped:
+        pairs = [(plain_int(layers), recipe) for layers, recipe in pairs]
+        shaped = all(isinstance(layers, int) and layers > 0 for layers, _ in pairs)
+    if not shaped:
         raise TypeError("return two pairs, each a number of layers and a Recipe")
     found = {}
     for (layers, recipe), name in zip(pairs, ("every weight", "adapters"), strict=True):

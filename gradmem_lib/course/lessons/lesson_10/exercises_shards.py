@@ -228,7 +228,7 @@ def _explain_layer(got, expected):
         if mine[part] is None:
             return f"{part} is None: backward returns a gradient for x and one for the shard."
     for case in expected:
-        if isinstance(expected[case], dict):
+        if isinstance(expected[case], dict):  # a case of ranks, and no number of its own
             says = _why_first_part(got[case], expected[case])
             if says:
                 return says
@@ -246,13 +246,16 @@ def _why_first_part(mine, right) -> str | None:
     before the second's.
     """
     wrong = [part for part in right if difference(mine[part], right[part])]
-    name = next(iter(sorted(wrong, key=lambda part: part.startswith("second"))), "")
+    wrong.sort(key=lambda part: part.startswith("second"))
+    if not wrong:
+        return None
+    name = wrong[0]
+    if "second output" in name:
+        return (
+            "the first output is right, but the output after an update is not: gather the "
+            "weight again each time."
+        )
     if "output" in name:
-        if "second" in name:
-            return (
-                "the first output is right, but the output after an update is not: gather the "
-                "weight again each time."
-            )
         return (
             "the output differs from that of the whole layer: gather the shards in the order of "
             "the ranks, and multiply by the transpose."
@@ -262,11 +265,16 @@ def _why_first_part(mine, right) -> str | None:
             "x.grad is wrong: compute d_out @ weight with the whole weight, and take no mean "
             "over ranks, since x belongs to this rank."
         )
-    if "gradient" not in name:
-        return None
-    if not len(mine[name]) or not mine[name].any():
+    if "gradient" in name:
+        return _why_gradient(mine[name], right[name])
+    return None
+
+
+def _why_gradient(mine: Tensor, right: Tensor) -> str:
+    """What is said of a shard's gradient that is wrong."""
+    if not len(mine) or not mine.any():
         return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
-    times = _times(mine[name], right[name])
+    times = _times(mine, right)
     if times is not None:
         return (
             f"the shard's gradient is {times:.3g} times what it should be: it is this rank's rows "
@@ -282,7 +290,7 @@ def _times(mine: Tensor, right: Tensor) -> float | None:
     """The factor between two gradients, if it is the same everywhere."""
     if mine.shape != right.shape:
         return None
-    factor = (mine @ right / right.square().sum()).item()
+    factor = (mine @ right / right.square().sum()).item()  # the best one, by least squares
     return factor if difference(mine, factor * right) is None else None
 
 
@@ -353,11 +361,16 @@ def step_on_a_rank(model) -> tuple[CollectiveLog, MemoryTracker]:
 
 
 def _whole_weights(model) -> int:
+    """How many of the model's weights are not sharded."""
     return sum(not isinstance(p, DTensor) for p in model.parameters())
 
 
-class _RunsAgain:
-    """Counts how often each layer's attention and MLP run in a forward and a backward."""
+class _PartRuns:
+    """Counts how often each layer's attention and MLP run in a forward and a backward.
+
+    One in a checkpoint runs again in backward. The counting forwards are set only while the block
+    runs, after the candidate has wrapped the model.
+    """
 
     def __init__(self, model):
         kinds = ("LlamaAttention", "LlamaMLP")
@@ -367,19 +380,19 @@ class _RunsAgain:
 
     def __enter__(self):
         for part in self.runs:
-            part.forward = functools.partial(self._run, part)
+            part.forward = functools.partial(self._counted, part)
         return self
 
     def __exit__(self, *_):
         for part, forward in self.forwards.items():
             part.forward = forward
 
-    def _run(self, part, *args, **kwargs):
+    def _counted(self, part, *args, **kwargs):
         self.runs[part] += 1
         return self.forwards[part](*args, **kwargs)
 
-    def once(self) -> int:
-        """How many of them ran no second time."""
+    def run_once(self) -> int:
+        """How many of them ran, and not again."""
         return sum(runs == 1 for runs in self.runs.values())
 
 
@@ -390,7 +403,7 @@ def _observe_wrap(candidate):
         given, model = sharded_on_a_rank(candidate)
         found["weights that stay whole"] = _whole_weights(model)
         found["weights of the given model that stay whole"] = _whole_weights(given)
-        with _RunsAgain(model) as again:
+        with _PartRuns(model) as parts:
             calls, tracker = step_on_a_rank(model)
         found["weights that are whole after backward"] = _whole_weights(model)
         shared = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
@@ -401,7 +414,7 @@ def _observe_wrap(candidate):
     found["layers that are units"] = len(_layers_among_units(model))
     found["ranks that share a weight"] = max(shared, default=0)
     found["in training mode (1 is yes)"] = int(model.training)
-    return Seen(found, once=again.once())
+    return Seen(found, once=parts.run_once())
 
 
 def _layers_among_units(model) -> set[str]:

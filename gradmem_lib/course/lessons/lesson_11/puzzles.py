@@ -31,7 +31,7 @@ from ....prediction.question import CannotTrace
 from ....training.recipe import Recipe
 from ....units import format_bytes
 from ....view.room import MemoryFit
-from ...judge.compare import describe, plain
+from ...judge.compare import describe, plain_int
 from ..shared.every_linear import without_needless_targets
 from ..shared.settings import quietly
 
@@ -82,12 +82,6 @@ RULES = (
     "in all puzzles: adapters on every linear layer, of rank 16 or more, and any optimizer but "
     "plain SGD"
 )
-
-
-def _option(value: Any) -> Any:
-    """An option's value, with a number of any kind as Python's own: 4.0 and np.int64(4) as 4."""
-    value = plain(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,8 @@ class Puzzle:
         for name in answer:
             if name not in names:
                 raise ValueError(f"a Recipe has no {name!r}: its options are {', '.join(names)}")
-        recipe = Recipe(**{name: _option(value) for name, value in answer.items()})
+        options = {name: plain_int(value) for name, value in answer.items()}
+        recipe = Recipe(**options)
         return without_needless_targets(recipe, find_model(self.model)[0])
 
     def broken(self, recipe: Recipe) -> str:

@@ -11,21 +11,24 @@ from ....training.recipe import Recipe
 
 def without_needless_targets(recipe: Recipe, config) -> Recipe:
     """``recipe`` without ``lora_targets``, if they name all linear layers of ``config``'s model but
-    its output layer.
+    its output layer. Then it means the same, and is equal to a recipe that names none.
     """
     if not recipe.lora_targets:
         return recipe
+    # A target names the end of a layer's name, and whole words of it: q_proj, self_attn.q_proj.
     suffixes = tuple(f".{target}" for target in recipe.lora_targets)
-    named = [f".{name}".endswith(suffixes) for name in _linear_names(config)]
-    return replace(recipe, lora_targets=()) if all(named) else recipe
+    for name in _linear_names(config):
+        if not f".{name}".endswith(suffixes):
+            return recipe
+    return replace(recipe, lora_targets=())
 
 
 def _linear_names(config) -> list[str]:
-    """Names of the linear layers of a model with one layer, which has no memory of its own."""
+    """Names of the linear layers that LoRA may adapt, in a model of ``config`` with one layer."""
     import torch
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
-    small.num_hidden_layers = 1
-    with torch.device("meta"):
+    small.num_hidden_layers = 1  # the others have the same names
+    with torch.device("meta"):  # without memory
         return list(linear_layers(AutoModelForCausalLM.from_config(small)))
