@@ -467,7 +467,7 @@ def _diagnosis(
     place = _place(exercise, found)
     if says := _recognised(exercise, candidate, run, expected, known):
         where = over or _over(run.value) or _case(exercise, found)
-        return f"{says if says.endswith('.') else says + '.'} {where}".strip()
+        return f"{says if says.endswith(('.', '?', '!')) else says + '.'} {where}".strip()
     if over:
         return f"{place}the numbers are right, the bytes are too many. {over}"
     if not callable(exercise.reference):

@@ -194,11 +194,18 @@ def _observe_train(candidate):
             updates.append(torch.tensor(weights_of(gradients_of(model), parts) or [0.0]))
 
         optimizer.register_step_pre_hook(look)
-        losses = candidate(model, optimizer, iter(micro_batches), window, bigram_loss(model))
+        graphs = Graphs(bigram_loss(model))
+        losses = candidate(model, optimizer, iter(micro_batches), window, graphs)
         found[name] = {
             "weights": flat(model.parameters()),
             "losses": losses,
             "updates": len(updates),
+            "graphs that are kept at once": graphs.kept,
+            "losses that have a graph": sum(
+                isinstance(loss, torch.Tensor) and loss.requires_grad for loss in losses or ()
+            )
+            if isinstance(losses, list | tuple)
+            else 0,
         }
         found[f"{name}: each micro-batch's weight"] = {
             f"update {i}": weights for i, weights in enumerate(updates, 1)
@@ -258,6 +265,19 @@ def _explain_train(got, expected):
             return ANOTHER_STEP if moved else NO_STEP
         if says := _why_updates(updates, right, counts, window):
             return says
+    return _why_graphs(got) or _why_losses(got, expected)
+
+
+def _why_graphs(got) -> str | None:
+    if any(got[name]["losses that have a graph"] for name in _EPOCHS):
+        return "the losses keep their graphs, one for each update: keep loss.item()."
+    if any(got[name]["graphs that are kept at once"] for name in _EPOCHS):
+        return GRAPHS_KEPT
+    return None
+
+
+def _why_losses(got, expected) -> str | None:
+    """What is said where each update is right."""
     others = [name for name in expected if name != _LIST]
     if all(difference(got[name], expected[name]) is None for name in others):
         stopped = got[_LIST]["stopped by"]

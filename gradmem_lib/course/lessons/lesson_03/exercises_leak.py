@@ -24,6 +24,13 @@ def window_setting(pieces: int = PIECES) -> tuple[nn.Module, torch.optim.Optimiz
     return net, sgd(net), (x, torch.randint(CLASSES, (len(x),), generator=generator))
 
 
+def _larger_steps(pieces: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple]:
+    """``window_setting`` with a learning rate at which an entropy after the update is another."""
+    model, optimizer, batch = window_setting(pieces)
+    optimizer.param_groups[0]["lr"] = 5.0
+    return model, optimizer, batch
+
+
 def _trains(add=lambda total, new: total + new, *, size=ROWS, grad=True, each=False, trained=False):
     """A script that differs from the lesson's in how it adds up, or in what people change first."""
 
@@ -89,6 +96,7 @@ LEAK = Leak(
     batches=PIECES,
     counted="micro-batches",
     budget=WINDOW_BUDGET,
+    hidden_setting=_larger_steps,
     stays=(
         "the sum still has a graph, and the graph keeps the probabilities of every micro-batch "
         "until the window ends: no backward goes through it, so nothing frees them. Add numbers, "

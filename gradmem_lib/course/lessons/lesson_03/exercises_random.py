@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ....techniques.accumulation import accumulate_gradients, split
-from ...judge.exercise import Exercise, Mistake
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, Seen
 from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import gradients_of
 
@@ -45,7 +46,7 @@ def _answer(
         model.eval()
     gradients = []
     for pieces in ([batch], list(split(batch, size))):
-        if zero:
+        if zero or not gradients:
             model.zero_grad()
         accumulate(pieces)
         gradients.append(gradients_of(model))
@@ -72,13 +73,16 @@ def _mean_of_errors(model, once, cut) -> float:
     return sum(errors) / len(errors)
 
 
-def _setting():
+def _setting(rows: int = ROWS, *, before: bool = False):
+    """``before``: with a gradient of something before, no part of the comparison."""
     model = residual_net(dtype=torch.float64)
     model.blocks[0].eval()  # it was so before, and stays so
-    return model, labelled_rows(ROWS, dtype=torch.float64)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.01) if before else None
+    return model, labelled_rows(rows, dtype=torch.float64)
 
 
-def _ways(model):
+def _ways(model, rows: int = ROWS):
     """Ways to accumulate, by name: two that are right, and two that are not."""
 
     def summed(micro):
@@ -92,13 +96,13 @@ def _ways(model):
         for i, piece in enumerate(pieces):
             loss, _ = summed(piece)
             weight = 2 if i == 0 and len(pieces) > 1 else 1
-            (weight * loss / ROWS).backward()
+            (weight * loss / rows).backward()
 
     def compares_rows(pieces):
         for piece in pieces:
             outputs = model(piece["x"])
             spread = (outputs - outputs.mean(dim=0)).square().sum()
-            (spread / ROWS).backward()
+            (spread / rows).backward()
 
     def loss_by_k(pieces):
         for piece in pieces:
@@ -114,23 +118,33 @@ def _ways(model):
 
 
 def _observe(candidate):
-    found = {}
-    for name in _ways(nn.Module()):
-        model, batch = _setting()
-        model.zero_grad()
+    cases = {name: (name, ROWS) for name in _ways(nn.Module())}
+    cases[_MORE] = ("a loss that compares the rows of a piece", 17)
+    found, pieces = {}, {}
+    for case, (name, rows) in cases.items():
+        model, batch = _setting(rows, before=case == _MORE)
+        way, draws = _ways(model, rows)[name], []
+
+        def accumulate(given, case=case, model=model, way=way, draws=draws):
+            given = list(given)
+            pieces[case] = [len(piece["labels"]) for piece in given]
+            draws.append(any(module.training for module in model.modules()))
+            way(given)
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            error = candidate(model, batch, _ways(model)[name])
-        found[name] = {
+            error = candidate(model, batch, accumulate)
+        found[case] = {
             "error": round(float(error), 6),
             "modules in training mode": sum(module.training for module in model.modules()),
             "gradients that are left": sum(
                 p.grad is not None and bool(p.grad.any()) for p in model.parameters()
             ),
         }
-    return found
+    return Seen(found, pieces=pieces, draws=any(draws))
 
 
+_MORE = "17 rows, a loss that compares the rows of a piece"
 _DRAWS = (
     "dropout and drop path draw other numbers in each forward, so even a right loop is off: switch "
     "these layers off for the comparison, by model.eval()."
@@ -143,10 +157,22 @@ _MODES = (
 
 def _explain(got, expected):
     right = "a loop that divides once"
-    if got[right]["error"] > 0.05:
+    if got[right]["error"] > 0.05 and got.notes["draws"]:
         return _DRAWS
+    for case, rows in ((right, ROWS), (_MORE, 17)):
+        pieces, all_of_them = got.notes["pieces"][case], expected.notes["pieces"][case]
+        if sorted(pieces) not in (sorted(all_of_them), [rows]):
+            return (
+                f"of {rows} rows the pieces have {pieces} rows, but should have {all_of_them}: "
+                "split(batch, 3) cuts them, the last one too."
+            )
     if any(seen["gradients that are left"] for seen in got.values()):
         return "gradients are left behind: zero them when both are compared."
+    if all(difference(got[case], expected[case]) is None for case in expected if case != _MORE):
+        return (
+            "the model had a gradient before, and it is in the first measurement: call zero_grad "
+            "before both."
+        )
     return None
 
 

@@ -137,7 +137,48 @@ def _observe_checkpoint(candidate):
     found["copies of weights"] = {"alive after forward": copies_of_weights(apply)}
     found["four layers, forward calls"] = {"in forward and backward": len(order)}
     found[_BEFORE] = {"gradients of the weights": _added_gradients(apply)}
+    found[_FROZEN] = _beside_frozen(apply)
+    found[_ORDER] = {"gradients of the weights": _gradients_first_come(apply)}
+    found[_AFTER] = {"boundaries that are still alive": _kept_after_backward(apply)}
     return found
+
+
+def _beside_frozen(apply) -> dict:
+    """The gradients of three layers, where the second one is frozen, and what stopped the answer
+    there.
+    """
+    layers = trained_layers(3)
+    layers[1].requires_grad_(False)
+    stopped = ""
+    try:
+        one_by_one(apply, layers, first_input()).square().sum().backward()
+    except RuntimeError as error:
+        stopped = str(error)
+    return {"stopped by": stopped, "gradients of the weights": gradients_of(layers)}
+
+
+def _gradients_first_come(apply, dropout: float = 0.0) -> torch.Tensor:
+    """The gradients of two layers beside each other, whose backwards run in the order of their
+    forwards.
+    """
+    layers, x = trained_layers(2, dropout), first_input()
+    for out in [apply(layer, x) for layer in layers]:
+        out.square().sum().backward()
+    return gradients_of(layers)
+
+
+def _kept_after_backward(apply) -> int:
+    """Boundaries of 8 layers that are alive after backward; 0 where they are no more than what
+    was kept for it.
+    """
+
+    def step(layers, x):
+        out = one_by_one(apply, layers, x)
+        out.square().sum().backward()
+        return out
+
+    kept = kept_boundaries(step, trained_layers(8))
+    return kept if kept > 2 * 8 else 0
 
 
 def _kept_by_one(apply) -> int:
@@ -159,10 +200,17 @@ def _added_gradients(apply) -> torch.Tensor:
 
 
 _BEFORE = "weights that have a gradient already"
+_FROZEN = "a frozen layer between two others"
+_ORDER = "two layers side by side, whose backwards run in the order of their forwards"
+_AFTER = "8 layers after backward"
 
 
 _COPIES = (
     "copies of the weights are kept in ctx: keep only x; run has its weights when it runs again."
+)
+_OWN = (
+    "backwards need not run in the reverse order of the forwards: keep what each call needs in its "
+    "own ctx, not in a list of all calls."
 )
 _KEPT = "what 8 layers keep"
 _ONE = "what one layer keeps"
@@ -172,7 +220,7 @@ def _explain_kept(got, expected):
     kept, right = (seen[_KEPT]["boundaries alive after forward"] for seen in (got, expected))
     if kept > 2 * right:
         return "the graph of the first run is kept: keep only x, and run again in backward."
-    more = got[_ONE] != expected[_ONE]
+    more = got.get(_ONE) != expected.get(_ONE)
     if kept > right or more:
         return (
             "more than x is kept for each layer: save x itself, no clone or copy of it, and not "
@@ -203,7 +251,26 @@ def _explain_checkpoint(got, expected):
         return "layers run more often than needed: once in forward, and once more in backward."
     if got["copies of weights"]["alive after forward"]:
         return _COPIES
-    return _explain_kept(got, expected)
+    return _explain_elsewhere(got, expected) or _explain_kept(got, expected)
+
+
+def _explain_elsewhere(got, expected):
+    """What is said of frozen weights, of another order, and of what is left after backward."""
+    if "does not require grad" in got[_FROZEN]["stopped by"]:
+        return (
+            "a frozen weight gets no gradient, and may not be asked for one: take those of the "
+            "weights that require one, or let torch.autograd.backward(out, gradient) find them."
+        )
+    if difference(got[_FROZEN], expected[_FROZEN]):
+        return "a frozen weight gets a gradient: leave requires_grad of the weights as it is."
+    if difference(got[_ORDER], expected[_ORDER]):
+        return _OWN
+    if got[_AFTER]["boundaries that are still alive"]:
+        return (
+            "the graph of the second run is kept after backward, so the layers pile up: put "
+            "nothing into ctx in backward."
+        )
+    return None
 
 
 class SafeCheckpoint(torch.autograd.Function):
@@ -268,6 +335,8 @@ def _observe_dice(candidate):
     }
     kept = kept_boundaries(lambda layers, x: one_by_one(apply, layers, x), trained_layers(8, 0.5))
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
+    torch.default_generator.manual_seed(7)
+    found[_ORDER] = {"gradients of the weights": _gradients_first_come(apply, dropout=0.5)}
     return found
 
 
@@ -289,6 +358,8 @@ def _explain_dice(got, expected):
             "the gradients are right, but the rest of the program gets other random numbers: "
             "restore the state from before backward's run."
         )
+    if difference(got[_ORDER], expected[_ORDER]):
+        return _OWN
     return _explain_kept(got, expected)
 
 

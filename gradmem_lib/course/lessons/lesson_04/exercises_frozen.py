@@ -59,6 +59,7 @@ def _observe_frozen(candidate):
     with torch.no_grad():
         head.weight.fill_(0.5)
         head.bias.fill_(0.1)
+    longer = _gradients_of_more(candidate)
     with count_calls(layers) as order:
         head(candidate(embedding, layers, ids)).square().sum().backward()
     return {
@@ -76,9 +77,27 @@ def _observe_frozen(candidate):
         "segments": {
             "layers that run again together": order.segments(layers) if len(order) > 4 else []
         },
+        _MORE: {"gradients": longer},
     }
 
 
+def _gradients_of_more(candidate) -> torch.Tensor:
+    """The gradients of another number of layers, which draw random numbers."""
+    embedding, _, ids = _frozen_setting()
+    layers = trained_layers(6, dropout=0.5)
+    out = candidate(embedding, layers, ids)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        out.square().sum().backward()
+    return gradients_of(layers)
+
+
+_MORE = "six layers with dropout"
+
+
+RANDOM = (
+    "with dropout the gradients are wrong, because the second run draws other random numbers: "
+    "PyTorch's checkpoint puts the random state back, with preserve_rng_state=True, its default."
+)
 _NO_NODE = (
     "no layer gets a gradient: a reentrant checkpoint whose input requires no gradient has "
     "no node in the graph. Let the embedding's output require one."
@@ -113,8 +132,8 @@ def _why_no_gradient(got, calls, learns, names) -> str | None:
     if learns == ["gradient of the head"]:
         if got["the first layer's input"]["requires a gradient"]:
             return (
-                "no layer gets a gradient, though the first one's input requires one: are "
-                "the checkpoints under torch.no_grad()?"
+                "no layer gets a gradient, though the first one's input requires one: is the "
+                "output detached, or are the checkpoints under torch.no_grad()?"
             )
         return _NO_NODE
     cut = [name.removeprefix("gradient of ") for name in names if name not in learns]
@@ -141,7 +160,12 @@ def _why_not_checkpointed(got, expected, calls) -> str | None:
         return "the gradients are right, but nothing is checkpointed: no layer runs again."
     if difference(got["segments"], expected["segments"]):
         return "several layers are in one checkpoint: here each layer must have its own."
-    return None
+    if not difference(got[_MORE], expected[_MORE]):
+        return None
+    learns = got[_MORE]["gradients"].view(6, -1).any(1).tolist()
+    if not all(learns):
+        return f"with 6 layers only {sum(learns)} learn: the loop goes over all layers."
+    return RANDOM
 
 
 EXERCISES = (

@@ -125,6 +125,10 @@ _CHAINS = {
     "50 layers, a = 9 x": (50, 27_000, 3000),
     "13 layers, a = 5 x": (13, 5000, 1000),
     "16 layers, a = x = 1": (16, 1, 1),  # k is larger than a and x here
+    "64 layers, a = 2.5 x": (64, 2500, 1000),  # as many layers as above, and no whole ratio
+    "10 layers, a = x": (10, 1000, 1000),  # where a short last segment counts
+    "3 layers, a = x": (3, 1000, 1000),  # the best is more than half of all
+    "400 layers, a = x": (400, 1000, 1000),
 }
 
 
@@ -186,7 +190,7 @@ def _explain_length(got, expected):
         if k > best_length(n, a, x)
         else "short: too many boundaries wait"
     )
-    layers = "one layer" if k == 1 else f"{k} layers"
+    layers = "1 layer" if k == 1 else f"{k} layers"
     return f"segments of {layers} are too {how}; the two costs are equal at √(n · x / a)."
 
 
@@ -205,7 +209,7 @@ EXERCISES = (
             ([9], 5000, 1000),
             ([5, 4, 3, 2], 3000, 1000),
             ([2, 3, 4, 5], 3000, 1000),
-            hidden=((_PARTS, 1000, 1), ([7, 3, 6, 1, 2], 2500, 700)),
+            hidden=((_PARTS, 1000, 1), ([7, 3, 6, 1, 2], 2500, 700), ([3, 2, 2, 2], 1000, 800)),
         ),
         explain=_explain_peak,
         mistakes=(
@@ -268,6 +272,14 @@ EXERCISES = (
                 (
                     "the boundaries are counted from the end: when a segment runs again, the "
                     "boundaries of earlier segments are still kept."
+                ),
+            ),
+            Mistake(
+                "the longest segment",
+                lambda lengths, a, x: max((m, i * x + m * a) for i, m in enumerate(lengths))[1],
+                (
+                    "this looks at the longest segment alone: a shorter, later one has more "
+                    "boundaries before it, and may need more."
                 ),
             ),
             Mistake(

@@ -15,6 +15,7 @@ from ....techniques.schedules import best_segments
 from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, measure, outside_torch
 from ..shared.settings import gradients_of
+from .exercises_frozen import RANDOM
 from .layers import ROWS, count_calls, first_input, kept_boundaries, trained_layers
 from .settings import CHAIN_CARD, DEPTH, KEEPS, chain_budget, chain_setting
 
@@ -71,7 +72,7 @@ def _last_one_plain(layers, x, k):
 def _observe_segments(candidate):
     found = {}
     # More layers than rows too: an answer that counts rows for layers leaves some out there.
-    for n, k, rows in ((8, 4, ROWS), (10, 4, ROWS), (9, 2, 3), (3, 5, ROWS)):
+    for n, k, rows in ((8, 4, ROWS), (10, 4, ROWS), (9, 2, 3), (3, 5, ROWS), (7, 5, ROWS)):
         layers, x = trained_layers(n), first_input(rows=rows)
         kept = kept_boundaries(lambda layers, x, k=k: candidate(layers, x, k), trained_layers(n))
         with count_calls(layers) as order:
@@ -82,7 +83,9 @@ def _observe_segments(candidate):
             "layers in the order in which they run": order,
             "layers that record no graph in forward": len(order.no_graph),
             "gradients": gradients_of(layers),
+            "gradient of the input": torch.zeros_like(x) if x.grad is None else x.grad,
         }
+    found[_DROPOUT] = {"gradients": _gradients_with_dropout(candidate)}
     layers = trained_layers(4)
     out = candidate(layers, first_input(requires_grad=False), 2)
     if out.requires_grad:
@@ -92,6 +95,14 @@ def _observe_segments(candidate):
     }
 
 
+def _gradients_with_dropout(candidate) -> torch.Tensor:
+    layers = trained_layers(4, dropout=0.5)
+    torch.default_generator.manual_seed(6)
+    candidate(layers, first_input(), 2).square().sum().backward()
+    return gradients_of(layers)
+
+
+_DROPOUT = "4 layers with dropout, k = 2"
 _REENTRANT = (
     "this is a reentrant checkpoint, which needs an input that requires a gradient: "
     "use_reentrant=False."
@@ -99,7 +110,7 @@ _REENTRANT = (
 
 
 def _explain_segments(got, expected):
-    cases = list(got)[:-1]
+    cases = list(got)[:-2]
     for case in cases:
         if got[case]["layers that record no graph in forward"]:
             return _REENTRANT
@@ -108,19 +119,15 @@ def _explain_segments(got, expected):
         ):
             return says
     alone = [[seen[case] for case in cases] for seen in (got, expected)]
-    return (
-        f"no layer learns from an input that needs no gradient: {_REENTRANT}"
-        if difference(*alone) is None
-        else None
-    )
+    if difference(*alone) is not None:
+        return None
+    if difference(got[_DROPOUT], expected[_DROPOUT]):
+        return RANDOM
+    return f"no layer learns from an input that needs no gradient: {_REENTRANT}"
 
 
 def _why_segments(mine, right, n, k) -> str | None:
-    order, wanted = (
-        mine["layers in the order in which they run"],
-        right["layers in the order in which they run"],
-    )
-    layers = range(n)
+    order, layers = mine["layers in the order in which they run"], range(n)
     if missing := [i for i in layers if i not in order]:
         return (
             f"{len(missing)} of {n} layers are left out and never run: a segment is the slice "
@@ -142,6 +149,13 @@ def _why_segments(mine, right, n, k) -> str | None:
             f"{len(once)} of {n} layers run without a checkpoint: put every segment into one, "
             "the last segment too."
         )
+    return _why_lengths(mine, right, n, k)
+
+
+def _why_lengths(mine, right, n, k) -> str | None:
+    """What is said where each layer learns, inside a checkpoint."""
+    order, wanted = (seen["layers in the order in which they run"] for seen in (mine, right))
+    layers = range(n)
     if max(order.times(layers)) > 2:
         return "some layers run more than twice: one checkpoint around each segment is enough."
     if order.segments(layers) != wanted.segments(layers):
@@ -151,6 +165,8 @@ def _why_segments(mine, right, n, k) -> str | None:
         )
     if mine["boundaries alive after forward"] > right["boundaries alive after forward"]:
         return "more boundaries are kept than there are segments: keep only the newest x."
+    if not mine["gradient of the input"].any():
+        return "x gets no gradient, though it requires one: do not detach it."
     return None
 
 

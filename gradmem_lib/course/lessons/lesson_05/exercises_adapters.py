@@ -112,6 +112,9 @@ def _explain_lora(got, expected):
             f"`rank` has no effect: the adapters have rank {other['ranks']}, but "
             f"{right['ranks']} was asked for."
         ),
+        "an AdamW (1 is yes)": (
+            "the optimizer is no AdamW: return torch.optim.AdamW, with its default settings."
+        ),
         "scales": "the adapters have another scale: make them by LoRALinear(layer, rank).",
         "learning rates": (
             f"`lr` has no effect: the optimizer has {other['learning rates']}, but "
@@ -195,14 +198,16 @@ def _observe_lora(candidate):
 
 def _other_adapters(candidate) -> dict:
     model, _ = lora_setting()
-    # The head is the model's last module, and in none of its layers.
-    optimizer = candidate(model, ("o_proj", "lm_head"), 3, 0.002)
+    # The head is the model's last module, and in none of its layers. No layer is called "up_",
+    # though that is a part of a name.
+    optimizer = candidate(model, ("o_proj", "lm_head", "up_"), 3, 0.002)
     adapters = {
         name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
     }
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
         "around": " ".join(sorted(adapters)),
+        "an AdamW (1 is yes)": int("adamw" in type(optimizer).__name__.lower()),
         "ranks": sorted({len(m.A) for m in adapters.values()}),
         "scales": sorted({m.scale for m in adapters.values()}),
         "learning rates": sorted({float(group["lr"]) for group in optimizer.param_groups}),

@@ -677,7 +677,7 @@ WRONG["3.9"] = {
     "seeded": (_seeded, "draw other numbers"),
     "dropout alone": (partial(_fair, wrap=_only_dropout), "draw other numbers"),
     "modes not set back": (partial(_fair, undo=False), "not as it was|mode"),
-    "gradients left": (partial(_fair, clear=False), "gradients in .grad"),
+    "gradients left": (partial(_fair, clear=False), "gradients are left behind"),
     "divided by the pieces": (
         partial(_fair, error=lambda a, b: ((a - b).norm() / a.norm()).item()),
         "length of the gradient in pieces",

@@ -1,10 +1,11 @@
 """Answers to the exercises of lesson 03 that nobody had in mind when its checks were written."""
 
 import math
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gradmem_lib import accumulate_gradients, split
@@ -483,3 +484,82 @@ WRONG["3.6"] |= {
         "max_norm has no effect: the gradient is clipped to 1 in any case",
     ),
 }
+
+
+def _one_backward_a_window(model, optimizer, micro_batches, window, loss_and_count, number=float):
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+        parts = [loss_and_count(micro) for micro in held]
+        loss = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(number(loss))
+    return losses
+
+
+WRONG["3.4"] |= {
+    "one backward a window": (_one_backward_a_window, "graphs of several micro-batches"),
+    "losses with their graphs": (
+        lambda *arguments: _one_backward_a_window(*arguments, number=lambda loss: loss),
+        "the losses keep their graphs",
+    ),
+}
+
+
+def _compares(model, batch, accumulate, cut=lambda batch: split(batch, 3), before=True):
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    gradients = []
+    for pieces in ([batch], list(cut(batch))):
+        if before or gradients:
+            model.zero_grad()
+        accumulate(pieces)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    for module, mode in modes:
+        module.training = mode
+    once, cut = gradients
+    return ((cut - once).norm() / once.norm()).item()
+
+
+WRONG["3.9"] |= {
+    "four pieces": (
+        lambda *a: _compares(*a, cut=lambda batch: split(batch, len(batch["labels"]) // 4)),
+        r"of 17 rows the pieces have \[4, 4, 4, 4, 1\]",
+    ),
+    "the first four": (
+        lambda *a: _compares(*a, cut=lambda batch: list(split(batch, 3))[:4]),
+        r"of 17 rows the pieces have \[3, 3, 3, 3\]",
+    ),
+    "without the last": (
+        lambda *a: _compares(*a, cut=lambda batch: list(split(batch, 3))[:-1]),
+        r"of 12 rows the pieces have \[3, 3, 3\]",
+    ),
+    "a gradient from before": (
+        lambda *a: _compares(*a, before=False),
+        "the model had a gradient before",
+    ),
+}
+
+
+def _entropy_after_the_update():
+    def fixed(model, optimizer, batch):
+        entropy, rows = 0.0, len(batch[1])
+        for x, y in split(batch, 8):
+            (F.cross_entropy(model(x), y, reduction="sum") / rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for x, _ in split(batch, 8):
+                p = model(x).softmax(-1)
+                entropy -= (p * p.log()).sum().item() / rows
+        return entropy
+
+    return 8, fixed
+
+
+WRONG.setdefault("3.10", {})["after the update"] = (
+    _entropy_after_the_update,
+    "another case, which is not shown, entry 'returned'",
+)

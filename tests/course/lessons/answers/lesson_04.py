@@ -55,7 +55,7 @@ def _by_parameters(ctx, gradient):
     x = ctx.saved_tensors[0].detach().requires_grad_()
     with torch.enable_grad():
         out = ctx.run(x)
-    held = list(ctx.run.parameters())
+    held = [p for p in ctx.run.parameters() if p.requires_grad]
     first, *rest = torch.autograd.grad(out, [x, *held], gradient)
     for p, g in zip(held, rest, strict=True):
         p.grad = g if p.grad is None else p.grad + g

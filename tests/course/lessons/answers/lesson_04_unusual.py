@@ -415,3 +415,136 @@ WRONG["4.5"] |= {
         "needs least",
     ),
 }
+
+
+def _of_all_weights(ctx, gradient):
+    """A frozen weight is asked for its gradient too."""
+    x, out = _again(ctx)
+    weights = list(ctx.run.parameters())
+    found = torch.autograd.grad(out, [x, *weights], gradient)
+    for p, g in zip(weights, found[1:], strict=True):
+        p.grad = g if p.grad is None else p.grad + g
+    return None, found[0]
+
+
+def _thaws(ctx, gradient):
+    for p in ctx.run.parameters():
+        p.requires_grad_(True)
+    return _plain(ctx, gradient)
+
+
+def _keeps_the_second_run(ctx, gradient):
+    x, ctx.out = _again(ctx)
+    torch.autograd.backward(ctx.out, gradient, retain_graph=True)
+    return None, x.grad
+
+
+_HELD = []
+
+
+def _pushes(ctx, run, x):
+    _HELD.append(run)
+    ctx.save_for_backward(x)
+    return run(x)
+
+
+def _pops(ctx, gradient):
+    ctx.run = _HELD.pop()
+    return _plain(ctx, gradient)
+
+
+WRONG["4.1"] |= {
+    "all weights": (_function(_keep, _of_all_weights), "may not be asked for one"),
+    "thaws": (_function(_keep, _thaws), "a frozen weight gets a gradient"),
+    "keeps the second run": (_function(_keep, _keeps_the_second_run), "kept after backward"),
+    "a stack": (_function(_pushes, _pops), "in its own ctx"),
+}
+
+
+def _pushes_state(ctx, run, x):
+    _HELD.append(torch.get_rng_state())
+    return Checkpoint.forward(ctx, run, x)
+
+
+def _pops_state(ctx, gradient):
+    ctx.state = _HELD.pop()
+    return _forked(ctx, gradient)
+
+
+def _state_and_copy(ctx, run, x):
+    ctx.state, ctx.run = torch.get_rng_state(), run
+    ctx.save_for_backward(x.clone())
+    return run(x)
+
+
+WRONG["4.2"] |= {
+    "a stack": (_safe(_pushes_state, _pops_state), "in its own ctx"),
+    "a copy of x": (_safe(_state_and_copy, _forked), "no clone or copy"),
+}
+
+
+def _other_random(embedding, layers, ids):
+    x = embedding(ids).requires_grad_()
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
+    return x
+
+
+WRONG["4.3"] |= {
+    "four layers": (lambda e, layers, ids: _frozen(e, layers[:4], ids), "with 6 layers only 4"),
+    "other random numbers": (_other_random, "preserve_rng_state=True"),
+    "output detached": (lambda *a: _frozen(*a).detach(), "is the output detached"),
+}
+
+
+def _segments_of(layers, x, k, **settings):
+    for start in range(0, len(layers), k):
+        x = checkpoint(layers[start : start + k], x, use_reentrant=False, **settings)
+    return x
+
+
+def _as_equal_as_possible(layers, x, k):
+    segments = math.ceil(len(layers) / k)
+    return _segments_of(layers, x, math.ceil(len(layers) / segments))
+
+
+WRONG["4.4"] |= {
+    "other random numbers": (
+        lambda layers, x, k: _segments_of(layers, x, k, preserve_rng_state=False),
+        "preserve_rng_state=True",
+    ),
+    "x is detached": (
+        lambda layers, x, k: _segments_of(layers, x.detach().requires_grad_(), k),
+        "x gets no gradient",
+    ),
+    "equal lengths": (_as_equal_as_possible, r"should have \[5, 2\]"),
+}
+# The last place of each length: of two equal segments, the later one always needs more.
+RIGHT["4.5"]["a dict of lengths"] = lambda lengths, a, x: max(
+    i * x + m * a for m, i in {m: i for i, m in enumerate(lengths)}.items()
+)
+WRONG["4.5"]["the longest"] = (
+    lambda lengths, a, x: max((m, i * x + m * a) for i, m in enumerate(lengths))[1],
+    "the longest segment alone",
+)
+
+
+def _once_for_each_n():
+    known = {}
+
+    def length(n, a, x):
+        return known.setdefault(n, _ternary(n, a, x))
+
+    return length
+
+
+WRONG["4.6"] |= {
+    "kept by n": (_once_for_each_n(), "segments of 6 layers are too long"),
+    "a whole ratio": (lambda n, a, x: max(1, round(math.sqrt(n / (a // x)))), "too long"),
+    "all boundaries": (
+        lambda n, a, x: min(range(1, n + 1), key=lambda k: math.ceil(n / k) * x + k * a),
+        "segments of 2 layers are too short",
+    ),
+    "less than half": (lambda n, a, x: _ternary(n, a, x) if n != 3 else 1, "segments of 1 layer"),
+    "at most 7": (lambda n, a, x: min(7, _ternary(n, a, x)), "segments of 7 layers are too short"),
+}

@@ -388,3 +388,27 @@ WRONG["5.10"] |= {
     "no step, in checkpoints": (_checkpointed_step(step=False), "the weights have not moved"),
     "no loss": (_checkpointed_step(returns=False), "return the loss"),
 }
+
+
+def _adapters_where(called, optimizer=torch.optim.AdamW):
+    def add_adapters(model, names, rank, lr):
+        model.requires_grad_(False)
+        for path, module in list(model.named_modules()):
+            parent, _, own = path.rpartition(".")
+            if isinstance(module, torch.nn.Linear) and called(path, names):
+                setattr(model.get_submodule(parent), own, LoRALinear(module, rank))
+        return optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+    return add_adapters
+
+
+WRONG["5.6"] |= {
+    "a part of the path": (
+        _adapters_where(lambda path, names: any(name in path for name in names)),
+        "wrap all layers whose last name is in",
+    ),
+    "Adam": (
+        _adapters_where(lambda path, names: path.split(".")[-1] in names, torch.optim.Adam),
+        "is no AdamW",
+    ),
+}
