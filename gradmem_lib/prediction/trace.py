@@ -26,6 +26,7 @@ from ..training.step import (
     step,
 )
 from . import cuda_kernels, fakes
+from .caches import without_new_entries
 from .changed_views import ChangedViews
 from .chunks import FewChunks
 from .configs import example_batch
@@ -162,7 +163,10 @@ class _FakeStep:
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
+        source = self.question.source
         with self._exit_stack as stack:
+            if source.is_user_module:
+                stack.enter_context(without_new_entries(source.skeleton))
             self._enter(stack)
             self._exit_stack = stack.pop_all()
         return self

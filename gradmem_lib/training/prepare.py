@@ -214,7 +214,9 @@ def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
         "techniques.precision": our_precision,
     }
     if module == "transformers.optimization":  # imported only if needed: it takes a second
-        from transformers import optimization
+        # It may import peft, which must not get the fake tensors of a prediction as constants.
+        with compat.without_modes():
+            from transformers import optimization
 
         homes[module] = optimization
     home = homes.get(module)

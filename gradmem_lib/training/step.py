@@ -1,5 +1,6 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
@@ -150,11 +151,16 @@ def check_loss_in_pieces(
 ) -> None:
     """Raise ``LossIsNoMean`` if ``step`` would, by its values, refuse to cut ``batch``.
 
-    It costs a few forwards of a few rows. Rows that the model does not take prove nothing here.
+    It costs a copy of the model and a few forwards of a few rows. What cannot be copied, and rows
+    that the model does not take, prove nothing here.
     """
     how = _how_cut(recipe)
     if not how or recipe.chunked_loss:
         return  # nothing is cut, or the loss is this library's own, a mean over labels
+    try:
+        model = copy.deepcopy(model)  # a forward may count its calls, or keep something
+    except RuntimeError:  # tensors with a graph
+        return
     device = device_of(model).type
 
     def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
