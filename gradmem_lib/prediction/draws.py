@@ -39,7 +39,7 @@ def _word_for(output: int) -> int:
 
 
 @contextmanager
-def _restored_generators() -> Iterator[Callable[[], bool]]:
+def restored_generators() -> Iterator[Callable[[], bool]]:
     """Give both generators their states back at the end.
 
     The function that it yields says whether one of them has been used.
@@ -80,7 +80,7 @@ class _Attempt(NamedTuple):
 def _attempt(trace: Callable, outputs: list[int] | None = None) -> _Attempt:
     """Run ``trace`` where ``outputs`` are drawn next, or whatever comes next."""
     found, error = None, None
-    with _restored_generators() as were_used:
+    with restored_generators() as were_used:
         if outputs is not None:
             _set_next(outputs)
         try:

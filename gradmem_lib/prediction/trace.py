@@ -31,7 +31,7 @@ from .changed_views import ChangedViews
 from .chunks import FewChunks
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
-from .draws import same_for_all_draws
+from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .loop import Loop, RunningLoop
 from .question import CannotTrace, Question
@@ -55,8 +55,12 @@ def traced(
             found = _recorded(question, micro_batches, few_chunks=False)
         return found
 
-    # One trace is enough, unless the step draws numbers by which it may decide.
     with _explained_errors(question):
+        if question.recipe.sharding is not None and not question.source.is_user_module:
+            # PyTorch's fake collectives draw the numbers of their requests: nothing is decided.
+            with restored_generators():
+                return trace()
+        # One trace is enough, unless the step draws numbers by which it may decide.
         name = type(question.source.skeleton).__name__
         return same_for_all_draws(trace, _are_alike, name)
 
