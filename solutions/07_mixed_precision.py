@@ -269,8 +269,8 @@ master_step = check("7.4", master_step)
 #
 # ## 4 · float16 needs a scaled loss
 #
-# A **scaler** multiplies the loss by a factor, divides the gradients by the same factor, and watches for overflow. It
-# looks for the largest factor that works.
+# A **scaler** multiplies the loss by a factor, divides the gradients by it, and watches for overflow. It looks for the
+# largest factor that works.
 #
 # ### Exercise 7.5 · a scaler by hand
 #
@@ -374,8 +374,8 @@ for name, recipe in recipes.items():
 # the states). The master's peak also has the embedding's gradient in float32. Rounding by chance costs no more than
 # all bf16.
 #
-# Then the losses. A few small updates change little. In the stored notebook, which made one short update of a model cut
-# to one layer (so its losses are high), all six losses are within 0.2 % of each other. The difference is in the
+# A few small updates change the losses little. In the stored notebook (one short update of a model cut to one
+# layer, hence high losses), all six losses are within 0.2 % of each other. The difference is in the
 # weights. At this rate, rounding to the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every
 # update, but a bf16 weight changes only when its master has moved by half a gap. Over 5,000 updates, most do, even if
 # each goes a random way. With rounding by chance, each weight moves as far as it should on average, from the first
@@ -410,8 +410,8 @@ guess_c.reveal(measured=round(saved[1]))
 #   weights are larger than what it saves in activations.
 # - **From five rows on** it saves, and more with every row.
 #
-# All bf16 halves the residents at any batch. From four rows on, the peak falls by less than half, since the loss is still
-# computed in float32.
+# All bf16 halves the residents at any batch. From four rows on, the peak falls by less than half, since the loss stays
+# float32.
 #
 # ## 7 · The same through `Trainer`
 #

@@ -190,7 +190,7 @@ def _explain_length(got, expected):
         if k > best_length(n, a, x)
         else "short: too many boundaries wait"
     )
-    layers = "1 layer" if k == 1 else f"{k} layers"
+    layers = "one layer" if k == 1 else f"{k} layers"
     return f"segments of {layers} are too {how}; the two costs are equal at √(n · x / a)."
 
 

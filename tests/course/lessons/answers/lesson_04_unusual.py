@@ -545,6 +545,6 @@ WRONG["4.6"] |= {
         lambda n, a, x: min(range(1, n + 1), key=lambda k: math.ceil(n / k) * x + k * a),
         "segments of 2 layers are too short",
     ),
-    "less than half": (lambda n, a, x: _ternary(n, a, x) if n != 3 else 1, "segments of 1 layer"),
+    "less than half": (lambda n, a, x: _ternary(n, a, x) if n != 3 else 1, "segments of one layer"),
     "at most 7": (lambda n, a, x: min(7, _ternary(n, a, x)), "segments of 7 layers are too short"),
 }

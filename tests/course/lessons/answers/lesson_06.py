@@ -427,7 +427,10 @@ WRONG["6.6"] = {
     "the base": (partial(_next, base=True), "LoRA"),
     "the largest": (partial(_next, enough=False), "enough|most"),
     "backwards": (partial(_next, order=NAMES[::-1]), "price|first|order"),
-    "gradients in 8 bits": (partial(_next, eight=("gradients",)), "8-bit states takes away"),
+    "gradients in 8 bits": (
+        partial(_next, eight=("gradients",)),
+        "8-bit states remove the gradients",
+    ),
     "the spike stays": (partial(_next, spikes=False), "only activations"),
     "4 bits without adapters": (partial(_next, adapters=False), "LoRA too"),
     "adapters keep the step's": (partial(_next, own=False), "LoRA and QLoRA leave"),

@@ -192,9 +192,4 @@ WRONG["6.2"] |= {
         "the optimizer's step is left out",
     ),
 }
-WRONG["6.6"] |= {
-    "None for none": (
-        lambda *given: None if (word := _next()(*given)) == "none" else word,
-        "micro-batches, checkpointing, 8-bit states, LoRA, QLoRA and none",
-    ),
-}
+WRONG["6.6"] |= {}
