@@ -229,7 +229,8 @@ def test_command_plan_takes_pictures_without_a_length(capsys, tmp_path):
     tiny_config("vit").save_pretrained(tmp_path)
     asked = ["--card", "1GiB", "--global-batch", "4", "--target", "cpu", "--method", "qlora"]
     code, out, err = command(capsys, "plan", str(tmp_path), *asked)
-    assert code == 0 and not err
+    # On a slow machine it says what takes so long, and how far it is.
+    assert code == 0 and (not err or err.startswith("reading the model and trying its recipes"))
     assert "global batch 4 rows" in out and "A row: pixel_values 3 x 32 x 32" in out
     assert "ViTForImageClassification(config)" in out and "us/row" in out
     code, out, err = command(capsys, "plan", str(tmp_path), *asked, "--json")
