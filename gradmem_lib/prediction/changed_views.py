@@ -87,6 +87,8 @@ def _correct_backward(view: Tensor) -> None:
         return
     base = base_of(view)
     nodes, reaches_base = _backwards_down_to(base, view)
+    if not nodes:  # the view's gradient is the base's own: nothing lies between
+        return
     names = [node.name() for node in nodes]
     whole = [name for name in names if name in _ALLOCATE_THE_WHOLE]
     is_known = reaches_base and set(names) <= _ALLOCATE_NOTHING | _ALLOCATE_THE_WHOLE
@@ -104,6 +106,8 @@ def _backwards_down_to(base: Tensor, view: Tensor) -> tuple[list[Any], bool]:
     node: Any = view.grad_fn
     while node is not None and node is not base.grad_fn:
         nodes.append(node)
+        if not node.next_functions:  # the node of a leaf passes the gradient to nobody
+            return nodes, False
         node = node.next_functions[0][0]
     return nodes, node is not None
 
