@@ -13,15 +13,38 @@ from .extrapolation import LIST, PART, UNIT, Trace, filled_places
 from .marks import NOWHERE
 
 FREED = -1  # in place of a size
+KEPT = -1, -1, 0  # in place of where a block is freed
 # A layer may free what a layer so many units away has asked for: its input's input.
 FARTHEST = 2
 # The unit from which a block's unit is counted. In a deeper model it is the same one from there.
 START, END, REQUEST = "the first unit", "the last unit", "the unit that makes the request"
 
 
-class Block(NamedTuple):
-    """A block of memory: the ``number``-th that ``unit`` of list ``layers`` asks for in ``part``.
+class Naming(NamedTuple):
+    """One way to give blocks names that hold for any depth. Names decide nothing but which block of
+    a deeper model is freed, and traces that agree in any of them prove the deeper model.
 
+    ``by_end``: the blocks that a unit asks for in backward are numbered apart by where they are
+    freed. The last unit of a decoder, which is the first one in backward, makes the first gradient
+    of what all units read. The others add theirs to it, and ask for another number of blocks. What
+    each unit leaves to its neighbour has the same number in all units nevertheless.
+    ``units_kept``: what is freed at once are the blocks of all units but so many.
+    """
+
+    by_end: bool
+    units_kept: int
+
+
+# In the order in which they are tried
+NAMINGS = Naming(False, 0), Naming(False, 1), Naming(True, 0), Naming(True, 1)
+
+
+class Block(NamedTuple):
+    """A block of memory: the ``number``-th of those that ``unit`` of list ``layers`` asks for in
+    ``part``, and that have the same ``end``.
+
+    ``end``: the part in which it is freed, the list that frees it, and how many units further; or
+    ``KEPT``.
     ``since``: the unit from which ``unit`` is counted.
     """
 
@@ -29,6 +52,7 @@ class Block(NamedTuple):
     layers: int
     unit: int
     number: int
+    end: tuple[int, int, int]
     since: str = START
 
 
@@ -64,24 +88,24 @@ def extrapolated_requests(
     The result is ``None`` if the traces do not prove it: without the unit that is repeated,
     ``longer`` has to ask for the same as ``short``.
     """
-    for units_kept in (0, 1):
-        found = _extrapolated(short, longer, repeats, units_kept)
+    for naming in NAMINGS:
+        found = _extrapolated(short, longer, repeats, naming)
         if found is not None:
             return found
     return None
 
 
 def _extrapolated(
-    short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int], units_kept: int
+    short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int], naming: Naming
 ) -> tuple[int, ...] | None:
-    """The same, if what is freed at once are the blocks of all units but ``units_kept``."""
-    requests = _named(short, units_kept)
+    """The same, with the names that ``naming`` gives."""
+    requests = _named(short, naming)
     if requests is None:
         return None
     units = _last_units(requests)
     rounds: list[Round] = []
     for layers, long in longer.items():
-        found = _rounds(requests, _named(long, units_kept), layers, repeats[layers])
+        found = _rounds(requests, _named(long, naming), layers, repeats[layers])
         if found is None:
             return None
         rounds += found
@@ -89,33 +113,66 @@ def _extrapolated(
     return _numbered(_stretches(requests, rounds, units), units)
 
 
-def _named(trace: Trace, units_kept: int) -> list[Request] | None:
+def _named(trace: Trace, naming: Naming) -> list[Request] | None:
     """The requests of a trace, with names for their blocks.
 
     ``None`` if a layer frees a block of a layer that is far from it.
     """
     places = filled_places(trace.places)[:, [PART, LIST, UNIT]].tolist()
-    asked: Counter[tuple] = Counter()  # by part, list and unit: how many blocks so far
-    blocks: list[Block] = []  # by the number that the trace frees them by
-    makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
-    at_once = _samples_that_free_every_unit(trace, places, units_kept)
+    at_once = _samples_that_free_every_unit(trace, places, naming.units_kept)
+    homes: list[tuple[int, int, int]] = []  # part, list and unit of each block
+    # Of each block that is freed: the part in which it is, and by which list and unit.
+    freed_in: dict[int, tuple[int, int, int]] = {}
     for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
         part, *place = places[sample]
         if request >= 0:
             # What exists before the step is made outside of layers: its name tells the layer.
             if place[0] == NOWHERE[0]:
                 place = by_name
-            home = part, *place
-            blocks.append(Block(*home, asked[home]))
-            asked[home] += 1
-            makers.append((request, *place, blocks[-1]))
+            homes.append((part, *place))
         else:
-            block = blocks[-1 - request]
+            number = -1 - request
+            _, *home = homes[number]
             # As if each unit freed its own: a deeper model frees those of more units.
-            if sample in at_once and block.layers != NOWHERE[0]:
-                place = [block.layers, block.unit]
-            makers.append((FREED, *place, block))
+            if sample in at_once and home[0] != NOWHERE[0]:
+                place = home
+            freed_in[number] = part, *place
+    ends = freed_in if naming.by_end else {}
+    blocks = _blocks(homes, ends)
+    makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
+    count = 0
+    for request in trace.requests:
+        if request >= 0:
+            _, *place = homes[count]
+            makers.append((request, *place, blocks[count]))
+            count += 1
+        else:
+            number = -1 - request
+            _, *place = freed_in[number]
+            makers.append((FREED, *place, blocks[number]))
     return _with_distances(makers, _last_units(makers))
+
+
+def _blocks(
+    homes: Sequence[tuple[int, int, int]], freed_in: Mapping[int, tuple[int, int, int]]
+) -> list[Block]:
+    """Names for the blocks of a trace, numbered apart in backward by where they are ``freed_in``
+    it.
+    """
+    asked: Counter[tuple] = Counter()  # by home and end: how many blocks so far
+    blocks: list[Block] = []
+    for number, home in enumerate(homes):
+        part, layers, unit = home
+        end = KEPT
+        # The parts of a step are forward, backward, forward, ... and the optimizer's step.
+        in_backward = part > 0 and part % 2 == 0
+        if in_backward and number in freed_in:
+            end_part, end_layers, end_unit = freed_in[number]
+            distance = end_unit - unit if end_layers == layers else 0
+            end = end_part, end_layers, distance
+        blocks.append(Block(part, layers, unit, asked[home, end], end))
+        asked[home, end] += 1
+    return blocks
 
 
 def _samples_that_free_every_unit(
@@ -241,17 +298,17 @@ def _numbered(
 
     ``None`` if a block would be freed that is not there.
     """
-    numbers: dict[tuple[int, ...], int] = {}  # of a block: by part, list, number and unit
+    numbers: dict[tuple, int] = {}  # of a block: by part, list, number, end and unit
     asked: list[int] = []
     count = 0
     for requests, unit_of_all in stretches:
-        for size, _, own_unit, (part, layers, unit, number, since) in requests:
+        for size, _, own_unit, (part, layers, unit, number, end, since) in requests:
             # a deep model has very many requests: this loop has no calls that it can do without
             if since == REQUEST:
                 unit += own_unit if unit_of_all is None else unit_of_all
             elif since == END:
                 unit += last[layers]
-            block = part, layers, number, unit
+            block = part, layers, number, end, unit
             if size != FREED:
                 numbers[block] = count
                 asked.append(size)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.families import tiny_config
+from support.nightly import each
 
 from gradmem_lib.course.material import models
 from gradmem_lib.prediction import allocator, requests
@@ -46,6 +48,45 @@ def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
     assert found == of_all.requests
     assert predicted.requests() == found
     assert predicted.replay_allocator() == allocator.replayed(of_all.requests)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("whisper", PLAIN),
+        *each(
+            5,
+            [
+                ("t5", replace(PLAIN, optimizer="adafactor-torch", in_backward=True)),
+                ("bart", replace(PLAIN, lora_rank=2, accumulation=4)),
+                ("whisper", replace(PLAIN, checkpointing="first-5")),
+                ("whisper", replace(PLAIN, checkpointing="per-layer", optimizer="adamw-8bit")),
+                ("marian", replace(PLAIN, checkpointing="attention")),
+            ],
+        ),
+    ],
+)
+def test_short_traces_prove_the_requests_of_an_encoder_and_a_decoder(family, recipe, monkeypatch):
+    """All layers of the decoder read one tensor, and the first one in backward makes its gradient.
+    The others add to it, and ask for other blocks.
+    """
+    config = tiny_config(family)
+    for name in ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"):
+        if hasattr(config, name):
+            setattr(config, name, 11)
+    source = source_of(config)
+    sizes = SIZES | {"seq_len": 16, "recipe": recipe}
+    with monkeypatch.context() as no_full_trace:
+        no_full_trace.setattr("gradmem_lib.prediction.predict.traced", None)
+        short = predict(source, **sizes)
+        found = short.requests()
+    full = predict(source, full=True, **sizes)
+    of_all = full.requests()
+    if recipe.accumulation > MICRO_BATCHES:
+        of_all = traced(full._question, MICRO_BATCHES).requests
+    assert found == of_all
+    assert (short.timeline.rows == full.timeline.rows).all()
+    assert short.replay_allocator() == full.replay_allocator()
 
 
 @pytest.mark.parametrize("checkpointing", [None, "first-9"])
