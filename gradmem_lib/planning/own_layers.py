@@ -146,7 +146,8 @@ def watch_layers(
 ) -> dict[nn.Module, Seen]:
     """What each of ``layers`` does in a forward with ``batch``.
 
-    Raises what the forward raises, and ``RuntimeError`` for layers that are checkpointed already.
+    Raises ``ValueError`` if the forward fails, and ``RuntimeError`` for layers that are
+    checkpointed already.
     """
     refuse_checkpointed(layers)
     watch = _Watch(layers)

@@ -143,25 +143,15 @@ def count_row(
         # The counter does not know the CPU's fused attention.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         counter = FlopCounterMode(display=False)
-        try:
-            with torch.no_grad():
-                run_on_fakes(together, batch, counter)
-        except Exception as error:  # the model's own code may raise anything
-            message = (str(error).strip().splitlines() or [""])[0]
-            raise ValueError(
-                f"plan counts what {type(model).__name__} computes for {COUNTED_ROWS} rows of "
-                "tensors that have shapes and no values, and this forward fails with "
-                f"{type(error).__name__}: {message}. Give a batch that the model takes, and loss= "
-                "if the model's forward does not take the whole batch; or predict one recipe after "
-                "the other with predict(model, batch=..., recipe=Recipe(...))"
-            ) from error
+        with torch.no_grad():
+            run_on_fakes(together, batch, counter)
     return _passed(model, linear, seen, counter.get_flop_counts(), attention, layers)
 
 
 def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) -> None:
     """Run the forward, and the loss, for ``COUNTED_ROWS`` rows of tensors that have no values.
 
-    ``watch`` is active meanwhile.
+    ``watch`` is active meanwhile. Raises ``ValueError`` if the forward fails.
     """
     with ExitStack() as stack:
         stack.enter_context(compat.without_modes())
@@ -172,7 +162,17 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
             fakes[name] = torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
         rows = compat.tree_map(_fake, rows_like(batch, COUNTED_ROWS))
         stack.enter_context(watch)
-        torch.func.functional_call(together, fakes, (rows,))
+        try:
+            torch.func.functional_call(together, fakes, (rows,))
+        except Exception as error:  # the model's own code may raise anything
+            message = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(
+                f"plan counts what {type(together.model).__name__} computes for {COUNTED_ROWS} "
+                "rows of tensors that have shapes and no values, and this forward fails with "
+                f"{type(error).__name__}: {message}. Give a batch that the model takes, and loss= "
+                "if the model's forward does not take the whole batch; or predict one recipe after "
+                "the other with predict(model, batch=..., recipe=Recipe(...))"
+            ) from error
 
 
 def _fake(value: Any) -> Any:

@@ -83,13 +83,15 @@ class Pairs(nn.Module):
 
 
 class Picture(nn.Module):
-    """A vision transformer whose blocks are one nn.Sequential, as timm has it."""
+    """A vision transformer whose blocks are one nn.Sequential, as timm has it. ``side``: how many
+    patches of 4 x 4 lie side by side.
+    """
 
-    def __init__(self, layers: int = 4):
+    def __init__(self, layers: int = 4, side: int = 4):
         super().__init__()
         self.patch_embed = nn.Conv2d(3, WIDTH, 4, 4)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 17, WIDTH))
+        self.pos_embed = nn.Parameter(torch.zeros(1, side**2 + 1, WIDTH))
         self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
 
@@ -125,7 +127,8 @@ class Diffusion(nn.Module):
         time = self.time(times[:, None])
         for block in self.blocks:
             x = block(x, time)
-        return F.pixel_shuffle(self.head(x).transpose(1, 2).unflatten(-1, (4, 4)), 2)
+        side = latents.shape[-1] // 2
+        return F.pixel_shuffle(self.head(x).transpose(1, 2).unflatten(-1, (side, side)), 2)
 
 
 class Residual(nn.Module):
