@@ -733,6 +733,13 @@ def _add_recipe(add) -> None:
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
     add("--every-n-layers", type=_count, metavar="N", help="checkpoint one layer in N")
     add(
+        "--layers",
+        type=_names,
+        default=(),
+        metavar="NAMES",
+        help="only these lists of layers, such as model.decoder.layers",
+    )
+    add(
         "--offload",
         type=_one_of(OFFLOAD, or_none=True),
         metavar="O",

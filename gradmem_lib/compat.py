@@ -83,9 +83,14 @@ def returns(func) -> list:
     return getattr(getattr(func, "_schema", None), "returns", [])
 
 
+def arguments_of(func) -> list:
+    """The arguments in an operator's schema; empty for a higher-order operator."""
+    return getattr(getattr(func, "_schema", None), "arguments", [])
+
+
 def writes_first_argument(func) -> bool:
     """Whether an operator writes into its first argument, keeps its size, and returns it."""
-    arguments = getattr(getattr(func, "_schema", None), "arguments", [])
+    arguments = arguments_of(func)
     results = returns(func)
     if not arguments or not results or getattr(func, "overloadpacket", None) in _resizing:
         return False

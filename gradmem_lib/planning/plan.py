@@ -31,6 +31,7 @@ def plan(
     notify: Callable[[str], None] | None = None,
     batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    layers: Any = None,
 ) -> Plan:
     """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why
     faster ways do not fit.
@@ -60,6 +61,9 @@ def plan(
             of the weights.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the model's output
             does not have it; with ``batch`` only.
+        layers: the lists of layers in a module of your own that checkpoints and shards take: one or
+            several ``nn.ModuleList``s or ``nn.Sequential``s of it, their names, or lists of its
+            layers. ``None``: they are found, and the plan names them.
 
     It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's
     Adafactor; each also with steps in backward), the loss whole or in chunks, every micro-batch
@@ -74,8 +78,10 @@ def plan(
     the loss is not in chunks, and only AdamW steps in backward.
 
     Where a row is more than tokens, times are those of a row. If the loss compares rows with each
-    other, the batch goes through in one piece. Layers run again in transformers models, and in an
-    ``nn.Sequential`` or ``nn.ModuleList``.
+    other, the batch goes through in one piece. Layers run again in transformers models, in an
+    ``nn.Sequential``, and in the outermost lists of other modules: where a forward shows that each
+    layer is called, computes from its arguments and weights alone, and changes nothing that it has
+    not made (as batch norms change their statistics). The plan says which lists it leaves alone.
 
     Raises ``ValueError`` for an unknown card, model or method, for sizes that the model cannot
     take, and for a model with frozen weights or with other weights than its config's;
@@ -94,7 +100,13 @@ def plan(
     if batch is not None and is_own_module(model_or_config):
         config, title = None, type(model_or_config).__name__
         _check_own_module(model_or_config, method)
-        work = count(None, seq_len, batch, loss, module=model_or_config)
+        work = count(None, seq_len, batch, loss, module=model_or_config, layers=layers)
+    elif layers is not None:
+        raise ValueError(
+            "layers= is for a module of your own with batch=; the layers of a transformers model "
+            "are found. To recompute some of them: predict(model, recipe=Recipe(checkpointing="
+            "'per-layer', layers=('model.layers',)), ...)"
+        )
     else:
         config, title = find_model(model_or_config)
         work = count(config, seq_len, batch, loss)
@@ -180,16 +192,25 @@ def _notes(search: Search) -> list[str]:
     notes = []
     if search.work.uncut:
         notes.append(f"The batch goes through in one piece. {search.work.uncut}.")
-    if not search.work.has_layers:
+    if search.work.named:
+        names = [_words_of(one) for one in search.work.named]
+        notes.append(f"Checkpoints are those of the layers in {', '.join(names)}.")
+    elif not search.work.has_layers:
         notes.append(
-            "No checkpoints are tried: this model is no nn.Sequential or nn.ModuleList, and has no "
-            "list of transformers' layers. To see what they would save, call checkpoint_layers "
-            "with its list of layers, then predict(model, batch=..., recipe=Recipe(...))."
+            "No checkpoints are tried: this module has no list of layers that keep more than their "
+            "inputs and may run again. To say which layers it has, give layers=, such as "
+            "layers=model.blocks."
         )
+    notes += search.work.problems
     predicted = [*search.fits(), *search.refused()]
     if predicted:  # the best one, or the closest
         notes += [f"{note}." for note in predicted[0].prediction.notes]
     return notes
+
+
+def _words_of(one: str | tuple[str, ...]) -> str:
+    """A list of layers by its name, or by the names of its layers."""
+    return one if isinstance(one, str) else f"({', '.join(one)})"
 
 
 def _advice(search: Search, methods: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ it does is counted.
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import compat
-from ..techniques.layers import find_layers
+from ..techniques.layers import Named, find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.splitting import count_rows
 from ..training.recipe import Recipe
@@ -98,7 +98,7 @@ def _repeated(value: Tensor, given: int, rows: int, dtype: torch.dtype | None) -
     return value[torch.arange(rows, device=value.device) % given]
 
 
-class _WithLoss(nn.Module):
+class WithLoss(nn.Module):
     """A model and its loss as one module."""
 
     def __init__(self, model: nn.Module, loss: Callable | None):
@@ -114,15 +114,19 @@ class _WithLoss(nn.Module):
 
 
 def count_row(
-    model: nn.Module, batch: Any, loss: Callable | None = None, attention: tuple[str, ...] = ()
+    model: nn.Module,
+    batch: Any,
+    loss: Callable | None = None,
+    attention: tuple[str, ...] = (),
+    layers: Named = (),
 ) -> Passed:
     """Count what a row of ``batch`` passes in ``model``, which does not change.
 
     ``attention``: the names of its attention modules, each with a dot at the end; the names of the
-    layers inside begin so. Raises ``ValueError`` if the forward fails.
+    layers inside begin so. ``layers``: the names of its lists of layers, as for ``find_layers``.
+    Raises ``ValueError`` if the forward fails.
     """
-    together = _WithLoss(model, loss)
-    tensors = dict(together.named_parameters()) | dict(together.named_buffers())
+    together = WithLoss(model, loss)
     linear = linear_layers(model)
     head = output_layer(model)
     watched = list(linear.values())
@@ -136,27 +140,39 @@ def count_row(
     with ExitStack() as stack:
         for layer in watched:
             stack.callback(layer.register_forward_hook(count_vectors).remove)
-        stack.enter_context(compat.without_modes())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(torch.no_grad())
         # The counter does not know the CPU's fused attention.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad():
+            run_on_fakes(together, batch, counter)
+    return _passed(model, linear, seen, counter.get_flop_counts(), attention, layers)
+
+
+def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) -> None:
+    """Run the forward, and the loss, for ``COUNTED_ROWS`` rows of tensors that have no values.
+
+    ``watch`` is active meanwhile. Raises ``ValueError`` if the forward fails.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(compat.without_modes())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(compat.FakeTensorMode(allow_non_fake_inputs=True))
-        fakes = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+        fakes = {}
+        for name, tensor in (*together.named_parameters(), *together.named_buffers()):
+            fakes[name] = torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
         rows = compat.tree_map(_fake, rows_like(batch, COUNTED_ROWS))
-        counter = stack.enter_context(FlopCounterMode(display=False))
+        stack.enter_context(watch)
         try:
             torch.func.functional_call(together, fakes, (rows,))
         except Exception as error:  # the model's own code may raise anything
             message = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
-                f"plan counts what {type(model).__name__} computes for {COUNTED_ROWS} rows of "
-                "tensors that have shapes and no values, and this forward fails with "
+                f"plan counts what {type(together.model).__name__} computes for {COUNTED_ROWS} "
+                "rows of tensors that have shapes and no values, and this forward fails with "
                 f"{type(error).__name__}: {message}. Give a batch that the model takes, and loss= "
                 "if the model's forward does not take the whole batch; or predict one recipe after "
                 "the other with predict(model, batch=..., recipe=Recipe(...))"
             ) from error
-    return _passed(model, linear, head, seen, counter.get_flop_counts(), attention)
 
 
 def _fake(value: Any) -> Any:
@@ -172,10 +188,10 @@ def output_layer(model: nn.Module) -> nn.Linear | None:
 def _passed(
     model: nn.Module,
     linear: dict[str, nn.Module],
-    head: nn.Linear | None,
     seen: Counter[nn.Module],
     flops: dict[str, dict],
     attention: tuple[str, ...],
+    named: Named,
 ) -> Passed:
     """What the counted forward says of one row: ``seen`` and ``flops`` are of all its rows."""
     vectors: dict[str, float] = {}  # of a row, by the name of a linear layer
@@ -192,6 +208,7 @@ def _passed(
     all_widths, all_passed_widths = sum(widths.values()), sum(passed_widths.values())
 
     of_head, logits = 0.0, 0.0
+    head = output_layer(model)
     if head is not None:
         of_head = head.weight.numel() * seen[head] / COUNTED_ROWS
         logits = head.out_features * seen[head] / COUNTED_ROWS
@@ -199,8 +216,8 @@ def _passed(
     products = with_weights / MULTIPLY_ADD - of_head
 
     layers = []
-    for name in _layer_names(model):
-        of_layer, _ = _operations(flops, f"{_WithLoss.__name__}.model.{name}")
+    for name in _layer_names(model, named):
+        of_layer, _ = _operations(flops, f"{WithLoss.__name__}.model.{name}")
         own_widths = 0.0
         for inner, width in passed_widths.items():
             if inner.startswith(f"{name}."):
@@ -232,11 +249,11 @@ def _operations(flops: dict[str, dict], part: str) -> tuple[float, float]:
     return with_weights, between_tokens
 
 
-def _layer_names(model: nn.Module) -> list[str]:
+def _layer_names(model: nn.Module, named: Named) -> list[str]:
     """The names of the layers that can run again one by one."""
     names = {module: name for name, module in model.named_modules()}
     try:
-        lists = find_layers(model)
+        lists = find_layers(model, named)
     except ValueError:
         return []
     return [names[layer] for layers, _ in lists.values() for layer in layers]

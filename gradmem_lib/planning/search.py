@@ -128,7 +128,7 @@ class Search:
     def _layers_are_listed(self) -> bool:
         """Whether the layers can run again one by one."""
         try:
-            return bool(find_layers(self.work.source.skeleton))
+            return bool(find_layers(self.work.source.skeleton, self.work.named))
         except ValueError:
             return False
 
@@ -207,7 +207,8 @@ class Search:
 
         Steps in backward come last.
         """
-        base = Recipe(attention="fused" if self.work.fused else "eager", optimizer=OPTIMIZERS[0])
+        attention = "fused" if self.work.fused else "eager"
+        base = Recipe(attention=attention, optimizer=OPTIMIZERS[0], layers=self.work.named)
         mixed = "autocast-bf16" if self.card.bf16 else "autocast-fp16"
         precisions: list[str | None] = [mixed, "bf16"]
         if self.target != "cuda":

@@ -16,7 +16,7 @@ from ..prediction.configs import example_batch, labels_of, skeleton, title_of, u
 from ..prediction.predict import source_of
 from ..prediction.question import Source
 from ..techniques.call_overrides import refuse_checkpointed
-from ..techniques.layers import find_layers
+from ..techniques.layers import Named, find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.splitting import count_rows
 from ..training.adapters import has_adapters
@@ -32,6 +32,7 @@ from ..training.prepare import refuse_frozen
 from ..training.recipe import Recipe
 from ..training.tiny import tiny_model
 from ..units import check_positive_int
+from .own_layers import check_own_layers, find_own_layers
 from .rows import Passed, count_row, output_layer, rows_like
 
 LORA_RANK = 16  # of the adapters that a plan adds
@@ -52,6 +53,9 @@ class Work:
     ``row``: what a row passes, if rows are more than tokens. Costs are then counted for a row, and
     otherwise for a token. ``example``: one row or more of the inputs. ``batch`` and ``loss`` are as
     they were given. ``uncut``: why the batch must go through in one piece, or an empty string.
+
+    ``named``: the names of the lists of layers in a module of the user's own, as ``Recipe.layers``.
+    ``problems``: a sentence about each list whose layers cannot run again.
     """
 
     source: Source
@@ -77,6 +81,8 @@ class Work:
     batch: Any = None
     loss: Callable | None = None
     uncut: str = ""
+    named: Named = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -168,15 +174,22 @@ def count(
     batch: Any = None,
     loss: Callable | None = None,
     module: nn.Module | None = None,
+    layers: Any = None,
 ) -> Work:
     """Count parameters and matrices, on a model without memory that is built from ``config``, or on
-    a ``module`` that transformers cannot build.
+    a ``module`` that transformers cannot build. ``layers``: the lists of its layers, if they are
+    given; else they are looked for.
 
     For a model that takes more than tokens with labels, and for a ``batch`` that is given, what a
     row passes is counted as well. Only this needs ``seq_len``. Raises ``ValueError`` if the config
     does not tell the inputs, and if the loss of a language model must not be cut.
     """
     model = skeleton(config) if module is None else module
+    named: Named = ()
+    problems: list[str] = []
+    if module is not None:
+        count_rows(batch)  # raises ValueError for tensors that cannot be cut
+        named, problems = _layers_of_module(module, batch, loss, layers)
     head = output_layer(model)
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     linear = list(filter(None, sizes.values()))
@@ -184,12 +197,13 @@ def count(
     attention = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(ends))
     trained = [p for p in model.parameters() if p.requires_grad]
     root = parameters = sum(p.numel() for p in model.parameters())
-    layers = 0
+    number = 0
     if module is None:
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        number = getattr(config.get_text_config(), "num_hidden_layers", 0)
     with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
-        blocks = [block for several, _ in find_layers(model).values() for block in several]
-        layers = len(blocks)
+        lists = find_layers(model, named).values()
+        blocks = [block for several, _ in lists for block in several]
+        number = len(blocks)
         root -= sum(p.numel() for block in blocks for p in block.parameters())
     if module is None:
         source = Source(model, title_of(config, config), is_user_module=False)
@@ -202,7 +216,7 @@ def count(
         matrices=sum(i * o for i, o in linear),
         head=0 if head is None else math.prod(head.weight.shape),
         linear_widths=sum(map(sum, linear)),
-        layers=layers,
+        layers=number,
         scores=0,
         causal=False,
         chunked=False,
@@ -212,10 +226,27 @@ def count(
         attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(attention)),
         root=root,
         frozen=parameters - sum(p.numel() for p in trained),
+        named=named,
+        problems=tuple(problems),
     )
     if batch is None and _takes_tokens_alone(model):
         return _with_tokens(work, config)
     return _with_rows(work, config, seq_len, batch, loss, attention)
+
+
+def _layers_of_module(
+    module: nn.Module, batch: Any, loss: Callable | None, layers: Any
+) -> tuple[Named, list[str]]:
+    """The names of the lists of layers, and why other lists are left alone.
+
+    There are no names for an ``nn.Sequential``, and for a module with transformers' layers.
+    """
+    if layers is not None:
+        return check_own_layers(module, batch, loss, layers), []
+    with suppress(ValueError):
+        find_layers(module)
+        return (), []
+    return find_own_layers(module, batch, loss)
 
 
 def _takes_tokens_alone(model: nn.Module) -> bool:
@@ -269,7 +300,7 @@ def _with_rows(
     except ValueError as error:
         uncut = str(error)
     try:
-        row = count_row(model, example, loss, attention)
+        row = count_row(model, example, loss, attention, work.named)
     except ValueError as error:
         if batch is not None:
             raise

@@ -36,7 +36,7 @@ def fit(
             "fit chooses checkpoints: give a recipe without checkpointing and every_n_layers"
         )
     source = source_of(model_or_config)
-    n = sum(len(layers) for layers, _ in find_layers(source.skeleton).values())
+    n = sum(len(layers) for layers, _ in find_layers(source.skeleton, recipe.layers).values())
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]
     peaks: dict[int, int] = {}
     fixed = 0  # bytes that no checkpoint removes
@@ -78,20 +78,25 @@ def checkpoint_layers(
     *,
     keep_last: bool | None = None,
     budget: int | str | None = None,
+    layers: tuple = (),
     **predict_args: Any,
 ) -> checkpointing.CheckpointedLayers:
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a
     ``with`` block.
 
     ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which gets ``predict_args``.
-    Without a ``recipe`` in them, the model stays as it is, with AdamW. All else, and ``keep_last``,
-    is as in ``techniques.checkpointing.checkpoint_layers``.
+    Without a ``recipe`` in them, the model stays as it is, with AdamW. All else, ``keep_last`` and
+    ``layers``, is as in ``techniques.checkpointing.checkpoint_layers``.
     """
     if every == "fit" and budget is not None:
-        predict_args = {"recipe": Recipe(precision=None, attention=None)} | predict_args
+        as_it_is = Recipe(precision=None, attention=None)
+        recipe = predict_args.get("recipe", as_it_is) or Recipe()
+        predict_args["recipe"] = replace(recipe, layers=layers or recipe.layers)
         every = fit(layers_or_model, budget, **predict_args).checkpointing or "first-0"
     elif every == "fit" or budget is not None or predict_args:
         raise ValueError(
             'every="fit" needs a budget; that, batch_size, seq_len and batch are for it alone'
         )
-    return checkpointing.checkpoint_layers(layers_or_model, every, keep_last=keep_last)
+    return checkpointing.checkpoint_layers(
+        layers_or_model, every, keep_last=keep_last, layers=layers
+    )

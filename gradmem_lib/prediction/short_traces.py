@@ -198,7 +198,7 @@ def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
     """
     if _needs_all_layers(question):
         return
-    found = find_layers(question.source.skeleton)
+    found = find_layers(question.source.skeleton, question.recipe.layers)
     all_layers = sum(len(layers) for layers, _ in found.values())
     if not 0 < first_layers(question.recipe.checkpointing) < all_layers:
         return  # there is one kind of layers
@@ -216,7 +216,8 @@ def _kinds_of_layers(question: Question, units: int) -> list[Kept]:
     repeated = {tuple(several.layers): several for several in question.source.lists}
     to_recompute = first_layers(question.recipe.checkpointing)  # in this list and the next ones
     kept = []
-    for layers, _ in find_layers(question.source.skeleton).values():
+    found = find_layers(question.source.skeleton, question.recipe.layers)
+    for layers, _ in found.values():
         recomputed = min(to_recompute, len(layers))
         others = len(layers) - recomputed
         to_recompute -= recomputed
@@ -266,8 +267,12 @@ def _repeated_units(question: Question) -> list[Kept]:
 
 
 def _needs_all_layers(question: Question) -> bool:
-    """Whether sharding does something with a layer that depends on how many layers there are."""
+    """Whether the recipe names single layers, or sharding does something with a layer that depends
+    on how many layers there are.
+    """
     recipe = question.recipe
+    if not all(isinstance(name, str) for name in recipe.layers):
+        return True  # a layer of this name may be missing in a shorter list
     if recipe.shards_only_states:
         # ranks divide whole parameters by size: in a longer model, a rank gets other layers
         return True
@@ -285,7 +290,8 @@ def _with_equal_segments(question: Question) -> Recipe:
     recipe = question.recipe
     if recipe.checkpointing != "sqrt" or not question.source.lists:
         return recipe
-    lengths = {len(layers) for layers, _ in find_layers(question.source.skeleton).values()}
+    found = find_layers(question.source.skeleton, recipe.layers)
+    lengths = {len(layers) for layers, _ in found.values()}
     if lengths != {len(question.source.lists[0])}:
         return recipe
     # all segments but the last have the length of the first

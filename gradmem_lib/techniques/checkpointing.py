@@ -38,13 +38,17 @@ from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from .best_schedule import Measurement
 from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
-from .layers import find_layers
+from .layers import Named, find_layers
 from .schedules import Schedule, first_layers, segments_for, total_layers
 from .segments import Chain, Handover
 
 
 def checkpoint_layers(
-    layers_or_model: nn.Module, every: str | int | Schedule, *, keep_last: bool | None = None
+    layers_or_model: nn.Module,
+    every: str | int | Schedule,
+    *,
+    keep_last: bool | None = None,
+    layers: Named = (),
 ) -> CheckpointedLayers:
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a
     ``with`` block.
@@ -65,6 +69,7 @@ def checkpoint_layers(
         keep_last: whether the last segment is kept rather than recomputed. ``None``: yes for a
             list, no for an int and ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` sets it
             itself.
+        layers: of any model, the names of its lists of layers, as ``Recipe`` takes them.
 
     Modules, parameters and state dicts do not change, and layers in eval mode or without gradients
     run as before. Hooks on a layer fire each time that it runs (the last layer of a recomputation
@@ -79,8 +84,8 @@ def checkpoint_layers(
     already (by this function or by transformers), if a layer is compiled, or if ``"best"`` is used
     on weights that FSDP has sharded over processes.
     """
-    found = find_layers(layers_or_model)
-    refuse_checkpointed([layer for layers, _ in found.values() for layer in layers])
+    found = find_layers(layers_or_model, layers)
+    refuse_checkpointed([layer for several, _ in found.values() for layer in several])
     lengths = isinstance(every, (list, tuple))
     if lengths and len(found) > 1:
         raise ValueError(
@@ -90,19 +95,19 @@ def checkpoint_layers(
         )
     if keep_last is None and every != "best":
         keep_last = lengths
-    passes_tuple_through = isinstance(layers_or_model, nn.Sequential)
     lists, first = {}, first_layers(every)
-    for name, (layers, owner) in found.items():
+    for name, (several, owner) in found.items():
         if first is not None:
-            in_this_list = min(first, len(layers))
+            in_this_list = min(first, len(several))
             every = f"first-{in_this_list}"
-            keep_last = in_this_list < len(layers)
+            keep_last = in_this_list < len(several)
             first -= in_this_list
-        schedule = segments_for(every, len(layers))
-        chain = Chain(layers, passes_tuple_through)
+        schedule = segments_for(every, len(several))
+        whole = layers_or_model.get_submodule(name) if name in layers else layers_or_model
+        chain = Chain(several, passes_tuple_through=isinstance(whole, nn.Sequential))
         lists[name] = _LayerCalls(chain, owner, schedule, keep_last)
     if first:
-        total = sum(len(layers) for layers, _ in found.values())
+        total = sum(len(several) for several, _ in found.values())
         raise ValueError(f"every='first-{first + total}': there are {total} layers in all")
     return CheckpointedLayers(lists)
 

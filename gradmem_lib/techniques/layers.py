@@ -7,42 +7,41 @@ from ..hf_names import hf_class
 # By each list's name in the model: the layers, and the transformers model that calls them, if it
 # was given.
 Lists = dict[str, tuple[list[nn.Module], nn.Module | None]]
+# Lists of layers by name: each is a list's name, or a tuple of its layers' names.
+Named = tuple[str | tuple[str, ...], ...]
 
 
-def find_layers(layers_or_model: nn.Module) -> Lists:
-    """The lists of layers in an ``nn.Sequential``, an ``nn.ModuleList`` or a transformers model."""
+def find_layers(layers_or_model: nn.Module, named: Named = ()) -> Lists:
+    """The lists of layers in an ``nn.Sequential``, an ``nn.ModuleList`` or a transformers model.
+
+    ``named``: the lists of any model, by name. Each is the name of an ``nn.ModuleList`` or
+    ``nn.Sequential``, as ``named_modules`` gives it (a ModuleList among its items, which nobody
+    calls, stands for its own items), or a tuple of the names of layers. An empty tuple: they are
+    looked for.
+
+    Raises ``ValueError`` for layers that are not found, are in two lists, or cannot be called.
+    """
     if not isinstance(layers_or_model, nn.Module):
         raise TypeError(
             "checkpoint_layers takes an nn.Sequential, an nn.ModuleList or a transformers model, "
             f"and was given {type(layers_or_model).__name__}"
         )
-    found: Lists = {}
-    if isinstance(layers_or_model, (nn.Sequential, nn.ModuleList)):
-        found["layers"] = list(layers_or_model), None
+    if named:
+        found = _named_lists(layers_or_model, named)
+    elif isinstance(layers_or_model, (nn.Sequential, nn.ModuleList)):
+        found = {"layers": (list(layers_or_model), None)}
     else:
-        kind = hf_class("GradientCheckpointingLayer")
-        owners = {}
-        for name, module in layers_or_model.named_modules():
-            if any(name.startswith(f"{outer}.") for outer in found):
-                continue  # a list inside a layer of another list is recomputed with that layer
-            if hasattr(module, "config"):
-                owners[f"{name}." if name else ""] = module
-            if (
-                isinstance(module, nn.ModuleList)
-                and len(module)
-                and all(isinstance(m, kind) for m in module)
-            ):
-                enclosing = [owner for outer, owner in owners.items() if name.startswith(outer)]
-                found[name] = list(module), enclosing[-1] if enclosing else None
-    if not (layers := [layer for several, _ in found.values() for layer in several]):
+        found = _lists_of_transformers(layers_or_model)
+    layers = [layer for several, _ in found.values() for layer in several]
+    if not layers:
         to_give = _lists_to_give(layers_or_model)
         raise ValueError(
             f"there are no layers in this {type(layers_or_model).__name__}: no ModuleList of "
             "transformers' GradientCheckpointingLayers was found. Give the nn.Sequential or "
-            f"nn.ModuleList itself{to_give}. With a recipe: checkpoint_layers first, and no "
-            "checkpointing= in it"
+            f"nn.ModuleList itself{to_give}. A recipe takes its name, layers='...' beside "
+            "checkpointing="
         )
-    if any(type(layer).forward is nn.Module.forward for layer in layers):
+    if not all(map(is_callable, layers)):
         raise ValueError(
             "the layers of this list have no forward of their own (they are lists or dicts of "
             "parts), so nobody calls them, and neither a checkpoint nor a shard would ever run: "
@@ -56,14 +55,93 @@ def find_layers(layers_or_model: nn.Module) -> Lists:
     return found
 
 
+def _lists_of_transformers(model: nn.Module) -> Lists:
+    kind = hf_class("GradientCheckpointingLayer")
+    found: Lists = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue  # a list inside a layer of another list is recomputed with that layer
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        if all(isinstance(layer, kind) for layer in module):
+            found[name] = list(module), _owner(model, name)
+    return found
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module | None:
+    """The innermost module with a config around the one of this name; ``None`` if none has one."""
+    owner = None
+    for outer, module in model.named_modules():
+        around = not outer or name.startswith(f"{outer}.")
+        if around and hasattr(module, "config"):
+            owner = module
+    return owner
+
+
+def _named_lists(model: nn.Module, named: Named) -> Lists:
+    """The lists of these names. Raises ``ValueError`` if one is not there."""
+    found: Lists = {}
+    for one in named:
+        if isinstance(one, str):
+            layers = items_called(_module_named(model, one))
+            found[one] = layers, _owner(model, one)
+        else:
+            layers = [_module_named(model, name) for name in one]
+            found[" and ".join(one)] = layers, _owner(model, one[0])
+    everything = [layer for layers, _ in found.values() for layer in layers]
+    inside = {part for layer in everything for part in list(layer.modules())[1:]}
+    for name, (layers, _) in found.items():
+        if not layers:
+            raise ValueError(
+                f"{name} has no items: give the name of an nn.ModuleList or nn.Sequential that "
+                "has layers, or a tuple of the names of layers"
+            )
+        if not inside.isdisjoint(layers):
+            raise ValueError(
+                f"{name} is a part of another layer that is given, and would run a third time: "
+                "give the one or the other"
+            )
+    return found
+
+
+def _module_named(model: nn.Module, name: str) -> nn.Module:
+    modules = dict(model.named_modules())
+    if not name or name not in modules:
+        raise ValueError(
+            f"layers={name!r}: there is no such module in this {type(model).__name__}"
+            f"{_lists_to_give(model)}"
+        )
+    return modules[name]
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module has a forward, as lists and dicts of parts have not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def items_called(several: nn.Module) -> list[nn.Module]:
+    """The items of a ModuleList or Sequential; in place of a ModuleList among them, its items.
+
+    Empty for other modules.
+    """
+    if not isinstance(several, (nn.Sequential, nn.ModuleList)):
+        return []
+    items: list[nn.Module] = []
+    for item in several:
+        if isinstance(item, nn.ModuleList):  # nobody can call it
+            items += items_called(item)
+        else:
+            items.append(item)
+    return items
+
+
 def _lists_to_give(model: nn.Module) -> str:
     """The lists in ``model`` with two callable layers or more, in words; the longest first."""
     lists = []
     for name, module in model.named_modules():
         if not name or not isinstance(module, (nn.Sequential, nn.ModuleList)):
             continue
-        callable_items = all(type(layer).forward is not nn.Module.forward for layer in module)
-        if len(module) > 1 and callable_items:
+        if len(module) > 1 and all(map(is_callable, module)):
             lists.append((len(module), name))
     if not lists:
         return (

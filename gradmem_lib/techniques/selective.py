@@ -23,12 +23,14 @@ from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
-from .layers import find_layers
+from .layers import Named, find_layers
 
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
-def checkpoint_parts(layers_or_model: nn.Module, part: str | type[nn.Module]) -> CheckpointedParts:
+def checkpoint_parts(
+    layers_or_model: nn.Module, part: str | type[nn.Module], *, layers: Named = ()
+) -> CheckpointedParts:
     """Recompute a part of each layer in backward while it trains, until ``.remove()`` or the end of
     a ``with`` block.
 
@@ -39,6 +41,7 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str | type[nn.Module]) ->
             names them. ``"elementwise"`` puts the whole layer into one, which keeps the results of
             matrix products and fused attention. Or the class of the modules, for layers whose parts
             have other names.
+        layers: as for ``checkpoint_layers``.
 
     In training, an empty key-value cache is left out, with a warning. Copies of the model
     (``copy.deepcopy``) have their own checkpoints. Raises ``ValueError`` for another part, or if a
@@ -47,14 +50,15 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str | type[nn.Module]) ->
     """
     if not isinstance(part, type):
         check_choice("part", part, SELECTIVE)
-    layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
-    refuse_checkpointed(layers)
+    lists = find_layers(layers_or_model, layers)
+    found = [layer for several, _ in lists.values() for layer in several]
+    refuse_checkpointed(found)
     whole_layers = False
     if not isinstance(part, type):
         whole_layers = SELECTIVE[part].keeps_products
-    modules = layers
+    modules = found
     if not whole_layers:
-        modules = [module for layer in layers for module in find_parts(layer, part)]
+        modules = [module for layer in found for module in find_parts(layer, part)]
     warned: list[str] = []
     return CheckpointedParts(
         [override_call(module, Part(module, whole_layers, warned)) for module in modules]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..compat import allow_integer_shards
 from ..names import SHARDING, check_choice
 from .data_parallel import device_of
-from .layers import find_layers
+from .layers import Named, find_layers
 
 NO_PROCESS_GROUP = (
     "sharding={!r} is for several processes that train together, and this process is in no group: "
@@ -33,6 +33,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
+    layers: Named = (),
 ) -> nn.Module:
     """Prepare ``model`` for training in all processes of ``mesh`` by ``how``, a key of
     ``SHARDING``. Every process calls this.
@@ -48,6 +49,7 @@ def shard(
             summed in float32.
         offload: keep the shards and their gradients in the host's memory, where the optimizer steps
             them (``"fsdp"``).
+        layers: the names of its lists of layers, as ``Recipe`` takes them.
 
     Raises ``ValueError`` in a process without a process group, and for a model whose layers are not
     found.
@@ -61,11 +63,13 @@ def shard(
         if device_of(model).type != mesh.device_type:
             model.to(mesh.device_type)  # as fully_shard does by itself, a layer at a time
         return DistributedDataParallel(model, process_group=mesh.get_group())
-    _shard_fully(model, mesh, SHARDING[how].frees_layers, compute_dtype, offload)
+    _shard_fully(model, mesh, SHARDING[how].frees_layers, compute_dtype, offload, layers)
     return model
 
 
-def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offload: bool) -> None:
+def _shard_fully(
+    model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offload: bool, named: Named
+) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": mesh}
@@ -74,7 +78,7 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     try:
-        layers = [layer for some, _ in find_layers(model).values() for layer in some]
+        layers = [layer for some, _ in find_layers(model, named).values() for layer in some]
     except ValueError as error:
         raise ValueError(
             f"fully_shard takes a model layer by layer, and {str(error).partition(':')[0]}. Call "

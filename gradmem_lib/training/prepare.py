@@ -72,6 +72,7 @@ def prepare(
             mesh=mesh,
             compute_dtype=recipe.gathered_dtype,
             offload=recipe.offloads_shards,
+            layers=recipe.layers,
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not recipe.in_backward:
@@ -167,23 +168,27 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     layers by this library.
     """
     if recipe.checkpointing in SELECTIVE:
-        undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
+        parts = checkpoint_parts(model, recipe.checkpointing, layers=recipe.layers)
+        undo.callback(parts.remove)
         return
     every, name = recipe.checkpoint_interval, compat.checkpointing_name(model)
     if every is None and recipe.checkpointing is None:
         return
-    if every is not None and name is not None:
+    if every is not None and name is not None and not recipe.layers:
         enable, disable = (getattr(model, f"{name}_{verb}") for verb in ("enable", "disable"))
         enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
         undo.callback(disable)
     elif recipe.every_n_layers is not None:
+        what = f"{type(model).__name__} is none"
+        if recipe.layers:
+            what = f"layers={recipe.layers} chooses some of any model's"
         raise ValueError(
-            f"every_n_layers={every} is an option of transformers models, and "
-            f"{type(model).__name__} is none: choose checkpointing='per-layer', or a list of "
-            "segment lengths"
+            f"every_n_layers={every} is an option of transformers models, and {what}: choose "
+            "checkpointing='per-layer', or a list of segment lengths"
         )
     else:
-        undo.callback(checkpoint_layers(model, every=every or recipe.checkpointing).remove)  # type: ignore[arg-type]
+        schedule: Any = every or recipe.checkpointing
+        undo.callback(checkpoint_layers(model, schedule, layers=recipe.layers).remove)
 
 
 def make_optimizer(

@@ -31,6 +31,11 @@ class Recipe:
         checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which
             ``fit`` finds), a segment's number of layers, or a list of these (``checkpoint_layers``
             explains each); or a key of ``SELECTIVE`` for a part of each layer.
+        layers: where the layers of a model are that is not one of transformers', for checkpoints
+            and shards: the names of its ``nn.ModuleList``s and ``nn.Sequential``s of layers, such
+            as ``("down", "up")``. A list of which there is no module is a tuple of the layers'
+            names: ``(("encoder", "decoder"),)`` is one list of two layers. Empty: they are found
+            (those of transformers; and an ``nn.Sequential`` is its own list).
         every_n_layers: checkpoint one in every n layers and keep the others, as transformers does.
         offload: a key of ``OFFLOAD``: what is stored outside the device's memory until its backward
             or its step.
@@ -73,6 +78,7 @@ class Recipe:
     float32_sums: bool = False
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
+    layers: tuple[str | tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, (*PRECISIONS, None))
@@ -95,6 +101,7 @@ class Recipe:
         if targets == (ALL_LINEAR,) and self.lora_rank is not None:
             targets = ()
         object.__setattr__(self, "lora_targets", targets)
+        object.__setattr__(self, "layers", _names_of_lists(self.layers))
         if self.checkpointing is not None:
             schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
             object.__setattr__(self, "checkpointing", schedule)
@@ -308,6 +315,24 @@ class Recipe:
                 "accumulation"
             )
         return batch_size // self.accumulation
+
+
+def _names_of_lists(given: object) -> tuple[str | tuple[str, ...], ...]:
+    """The names of lists of layers, as tuples. Raises ``TypeError`` for something else."""
+    if isinstance(given, str):
+        return (given,)
+    names: list[str | tuple[str, ...]] = []
+    for one in given if isinstance(given, (tuple, list)) else [given]:
+        if isinstance(one, (tuple, list)) and one and all(isinstance(name, str) for name in one):
+            names.append(tuple(one))
+        elif isinstance(one, str):
+            names.append(one)
+        else:
+            raise TypeError(
+                f"layers={given!r}: give the names of lists of layers, such as ('down', 'up'), or "
+                "tuples of the names of layers"
+            )
+    return tuple(names)
 
 
 def _is_number(value: object) -> bool:

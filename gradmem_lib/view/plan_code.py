@@ -6,6 +6,7 @@ It runs the library's own step, so it needs the bytes that were predicted.
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ def _quoted(path: str | os.PathLike) -> str:
 
 def _recipe(recipe: Recipe) -> list[str]:
     plain = Recipe()
+    if recipe.checkpointing is None and not recipe.fully_sharded:
+        recipe = replace(recipe, layers=())  # nothing asks where the layers are
     chosen = {
         name: getattr(recipe, name)
         for name in Recipe.__dataclass_fields__

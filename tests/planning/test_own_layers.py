@@ -1,0 +1,349 @@
+"""Layers of modules of one's own: which ones a forward shows to be such that they may run again,
+and what their checkpoints need.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.nightly import each
+from support.own_models import (
+    CLASS,
+    NOISE,
+    OWN_MODELS,
+    WIDTH,
+    Block,
+    Diffusion,
+    Picture,
+    UNet,
+    class_loss,
+    noise_loss,
+)
+from support.predicted import assert_same, tracked
+from torch import nn
+from torch.utils.data import Dataset
+
+from gradmem_lib.compat import tree_map
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.planning.cards import find_card
+from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.rows import rows_like
+from gradmem_lib.prediction.fit import checkpoint_layers, fit
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.layers import find_layers
+from gradmem_lib.training.recipe import Recipe
+
+ROWS = 4
+
+
+def rows_of(batch, rows: int = ROWS, dtype: torch.dtype | None = None):
+    """Real rows like those of ``batch``."""
+    return tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype), rows_like(batch, rows, dtype))
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_the_lists_of_layers_are_found_in_the_order_of_their_calls(name):
+    build, batch, loss, lists = OWN_MODELS[name]
+    assert find_own_layers(build(), batch, loss) == (lists, [])
+
+
+SCHEDULES = ["per-layer", "first-1", "first-3", 2]
+CASES = [
+    (name, schedule, accumulation)
+    for name in OWN_MODELS
+    for schedule in SCHEDULES
+    for accumulation in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("name", "schedule", "accumulation"), each(7, CASES))
+def test_checkpoints_of_named_lists_are_predicted_to_the_byte(name, schedule, accumulation):
+    build, batch, loss, lists = OWN_MODELS[name]
+    recipe = Recipe(checkpointing=schedule, layers=lists, accumulation=accumulation)
+    rows = rows_of(batch)
+    asked = {"batch": rows, "loss": loss, "recipe": recipe, "target": "cpu"}
+    if schedule == 2 and name in ("unet", "pairs"):  # something happens between the layers
+        with pytest.raises(RuntimeError, match="was given something else than the output of layer"):
+            predict(build(), **asked)
+        with pytest.raises(RuntimeError, match="was given something else than the output of layer"):
+            tracked(build(), rows, recipe, loss)
+        return
+    predicted = predict(build(), **asked)
+    assert_same(predicted, tracked(build(), rows, recipe, loss))
+    assert predict(build(), full=True, **asked).peak == predicted.peak
+    plain = predict(build(), **asked | {"recipe": replace(recipe, checkpointing=None)})
+    assert predicted.peak_by_phase["forward"] < plain.peak_by_phase["forward"]
+
+
+class Draws(Block):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class InPlace(Block):
+    def forward(self, x):
+        return super().forward(F.relu_(x))
+
+
+class Reads(Block):
+    """Reads what the model has put into its place."""
+
+    def forward(self, x):
+        return super().forward(x + self.here[0])
+
+
+class Takes(Block):
+    """Takes a tensor out of a list."""
+
+    def forward(self, x, skipped):
+        return super().forward(x + skipped.pop())
+
+
+class Named(Block):
+    def forward(self, *, x):
+        return super().forward(x)
+
+
+class Chain(nn.Module):
+    """A model with one list of layers of one kind."""
+
+    def __init__(self, kind: type[nn.Module] = Block, called: int = 2, after: bool = False):
+        super().__init__()
+        self.inputs, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+        self.called, self.after = called, after
+
+    def forward(self, x):
+        x = self.inputs(x)
+        skipped = [x, x + 1]
+        for block in list(self.blocks)[: self.called]:
+            if isinstance(block, Reads):
+                block.here = [x * 2]
+            if isinstance(block, Takes):
+                x = block(x, skipped)
+            elif isinstance(block, Named):
+                x = block(x=x)
+            elif self.after:
+                x += block(x + 1) if block is self.blocks[0] else block(x)
+            else:
+                x = block(x)
+        return self.head(x.mean(1))
+
+
+VECTORS = (torch.zeros(1, 8, 4), CLASS)
+PROBLEMS = [
+    (lambda: Chain(Draws), "Layer 0 of blocks .* draws numbers from random"),
+    (lambda: Chain(InPlace), "Layer 0 of blocks .* changes a tensor in place that it has not made"),
+    (lambda: Chain(Reads), "Layer 0 of blocks .* reads a tensor that is none of its arguments"),
+    (lambda: Chain(Takes), "Layer 0 of blocks .* changes a list or dict that it is given"),
+    (lambda: Chain(Named), "Layer 0 of blocks .* gets no positional argument"),
+    (lambda: Chain(called=1), "does not call layer 1 of blocks"),
+    (lambda: Chain(after=True), "Layer 1 of blocks .* is changed in place after its call"),
+]
+
+
+@pytest.mark.parametrize(("build", "says"), PROBLEMS)
+def test_layers_that_must_not_run_again_are_left_alone_or_refused(build, says):
+    named, problems = find_own_layers(build(), VECTORS, class_loss)
+    assert "blocks" not in named and len(problems) == 1
+    with pytest.raises(ValueError, match=says):
+        check_own_layers(build(), VECTORS, class_loss, "blocks")
+    with pytest.raises(ValueError, match=says):
+        plan(
+            build(),
+            card="1 GiB",
+            global_batch=ROWS,
+            batch=VECTORS,
+            loss=class_loss,
+            layers=["blocks"],
+        )
+
+
+def test_a_batch_norm_in_a_layer_is_left_alone_and_the_plan_says_so():
+    """A second forward would change its running statistics a second time."""
+
+    def build():
+        return UNet(norm=nn.BatchNorm2d)
+
+    asked = {"global_batch": ROWS, "batch": NOISE, "loss": noise_loss, "target": "cpu"}
+    made = plan(build(), card="1 GiB", **asked)
+    assert "Layer 0 of up cannot run again in backward: it changes a tensor" in " ".join(
+        str(made).split()
+    )
+    assert "No checkpoints are tried" in str(made)
+    options = [*made.fits, *made.refused]
+    assert {option.recipe.checkpointing for option in options} == {None}
+
+
+def test_a_list_that_keeps_little_inside_its_layers_is_not_taken():
+    """Each layer of such a list keeps its input, as a checkpoint does."""
+    batch = torch.zeros(1, 4), CLASS
+    assert find_own_layers(Chain(), VECTORS, class_loss)[0] == ("blocks",)
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+        def forward(self, x):
+            return self.parts(x)
+
+    assert find_own_layers(Parts(), batch, class_loss) == ((), [])
+    # who asks for it gets it
+    assert check_own_layers(Parts(), batch, class_loss, "parts") == ("parts",)
+
+
+def test_layers_may_be_given_as_lists_names_or_modules():
+    model = UNet()
+
+    def named(layers):
+        return check_own_layers(model, NOISE, noise_loss, layers)
+
+    assert named(model.down) == named("down") == named(["down"]) == ("down",)
+    assert named([model.down, "up"]) == ("down", "up")
+    assert named([model.first, model.last]) == (("first", "last"),)
+    assert named([["first", model.last], model.middle]) == (("first", "last"), "middle")
+    for layers, says in [
+        (UNet().down, "a ModuleList that is not in the model"),
+        ("nowhere", r"no such module in this UNet, such as model\.up \(2 layers\)"),
+        (["first", "down"], "first has no items"),
+        ([["down.0", "down.0"]], "the same layer is in the list more than once"),
+        ([model.down, ["down.0.first"]], "is a part of another layer that is given"),
+        ([3], "a int that is not in the model"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            named(layers)
+
+
+def test_a_list_may_be_given_by_the_names_of_its_layers():
+    """The encoder and the decoder of a UNet that has them as attributes."""
+    recipe = Recipe(checkpointing="per-layer", layers=[["down.0", "up.1"], "middle"])
+    assert recipe.layers == (("down.0", "up.1"), "middle")
+    rows = rows_of(NOISE)
+    predicted = predict(UNet(), batch=rows, loss=noise_loss, recipe=recipe, target="cpu")
+    assert_same(predicted, tracked(UNet(), rows, recipe, noise_loss))
+    for wrong in (3, [3], [[]], [["a", 3]]):
+        with pytest.raises(TypeError, match="give the names of lists of layers"):
+            Recipe(layers=wrong)
+
+
+def test_a_sequential_hands_a_tuple_on_as_it_is():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, pair):
+            x, other = pair
+            return self.block(x), other
+
+    class Tuples(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inputs, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+            self.blocks = nn.Sequential(*(Both() for _ in range(4)))
+
+        def forward(self, x):
+            x, other = self.blocks((self.inputs(x), x))
+            return self.head(x.mean(1)) + other.sum()
+
+    recipe = Recipe(checkpointing=2, layers="blocks")
+    rows = rows_of(VECTORS)
+    predicted = predict(Tuples(), batch=rows, loss=class_loss, recipe=recipe, target="cpu")
+    assert_same(predicted, tracked(Tuples(), rows, recipe, class_loss))
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_gradients_are_those_without_checkpoints(name):
+    build, batch, loss, lists = OWN_MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    rows = tree_map(lambda t: torch.rand_like(t) if t.is_floating_point() else t, rows_of(batch))
+
+    def gradients():
+        model.zero_grad()
+        value = model(**rows) if loss is None else loss(model, rows)
+        value.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    with checkpoint_layers(model, "per-layer", layers=lists):
+        again = gradients()
+    assert all(map(torch.equal, plain, again))
+
+
+def test_fit_recomputes_as_few_of_the_named_layers_as_the_budget_allows():
+    recipe = Recipe(layers="blocks")
+    asked = {"batch": rows_of(NOISE), "loss": noise_loss, "target": "cpu"}
+    peaks = []
+    for k in range(5):
+        one = replace(recipe, checkpointing=f"first-{k}" if k else None)
+        peaks.append(predict(Diffusion(), recipe=one, **asked).peak.total)
+    assert peaks[2] < peaks[1] < peaks[0]
+    assert fit(Diffusion(), peaks[2], recipe=recipe, **asked).checkpointing == "first-2"
+
+
+def test_layers_are_for_modules_of_ones_own():
+    with pytest.raises(ValueError, match="layers= is for a module of your own"):
+        plan("gpt2", card="24 GiB", seq_len=8, global_batch=2, layers="transformer.h")
+    found = find_layers(UNet(), ("down", "up"))
+    assert list(found) == ["down", "up"]
+
+
+class Examples(Dataset):
+    """Rows like those of a batch: dicts or tuples."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int):
+        if isinstance(self.batch, dict):
+            return {name: tensor[i] for name, tensor in self.batch.items()}
+        return tuple(tensor[i] for tensor in self.batch)
+
+
+LATENTS = {
+    "latents": torch.zeros(1, 4, 32, 32),
+    "times": torch.zeros(1),
+    "noise": torch.zeros(1, 4, 32, 32),
+}
+PIXELS = (torch.zeros(1, 3, 64, 64), CLASS)
+DEEP = {
+    "diffusion": (lambda: Diffusion(8), LATENTS, noise_loss),
+    "picture": (lambda: Picture(8, side=16), PIXELS, class_loss),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_plan_chooses_checkpoints_where_nothing_fits_without_them(name, monkeypatch):
+    build, batch, loss = DEEP[name]
+    asked = {"global_batch": 1, "batch": batch, "loss": loss, "target": "cpu"}
+    least = plan(build(), card="1 B", **asked).closest.needs
+    card = replace(find_card("RTX 4090"), nbytes=int(1.05 * least))
+    with monkeypatch.context() as patched:
+        patched.setattr("gradmem_lib.planning.work.find_own_layers", lambda *given: ((), []))
+        before = plan(build(), card=card, **asked)
+        assert before.best is None
+    made = plan(build(), card=card, **asked)
+    assert made.best.recipe.checkpointing is not None
+    assert "layers=('blocks',)" in made.code
+
+    rows = rows_of(batch, 1, made.best.recipe.weight_dtype)
+    space = {"model": build(), "train_dataset": Examples(rows), "loss": loss}
+    exec(compile(made.code, "plan", "exec"), space)
+    again = made.code[made.code.index("for rows in loader") :]
+    with MemoryTracker(space["model"], space["optimizer"], live=False) as tracker:
+        exec(compile(again, "plan", "exec"), space)
+    expected = dict(made.best.prediction.peak.by_category)
+    # A loader makes the batch inside of the tracker, beside the dataset, whose rows are views.
+    tensors = rows.values() if isinstance(rows, dict) else rows
+    expected["other"] += sum(tensor.nbytes for tensor in tensors)
+    assert tracker.peak.by_category == expected

@@ -1,0 +1,201 @@
+"""Modules of one's own whose layers are in lists, each with a row of its inputs and its loss: as
+people write them who do not use transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOKENS, WORDS, WIDTH = 8, 24, 32
+
+
+def attend(mixed, causal: bool):
+    heads = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in mixed.chunk(3, -1)]
+    return F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.norm, self.causal = nn.LayerNorm(WIDTH), causal
+        self.mixed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(attend(self.mixed(self.norm(x)), self.causal))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.attention, self.forth = Attention(causal), FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.forth(x)
+
+
+class Language(nn.Module):
+    """A language model whose blocks are in a ModuleList."""
+
+    def __init__(self, layers: int = 4):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block(causal=True) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.words(ids) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Pairs(nn.Module):
+    """A transformer whose layers are lists of an attention and an MLP."""
+
+    def __init__(self, layers: int = 2):
+        super().__init__()
+        self.inputs = nn.Linear(4, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([Attention(), FeedForward()]) for _ in range(layers)
+        )
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+
+    def forward(self, x):
+        x = self.inputs(x)
+        for attention, forth in self.layers:
+            x = attention(x) + x
+            x = forth(x) + x
+        return self.head(x.mean(1))
+
+
+class Picture(nn.Module):
+    """A vision transformer whose blocks are one nn.Sequential, as timm has it. ``side``: how many
+    patches of 4 x 4 lie side by side.
+    """
+
+    def __init__(self, layers: int = 4, side: int = 4):
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, WIDTH, 4, 4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.pos_embed = nn.Parameter(torch.zeros(1, side**2 + 1, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, pixels):
+        x = self.patch_embed(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+class Conditioned(nn.Module):
+    """A block of a diffusion transformer: the time shifts and scales its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.condition = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 3 * WIDTH))
+        self.block = Block()
+
+    def forward(self, x, time):
+        shift, scale, gate = self.condition(time)[:, None].chunk(3, -1)
+        return x + gate * self.block(x * (1 + scale) + shift)
+
+
+class Diffusion(nn.Module):
+    def __init__(self, layers: int = 4):
+        super().__init__()
+        self.patches = nn.Conv2d(4, WIDTH, 2, 2)
+        self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Conditioned() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, latents, times):
+        x = self.patches(latents).flatten(2).transpose(1, 2)
+        time = self.time(times[:, None])
+        for block in self.blocks:
+            x = block(x, time)
+        side = latents.shape[-1] // 2
+        return F.pixel_shuffle(self.head(x).transpose(1, 2).unflatten(-1, (side, side)), 2)
+
+
+class Residual(nn.Module):
+    """A block of a UNet, which gets the time too."""
+
+    def __init__(self, inputs: int, outputs: int, norm: type[nn.Module] | None = None):
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm = nn.GroupNorm(4, outputs) if norm is None else norm(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.time, self.skip = nn.Linear(1, outputs), nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x, time):
+        inside = F.silu(self.norm(self.first(x)) + self.time(time)[:, :, None, None])
+        return self.skip(x) + F.silu(self.second(inside))
+
+
+class UNet(nn.Module):
+    """Its lists are defined in another order than that of their calls."""
+
+    def __init__(self, width: int = 8, norm: type[nn.Module] | None = None):
+        super().__init__()
+        self.up = nn.ModuleList(
+            [Residual(6 * width, 2 * width, norm), Residual(3 * width, width, norm)]
+        )
+        self.first = nn.Conv2d(4, width, 3, padding=1)
+        self.down = nn.ModuleList([Residual(width, width, norm), Residual(width, 2 * width, norm)])
+        self.middle = nn.ModuleList([Residual(2 * width, 4 * width, norm)])
+        self.last = nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, latents, times):
+        time = times[:, None]
+        x, skipped = self.first(latents), []
+        for layer in self.down:
+            x = layer(x, time)
+            skipped.append(x)
+            x = F.avg_pool2d(x, 2)
+        for layer in self.middle:
+            x = layer(x, time)
+        for layer in self.up:
+            x = F.interpolate(x, scale_factor=2)
+            x = layer(torch.cat([x, skipped.pop()], 1), time)
+        return self.last(x)
+
+
+def noise_loss(model, batch):
+    return F.mse_loss(model(batch["latents"], batch["times"]), batch["noise"])
+
+
+def class_loss(model, batch):
+    inputs, classes = batch
+    return F.cross_entropy(model(inputs), classes)
+
+
+IDS = torch.zeros(1, TOKENS, dtype=torch.int64)
+CLASS = torch.zeros(1, dtype=torch.int64)
+NOISE = {
+    "latents": torch.zeros(1, 4, 8, 8),
+    "times": torch.zeros(1),
+    "noise": torch.zeros(1, 4, 8, 8),
+}
+# By name: how the model is built, a row of its batch, its loss, and the lists of its layers in the
+# order of their calls.
+OWN_MODELS = {
+    "language": (Language, {"ids": IDS, "labels": IDS}, None, ("blocks",)),
+    "diffusion": (Diffusion, NOISE, noise_loss, ("blocks",)),
+    "unet": (UNet, NOISE, noise_loss, ("down", "middle", "up")),
+    "pairs": (Pairs, (torch.zeros(1, TOKENS, 4), CLASS), class_loss, ("layers",)),
+    "picture": (Picture, (torch.zeros(1, 3, 16, 16), CLASS), class_loss, ("blocks",)),
+}
