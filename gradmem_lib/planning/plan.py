@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..names import check_choice
+from ..prediction.second_process import second_process
+from ..prediction.short_traces import trace_few_parts
 from ..training.adapters import has_adapters
 from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
@@ -125,9 +127,8 @@ def plan(
     search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = _methods(method, work, title)
-    search.find(methods)
-    if fits := search.fits():
-        search.next_faster(fits[0])
+    with second_process(work.source, trace_few_parts):
+        fits, refused, advice = _find(search, methods)
     return Plan(
         title=title,
         card=found,
@@ -138,16 +139,29 @@ def plan(
         cards=cards,
         margin=margin,
         fits=fits,
-        refused=search.refused(),
+        refused=refused,
         ruled_out=search.ruled_out,
         given=model_or_config,
         config=config,
-        advice=[] if fits else _advice(search, methods),
+        advice=advice,
         unit=work.unit,
         example=work.example,
         loss=loss,
         notes=_notes(search),
     )
+
+
+def _find(search: Search, methods: list[str]) -> tuple[list[Option], list[Option], list[str]]:
+    """The recipes that fit, those that do not, and what would fit if none of them does."""
+    search.find(methods)
+    fits = search.fits()
+    if fits:
+        search.next_faster(fits[0])
+    refused = search.refused()
+    if fits:
+        return fits, refused, []
+    # Advice predicts other methods and sizes, whose recipes are no part of the answer.
+    return fits, refused, _advice(search, methods)
 
 
 def _methods(method: str, work: Work, title: str) -> list[str]:

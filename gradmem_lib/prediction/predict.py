@@ -25,6 +25,7 @@ from ..training.step import check_loss_in_pieces
 from ..units import check_positive_int
 from . import allocator
 from .configs import find_config, most_positions, skeleton, stretched, title_of
+from .garbage import without_collections
 from .loop import Loop, check_loop
 from .notes import notes_of
 from .question import CannotTrace, Question, Source
@@ -78,7 +79,10 @@ class Prediction:
         model. It is an estimate, since frees happen in the trace's order. It
         does not count what libraries and the driver keep (``allocator.workspace``, ``CONTEXT``).
         """
-        return allocator.replayed(self.requests()) if self.target == "cuda" else None
+        if self.target != "cuda":
+            return None
+        with without_collections():
+            return allocator.replayed(self.requests())
 
     def requests(self) -> tuple[int, ...]:
         """The step's requests to an allocator, in order, after those for what exists before it: see

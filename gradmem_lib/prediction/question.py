@@ -24,7 +24,7 @@ class Source:
 
     ``short_traces``: traces of a few layers that several recipes share, by their questions.
     ``requests_need_all_layers``: traces of more layers did not prove a recipe's requests, so that
-    other recipes do not try them.
+    other recipes do not try them. ``second_process``: see ``second_process.py``.
     """
 
     skeleton: nn.Module
@@ -32,6 +32,7 @@ class Source:
     is_user_module: bool
     short_traces: dict["Question", Any] = field(default_factory=dict, repr=False)
     requests_need_all_layers: bool = False
+    second_process: Any = field(default=None, repr=False)
 
     @cached_property
     def lists(self) -> list[RepeatedLayers]:

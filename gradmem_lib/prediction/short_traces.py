@@ -18,6 +18,7 @@ from . import allocator
 from .extrapolation import PART, Trace, extrapolate, timeline_rows
 from .question import CannotTrace, Kept, Question
 from .requests import extrapolated_requests
+from .second_process import traces_of
 from .trace import traced
 
 # Numbers of units (layers, or segments of layers) to try, until short traces prove the deep one.
@@ -104,18 +105,23 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     DDP's buckets grow with each layer: a third trace shows by how much.
     """
     question = replace(question, recipe=_with_equal_segments(question))
-    short = _shared_trace(question, kept)
-
-    def with_more(i: int, units: int) -> Trace:
-        count = kept[i].count + units * kept[i].unit
-        more = [*kept[:i], kept[i]._replace(count=count), *kept[i + 1 :]]
-        return _shared_trace(question, more)
-
     shortened = [i for i, one in enumerate(kept) if one.count < one.total]
-    longer = {i: with_more(i, 1) for i in shortened}
-    longest: dict[int, Trace] = {}
+    # Which list is longer than in the short trace, and by how many units.
+    longer_by = [(i, 1) for i in shortened]
     if _grows_in_buckets(question.recipe):
-        longest = {i: with_more(i, 2) for i in shortened}
+        longer_by += [(i, 2) for i in shortened]
+    all_kept = [kept]
+    for i, units in longer_by:
+        count = kept[i].count + units * kept[i].unit
+        all_kept.append([*kept[:i], kept[i]._replace(count=count), *kept[i + 1 :]])
+    short, *others = _short_traces(question, all_kept)
+    longer: dict[int, Trace] = {}
+    longest: dict[int, Trace] = {}
+    for (i, units), trace in zip(longer_by, others, strict=True):
+        if units == 1:
+            longer[i] = trace
+        else:
+            longest[i] = trace
     times = {i: (kept[i].total - kept[i].count) // kept[i].unit for i in shortened}
     changes = extrapolate(
         short.changes(),
@@ -136,15 +142,37 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     return Traced(rows, traffic, tuple(traced_layers), (), ShortTraces(short, longer, times))
 
 
-def _shared_trace(question: Question, kept: list[Kept]) -> Trace:
-    """The trace of the ``kept`` layers.
+def _short_traces(question: Question, all_kept: list[list[Kept]]) -> list[Trace]:
+    """For each of ``all_kept``: the trace with these layers.
+
+    Where only the first k layers are recomputed, the traces are remembered for other k. But a batch
+    has no hash, and a loss may read other values the next time.
+    """
+    questions = [_short_question(question, kept) for kept in all_kept]
+    source = question.source
+    is_shared = first_layers(question.recipe.checkpointing) is not None
+    if not is_shared or question.batch is not None or question.loss is not None:
+        return traces_of(source, questions, trace_few_parts)
+    known = source.short_traces
+    unknown = [one for one in questions if one not in known]
+    new = zip(unknown, traces_of(source, unknown, trace_few_parts), strict=True)
+    traces = {one: known[one] for one in questions if one in known} | dict(new)
+    known.update(traces)
+    while len(known) > MOST_SHORT_TRACES:
+        oldest = next(iter(known))
+        del known[oldest]
+    return [traces[one] for one in questions]
+
+
+def _short_question(question: Question, kept: list[Kept]) -> Question:
+    """The question for the ``kept`` layers.
 
     Where only the first k layers are recomputed ("first-k"), the trace does not depend on how many
-    layers of each kind the deep model has. So recipes with different k share it.
+    layers of each kind the deep model has. So the question is the same for different k.
     """
     recomputed = first_layers(question.recipe.checkpointing)
     if recomputed is None:
-        return trace_few_parts(replace(question, kept=tuple(kept)))
+        return replace(question, kept=tuple(kept))
     # The short model's k: that of the deep one without the recomputed layers that are left out.
     for one in kept:
         if one.recomputed:
@@ -152,17 +180,7 @@ def _shared_trace(question: Question, kept: list[Kept]) -> Trace:
     recipe = replace(question.recipe, checkpointing=f"first-{recomputed}")
     # The totals are those of the deep model, and no part of the shared question.
     shared = tuple(one._replace(total=0) for one in kept)
-    question = replace(question, recipe=recipe, kept=shared)
-    # A batch has no hash, and a loss may read other values the next time.
-    if question.batch is not None or question.loss is not None:
-        return trace_few_parts(question)
-    known = question.source.short_traces
-    if question not in known:
-        if len(known) >= MOST_SHORT_TRACES:
-            oldest = next(iter(known))
-            del known[oldest]
-        known[question] = trace_few_parts(question)
-    return known[question]
+    return replace(question, recipe=recipe, kept=shared)
 
 
 def _grows_in_buckets(recipe: Recipe) -> bool:

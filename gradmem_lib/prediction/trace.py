@@ -33,6 +33,7 @@ from .configs import example_batch
 from .copies import fake_batch, fake_copy
 from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
+from .garbage import without_collections
 from .loop import Loop, RunningLoop
 from .question import CannotTrace, Question
 from .recorders import recorder_class
@@ -55,7 +56,7 @@ def traced(
             found = _recorded(question, micro_batches, few_chunks=False)
         return found
 
-    with _explained_errors(question):
+    with _explained_errors(question), without_collections():
         if question.recipe.sharding is not None and not question.source.is_user_module:
             # PyTorch's fake collectives draw the numbers of their requests: nothing is decided.
             with restored_generators():
