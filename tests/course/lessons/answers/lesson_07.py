@@ -373,7 +373,21 @@ def _scaled_in_the_first_group(optimizer, scale, good, patience):
     return (2 * scale, 0) if good == patience else (scale, good)
 
 
+def _scaled_a_step_each(optimizer, scale, good, patience):
+    for g in _gradients(optimizer):
+        g.copy_(g / scale)
+        if torch.isfinite(g).all():
+            optimizer.step()
+            good += 1
+        else:
+            scale, good = scale / 2, 0
+    if good == patience:
+        scale, good = 2 * scale, 0
+    return scale, good
+
+
 WRONG["7.5"] = {
+    "a step each": (_scaled_a_step_each, "once for each gradient"),
     "steps anyway": (partial(_scaled, skip=False), "skip"),
     "never divides": (partial(_scaled, divide=False), "divide"),
     "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),
