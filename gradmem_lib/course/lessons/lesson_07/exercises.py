@@ -85,6 +85,11 @@ def _explain_lost(got, expected):
     return None
 
 
+def _zeros_among_all(gradients, dtype, scale):
+    stored = (gradients * scale).to(dtype)
+    return (stored == 0).float().mean().item()
+
+
 def float32_sums(parameters) -> list[Tensor]:
     """Float32 tensors, one a parameter, to which every backward adds; no gradient stays in
     ``.grad``.
@@ -497,6 +502,14 @@ EXERCISES = (
                 (
                     "this divides by the number of all elements: leave the zeros out there too, "
                     "and divide by how many were not zero."
+                ),
+            ),
+            Mistake(
+                "zeros among all",
+                _zeros_among_all,
+                (
+                    "this is the share of zeros after the cast: numbers that were 0 before lose "
+                    "nothing, and what becomes inf or nan is lost too."
                 ),
             ),
             Mistake(

@@ -36,6 +36,10 @@ RIGHT["7.1"] = {
     "double": lambda g, dtype, scale: _lost(g.double(), dtype, scale),
 }
 WRONG["7.1"] = {
+    "zeros among all": (
+        lambda g, d, s: ((s * g).to(d) == 0).sum().item() / g.numel(),
+        "were 0 before lose nothing",
+    ),
     "loop, without nan": (_lost_loop, "nan is not finite either"),
     "of all": (partial(_lost, among=lambda g: torch.ones_like(g, dtype=torch.bool)), "zero"),
     "no overflow": (partial(_lost, gone=lambda x: x == 0), "overflow|inf"),
