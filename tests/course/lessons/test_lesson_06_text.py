@@ -23,7 +23,6 @@ from gradmem_lib import (
 )
 from gradmem_lib.course import bert_large
 from gradmem_lib.course.lessons.lesson_06 import exercises, exercises_leak
-from gradmem_lib.course.lessons.lesson_06 import exercises_leak
 from gradmem_lib.course.lessons.lesson_06 import exercises_models as models_of_06
 from gradmem_lib.units import GiB, parse_bytes
 
