@@ -193,6 +193,12 @@ def _said(odd: float) -> str:
     return "all finite" if math.isfinite(odd) else f"one gradient is {odd}"
 
 
+_GRAPH = (
+    "a graph is built, and it keeps every layer's input and weight for a backward that never "
+    "comes: torch.no_grad()."
+)
+
+
 def features_setting() -> tuple[nn.Sequential, torch.Tensor]:
     """16 blocks of float32 weights, and rows (8, 256)."""
     torch.manual_seed(0)
@@ -379,14 +385,8 @@ EXERCISES = (
                     "which adds half of the weights' bytes: cache_enabled=False."
                 ),
             ),
-            Mistake(
-                "graph",
-                _features(grad=True),
-                (
-                    "a graph is built, and it keeps every layer's input and weight for a backward "
-                    "that never comes: torch.no_grad()."
-                ),
-            ),
+            Mistake("graph", _features(grad=True), _GRAPH),
+            Mistake("graph and cache", _features(grad=True, cache=True), _GRAPH),
             Mistake(
                 "float32",
                 _features(enabled=False),

@@ -117,11 +117,27 @@ RIGHT["7.2"] = {
     "in place": _sums_in_place,
     "zeroed first": lambda parameters: _sums(parameters, how=lambda a, g: a.copy_(a + g)),
 }
+
+
+def _sums_shared_by_tensor_hook(parameters):
+    sums = []
+    for p in parameters:
+        total = torch.zeros_like(p)
+        sums.append(total)
+
+        def add(gradient):
+            total.add_(gradient)  # the mistake: the loop's last one
+
+        p.register_hook(add)
+    return sums
+
+
 WRONG["7.2"] = {
     "bf16": (partial(_sums, dtype=torch.bfloat16), "bf16"),
     "kept": (partial(_sums, free=False), "p.grad"),
     "tensor hook": (_sums_by_tensor_hook, "p.grad"),
     "last hook": (_sums_shared, "last|same"),
+    "last tensor hook, in bf16": (_sums_shared_by_tensor_hook, "all hooks add to the same sum"),
     "overwritten": (partial(_sums, how=lambda a, g: a.copy_(g)), "last backward|add"),
     "mean": (partial(_sums, how=lambda a, g: a.lerp_(g.float(), 0.5)), "got|expected"),
     "minus": (partial(_sums, how=lambda a, g: a.sub_(g)), "sign"),
@@ -453,6 +469,7 @@ RIGHT["7.6"] = {
 WRONG["7.6"] = {
     "cached": (partial(_features, cache=True), "cache"),
     "graph": (partial(_features, grad=True), "graph|no_grad"),
+    "graph and cache": (partial(_features, grad=True, cache=True), "a graph is built"),
     "float32": (lambda model, x: _features(model, x, dtype=torch.float32), "float32"),
     "float16": (partial(_features, dtype=torch.float16), "float16"),
     "cast": (_features_cast, "model|weights"),
