@@ -421,7 +421,7 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # |---|---|---|
 # | DDP | all weights, gradients and states | 2 W an update |
 # | ZeRO-1 | all, but 1/N of the states | 2 W for gradients and W for new weights, an update |
-# | ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
+# | PyTorch's ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
 # | ZeRO-3, FSDP | 1/N of all three; two whole units | 3 W a micro-batch |
 # | hybrid sharding: FSDP in each machine of n cards | 1/n of all three; two whole units | 3 W a micro-batch inside, 2 W / n between machines |
 # | tensor parallel | 1/N of each layer's matrices | two all-reduces a layer, after attention and after the MLP, and two in backward, each as large as the layer's input |
