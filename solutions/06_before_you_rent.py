@@ -102,8 +102,8 @@ def read_error(asked, total, free, process, allocated, idle):
 read_error = check("6.1", read_error)
 
 # %% [markdown]
-# `explain` reads the numbers of a pasted message. (In a terminal, it is `gradmem explain error.txt`.) First your answer from
-# these numbers, in MiB, and then what `explain` says:
+# `explain` reads the numbers of a pasted message. (In a terminal, it is `gradmem explain error.txt`.) The next
+# cells print your answer from these numbers, in MiB, and then what `explain` says:
 
 # %%
 said = explain(message)
@@ -264,8 +264,8 @@ print(diagnose(tracker))
 
 # %% [markdown]
 # **Then predict.** The activations of the blocks are most of the peak. Checkpoints are for that. `predict` takes your
-# module, your batch and your loss, and sees the checkpoints on the module. How much is one checkpoint a block
-# worth?
+# module, your batch and your loss, and sees the checkpoints on the module. How much does a checkpoint on
+# each block save?
 
 # %%
 question = "A checkpoint on each of the 8 blocks: how many per cent lower is the peak?"
@@ -293,8 +293,8 @@ guess_c.reveal(
 )
 
 # %% [markdown]
-# One segment of all eight blocks holds everything again, and saves nothing. A checkpoint a block is best here: what a block
-# keeps is much larger than what it hands on (lesson 04).
+# One segment of all eight blocks holds everything again, and saves nothing. A checkpoint on each block is best here: what a
+# block keeps is much larger than what it hands on (lesson 04).
 
 # %% [markdown]
 # ### Exercise 6.3 · a classifier of your own, halved
@@ -335,7 +335,7 @@ train_small = check("6.3", train_small)
 # %% [markdown]
 # ## 4 · A 7B, and the cards
 #
-# Now Llama-2-7B, with rows of 2,048 tokens and 8 of them an update, technique by technique. (`8 × 1` means 8
+# Now take Llama-2-7B, with 8 rows of 2,048 tokens an update, and add one technique after another. (`8 × 1` means 8
 # micro-batches of one row.) "Needs" is the peak, the driver's context and a rough share for the allocator. A star
 # stands under each size of card that is enough.
 
@@ -456,8 +456,8 @@ show_decisions(run, card="3.5 GiB")
 #
 # ●●○ · 4 minutes · trains: choosing by the parts of the peak, the cheapest first
 #
-# Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
-# `rows` rows. The techniques, cheapest first, are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
+# Write `next_technique(phase, parts, rows, card)`. `phase` is `"forward"`, `"backward"` or `"optimizer_step"`, `parts`
+# has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
 # `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. In each half, the chart marks the parts that a
 # technique can take away: count each of them whole. In forward and backward, `"temporaries"` are the logits' gradients; in
 # the optimizer's step they are the optimizer's own.
@@ -553,10 +553,10 @@ except BudgetExceeded as exceeded:
     print(exceeded)
 
 # %% [markdown]
-# A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step.
-# The error's line says where the logits were *made*. Which line *keeps* them? (Its first remedy, `.cpu()`, is for a card:
-# here the model is on the CPU, so nothing would move.)
-# (A forward without `no_grad` has the same symptom. Exercise 5.7 of lesson 05 is about it.)
+# A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step:
+# weights in 4 bits, which the error names, would only let a few more batches pass. The error's line says where the logits
+# were *made*. Which line *keeps* them? (Its first remedy, `.cpu()`, is for a card: here the model is on the CPU, so
+# nothing would move. A forward without `no_grad` has the same symptom: see exercise 5.7 of lesson 05.)
 #
 # ### Exercise 6.7 · an evaluation that collects
 #

@@ -288,7 +288,11 @@ master_step = check("7.4", master_step)
 #
 # It is not finite either: `gradient.isfinite().all()`.
 #
-# </details></details>
+# <details><summary>Hint 3: the order</summary>
+#
+# One loop divides all gradients. Only after it, one `if` asks whether all of them are finite, and decides about the step.
+#
+# </details></details></details>
 
 
 # %%

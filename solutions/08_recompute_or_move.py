@@ -164,7 +164,7 @@ show_frontier(points, title="SmolLM2's first nine layers, 64 tokens")
 
 # %% [markdown]
 # The line is a **frontier**: no other way keeps fewer bytes for as few operations. Your policy is on it, and beats the
-# MLP alone on both axes: take it for a seventh of the work. √n is not on it, as lesson 04 found. Attention alone is not
+# MLP alone on both axes. So take your policy, if you may repeat a seventh of the work. √n is not on it, as lesson 04 found. Attention alone is not
 # on it either, although it is often recommended. The advice is older than fused attention, which never stores the
 # scores, so that there is little to save.
 
@@ -316,8 +316,8 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
 
 # %% [markdown]
 # Take the column of your card's bus: here PCIe 3 for the T4, PCIe 5 for the H100, and PCIe 4 for the others. On a slow
-# card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C. **The faster the
-# card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
+# card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C, NVIDIA's link to its own processors. **The
+# faster the card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
 # twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that is
 # `Recipe(checkpointing="per-layer", offload="boundaries")`. A claim about moving everything:
 

@@ -223,7 +223,7 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # of 576 rows and 1,536 columns. Let the columns of a matrix P be the r directions in which G is largest. Then PᵀG has
 # r rows instead of 576, and Adam's two moments are as small. The step is P times Adam's update. P is renewed every
 # few hundred steps. With r = 64, P and both moments together are 7.6 times smaller than AdamW's moments. What is
-# lost? In our test with 512 tokens, the largest four directions keep 56 % of G's length, so the others matter too.
+# lost? In our test with 512 tokens, the largest four directions keep 56 % of G's norm, so the others matter too.
 #
 # ## 4 · One table
 #

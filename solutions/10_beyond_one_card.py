@@ -414,17 +414,17 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # An H100's link is much faster, but so is its computing. Real cards compute below their full rate, so fewer tokens are
 # enough. RTX 4090s cannot send to each other directly, only through the host, so they need more.
 #
-# Here is what a rank holds and sends in each way that you will meet. There are N ranks. W is the bytes of the weights,
-# and gradients are as many. Multiply W by (N − 1) / N for a ring.
+# Here is what each of N ranks holds and sends in each way that you will meet. W is the bytes of the weights, and
+# gradients are as many. Multiply W by (N − 1) / N for a ring.
 #
 # | way | a rank holds | a rank sends |
 # |---|---|---|
 # | DDP | all weights, gradients and states | 2 W an update |
-# | ZeRO-1 | all, but 1/N of the states | 3 W an update |
-# | ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
+# | ZeRO-1 | all, but 1/N of the states | 2 W for gradients and W for new weights, an update |
+# | PyTorch's ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
 # | ZeRO-3, FSDP | 1/N of all three; two whole units | 3 W a micro-batch |
 # | hybrid sharding: FSDP in each machine of n cards | 1/n of all three; two whole units | 3 W a micro-batch inside, 2 W / n between machines |
-# | tensor parallel | 1/N of each layer's matrices | each layer's input in 4 all-reduces a micro-batch |
+# | tensor parallel | 1/N of each layer's matrices | two all-reduces a layer, after attention and after the MLP, and two in backward, each as large as the layer's input |
 # | pipeline | 1/N of the layers | a boundary forward and a gradient back, each micro-batch |
 # | context parallel | 1/N of each row's activations | each layer's keys and values, forward and backward |
 # | expert parallel | 1/N of the experts | each token to its experts and back, forward and backward |

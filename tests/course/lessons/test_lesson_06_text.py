@@ -51,7 +51,9 @@ def test_the_blocks_hold_most_of_the_classifiers_peak():
 
 def test_a_checkpoint_a_block_is_best_for_the_classifier():
     said = lesson("06")
-    assert said.says("A checkpoint a block is best here: what a block keeps is much larger than")
+    assert said.says(
+        "A checkpoint on each block is best here: what a block keeps is much larger than"
+    )
     rows = re.findall(r"^every=(\w+) +([\d,]+) bytes", said.printed, re.MULTILINE)
     peaks = {every: int(peak.replace(",", "")) for every, peak in rows}
     assert min(peaks.values()) == peaks["1"] and sorted(peaks.values())[2] > 1.1 * peaks["1"]
@@ -84,8 +86,23 @@ def test_what_a_7b_holds_before_the_first_token():
     assert LLAMA.parameters == SEVEN_B
     assert said.says("6,738,415,616 weights.")
     assert said.says(f"weights and gradients are {2 * 2 * SEVEN_B / GiB:.0f} GiB before the first")
-    assert said.says("Llama-2-7B, with rows of 2,048 tokens and 8 of them an update")
+    assert said.says(
+        "take Llama-2-7B, with 8 rows of 2,048 tokens an update, and add one technique"
+    )
     assert (exercises.TOKENS_7B, exercises.BATCH_7B) == (2048, 8)
+
+
+def test_an_evaluation_that_collects_is_not_saved_by_weights_in_4_bits():
+    said = lesson("06")
+    assert said.says("weights in 4 bits, which the error names, would only let a few more batches")
+    _, _, error = said.printed.partition("An evaluation collects its results: ")
+    assert "LoRA on weights in 4 bits" in error.partition("What could not: ")[0]
+    [[collected, each]] = re.findall(r"^([\d.]+) KiB at the peak .* ([\d.]+) KiB more", error)
+    before = said.printed.removesuffix(error)
+    weights = re.findall(r"([\d,]+) bytes  parameters\n", before)[-1]
+    room = float(collected) * 1024 + int(weights.replace(",", ""))  # if no weight took a byte
+    _, held_out = exercises_leak.evaluation_leak_setting()
+    assert 2 * room / (float(each) * 1024) < len(held_out)
 
 
 def test_which_cards_need_4_bits_and_what_they_leave():

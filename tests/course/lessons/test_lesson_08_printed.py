@@ -34,10 +34,14 @@ def test_repeating_what_is_cheap(points):
 
 
 def test_the_policy_is_what_to_take_for_a_seventh_of_the_work(points):
-    assert "if you may repeat a seventh of the work?" in TEXT and "take it for a seventh" in TEXT
+    assert "which of them would you take, if you may repeat a seventh of the work?" in TEXT
+    assert "So take your policy, if you may repeat a seventh of the work." in TEXT
     room = points["nothing"][1] * (1 + 1 / 7)
     allowed = {name: nbytes for name, (nbytes, work) in points.items() if work <= room}
     assert min(allowed, key=allowed.get) == "every second product"
+    assert "Your policy is on it, and beats the MLP alone on both axes." in TEXT
+    yours, mlp = points["every second product"], points["mlp"]
+    assert yours[0] < mlp[0] and yours[1] < mlp[1]
 
 
 def test_what_would_leave(printed, points):

@@ -176,5 +176,5 @@ def test_galores_directions_keep_less_of_more_tokens():
     kept = (values[:4].sum() / values.sum()).sqrt()
     assert rows.ids.numel() == 512
     share = f"four directions keep {100 * kept:.0f} %"
-    assert f"with 512 tokens, the largest {share} of G's length" in TEXT
+    assert f"with 512 tokens, the largest {share} of G's norm" in TEXT
     assert f"With 512 tokens, {share}." in TEXT

@@ -139,7 +139,8 @@ def in_tensors():
 @pytest.mark.usefixtures("by_value")
 def test_tensor_parallel_sends_four_all_reduces_a_layer(printed):
     held, numbers, calls = run_ranks(in_tensors, live=False)[0]
-    assert "each layer's input in 4 all-reduces a micro-batch" in TEXT
+    assert "two all-reduces a layer, after attention and after the MLP" in TEXT
+    assert "and two in backward, each as large as the layer's input" in TEXT
     assert sum(calls.values()) == of_kind(calls, "all_reduce") == 4 * LAYERS
     assert sum(numbers.values()) == 4 * LAYERS * ROWS * TOKENS * HIDDEN
     net = llama()

@@ -85,6 +85,11 @@ def _explain_lost(got, expected):
     return None
 
 
+def _zeros_among_all(gradients, dtype, scale):
+    stored = (gradients * scale).to(dtype)
+    return (stored == 0).float().mean().item()
+
+
 def float32_sums(parameters) -> list[Tensor]:
     """Float32 tensors, one a parameter, to which every backward adds; no gradient stays in
     ``.grad``.
@@ -167,8 +172,19 @@ def _observe_sums(candidate):
     }
 
 
+_LATE = (
+    "all hooks add to the same sum, the last one: a function made in a loop looks a name up when "
+    "it is called; bind it by a default argument."
+)
+
+
 def _explain_sums(got, expected):
     first = got["two backwards"]
+    sums = first["sums"]
+    # Whatever else is wrong: three numbers of each sum are shown, and the last sum's come last.
+    as_many = len(sums) == len(expected["two backwards"]["sums"])
+    if as_many and sums[-3:].any() and not sums[:-3].any():
+        return _LATE
     if (
         first["gradients left in .grad"]
         and difference(first["sums"], expected["two backwards"]["sums"]) is None
@@ -500,6 +516,14 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "zeros among all",
+                _zeros_among_all,
+                (
+                    "this is the share of zeros after the cast: numbers that were 0 before lose "
+                    "nothing, and what becomes inf or nan is lost too."
+                ),
+            ),
+            Mistake(
                 "no overflow",
                 _lost(gone=lambda x: x == 0),
                 "what becomes inf is lost too (overflow): ~stored.isfinite().",
@@ -615,10 +639,7 @@ EXERCISES = (
             Mistake(
                 "late",
                 _sums(late=True),
-                (
-                    "all hooks add to the same sum, the last one: a function made in a loop looks "
-                    "a name up when it is called; bind it by a default argument."
-                ),
+                _LATE,
             ),
             Mistake(
                 "minus", _sums(how=lambda total, g: total.sub_(g)), "the sums have the wrong sign."

@@ -90,11 +90,27 @@ def _stops_at_the_first(optimizer, scale, good, patience):
     return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
 
 
+def _a_step_each(optimizer, scale, good, patience):
+    """The loop over the gradients also steps, and counts, once for each of them."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            p.grad.div_(scale)
+            if p.grad.isfinite().all():
+                optimizer.step()
+                good += 1
+            else:
+                scale /= 2
+                good = 0
+    return (scale * 2, 0) if good == patience else (scale, good)
+
+
 _STOPS = (
     "where a gradient is not finite, some gradients are divided and others are still scaled: "
     "divide all of them first, and then decide about the step."
 )
-_SOME_SCALED = "gradients still scaled, unlike the others"
+_SOME_SCALED = "how many gradients are still scaled, where others are not"
 
 
 def _still_scaled(weights, given, scale) -> int:
@@ -175,6 +191,12 @@ def _explain_scaled(got, expected):
 
 def _said(odd: float) -> str:
     return "all finite" if math.isfinite(odd) else f"one gradient is {odd}"
+
+
+_GRAPH = (
+    "a graph is built, and it keeps every layer's input and weight for a backward that never "
+    "comes: torch.no_grad()."
+)
 
 
 def features_setting() -> tuple[nn.Sequential, torch.Tensor]:
@@ -290,6 +312,14 @@ EXERCISES = (
             ),
             Mistake("stops at the first", _stops_at_the_first, _STOPS),
             Mistake(
+                "a step each",
+                _a_step_each,
+                (
+                    "the optimizer steps once for each gradient: the loop only divides and looks, "
+                    "and after it all gradients together decide about one step."
+                ),
+            ),
+            Mistake(
                 "not in a row",
                 _scaled(streak=False),
                 (
@@ -355,14 +385,8 @@ EXERCISES = (
                     "which adds half of the weights' bytes: cache_enabled=False."
                 ),
             ),
-            Mistake(
-                "graph",
-                _features(grad=True),
-                (
-                    "a graph is built, and it keeps every layer's input and weight for a backward "
-                    "that never comes: torch.no_grad()."
-                ),
-            ),
+            Mistake("graph", _features(grad=True), _GRAPH),
+            Mistake("graph and cache", _features(grad=True, cache=True), _GRAPH),
             Mistake(
                 "float32",
                 _features(enabled=False),

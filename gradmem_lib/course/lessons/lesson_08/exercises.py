@@ -65,15 +65,28 @@ def _policies(
     return wrong
 
 
-def _counts_every_operation():
-    """Keeps products alone, where the count of all operations is odd."""
-    counts = [0, 0]
+_ALL_COUNTED = (
+    "operations of every kind are counted here: only products count, so ask op in PRODUCTS before "
+    "you count."
+)
 
-    def policy(ctx, op, *args, **kwargs):
-        counts[ctx.is_recompute] += 1
-        return KEEP if op in PRODUCTS and counts[ctx.is_recompute] % 2 else REPEAT
 
-    return policy
+def _counts_every_operation(*, again: bool):
+    """Keeps products alone, where the count of all operations is odd: from 1 ``again`` in the
+    second run, or going on from the first.
+    """
+
+    def make():
+        counts = [0, 0]
+
+        def policy(ctx, op, *args, **kwargs):
+            run = int(ctx.is_recompute and again)
+            counts[run] += 1
+            return KEEP if op in PRODUCTS and counts[run] % 2 else REPEAT
+
+        return policy
+
+    return make
 
 
 class Block(nn.Module):
@@ -351,11 +364,13 @@ EXERCISES = (
             ),
             Mistake(
                 "counts every operation",
-                _counts_every_operation,
-                (
-                    "operations of every kind are counted here: only products count, so ask "
-                    "op in PRODUCTS before you count."
-                ),
+                _counts_every_operation(again=True),
+                _ALL_COUNTED,
+            ),
+            Mistake(
+                "counts every operation, and goes on",
+                _counts_every_operation(again=False),
+                _ALL_COUNTED,
             ),
             Mistake(
                 "the others",

@@ -268,6 +268,15 @@ EXERCISES = (
         observe=_observe_lora,
         explain=_explain_lora,
         tolerance=1e-4,
+        raises=(
+            (
+                r"shapes cannot be multiplied|size mismatch",
+                (
+                    "the formula has x as one column, but here x is (..., in): each matrix acts on "
+                    "the last dimension of x, as in nn.Linear, so multiply by its transpose."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "B random",

@@ -337,8 +337,8 @@ EXERCISES = (
                 "zero2 once an update",
                 _seconds(zero2=lambda k: k + 1),
                 (
-                    "zero2 reduces once an update here: it reduces after every micro-batch, as "
-                    "fsdp does."
+                    "one of zero2's two passes is counted once an update: it gathers the weights "
+                    "and reduces the gradients in every micro-batch."
                 ),
             ),
             Mistake(

@@ -36,6 +36,10 @@ RIGHT["7.1"] = {
     "double": lambda g, dtype, scale: _lost(g.double(), dtype, scale),
 }
 WRONG["7.1"] = {
+    "zeros among all": (
+        lambda g, d, s: ((s * g).to(d) == 0).sum().item() / g.numel(),
+        "were 0 before lose nothing",
+    ),
     "loop, without nan": (_lost_loop, "nan is not finite either"),
     "of all": (partial(_lost, among=lambda g: torch.ones_like(g, dtype=torch.bool)), "zero"),
     "no overflow": (partial(_lost, gone=lambda x: x == 0), "overflow|inf"),
@@ -113,11 +117,27 @@ RIGHT["7.2"] = {
     "in place": _sums_in_place,
     "zeroed first": lambda parameters: _sums(parameters, how=lambda a, g: a.copy_(a + g)),
 }
+
+
+def _sums_shared_by_tensor_hook(parameters):
+    sums = []
+    for p in parameters:
+        total = torch.zeros_like(p)
+        sums.append(total)
+
+        def add(gradient):
+            total.add_(gradient)  # noqa: B023
+
+        p.register_hook(add)
+    return sums
+
+
 WRONG["7.2"] = {
     "bf16": (partial(_sums, dtype=torch.bfloat16), "bf16"),
     "kept": (partial(_sums, free=False), "p.grad"),
     "tensor hook": (_sums_by_tensor_hook, "p.grad"),
     "last hook": (_sums_shared, "last|same"),
+    "last tensor hook, in bf16": (_sums_shared_by_tensor_hook, "all hooks add to the same sum"),
     "overwritten": (partial(_sums, how=lambda a, g: a.copy_(g)), "last backward|add"),
     "mean": (partial(_sums, how=lambda a, g: a.lerp_(g.float(), 0.5)), "got|expected"),
     "minus": (partial(_sums, how=lambda a, g: a.sub_(g)), "sign"),
@@ -373,7 +393,21 @@ def _scaled_in_the_first_group(optimizer, scale, good, patience):
     return (2 * scale, 0) if good == patience else (scale, good)
 
 
+def _scaled_a_step_each(optimizer, scale, good, patience):
+    for g in _gradients(optimizer):
+        g.copy_(g / scale)
+        if torch.isfinite(g).all():
+            optimizer.step()
+            good += 1
+        else:
+            scale, good = scale / 2, 0
+    if good == patience:
+        scale, good = 2 * scale, 0
+    return scale, good
+
+
 WRONG["7.5"] = {
+    "a step each": (_scaled_a_step_each, "once for each gradient"),
     "steps anyway": (partial(_scaled, skip=False), "skip"),
     "never divides": (partial(_scaled, divide=False), "divide"),
     "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),
@@ -435,6 +469,7 @@ RIGHT["7.6"] = {
 WRONG["7.6"] = {
     "cached": (partial(_features, cache=True), "cache"),
     "graph": (partial(_features, grad=True), "graph|no_grad"),
+    "graph and cache": (partial(_features, grad=True, cache=True), "a graph is built"),
     "float32": (lambda model, x: _features(model, x, dtype=torch.float32), "float32"),
     "float16": (partial(_features, dtype=torch.float16), "float16"),
     "cast": (_features_cast, "model|weights"),

@@ -131,8 +131,20 @@ def _counts_all():
     return policy
 
 
+def _counts_all_and_goes_on():
+    seen = 0
+
+    def policy(ctx, op, *args, **kwargs):
+        nonlocal seen
+        seen += 1
+        return SAVE if op in PRODUCTS and seen % 2 == 1 else AGAIN
+
+    return policy
+
+
 WRONG["8.1"] |= {
     "counts every operation": (_counts_all, "only products count"),
+    "counts every operation, and goes on": (_counts_all_and_goes_on, "only products count"),
     "attention counts too": (
         _counting_policy(counted=lambda op: op in PRODUCTS or "attention" in str(op)),
         "fused attention is counted as a product",
@@ -487,6 +499,15 @@ class _ByShape(exercises_moving.Disk):
         return tensor if tensor.shape in self.shapes else super().pack(tensor)
 
 
+class _KeepsTheTensorToo(exercises_moving.Disk):
+    def pack(self, tensor):
+        packed = super().pack(tensor)
+        return packed if packed is tensor else (packed, tensor)
+
+    def unpack(self, packed):
+        return packed[1] if isinstance(packed, tuple) else packed
+
+
 class _InNumpy(exercises_moving.Disk):
     def pack(self, tensor):
         if tensor.untyped_storage().data_ptr() in self.stay:
@@ -522,6 +543,7 @@ WRONG["8.3"] |= {
     "reads weights too": (_ReadsAll, "return a tensor as it is"),
     "opens weights too": (_OpensAll, "return a tensor as it is"),
     "a weight's address": (_ByAddress, "recognise each by its storage"),
+    "the tensor beside its file": (_KeepsTheTensorToo, "the very tensor that pack was given"),
     "a weight's shape": (_ByShape, "an activation that has a weight's shape stays"),
     "numpy": (_InNumpy, "no file appears"),
 }

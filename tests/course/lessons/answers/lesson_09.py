@@ -890,6 +890,10 @@ def _other_way_round(layer):
     nn.init.normal_(layer.B)
 
 
+def _one_column(self, x):
+    return self.base(x) + self.scale * (self.B @ (self.A @ x))
+
+
 def _no_grad_base(self, x):
     with torch.no_grad():
         y = self.base(x)
@@ -902,6 +906,7 @@ WRONG["9.5"] |= {
         _adapter(lambda layer: nn.init.ones_(layer.A)),
         "at the start A is all the same and B is zero",
     ),
+    "x as one column": (_adapter(forward=_one_column), "the last dimension of x"),
     "base under no_grad": (_adapter(forward=_no_grad_base), "x gets no gradient from the base"),
     "rank / alpha": (_adapter(scale=lambda rank, alpha: rank / alpha), "times what it should be"),
     "whole number": (_adapter(scale=lambda rank, alpha: alpha // rank), "times what it should be"),

@@ -296,7 +296,7 @@ WRONG["9.5"] = {
     "root of rank": (_lora(lambda rank, alpha: alpha / rank**0.5), "2 times"),
     "inverse": (_lora(lambda rank, alpha: rank / alpha), "0.25 times"),
     "both zero": (_lora(a=torch.zeros), "both zero"),
-    "B random, A zero": (_lora(a=torch.zeros, b=_random), "A is random"),
+    "B random, A zero": (_lora(a=torch.zeros, b=_random), "A must be random"),
     "A is no parameter": (_lora(parameter=torch.Tensor.requires_grad_), "both A and B must"),
     "scaled base": (_lora(out=_scale_on_all), "not scaled"),
     "base detached": (_lora(out=_base_detached), "gets no gradient from the base"),

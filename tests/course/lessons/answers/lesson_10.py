@@ -678,7 +678,7 @@ WRONG["10.6"] = {
         lambda way, n, N, k, b: (
             (k + 1 if way == "zero2" else _passes(way, k)) * n * (N - 1) / N / b
         ),
-        "as fsdp",
+        "one of zero2's two passes",
     ),
     "reduced once": (
         lambda way, n, N, k, b: (

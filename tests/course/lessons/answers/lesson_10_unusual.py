@@ -138,7 +138,7 @@ def _seconds(
 RIGHT["10.6"] = {"a function of ways": _seconds()}
 WRONG["10.6"] = {
     "milliseconds": (_seconds(unit=1000), "1000 times"),
-    "zero2 gathers once an update": (_seconds(zero2=lambda k: 1 + k), "zero2 reduces"),
+    "zero2 gathers once an update": (_seconds(zero2=lambda k: 1 + k), "one of zero2's two passes"),
     "fsdp gathers forward alone": (_seconds(fsdp=lambda k: 2 * k), "again in backward"),
     "fsdp reduces once": (_seconds(fsdp=lambda k: 2 * k + 1), "three passes"),
     "one of n": (_seconds(share=lambda n: 1 / n), "twice the `ranks`"),
