@@ -18,12 +18,12 @@
 #
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can
 #
-# - name the four residents of training memory, and give their bytes for any model;
+# - name what training keeps in memory, and give its bytes for any model;
 # - say *when* in a step the peak comes, and why it moves;
 # - list what autograd keeps from a Transformer block, tensor by tensor, and predict it to the byte;
 # - tell four precision recipes apart by what they really cost.
 #
-# In the optional sections you release what a training loop holds for nothing, and build a tracker.
+# In the optional sections you fix training loops that hold too much, and build a tracker.
 
 # %%
 import torch
@@ -34,9 +34,9 @@ from gradmem_lib import MemoryTracker, accounting, check, format_bytes, predict_
 from gradmem_lib.course import claims, models, texts
 
 # %% [markdown]
-# ## 1 · The four residents
+# ## 1 · What a step holds
 #
-# We start with lesson 00's tiny Llama. AdamW trains it.
+# AdamW trains lesson 00's tiny Llama.
 
 # %%
 model = models.tiny_llama()
@@ -53,16 +53,16 @@ guess_a = predict_first(
 )
 
 # %% [markdown]
-# A training step holds four kinds of long-lived bytes:
+# A training step holds four kinds of long-lived bytes. The first three are the **residents**: they ignore the batch.
 #
-# | resident | what it is | when it lives |
+# | category | what it is | when it lives |
 # |---|---|---|
 # | **parameters** | the weights | always |
 # | **gradients** | one number for every trained weight | from backward to `zero_grad` |
 # | **optimizer states** | Adam: two moving averages (*moments*) for every trained weight | from the first `step()` on |
 # | **activations** | what forward saves because backward needs it | from forward to backward |
 #
-# Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
+# Everything else is **temporary**: made by one operation, gone soon after. It still counts at the peak.
 #
 # The whole course is about this step:
 

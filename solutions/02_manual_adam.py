@@ -38,8 +38,8 @@ torch.set_num_threads(1)  # fastest for small tensors
 # %% [markdown]
 # ## 1 · Downhill
 #
-# An optimizer is a loop over parameters. Inside the loop, a **rule** updates one parameter. In this lesson the loop
-# stays as it is, and the rules differ. A rule gets the parameter, its gradient, a dict in which it may keep things
+# An optimizer is a loop over parameters. Inside the loop, a **rule** updates one parameter. Here the loop stays as it
+# is, and the rules differ. A rule gets the parameter, its gradient, a dict in which it may keep things
 # until the next step, and settings such as lr. The rule `sgd` is plain gradient descent:
 
 
@@ -206,7 +206,7 @@ second_moment = check("2.2", second_moment)
 
 # %% [markdown]
 # In the valley, lr is now 0.1. Once $\sqrt v$ is as large as g, a step is about 0.1 long in each direction, whatever the
-# slope. The *first* step is special: v starts at zero, so after one gradient it is $0.001\, g^2$.
+# slope. The *first* step is special: v starts at zero. With β = 0.999, after one gradient it is $0.001\, g^2$.
 
 # %%
 guess_a = predict_first(
@@ -235,7 +235,8 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
 # with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
-# (Kingma and Ba 2015). Without the corrections, Adam's first step is 0.1 / √0.001 = 3.16 times lr.
+# (Kingma and Ba 2015). With the usual β₁ = 0.9 and β₂ = 0.999, but without the corrections,
+# Adam's first step is 0.1 / √0.001 = 3.16 times lr.
 #
 # ### Exercise 2.3 · Adam
 #
@@ -326,7 +327,7 @@ show_losses(curves, title="the small Llama, all five rules", smooth=5)
 #
 # ## 6 · Watch the bytes appear
 #
-# Now take two training steps of SmolLM2-135M, in float32, with your AdamW.
+# Now take two steps of SmolLM2-135M, in float32, with your AdamW.
 
 # %%
 torch.set_num_threads(threads)
@@ -352,7 +353,7 @@ del smol, optimizer  # 1.5 GiB
 
 # %% [markdown]
 # The first forward has no states. All of them appear in the first `step()`, parameter by parameter, which is the slope
-# in the picture. From then on they stay.
+# in the picture.
 #
 # Your states have the dtype of the parameters, because `zeros_like(p)` has it. The next cell lists what PyTorch's AdamW
 # keeps for a bf16 parameter of 1,000 numbers:
@@ -411,7 +412,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # $0.01 / \sqrt{0.000389} = 0.5$ lr.
 #
 # v never falls because `v.mul_(0.999)`, the first half of each step, rounds back to v. The steps stay too short, training
-# stalls, and no error is raised. (An optional section counts this.) What to do:
+# stalls, and no error is raised. What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
 # - **a smaller β₂**, such as 0.95: then a step takes 5 % off v, more than a gap, and v follows the gradients up and
@@ -461,7 +462,7 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** On a
 # card AdamW uses `foreach` unless you say `foreach=False` or `fused=True`.
 #
-# `gradmem_lib.AdamW` has the lines that you wrote. Read it in `gradmem_lib/techniques/adam.py`.
+# `gradmem_lib.AdamW` has the lines that you wrote, in `gradmem_lib/techniques/adam.py`.
 #
 # ## 9 · What you can now do
 #

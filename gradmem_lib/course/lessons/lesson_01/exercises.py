@@ -340,9 +340,13 @@ def _several(got) -> str:
             if each:
                 says.insert(0, _EACH)
             return " And ".join(says)
-    view_by_address = _saves(lambda t: t.nbytes, key=torch.Tensor.data_ptr)
-    if _observe_saved(view_by_address) == got:
-        return f"{_VIEW} Take key and bytes from tensor.untyped_storage()."
+    by_view = f"{_VIEW} Take key and bytes from tensor.untyped_storage()."
+    for parameters in (False, True):
+        view_by_address = _saves(
+            lambda t: t.nbytes, key=torch.Tensor.data_ptr, parameters=parameters
+        )
+        if _observe_saved(view_by_address) == got:
+            return f"{_PARAMETERS} And {by_view}" if parameters else by_view
     return ""
 
 

@@ -262,6 +262,8 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
         divisor["variance"] = (v - mean * mean).clamp(min=0).sqrt() + eps
     step = (1.0 if "no lr" in wrong else lr) * grad / _one_of(divisor, wrong, v.sqrt() + eps)
     p.sub_(-step if "uphill" in wrong else step)
+    if "root in place" in wrong:
+        v.sqrt_()  # the step is right, and the next one continues from the root
 
 
 SECOND_MOMENT = {
@@ -275,6 +277,10 @@ SECOND_MOMENT = {
     ),
     "eps inside": EPS_INSIDE,
     "old v": "this divides by the v of the step before: add the new gradient to v first.",
+    "root in place": (
+        "v.sqrt_() overwrites v with its root, and the next step continues from that: use "
+        "v.sqrt(), which makes a new tensor."
+    ),
     "sum": "this adds the whole square: v is an average, which takes 1 - beta of it.",
     "re-created": AGAIN,
     "begins": (

@@ -172,7 +172,8 @@ EXERCISES = (
                 _told(lambda heeds: False),
                 (
                     "the classifier is now right, but the language model is wrong, because it "
-                    "does use the number of items: ask each model itself, whatever its name."
+                    "does use the number of items: ask each model itself, because neither its "
+                    "name nor its signature says so."
                 ),
             ),
             Mistake(

@@ -161,6 +161,12 @@ def _one_too_small(lengths, expected) -> bool:
     return True
 
 
+_SWAPPED = (
+    "a and x are swapped (or this is n / k, the number of segments): the more a layer keeps, the "
+    "shorter the segments."
+)
+
+
 def _explain_length(got, expected):
     if _one_too_small(got.notes["lengths"], expected):
         return (
@@ -310,10 +316,12 @@ EXERCISES = (
             Mistake(
                 "the wrong way round",
                 lambda n, a, x: min(n, max(1, round(math.sqrt(n * a / x)))),
-                (
-                    "a and x are swapped (or this is n / k, the number of segments): the more a "
-                    "layer keeps, the shorter the segments."
-                ),
+                _SWAPPED,
+            ),
+            Mistake(
+                "the wrong way round, past n",
+                lambda n, a, x: round(math.sqrt(n * a / x)),
+                _SWAPPED,
             ),
             Mistake(
                 "always 1",

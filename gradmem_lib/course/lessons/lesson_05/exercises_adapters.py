@@ -92,10 +92,20 @@ _NO_ADAPTER = (
     "has whole paths, such as model.layers.0.self_attn.q_proj; compare the last part, and put the "
     "LoRALinear into the parent with setattr."
 )
+# An optimizer that is made first, and one whose adapters were never put into the model, are stopped
+# by the same error at the same place.
+_NO_ADAPTER_YET = (
+    "when the optimizer is made, no layer of the model is an adapter, so it gets an empty list: "
+    "freeze, add the adapters, and only then make the optimizer. If you do it in this order, put "
+    "each LoRALinear into its layer's parent with setattr: named_modules() has whole paths, such "
+    "as model.layers.0.self_attn.q_proj."
+)
 
 
 def _explain_lora(got, expected):
     if not got["the adapters"]["around"]:
+        if got["the adapters"]["error"] == "empty parameter list":
+            return _NO_ADAPTER_YET
         return _NO_ADAPTER
     if got["the adapters"]["error"]:
         if got["numbers that are trained"]:

@@ -175,6 +175,10 @@ WRONG["1.2"] |= {
         _packed(lambda t: t.nbytes, own=True),
         "not yet: this counts the parameters too",
     ),
+    "weights too, views by their address": (
+        _packed(lambda t: t.nbytes, key=torch.Tensor.data_ptr, own=True),
+        "not yet: this counts the parameters too.*And this counts the view.*Take key and bytes",
+    ),
     "weights too, elements": (
         _packed(lambda t: _storage_bytes(t) // t.itemsize, own=True),
         "not yet: this counts the parameters.*And this counts elements",

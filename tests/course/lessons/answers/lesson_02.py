@@ -91,6 +91,12 @@ def _v(p, grad, state, lr, beta, eps, divide=lambda v, eps, grad, t: v.sqrt() + 
     p.sub_(lr * grad / divide(state["v"], eps, grad, t))
 
 
+def _root_in_place(p, grad, state, lr, beta, eps):
+    v = state.setdefault("v", torch.zeros_like(p))
+    v.mul_(beta).add_(grad**2, alpha=1 - beta)
+    p.sub_(lr * grad / v.sqrt_().add(eps))
+
+
 RIGHT["2.2"] = {
     "new tensors": _v,
     "power": lambda *a: _v(*a, divide=lambda v, eps, g, t: v**0.5 + eps),
@@ -100,6 +106,7 @@ WRONG["2.2"] = {
     "no root": (lambda *a: _v(*a, divide=lambda v, eps, g, t: v + eps), "root is missing"),
     "inside": (lambda *a: _v(*a, divide=lambda v, eps, g, t: (v + eps).sqrt()), "inside the root"),
     "no eps": (lambda *a: _v(*a, divide=lambda v, eps, g, t: v.sqrt()), "eps"),
+    "root in place": (_root_in_place, "not yet: v.sqrt_.. overwrites v with its root"),
     "sum": (lambda *a: _v(*a, share=1.0), "adds the whole square"),
     "eps beside": (
         lambda *a: _v(*a, divide=lambda v, eps, g, t: 1 / (v.rsqrt() + eps)),

@@ -405,6 +405,7 @@ WRONG["4.6"] = {
     "ceil": (partial(_root, whole=math.ceil), "rounds up"),
     "floor": (partial(_root, whole=math.floor), "rounds down"),
     "root of n": (lambda n, a, x: max(1, math.isqrt(n)), "√n"),
+    "swapped": (lambda n, a, x: round(math.sqrt(n * a / x)), "not yet: a and x are swapped"),
     "number of segments": (lambda n, a, x: n // _root(n, a, x), "number of segments|peak"),
     "none": (lambda n, a, x: math.sqrt(n) < 0 or None, "return"),
     "fraction": (lambda n, a, x: math.sqrt(n * x / a), "whole number"),

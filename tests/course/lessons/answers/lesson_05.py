@@ -337,6 +337,14 @@ def _on_the_model(model, names, rank, lr):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
+def _lora_after_the_optimizer(model, names, rank, lr):
+    model.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    _lora(model, names, rank, lr)
+    return optimizer
+
+
 RIGHT["5.6"] = {
     "children": _lora_backwards,
     "set_submodule": _lora,
@@ -354,6 +362,10 @@ WRONG["5.6"] = {
     "head": (partial(_lora, thaw=("lm_head",)), "too many are trained"),
     "first layer": (partial(_lora, only=lambda path: "layers.0." in path), "in `names`|adapters"),
     "on the model": (_on_the_model, "not yet: the adapters hang on the model itself"),
+    "optimizer first": (
+        _lora_after_the_optimizer,
+        "not yet: when the optimizer is made, no layer.*and only then make the optimizer",
+    ),
 }
 
 
