@@ -317,12 +317,12 @@ LATENTS = {
 }
 PIXELS = (torch.zeros(1, 3, 64, 64), CLASS)
 DEEP = {
-    "diffusion": (lambda: Diffusion(8), LATENTS, noise_loss),
-    "picture": (lambda: Picture(8, side=16), PIXELS, class_loss),
+    "diffusion": (lambda: Diffusion(5), LATENTS, noise_loss),
+    "picture": (lambda: Picture(5, side=16), PIXELS, class_loss),
 }
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", each(2, DEEP))
 def test_a_plan_chooses_checkpoints_where_nothing_fits_without_them(name, monkeypatch):
     build, batch, loss = DEEP[name]
     asked = {"global_batch": 1, "batch": batch, "loss": loss, "target": "cpu"}

@@ -343,7 +343,7 @@ class Rest(nn.Module):
         return x @ self.head.to(x.dtype)
 
 
-def found_in(model):
+def found_in(model, named=()):
     return {"layers": (list(model.layers), None)}
 
 
