@@ -41,9 +41,9 @@ class LeftOut(NamedTuple):
 NOTHING = LeftOut()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
-    """The samples of one step.
+    """The samples of one step. A trace is equal to itself alone.
 
     ``rows`` (samples, columns of a ``Timeline``).
     ``places`` (samples, 4): the number of the operation (equal for equal operations), the part of

@@ -7,6 +7,7 @@ another one in a deeper model. So each block gets a name that holds for any dept
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from .extrapolation import LIST, PART, UNIT, Trace, filled_places
@@ -66,15 +67,22 @@ class Request(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The requests of one unit, which are repeated ``times`` times before request ``start`` of the
-    short trace. ``is_forward``: later copies are of later units. In a backward, they are of earlier
-    ones.
+    """The requests of one unit of list ``layers``, which are repeated before request ``start`` of
+    the short trace. ``is_forward``: later copies are of later units. In a backward, they are of
+    earlier ones.
     """
 
     start: int
     requests: list[Request]
-    times: int
+    layers: int
     is_forward: bool
+
+
+class Proof(NamedTuple):
+    """The requests of a short trace, and the rounds that a deeper model has more."""
+
+    requests: list[Request]
+    rounds: list[Round]
 
 
 def extrapolated_requests(
@@ -88,29 +96,41 @@ def extrapolated_requests(
     The result is ``None`` if the traces do not prove it: without the unit that is repeated,
     ``longer`` has to ask for the same as ``short``.
     """
+    proof = _proof(short, tuple(longer.items()))
+    if proof is None:
+        return None
+    last = _last_units(proof.requests)
+    for layers in longer:
+        last[layers] = last.get(layers, 0) + repeats[layers]
+    return _numbered(_stretches(proof, repeats, last), last)
+
+
+@lru_cache(maxsize=4)
+def _proof(short: Trace, longer: tuple[tuple[int, Trace], ...]) -> Proof | None:
+    """What ``short`` and ``longer`` prove, whatever the depth: recipes that recompute other numbers
+    of layers share it.
+    """
     for naming in NAMINGS:
-        found = _extrapolated(short, longer, repeats, naming)
+        found = _proof_by_names(short, longer, naming)
         if found is not None:
             return found
     return None
 
 
-def _extrapolated(
-    short: Trace, longer: Mapping[int, Trace], repeats: Mapping[int, int], naming: Naming
-) -> tuple[int, ...] | None:
+def _proof_by_names(
+    short: Trace, longer: tuple[tuple[int, Trace], ...], naming: Naming
+) -> Proof | None:
     """The same, with the names that ``naming`` gives."""
     requests = _named(short, naming)
     if requests is None:
         return None
-    units = _last_units(requests)
     rounds: list[Round] = []
-    for layers, long in longer.items():
-        found = _rounds(requests, _named(long, naming), layers, repeats[layers])
+    for layers, long in longer:
+        found = _rounds(requests, _named(long, naming), layers)
         if found is None:
             return None
         rounds += found
-        units[layers] = units.get(layers, 0) + repeats[layers]
-    return _numbered(_stretches(requests, rounds, units), units)
+    return Proof(requests, rounds)
 
 
 def _named(trace: Trace, naming: Naming) -> list[Request] | None:
@@ -190,7 +210,9 @@ def _samples_that_free_every_unit(
         _, layers, unit = places[sample]
         is_outside = layers == NOWHERE[0]
         if request >= 0:
-            homes.append(tuple(by_name) if is_outside else (layers, unit))
+            if is_outside:  # what exists before the step: its name tells the layer
+                layers, unit = by_name
+            homes.append((layers, unit))
         elif is_outside:
             layers, unit = homes[-1 - request]
             freed.setdefault((sample, layers), set()).add(unit)
@@ -232,9 +254,7 @@ def _with_distances(makers: list[tuple], last: dict[int, int]) -> list[Request] 
     return requests
 
 
-def _rounds(
-    short: list[Request], long: list[Request] | None, layers: int, times: int
-) -> list[Round] | None:
+def _rounds(short: list[Request], long: list[Request] | None, layers: int) -> list[Round] | None:
     """The rounds of list ``layers`` that ``long`` has and ``short`` does not have.
 
     ``None`` if ``long`` has more, or other, requests besides.
@@ -255,7 +275,7 @@ def _rounds(
         if inside:
             if {before, place} != {(layers, middle - 1), (layers, middle + 1)}:
                 return None
-            rounds.append(Round(len(rest), inside, times, before == (layers, middle - 1)))
+            rounds.append(Round(len(rest), inside, layers, before == (layers, middle - 1)))
             inside = []
         before = place
         rest.append(request._replace(unit=middle) if place == (layers, last) else request)
@@ -265,25 +285,26 @@ def _rounds(
 
 
 def _stretches(
-    short: list[Request], rounds: list[Round], last: dict[int, int]
+    proof: Proof, repeats: Mapping[int, int], last: dict[int, int]
 ) -> Iterator[tuple[Sequence[Request], int | None]]:
     """The requests of the deep model in stretches, each with the unit that makes its requests;
     ``None`` in its place if the requests have units of their own.
 
+    ``repeats``: by list of layers, how many times its rounds are repeated.
     ``last``: by list of layers, the number of the deep model's last unit.
     """
-    short_last = _last_units(short)
+    short_last = _last_units(proof.requests)
     at_end = []  # those of the short trace, whose last units are the deep model's last ones
-    for request in short:
+    for request in proof.requests:
         if request.unit == short_last[request.layers]:
             request = request._replace(unit=last[request.layers])
         at_end.append(request)
     done = 0
-    for start, requests, times, is_forward in sorted(rounds, key=lambda one: one.start):
+    for start, requests, layers, is_forward in sorted(proof.rounds, key=lambda one: one.start):
         yield at_end[done:start], None
         done = start
         first = requests[0].unit
-        units = list(range(first, first + times))
+        units = list(range(first, first + repeats[layers]))
         if not is_forward:
             units.reverse()
         for unit in units:

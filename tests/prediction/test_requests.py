@@ -111,7 +111,16 @@ def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(sourc
         made.append(question.kept)
         return traced(question, micro_batches, few_chunks=few_chunks)
 
+    named = []
+    give_names = requests._named
+
+    def counted_names(trace, naming):
+        named.append(trace)
+        return give_names(trace, naming)
+
     monkeypatch.setattr("gradmem_lib.prediction.short_traces.traced", counted)
+    monkeypatch.setattr(requests, "_named", counted_names)
+    names_after = []
     sizes = SIZES | {"batch_size": 6}  # which no other test asks for
     for k in (3, 4, 5):
         recipe = replace(PLAIN, checkpointing=f"first-{k}")
@@ -119,6 +128,8 @@ def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(sourc
         full = predict(source, recipe=recipe, full=True, **sizes)
         assert (predicted.timeline.rows == full.timeline.rows).all()
         assert predicted.requests() == full.requests()
+        names_after.append(len(named))
+    assert names_after[2] == names_after[1] > 0  # what the traces prove holds for any k
     # Alone, each would need three, and "first-3", which keeps its three layers whole, two.
     assert len([kept for kept in made if kept]) == 3
     assert len([kept for kept in made if not kept]) == 3  # those of full=True
