@@ -146,6 +146,22 @@ def _argmax(logits):
     return logits.argmax(-1)
 
 
+_ALONG_ROWS = (
+    "argmax(0) looks along the rows, and finds the best row of each class: the best class of each "
+    "row is argmax(-1)."
+)
+
+
+def _best_rows(model, batches):
+    """Compares the best row of each class, as far as there are labels."""
+    model.eval()
+    with torch.no_grad():
+        found = torch.cat([model(x).argmax(0) for x, _ in batches])
+    labels = torch.cat([y for _, y in batches])
+    model.train()
+    return (found[: len(labels)] == labels).float().mean().item()
+
+
 EXERCISES = (
     Exercise(
         id="6.7",
@@ -156,6 +172,8 @@ EXERCISES = (
         reference=logits_leak,
         observe=LEAK.observe,
         explain=LEAK.explain,
+        # The logits' other side: a number of each class, where there is a label of each row.
+        raises=((f"\\b{BATCHES * CLASSES}\\b|\\b{CLASSES}\\b.*\\b{ROWS}\\b", _ALONG_ROWS),),
         mistakes=(
             LEAK.as_it_was(),
             Mistake(
@@ -196,6 +214,7 @@ EXERCISES = (
                     "others have 16; count hits and rows."
                 ),
             ),
+            Mistake("argmax(0)", LEAK.with_fix(_best_rows), _ALONG_ROWS),
             Mistake(
                 "left in eval",
                 LEAK.with_fix(_evaluates(_argmax, back=False)),
