@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
+from ...judge.compare import plain
 from ...judge.exercise import Exercise, Mistake
 from ..shared.leaks import Leak, new_net
 
@@ -152,6 +155,24 @@ _ALONG_ROWS = (
 )
 
 
+def _explain(got, expected):
+    """What the returned number is instead of the accuracy, where the bytes are right."""
+    mine, right = got[LEAK.shown], expected[LEAK.shown]
+    number, accuracy = plain(mine.value["returned"]), right.value["returned"]
+    rows = (BATCHES - 1) * ROWS + LAST
+    if not got["the line"] and not mine.over and isinstance(number, (int, float)):
+        for other, says in (
+            (100 * accuracy, "a percentage"),
+            (rows * accuracy, "the number of hits"),
+            (1 - accuracy, "the share of rows that are wrong"),
+        ):
+            if math.isclose(number, other, rel_tol=1e-5):
+                return f"this is {says}: the script returns the share of rows that are right."
+        if math.isclose(number, rows * accuracy / (BATCHES * ROWS), rel_tol=1e-5):
+            return f"this divides by {BATCHES * ROWS} rows: the last batch has {LAST}, not {ROWS}."
+    return LEAK.explain(got, expected)
+
+
 def _best_rows(model, batches):
     """Compares the best row of each class, as far as there are labels."""
     model.eval()
@@ -171,7 +192,7 @@ EXERCISES = (
         trains="keeping of each batch what the result needs, and no more",
         reference=logits_leak,
         observe=LEAK.observe,
-        explain=LEAK.explain,
+        explain=_explain,
         # The logits' other side: a number of each class, where there is a label of each row.
         raises=((f"\\b{BATCHES * CLASSES}\\b|\\b{CLASSES}\\b.*\\b{ROWS}\\b", _ALONG_ROWS),),
         mistakes=(

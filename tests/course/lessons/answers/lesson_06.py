@@ -570,3 +570,35 @@ WRONG["6.7"] = {
     "line 4": (answer(4, counted), "no graph is recorded"),
     "line 99": (answer(99, counted), "line 99 keeps no tensor"),
 }
+
+
+def _clips_images(clip, each=False):
+    """Exercise 6.3's update, clipped by ``clip(parameters)``, which nobody asked for."""
+
+    def train_small(model, optimizer, images, labels):
+        total = 0.0
+        for x, y in zip(images.split(8), labels.split(8), strict=True):
+            loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
+            loss.backward()
+            total += loss.item()
+            if each:
+                clip(model.parameters())
+        if not each:
+            clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return train_small
+
+
+_CLIPPED = "is clipped to .*no clipping"
+_TO_ONE = partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0)
+WRONG["6.3"] |= {
+    "clipped to 1": (_clips_images(_TO_ONE), _CLIPPED),
+    "each clipped to 1": (_clips_images(_TO_ONE, each=True), _CLIPPED),
+    "values": (_clips_images(partial(torch.nn.utils.clip_grad_value_, clip_value=1.0)), _CLIPPED),
+}
+RIGHT["6.3"] |= {
+    "to infinity": _clips_images(partial(torch.nn.utils.clip_grad_norm_, max_norm=float("inf"))),
+}
