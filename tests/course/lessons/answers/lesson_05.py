@@ -722,3 +722,52 @@ def _backward_outside(model, optimizer, batch):
 
 # A segment runs again as it ran first, even where the block with the checkpoints has ended.
 RIGHT["5.10"] |= {"backward outside of the block": _backward_outside}
+
+
+def _resumes_from(step, mode=True):
+    """Exercise 5.11's script, from ``step(saved)`` on, and in train mode or not."""
+
+    def script(model, optimizer, file, batches):
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        rest = batches[step(saved) :]
+        del saved
+        model.train(mode)
+        return train_on(model, optimizer, rest)
+
+    return lambda: (2, script)
+
+
+WRONG["5.11"] |= {
+    "always from batch 2": (_resumes_from(lambda saved: 2), "right for these arguments alone"),
+    "in eval mode": (_resumes_from(lambda saved: saved["step"], mode=False), "left in eval mode"),
+    "one batch later": (_resumes_from(lambda saved: saved["step"] + 1), "weights at the end"),
+}
+
+
+def _loads_and_counts(model, optimizer, file):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"]
+
+
+def _with_a_function(model, optimizer, file, batches):
+    return train_on(model, optimizer, batches[_loads_and_counts(model, optimizer, file) :])
+
+
+def _clears(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step = saved["step"]
+    saved.clear()
+    return train_on(model, optimizer, batches[step:])
+
+
+RIGHT["5.11"] |= {
+    "the step": _resumes_from(lambda saved: saved["step"]),
+    "loaded in a function": lambda: (2, _with_a_function),
+    "cleared": lambda: (2, _clears),
+}

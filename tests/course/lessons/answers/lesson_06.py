@@ -602,3 +602,45 @@ WRONG["6.3"] |= {
 RIGHT["6.3"] |= {
     "to infinity": _clips_images(partial(torch.nn.utils.clip_grad_norm_, max_norm=float("inf"))),
 }
+
+
+def _evaluates(hits_of, result):
+    """Exercise 6.7's script, which keeps ``hits_of(logits, labels)`` and returns ``result``."""
+
+    def script(model, batches):
+        model.eval()
+        with torch.no_grad():
+            hits = torch.cat([hits_of(model(x), y) for x, y in batches]).float()
+        model.train()
+        return result(hits, len(batches))
+
+    return lambda: (7, script)
+
+
+def _found(logits, labels):
+    return logits.argmax(-1) == labels
+
+
+def _share(hits, batches):
+    return hits.mean().item()
+
+
+WRONG["6.7"] |= {
+    "argmax(0)": (
+        _evaluates(lambda logits, labels: logits.argmax(0) == labels, _share),
+        "argmax.0. looks along the rows",
+    ),
+    "percent": (_evaluates(_found, lambda hits, n: 100 * hits.mean().item()), "a percentage"),
+    "hits": (_evaluates(_found, lambda hits, n: hits.sum().item()), "the number of hits"),
+    "errors": (_evaluates(_found, lambda hits, n: 1 - hits.mean().item()), "that are wrong"),
+    "16 rows each": (_evaluates(_found, lambda hits, n: hits.sum().item() / (16 * n)), "has 5"),
+}
+RIGHT["6.7"] |= {
+    "hits": _evaluates(_found, _share),
+    "topk": _evaluates(lambda logits, labels: logits.topk(1).indices[:, 0] == labels, _share),
+    "max": _evaluates(lambda logits, labels: logits.max(-1).indices == labels, _share),
+    "sorted": _evaluates(lambda logits, labels: logits.argsort(-1)[:, -1] == labels, _share),
+    "after a softmax": _evaluates(
+        lambda logits, labels: logits.softmax(-1).argmax(-1) == labels, _share
+    ),
+}
