@@ -347,7 +347,10 @@ WRONG["6.5"] = {
     "the ladder's": (_recipe(lora_rank=16), "every weight"),
     "AdamW": (_all_at_once(optimizer="adamw-8bit"), "next to nothing"),
     "no checkpoints": (_all_at_once(checkpointing=None), "checkpointing='per-layer'"),
-    "whole logits": (_all_at_once(chunked_loss=False), "temporaries 3.91 GiB"),
+    "whole logits": (
+        _all_at_once(chunked_loss=False),
+        "chunked_loss=True makes them piece by piece",
+    ),
     "float32": (_all_at_once(precision="float32"), "25.10 GiB"),
     "small batch": (lambda: (_all_at_once()()[0], 4), "global batch"),
     "recipe alone": (lambda: Recipe(precision="bf16"), "two things"),
@@ -643,4 +646,21 @@ RIGHT["6.7"] |= {
     "after a softmax": _evaluates(
         lambda logits, labels: logits.softmax(-1).argmax(-1) == labels, _share
     ),
+}
+
+
+def _in_backward(**changed):
+    """A recipe for exercise 6.5 that steps in backward, with something ``changed``."""
+    given = {"precision": "bf16", "optimizer": "adafactor-torch", "in_backward": True}
+    given |= {"checkpointing": "per-layer", "chunked_loss": True}
+    return lambda: (Recipe(**given | changed), 8)
+
+
+WRONG["6.5"] |= {
+    "8 bits in backward": (_in_backward(optimizer="adamw-8bit"), "AdamW's states stay"),
+}
+RIGHT["6.5"] |= {
+    "boundaries moved": _in_backward(offload="boundaries"),
+    "segments of two": _in_backward(checkpointing=2),
+    "activations moved": _in_backward(offload="activations", checkpointing=None),
 }
