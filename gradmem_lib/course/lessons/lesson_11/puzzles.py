@@ -36,6 +36,8 @@ from ..shared.every_linear import without_needless_targets
 from ..shared.settings import quietly
 
 RECORD = "puzzles.json"
+# The lengths of segments that are recorded where a prediction of them takes long.
+SEGMENTS = ("sqrt", 2, 4, 8)
 THREE, TWO, BEATEN = 0.95, 0.7, 1.001  # of the planner's best time over theirs
 RANK = LORA_RANK
 # (the puzzle's text, a test whether a recipe respects it, the sentence for one that does not)
@@ -527,14 +529,20 @@ def _tempting(one: Puzzle) -> list[Recipe]:
 
 
 def _in_pieces(one: Puzzle) -> list[Recipe]:
-    """For several cards, whose models take long to replay: the best recipe with a checkpoint in
-    every layer, and the rows of a card cut in each way.
+    """For several cards, whose models take long to predict: the best recipe with checkpoints in
+    every layer or of segments, and the rows of a card cut in each way.
+
+    A prediction with segments traces all layers.
     """
     if one.cards == 1:
         return []
     rows = one.rows // one.cards
-    plain = replace(one.best()[0], checkpointing="per-layer")
-    return [replace(plain, accumulation=n) for n in range(1, rows + 1) if rows % n == 0]
+    pieces = [n for n in range(1, rows + 1) if rows % n == 0]
+    recipes = []
+    for checkpointing in ("per-layer", *SEGMENTS):
+        plain = replace(one.best()[0], checkpointing=checkpointing)
+        recipes += [replace(plain, accumulation=n) for n in pieces]
+    return recipes
 
 
 if __name__ == "__main__":
