@@ -3,6 +3,8 @@ alone.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,33 +48,48 @@ def layer_bytes(
     """
     args, kwargs = _detached((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
-    buffers = [
-        (m, name, b, b.clone())
-        for m in layer.modules()
-        for name, b in m.named_buffers(recurse=False)
-    ]
-    device = next((t.device.type for t in [*weights, *tensors_in((args, kwargs))]), "cpu")
-    # Autocast as it is set, but without its cache, which would keep copies that no backward needs.
-    autocast = torch.autocast(
-        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False
-    )
-    try:
-        internal, temporaries, trained = _forward_and_backward(
+    autocast = _autocast_without_cache([*weights, *tensors_in((args, kwargs))])
+    with _buffers_kept(layer):
+        internal, temporaries, has_gradient = _forward_and_backward(
             layer, args, kwargs, weights, hidden, autocast
         )
         # after the backward, so that no second output is alive beside it
         with torch.no_grad(), autocast:
             out = _detached(layer.forward(*args, **kwargs))
+    for tensor, needed in zip(tensors_in((out,)), has_gradient, strict=True):
+        tensor.requires_grad_(needed)
+    boundary = _nbytes(set(storages_of(x)))
+    if not any(has_gradient):
+        return LayerBytes(boundary, 0, 0, 0, trained=False), out
+    new_gradients = sum(p.nbytes for p in weights if p.grad is None)
+    return LayerBytes(boundary, internal, temporaries, new_gradients, trained=True), out
+
+
+def _autocast_without_cache(tensors: list[Tensor]) -> torch.autocast:
+    """Autocast as it is set on the device of these tensors.
+
+    Its cache would keep copies that no backward needs.
+    """
+    device = tensors[0].device.type if tensors else "cpu"
+    dtype = torch.get_autocast_dtype(device)
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, dtype, enabled, cache_enabled=False)
+
+
+@contextmanager
+def _buffers_kept(layer: nn.Module) -> Iterator[None]:
+    """Give the layer's buffers their values back at the end, also after an error."""
+    before = []
+    for module in layer.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            before.append((module, name, buffer, buffer.clone()))
+    try:
+        yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
+            for module, name, buffer, value in before:
                 buffer.copy_(value)
                 setattr(module, name, buffer)  # forward may have replaced it by another tensor
-    for tensor, needed in zip(tensors_in((out,)), trained, strict=True):
-        tensor.requires_grad_(needed)
-    new_gradients = sum(p.nbytes for p in weights if p.grad is None)
-    needs = (internal, temporaries, new_gradients, True) if any(trained) else (0, 0, 0, False)
-    return LayerBytes(_nbytes(set(storages_of(x))), *needs), out
 
 
 def _forward_and_backward(
@@ -92,23 +109,23 @@ def _forward_and_backward(
     with Watch(live.observe):
         with autocast:
             out = layer.forward(*args, **kwargs)
-        # the next layer's boundary
+        # The output is the next layer's boundary, and not what this layer keeps.
         internal = _nbytes(live.alive.difference(storages_of(hidden(out))))
-        trained = [t.requires_grad for t in tensors_in((out,))]
+        has_gradient = [t.requires_grad for t in tensors_in((out,))]
         outputs = [t for t in tensors_in((hidden(out),)) if t.requires_grad]
         # While a layer is recomputed, the gradient of its output is alive too.
         peak = live.peak + sum(t.nbytes for t in outputs)
         if outputs:
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
             gradients = [torch.zeros_like(t) for t in outputs]
-            del out, outputs
+            del out, outputs  # as in training, where only the graph is left
             live.peak = _nbytes(live.alive)
-            leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             # a real backward runs after the autocast block
             with torch.autocast(autocast.device, enabled=False):
-                torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
+                torch.autograd.grad(edges, inputs + weights, gradients, allow_unused=True)
             peak = max(peak, live.peak)
-    return internal, peak - internal, trained
+    return internal, peak - internal, has_gradient
 
 
 class _LiveStorages:
@@ -119,8 +136,9 @@ class _LiveStorages:
         self.peak = 0
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        # the rest are views
-        self.alive |= set(storages_of(out)).difference(storages_of((args, kwargs)))
+        # What shares a storage with an argument is a view of it, or was written in place.
+        made = set(storages_of(out)).difference(storages_of((args, kwargs)))
+        self.alive |= made
         self.peak = max(self.peak, _nbytes(self.alive))
 
 

@@ -10,63 +10,46 @@ from typing import TYPE_CHECKING
 from .style import COLORS, INK, new_figure, style
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# two labels touch within this share of the axes' width and these per cent of height
-CLOSE = (0.24, 6.0)
+# Two labels touch within this share of the axes' width and these per cent of height.
+CLOSE_ACROSS, CLOSE_UP = 0.24, 6.0
+
+Point = tuple[float, float]
 
 
-def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
+def unbeaten(points: Mapping[str, Point]) -> list[str]:
     """The names that no other point beats (less of one quantity, and no more of the other), fewest
     operations first.
     """
-
-    def beaten(point: tuple[float, float]) -> bool:
-        return any(p != point and p[0] <= point[0] and p[1] <= point[1] for p in points.values())
-
-    return sorted(
-        (name for name, p in points.items() if not beaten(p)), key=lambda name: points[name][1]
-    )
+    names = [name for name, point in points.items() if not _is_beaten(point, points)]
+    return sorted(names, key=lambda name: points[name][1])
 
 
-def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "") -> Figure:
+def _is_beaten(point: Point, points: Mapping[str, Point]) -> bool:
+    for other in points.values():
+        no_more = other[0] <= point[0] and other[1] <= point[1]
+        if other != point and no_more:
+            return True
+    return False
+
+
+def show_frontier(points: Mapping[str, Point], *, title: str = "") -> Figure:
     """Draw ``points``, from name to (bytes kept, operations of a step): the bytes as a share of the
     largest, against the operations in excess of the fewest.
     """
-    most, fewest = (f(p[i] for p in points.values()) for i, f in enumerate((max, min)))
-    shares = {
-        name: (100 * (operations / fewest - 1), 100 * saved / most)
-        for name, (saved, operations) in points.items()
-    }
+    shares = _shares(points)
     line = unbeaten(points)
-    words = "; ".join(
-        f"{n}: {y:.0f}% of the bytes, {x:+.1f}% operations" for n, (x, y) in shares.items()
-    )
-    alt = f"{title}. {words}. No other way beats {', '.join(line)}."
     with style():
-        figure = new_figure(7.8, 4.0, alt=alt)
+        figure = new_figure(7.8, 4.0, alt=_in_words(shares, line, title))
         axes = figure.add_axes((0.09, 0.13, 0.88, 0.75))
-        width = 1.35 * max(x for x, _ in shares.values()) or 1
+        # A third more than the widest point, for its label; any width if nothing is repeated.
+        width = 1.35 * max(more for more, _ in shares.values()) or 1
         axes.set(xlim=(-0.03 * width, width), ylim=(0, 108))
-        axes.step(
-            *zip(*(shares[n] for n in line), strict=True), where="post", color=INK, linewidth=1
-        )
-        placed: list[tuple[float, float]] = []
-        for (x, y), names in sorted(_same(shares).items(), key=lambda item: item[0][1]):
-            best = names[0] in line
-            look = {"facecolor": COLORS["activations"] if best else "none", "edgecolor": INK}
-            axes.scatter([x], [y], s=42, zorder=3, marker="o" if best else "s", **look)
-            up = y + 3.2
-            while any(abs(x - a) < CLOSE[0] * width and abs(up - b) < CLOSE[1] for a, b in placed):
-                up += 1
-            placed.append((x, up))
-            axes.text(
-                x + 0.012 * width,
-                up,
-                ", ".join(names),
-                va="center",
-                fontsize=8.5,
-            )
+        more, kept = zip(*(shares[name] for name in line), strict=True)
+        axes.step(more, kept, where="post", color=INK, linewidth=1)
+        _draw_points(axes, shares, line, width)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK, length=3, labelsize=8)
         axes.set_xlabel("operations more, % of a step", color=INK)
@@ -76,9 +59,55 @@ def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "")
     return figure
 
 
-def _same(shares: Mapping[str, tuple[float, float]]) -> dict[tuple[float, float], list[str]]:
+def _shares(points: Mapping[str, Point]) -> dict[str, Point]:
+    """By name: operations more than the fewest, and bytes of the most, both in per cent."""
+    most = max(saved for saved, _ in points.values())
+    fewest = min(operations for _, operations in points.values())
+    shares = {}
+    for name, (saved, operations) in points.items():
+        shares[name] = (100 * (operations / fewest - 1), 100 * saved / most)
+    return shares
+
+
+def _in_words(shares: Mapping[str, Point], line: list[str], title: str) -> str:
+    """The picture for those who do not see it."""
+    words = []
+    for name, (more, kept) in shares.items():
+        words.append(f"{name}: {kept:.0f}% of the bytes, {more:+.1f}% operations")
+    return f"{title}. {'; '.join(words)}. No other way beats {', '.join(line)}."
+
+
+def _draw_points(axes: Axes, shares: Mapping[str, Point], line: list[str], width: float) -> None:
+    """Points with their names, from the lowest up, so that a label gives way upwards."""
+    placed: list[Point] = []
+    by_height = sorted(_same(shares).items(), key=lambda item: item[0][1])
+    for (x, y), names in by_height:
+        color, marker = "none", "s"
+        if names[0] in line:
+            color, marker = COLORS["activations"], "o"
+        axes.scatter([x], [y], s=42, zorder=3, marker=marker, facecolor=color, edgecolor=INK)
+        label_y = _free_height(x, y + 3.2, placed, width)
+        placed.append((x, label_y))
+        axes.text(x + 0.012 * width, label_y, ", ".join(names), va="center", fontsize=8.5)
+
+
+def _free_height(x: float, y: float, placed: list[Point], width: float) -> float:
+    """The first height from ``y`` up at which a label at ``x`` touches none that is placed."""
+
+    def touches() -> bool:
+        for other_x, other_y in placed:
+            if abs(x - other_x) < CLOSE_ACROSS * width and abs(y - other_y) < CLOSE_UP:
+                return True
+        return False
+
+    while touches():
+        y += 1
+    return y
+
+
+def _same(shares: Mapping[str, Point]) -> dict[Point, list[str]]:
     """Names grouped by their place."""
-    places: dict[tuple[float, float], list[str]] = {}
+    places: dict[Point, list[str]] = {}
     for name, at in shares.items():
         places.setdefault(at, []).append(name)
     return places

@@ -22,10 +22,10 @@ from .style import (
     LIGHT,
     draw_quiet_axes,
     hatch_ink,
+    label_peak,
     new_figure,
     nice_step,
     picture_bundle,
-    plate,
     scale_of,
     style,
 )
@@ -354,19 +354,8 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
         markeredgecolor=LIGHT,
         zorder=6,
     )
-    right = at > 0.7 * len(record.events)
-    ax.annotate(
-        f"peak {format_bytes(record.peak)}",
-        (at, record.peak / factor),
-        xytext=(-7 if right else 7, 2),
-        textcoords="offset points",
-        ha="right" if right else "left",
-        va="bottom",
-        fontsize=8.5,
-        fontweight="bold",
-        zorder=7,
-        **plate(),
-    )
+    near_right = at > 0.7 * len(record.events)
+    label_peak(ax, (at, record.peak / factor), record.peak, on_left=near_right, offset=(7, 2))
     return unit
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..display import live_enabled
-from ..units import GiB, KiB, MiB, TiB
+from ..units import GiB, KiB, MiB, TiB, format_bytes
 from .place import still_html
 
 if TYPE_CHECKING:
@@ -201,6 +201,28 @@ def plate(color: str = DARK) -> dict:
     """How a label is drawn that may stand on any colour: light on a plate of ``color``."""
     box = {"boxstyle": "round,pad=0.22,rounding_size=0.3", "facecolor": color, "edgecolor": "none"}
     return {"color": LIGHT, "bbox": box}
+
+
+def label_peak(
+    ax: Axes, at: tuple[float, float], nbytes: int, *, on_left: bool, offset: tuple[float, float]
+) -> None:
+    """Write ``peak 1.2 MiB`` beside the peak's point, ``offset`` points away from it.
+
+    ``on_left``: to the left of the point, where the right side has no room.
+    """
+    across, up = offset
+    ax.annotate(
+        f"peak {format_bytes(nbytes)}",
+        at,
+        xytext=(-across if on_left else across, up),
+        textcoords="offset points",
+        ha="right" if on_left else "left",
+        va="bottom",
+        fontsize=8.5,
+        fontweight="bold",
+        zorder=7,
+        **plate(),
+    )
 
 
 def swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float, float]) -> None:

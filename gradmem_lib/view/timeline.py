@@ -26,6 +26,7 @@ from .style import (
     axis_top,
     draw_quiet_axes,
     hatch_ink,
+    label_peak,
     new_figure,
     nice_step,
     plate,
@@ -216,12 +217,11 @@ def draw_areas(
     ax.set_xlim(x[0], x[-1])
     ax.set_ylim(0, top / factor)
     _draw_axes(ax, top / factor, unit)
-    _mark_peak(
-        ax,
-        timeline.events[at],
-        total / factor,
-        "" if one_of_several else f"peak {format_bytes(total)}",
-    )
+    peak_at = (timeline.events[at], total / factor)
+    _mark_peak(ax, peak_at)
+    if not one_of_several:
+        near_right = peak_at[0] > x[0] + 0.75 * (x[-1] - x[0])
+        label_peak(ax, peak_at, total, on_left=near_right, offset=(10, 3))
     if budget is not None:
         # On the side without the peak, so that the two labels do not overlap.
         _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
@@ -255,9 +255,9 @@ def _draw_axes(ax: Axes, top: float, unit: str) -> None:
     ax.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
-    left, right = ax.get_xlim()
-    near_right = x > left + 0.75 * (right - left)
+def _mark_peak(ax: Axes, at: tuple[float, float]) -> None:
+    """A dot on the peak, drawn whole also at the picture's edge."""
+    x, y = at
     ax.plot(
         [x],
         [y],
@@ -267,18 +267,6 @@ def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
         markeredgecolor=LIGHT,
         zorder=6,
         clip_on=False,
-    )
-    ax.annotate(
-        label,
-        (x, y),
-        xytext=(-10 if near_right else 10, 3),
-        textcoords="offset points",
-        ha="right" if near_right else "left",
-        va="bottom",
-        fontsize=8.5,
-        fontweight="bold",
-        zorder=7,
-        **(plate() if label else {}),
     )
 
 

@@ -15,8 +15,9 @@ import threading
 import pytest
 from support.families import tiny_config
 
-import gradmem_lib.__main__ as command_line
 from gradmem_lib.__main__ import main, parser
+from gradmem_lib.commands import terminal
+from gradmem_lib.commands.model_step import command_words
 from gradmem_lib.course.learner.progress import record_check
 from gradmem_lib.course.learner.titles import titles, titles_of_the_exercises
 from gradmem_lib.course.material import models
@@ -430,8 +431,8 @@ def test_explain_lays_the_prediction_beside_the_error(capsys, tmp_path, config):
 
 
 def test_what_takes_long_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "SILENT_SECONDS", 0)
-    with command_line.saying("reading ..."):
+    monkeypatch.setattr(terminal, "SILENT_SECONDS", 0)
+    with terminal.saying("reading ..."):
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer):
                 thread.join()
@@ -450,4 +451,4 @@ def test_what_takes_long_is_said(capsys, monkeypatch):
 )
 def test_a_message_has_the_command_lines_spelling(message, shown):
     names = ["seq_len", "in_backward", "lora_rank", "precision"]
-    assert command_line.command_words(message, names) == shown
+    assert command_words(message, names) == shown

@@ -30,7 +30,8 @@ LIBRARY = ROOT / "gradmem_lib"
 BELOW_THE_COURSE = sorted(
     path
     for path in LIBRARY.rglob("*.py")
-    if path.relative_to(LIBRARY).parts[0] not in ("course", "__init__.py", "__main__.py")
+    if path.relative_to(LIBRARY).parts[0]
+    not in ("course", "commands", "__init__.py", "__main__.py")
 )
 OURS = sorted(
     path

@@ -11,13 +11,16 @@ from ...display import in_kernel
 from .finding import Figure, Finding
 from .table import Claim
 
-OPEN = "open"
+OPEN = "open"  # the verdict of a claim without a finding
+INDENT = "   "  # of what stands below a heading
 
 
 def value(number: int | float | str) -> str:
     if isinstance(number, int):
         return f"{number:,}"
-    return f"{number:.3g}" if isinstance(number, float) else number
+    if isinstance(number, float):
+        return f"{number:.3g}"
+    return number
 
 
 def with_claimed(figure: Figure) -> str:
@@ -26,7 +29,8 @@ def with_claimed(figure: Figure) -> str:
 
 
 def heading(claim: Claim, finding: Finding | None) -> str:
-    return f"{claim.id} {finding.verdict if finding else OPEN}: {claim.says}"
+    verdict = finding.verdict if finding else OPEN
+    return f"{claim.id} {verdict}: {claim.says}"
 
 
 def display(found: list[tuple[Claim, Finding | None]], figures: bool) -> None:
@@ -46,36 +50,42 @@ def display(found: list[tuple[Claim, Finding | None]], figures: bool) -> None:
 
 def as_text(claim: Claim, finding: Finding | None, figures: bool = False) -> str:
     """Heading, sentence, figures and reason in lines of at most 100 characters."""
-    parts = [heading(claim, finding)]
-    if finding is not None:
-        parts += [
-            finding.sentence,
-            *(f"- {with_claimed(figure)}" for figure in finding.shown),
-            finding.why,
-        ]
-    lines = [
-        textwrap.fill(part, 100, initial_indent="   " if i else "", subsequent_indent="   ")
-        for i, part in enumerate(parts)
-        if part
-    ]
-    rows = finding.figures if finding and figures else {}
-    width = max(map(len, rows), default=0)
-    return "\n".join(
-        [*lines, *(f"   {name:{width}}  {value(number)}" for name, number in rows.items())]
-    )
+    lines = [textwrap.fill(heading(claim, finding), 100, subsequent_indent=INDENT)]
+    if finding is None:
+        return lines[0]
+    parts = [finding.sentence]
+    for figure in finding.shown:
+        parts.append(f"- {with_claimed(figure)}")
+    parts.append(finding.why)
+    for part in parts:
+        if part:  # not every finding has a reason
+            lines.append(textwrap.fill(part, 100, initial_indent=INDENT, subsequent_indent=INDENT))
+    if figures:
+        width = max(map(len, finding.figures), default=0)
+        for name, number in finding.figures.items():
+            lines.append(f"{INDENT}{name:{width}}  {value(number)}")
+    return "\n".join(lines)
 
 
 def as_html(claim: Claim, finding: Finding | None, figures: bool = False) -> str:
     """The same, folded behind its heading."""
+    says = html.escape(claim.says)
     if finding is None:
-        return f"<p><b>{claim.id} {OPEN}</b>: {html.escape(claim.says)}</p>"
-    head = f"<b>{claim.id} {finding.verdict}</b>: {html.escape(claim.says)}"
-    shown = "".join(f"<li>{html.escape(with_claimed(figure))}</li>" for figure in finding.shown)
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value(number))}</td></tr>"
-        for name, number in (finding.figures if figures else {}).items()
-    )
+        return f"<p><b>{claim.id} {OPEN}</b>: {says}</p>"
+    head = f"<b>{claim.id} {finding.verdict}</b>: {says}"
+    shown = ""
+    for figure in finding.shown:
+        shown += f"<li>{html.escape(with_claimed(figure))}</li>"
     body = f"<p>{html.escape(finding.sentence)}</p><ul>{shown}</ul>"
-    body += f"<p>{html.escape(finding.why)}</p>" if finding.why else ""
-    body += f"<table>{rows}</table>" if rows else ""
+    if finding.why:
+        body += f"<p>{html.escape(finding.why)}</p>"
+    if figures and finding.figures:
+        body += f"<table>{_table_rows(finding)}</table>"
     return f"<details><summary>{head}</summary>{body}</details>"
+
+
+def _table_rows(finding: Finding) -> str:
+    rows = ""
+    for name, number in finding.figures.items():
+        rows += f"<tr><td>{html.escape(name)}</td><td>{html.escape(value(number))}</td></tr>"
+    return rows

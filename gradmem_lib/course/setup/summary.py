@@ -6,6 +6,8 @@ from ..catalogue import all_exercises, lessons
 from ..learner.guesses import how_far, show
 from ..learner.progress import load, location
 
+PASSED = "passed"
+
 
 def summary() -> str:
     """The table that ``python -m gradmem_lib progress`` prints: exercises by lesson, then guesses
@@ -14,33 +16,46 @@ def summary() -> str:
     progress = load()
     rows: list[str] = []
     for lesson in lessons():
-        exercises = all_exercises(lesson)
-        states = [_state(progress["checks"].get(exercise.id)) for exercise in exercises]
-        passed = sum(state == "passed" for state in states)
-        rows.append(f"Lesson {lesson}: {passed} of {len(exercises)} exercises passed")
-        rows += [
-            f"  {exercise.id:<5} {exercise.dots}  {state:<24}  {exercise.title}"
-            for exercise, state in zip(exercises, states, strict=True)
-        ]
-        rows.append("")
+        rows += [*_of_lesson(lesson, progress["checks"]), ""]
     if progress.get("puzzles"):
         from ..lessons.lesson_11.stars import stars
 
         rows += ["Stars of lesson 11's puzzles", str(stars()), ""]
-    rows.append("Predictions" if progress["guesses"] else "Predictions: none yet")
-    for id, entry in sorted(progress["guesses"].items()):
-        guess, measured, unit = entry["guess"], entry.get("measured"), entry["unit"]
-        outcome = (
-            "not revealed yet"
-            if measured is None
-            else f"measured {show(measured, unit)}: {how_far(guess, measured)}"
-        )
-        rows.append(f"  {id:<5} guess {show(guess, unit)}; {outcome}")
-    return "\n".join([*rows, "", f"kept in {location()}"])
+    guesses = progress["guesses"]
+    rows.append("Predictions" if guesses else "Predictions: none yet")
+    for id, entry in sorted(guesses.items()):
+        rows.append(_of_guess(id, entry))
+    rows += ["", f"kept in {location()}"]
+    return "\n".join(rows)
+
+
+def _of_lesson(lesson: str, checks: dict) -> list[str]:
+    """A line for the lesson, and one for each of its exercises."""
+    exercises = all_exercises(lesson)
+    passed = 0
+    lines = []
+    for exercise in exercises:
+        state = _state(checks.get(exercise.id))
+        if state == PASSED:
+            passed += 1
+        lines.append(f"  {exercise.id:<5} {exercise.dots}  {state:<24}  {exercise.title}")
+    return [f"Lesson {lesson}: {passed} of {len(exercises)} exercises passed", *lines]
+
+
+def _of_guess(id: str, entry: dict) -> str:
+    guess, measured, unit = entry["guess"], entry.get("measured"), entry["unit"]
+    if measured is None:
+        outcome = "not revealed yet"
+    else:
+        outcome = f"measured {show(measured, unit)}: {how_far(guess, measured)}"
+    return f"  {id:<5} guess {show(guess, unit)}; {outcome}"
 
 
 def _state(entry: dict | None) -> str:
+    """What a learner has reached in an exercise, from its entry in the progress file."""
     if entry is None:
         return "open"
-    tries = f"{entry['tries']} {'try' if entry['tries'] == 1 else 'tries'}"
-    return "passed" if entry["outcome"] == "passed" else f"attempted ({tries})"
+    if entry["outcome"] == "passed":
+        return PASSED
+    tries = "1 try" if entry["tries"] == 1 else f"{entry['tries']} tries"
+    return f"attempted ({tries})"

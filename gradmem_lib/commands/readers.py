@@ -1,0 +1,93 @@
+"""Readers of what stands behind an option: each turns its text into a value, or refuses it in a
+sentence (argparse's ``type=``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+from ..names import CHECKPOINTING, SELECTIVE
+from ..units import parse_bytes
+
+
+def size(text: str) -> int:
+    """Bytes, such as ``8GiB``."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def rank(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.strip().isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(part for part in parts if part)
+
+
+def one_of(known: Iterable[str], *, or_none: bool = False) -> Callable[[str], str | None]:
+    """A reader of one of these names; ``or_none``: "none" is allowed, too."""
+    known = list(known)
+
+    def read(text: str) -> str | None:
+        if or_none and _is_none(text):
+            return None
+        if text not in known:
+            allowed = [*known, "none"] if or_none else known
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(allowed)}")
+        return text
+
+    return read
+
+
+def dashed(name: str) -> str:
+    """A name as a command line writes it: ``after-step`` for ``after step``."""
+    return name.replace(" ", "-")
+
+
+def one_of_dashed(known: Iterable[str]) -> Callable[[str], str | None]:
+    """A reader of one of these names, which a command line writes with dashes for spaces."""
+    read_dashed = one_of([dashed(name) for name in known])
+
+    def read(text: str) -> str:
+        return read_dashed(dashed(text)).replace("-", " ")
+
+    return read
+
+
+def schedule(text: str) -> str | int | list[int] | None:
+    """``none``, ``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for
+    a list of them.
+    """
+    if _is_none(text):
+        return None
+    parts = text.split(",")
+    if all(part.strip().isdigit() for part in parts):
+        if len(parts) == 1:
+            return int(text)
+        return [int(part) for part in parts]
+    known = (*CHECKPOINTING, *SELECTIVE)
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(known)}, none, a number of layers (4) or segments "
+            "(4,3,2)"
+        )
+    return text
+
+
+def _is_none(text: str) -> bool:
+    return text in ("none", "None")
