@@ -71,13 +71,14 @@ def plan(
     Adafactor; each also with steps in backward), the loss whole or in chunks, every micro-batch
     that divides the global batch, and what is recomputed: nothing, the first k layers for each k,
     all layers, one layer in two, or a part of each layer; or activations wait in the host's memory.
-    The first answer is the fastest of all that fit, by estimate, with two exceptions. A recipe that
-    changes training more than another one has to be faster by more than 10 %, since a time is an
-    estimate. And what moves the inputs of checkpoints, or the shards of several cards, to the host
-    is tried only if nothing else fits. Attention is fused if the model can: eager attention needs
-    more bytes and more time. On one card, ``float32-master`` is not tried, since it holds as many
-    bytes as mixed precision, and ``adamw-stochastic`` as many as AdamW in bf16. On several cards,
-    the loss is not in chunks, and only AdamW steps in backward.
+    The first answer is the fastest of all that fit, by estimate, with three exceptions. A recipe
+    that changes training more than another one has to be faster by more than 10 %, since a time is
+    an estimate. The inputs of checkpoints are moved to the host only if nothing of the same kind
+    fits that moves nothing, and the shards of several cards only if nothing else fits. Attention is
+    fused if the model can: eager attention needs more bytes and more time. On one card,
+    ``float32-master`` is not tried, since it holds as many bytes as mixed precision, and
+    ``adamw-stochastic`` as many as AdamW in bf16. On several cards, the loss is not in chunks, and
+    only AdamW steps in backward.
 
     Where a row is more than tokens, times are those of a row. If the loss compares rows with each
     other, the batch goes through in one piece. Layers run again in transformers models, in an

@@ -60,6 +60,8 @@ PER_LAYER = {"checkpointing": "per-layer"}
 # Recompute parts of each layer. Or offload activations, for a card.
 PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
 OFFLOADED = {"offload": "activations"}
+# Or offload the inputs of layers that run again.
+INPUTS_OFFLOADED = {"offload": "boundaries"}
 # In a line of at most so many recipes, the fastest one is predicted first. In a longer line, the
 # slowest one is: if it does not fit, none does.
 SHORT_LINE = 3
@@ -264,6 +266,9 @@ class Search:
             for n in pieces:
                 same = {"sharding": sharding, "precision": precision, "accumulation": n}
                 lines.append(_possible(family, [same | how for how in self.schedules]))
+                if self.target == "cuda":
+                    offloaded = [same | how | INPUTS_OFFLOADED for how in self.schedules]
+                    lines.append(_possible(family, offloaded))
                 lines += [[one] for one in _possible(family, [same | a for a in self.alternatives])]
         allowed = [[recipe for recipe in line if self.allows(recipe)] for line in lines]
         return sorted(filter(None, allowed), key=self._rank_of_line)
@@ -339,7 +344,12 @@ class Search:
         not_traced: CannotTrace | None = None
         # If the fastest of all fits, there is nothing to search.
         fastest = min((line[0] for line in lines), key=self._time_and_chunks)
+        # What offloads comes last: it needs the fewest bytes, and is slow.
+        lines.sort(key=lambda line: line[0].offload is not None)
         for line in [[fastest], *lines]:
+            moves_nothing = best is not None and best.recipe.offload is None
+            if moves_nothing and line[0].offload == INPUTS_OFFLOADED["offload"]:
+                continue
             faster = [recipe for recipe in line if self._time_and_chunks(recipe) < bar]
             try:
                 found = self._first_that_fits(faster)
@@ -480,8 +490,10 @@ class Search:
         return found
 
     def _try_host_offload(self, methods: list[str]) -> None:
-        """Last resort: offload checkpoint inputs or parameter shards to the host."""
-        offloads = [{"offload": "boundaries"}]
+        """Last resort: offload parameter shards to the host. Or, so that a plan can say what is
+        missing, the inputs of checkpoints.
+        """
+        offloads = [INPUTS_OFFLOADED]
         if self.cards > 1:
             offloads.append({"offload": "parameters", "sharding": "fsdp"})
         for recipe in self.least_resident_recipes(methods):
