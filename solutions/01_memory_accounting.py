@@ -303,7 +303,7 @@ claims.show("C05")
 # ●●○ · 8 minutes · trains: saved-tensor hooks, and thinking in storages rather than tensors
 #
 # Write `saved_bytes(model, x)`: the bytes of all storages that `model(x)` saves for backward, each storage once, the
-# model's own parameters (frozen ones too) left out.
+# model's own parameters (frozen ones too) left out. A buffer that is saved counts.
 #
 # <details><summary>Hint 1: the frame</summary>
 #

@@ -140,7 +140,8 @@ show_paths(valley, paths, title="SGD in the valley", marks=marks)
 # ●○○ · 4 minutes · trains: a moving average, and changing a tensor in place
 #
 # Write `momentum(p, grad, state, lr, beta)`. `state` is an empty dict at the first call, and you fill it. Change `p` in
-# place, and return nothing.
+# place, and return nothing. `p` may have any shape, and here as in the next exercises it may be a transposed matrix, which
+# is not contiguous.
 #
 # <details><summary>Hint 1: the first call</summary>
 #

@@ -216,6 +216,28 @@ def other_unit(got: Any, expected: Any) -> str:
     return unit_of(ratios[0]) if len(ratios) > 2 and _alike(ratios) else ""
 
 
+def wrapped_around(got: Any, expected: Any) -> str:
+    """The sentence for a number of bytes that does not fit into a whole number of 32 bits: what
+    remains of it differs by a multiple of 2**32.
+    """
+    mine = entries(got)
+    for path, wanted in entries(expected).items():
+        number = plain(mine.get(path))
+        if not isinstance(wanted, Real) or not isinstance(number, Real) or number == wanted:
+            continue
+        if not float(wanted).is_integer() or not float(number).is_integer():
+            continue
+        beyond = wanted >= 2**31
+        # A number of whole MiB that is wrong for another reason is off by 2**32 now and then.
+        by_chance = number >= 0 and wanted % 2**20 == 0
+        if beyond and not by_chance and (int(wanted) - int(number)) % 2**32 == 0:
+            return (
+                "the number has wrapped around: 32 bits hold no more than 2,147,483,647, so count "
+                "in Python's own numbers, or in int64."
+            )
+    return ""
+
+
 def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
     """The sentence if the first wrong number is nan, which cannot be compared with any formula."""
     mine = dict(leaves(got))

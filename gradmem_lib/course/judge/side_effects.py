@@ -185,6 +185,24 @@ def _numbers(tensor: torch.Tensor) -> bytes:
         return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+_OWN = "another attribute or hook"  # a wrapped forward is a hook in another form
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _own_attributes(module: nn.Module) -> frozenset[str]:
+    """The names of methods that ``module`` itself has, not its class, and of tensors that it keeps
+    and are no parameters or buffers. Numbers and the like do not count.
+    """
+    names = set()
+    for name, value in vars(module).items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        entries = value if isinstance(value, (list, tuple)) else (value,)
+        if callable(value) or any(isinstance(entry, torch.Tensor) for entry in entries):
+            names.add(name)
+    return frozenset(names)
+
+
 def _switches_of(model: nn.Module) -> dict[str, Any]:
     modules = list(model.modules())
     config = getattr(model, "config", None)
@@ -194,6 +212,7 @@ def _switches_of(model: nn.Module) -> dict[str, Any]:
         "a hook more or less": [
             (thing, compat.hook_counts(thing)) for thing in (*modules, *model.parameters())
         ],
+        _OWN: [(m, _own_attributes(m)) for m in modules],
         "another dropout": [(m, m.p) for m in modules if isinstance(m, nn.Dropout)],
         "other checkpointing": [
             (m, m.gradient_checkpointing) for m in modules if hasattr(m, "gradient_checkpointing")
@@ -208,6 +227,15 @@ def _switched(what: str, was: Any, now: Any, *, but_on: bool) -> Iterator[str]:
         fields = [name for name in now or () if was and now[name] != was.get(name, now[name])]
         if fields:
             yield f"config.{fields[0]} = {now[fields[0]]!r}: put back what was there"
+        return
+    if what == _OWN:
+        held_before = {id(module): names for module, names in was}
+        for module, names in now:
+            for name in sorted(names - held_before.get(id(module), names)):
+                yield (
+                    f"an attribute {name!r} that was not there, a method or a tensor: use a local "
+                    "variable, or delete it"
+                )
         return
     # Modules that are gone or new are not compared, only those in both.
     held = {id(thing): value for thing, value in was}

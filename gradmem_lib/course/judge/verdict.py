@@ -491,6 +491,7 @@ def _recognised(
     says = (
         hints.nearest_mistake(got, wanted, values, tolerance, all_of_it=True)
         or hints.other_unit(got, wanted)
+        or hints.wrapped_around(got, wanted)
         or hints.not_a_number(got, wanted, tolerance)
         or _explained(exercise, got, wanted)
         or hints.nearest_mistake(got, wanted, values, tolerance)

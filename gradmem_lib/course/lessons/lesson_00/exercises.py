@@ -38,8 +38,16 @@ def _two_sides(shape, bytes_per_element):
     return shape[0] * shape[1] * bytes_per_element
 
 
+_MORE_THAN_32_BITS = (46_341, 46_349)  # odd sides, whose product float32 cannot write
+
+
 def _explain(got, expected):
     wrong = [case for case in expected if got[case] != expected[case]]
+    if wrong == [f"({_MORE_THAN_32_BITS}, 1)"]:
+        return (
+            "float32 holds 24 bits, too few for the bytes of a tensor this large: multiply whole "
+            "numbers."
+        )
     if wrong == ["((0, 5), 4)"]:
         return "a side of 0 leaves no elements: a tensor of shape (0, 5) takes no bytes."
     if wrong == ["((), 4)"]:
@@ -63,6 +71,7 @@ EXERCISES = (
         # The empty shape is a single number, and a side of 0 leaves no elements at all.
         observe=calls(
             *(((2, 3), 4), ((1024,), 2), ((8, 128, 256), 2), ((), 4), ((0, 5), 4)),
+            (_MORE_THAN_32_BITS, 1),
             hidden=(((5, 3, 7, 2), 8), ((6, 1), 1)),
         ),
         explain=_explain,
@@ -70,6 +79,13 @@ EXERCISES = (
             (
                 "IndexError|empty",
                 "a shape may have any number of sides, none, one or three: go through all of them.",
+            ),
+            (
+                "allocate memory|not enough memory",
+                (
+                    "this makes the tensor itself, and a shape may be larger than your memory: "
+                    "multiply its sides, or make it on the meta device."
+                ),
             ),
         ),
         mistakes=(

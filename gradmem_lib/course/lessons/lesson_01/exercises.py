@@ -278,6 +278,7 @@ class _TwoColumns(nn.Module):
 
 
 _DEEP = "24 modules of one size"
+_BUFFERS = "a batch norm, whose buffers are saved"
 _FROZEN = "a frozen layer, and an x that requires a gradient"
 
 
@@ -293,6 +294,8 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     frozen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     frozen[2].requires_grad_(False)
     leaf = torch.randn(5, 4, requires_grad=True)
+    # Backward needs the running averages of a batch norm.
+    averaged = nn.Sequential(nn.Linear(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 2)).eval()
     # A storage that nothing keeps is free at once, and one of the same size gets its address.
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
     return {
@@ -302,6 +305,7 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "two slices of one tensor": (twice, torch.randn(6, 4)),
         "a norm at both ends": (normed, torch.randn(5, 4)),
         _FROZEN: (frozen, leaf),
+        _BUFFERS: (averaged, torch.randn(5, 4)),
         _DEEP: (deep, torch.randn(16, 64)),
     }
 
@@ -363,6 +367,22 @@ def _why_frozen(too_many: bool) -> str:
     )
 
 
+def _why_one(case: str, numbers: dict, expected: dict) -> str:
+    """What is said if only this ``case`` is wrong."""
+    too_many = numbers[case] > expected[case]
+    if case == _DEEP and not too_many:
+        return (
+            "pack keeps nothing of a tensor, so its storage is freed while forward runs, and the "
+            "next one gets its address: let pack return the tensor itself."
+        )
+    if case == _BUFFERS and not too_many:
+        return (
+            "a buffer is no parameter, even if state_dict() has both: only the storages of "
+            "model.parameters() are left out."
+        )
+    return _why_frozen(too_many) if case == _FROZEN else ""
+
+
 def _explain_saved(got, expected):
     numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
     if len(numbers) < len(expected):
@@ -375,13 +395,8 @@ def _explain_saved(got, expected):
     if says := _several(numbers):
         return says
     wrong = [case for case, right in expected.items() if numbers[case] != right]
-    if wrong == [_DEEP] and numbers[_DEEP] < expected[_DEEP]:
-        return (
-            "pack keeps nothing of a tensor, so its storage is freed while forward runs, and the "
-            "next one gets its address: let pack return the tensor itself."
-        )
-    if wrong == [_FROZEN]:
-        return _why_frozen(numbers[_FROZEN] > expected[_FROZEN])
+    if len(wrong) == 1 and (says := _why_one(wrong[0], numbers, expected)):
+        return says
     given, off = _saving(), {case: numbers[case] - right for case, right in expected.items()}
     for what, size, says in (
         (
@@ -484,13 +499,18 @@ def _observe_train(candidate):
         optimizer=optimizer,
     )
     moved = flat(model.parameters())
+    losses = measured.value if isinstance(measured.value, (list, tuple)) else ()
+    on_graphs = sum(isinstance(loss, torch.Tensor) and loss.requires_grad for loss in losses)
     return {
         "three steps": measured,
+        "returned losses": {"that hang on a graph": on_graphs},
         "afterwards": {"weights": moved, "calls of optimizer.step()": len(updates)},
     }
 
 
 def _explain_train(got, expected):
+    if got["returned losses"]["that hang on a graph"] and not got["three steps"].over:
+        return "the losses in the list are tensors, each with its graph: append loss.item()."
     unmoved = flat(train_setting()[0].parameters())
     steps = got["afterwards"]["calls of optimizer.step()"]
     moves = not torch.equal(got["afterwards"]["weights"], unmoved)

@@ -232,6 +232,11 @@ _EMPTY = (
         "KeyError",
         "`state` is an empty dict before the first step: store a value in it before you read it.",
     ),
+    (
+        "view size is not compatible",
+        "`view` needs a contiguous tensor, and p may be none, as a transposed matrix: work on p as "
+        "it is, whatever its shape, since every operation here goes number by number.",
+    ),
 )
 _THIRD_STATE = (
     "`state` keeps a third tensor for each parameter, so all of them stay alive at once: make the "

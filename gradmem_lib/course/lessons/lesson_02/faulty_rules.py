@@ -15,6 +15,12 @@ from ...judge.hints import nearest_mistake, relation
 
 BESIDE = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+TRANSPOSED = "a transposed matrix"  # it is not contiguous, as the weights of a convolution may be
+MATRIX_START = START.reshape(2, 2).t()
+A_COPY = (
+    "a parameter that is not contiguous has not changed: reshape(-1) and flatten() make a copy of "
+    "it. Work on p as it is, whatever its shape: every operation here goes number by number."
+)
 LOST = (
     "p has not changed: `p = …` and m.mul(…) make new tensors. Change tensors in place, with an "
     "underscore, as p.sub_(…) and m.mul_(…) do."
@@ -54,7 +60,17 @@ class Watched:
                 for step, found in self.walk(rule, case, False)
             }
             seen[f"{BESIDE} with {settings}"] = dict(self.walk(rule, case, True))[self.steps]
+        seen[TRANSPOSED] = {"after two steps": self._matrix(rule, self.cases[0])}
         return seen
+
+    def _matrix(self, rule, case: dict) -> torch.Tensor:
+        # clone() would keep the strides, but make no view: this one is a view of its transpose.
+        p, state = MATRIX_START.t().clone().t(), {}
+        for size in (1.0, -0.5):
+            grad = torch.tensor([[0.3, -1.0], [2.0, 0.004]], dtype=torch.float64) * size
+            with torch.no_grad():
+                rule(p, grad, state, *case.values())
+        return p.clone()
 
     def begins(self, rule, got: dict) -> bool:
         """Whether ``rule`` does in the first step of the last case what was seen in ``got``."""
@@ -76,6 +92,7 @@ def read_off(
     """
 
     def explain(got, expected):
+        matrix_is_as_before = torch.equal(got[TRANSPOSED]["after two steps"], MATRIX_START)
         got, expected = (
             {case: v for case, v in seen.items() if isinstance(v, dict) and "p" in v}
             for seen in (got, expected)
@@ -89,7 +106,7 @@ def read_off(
             return LOST
         wrong = [case for case in got if difference(got[case], expected[case])]
         if not wrong:
-            return None
+            return A_COPY if matrix_is_as_before else None
         known = [
             (sentence, observe(partial(rule, wrong={name}))) for name, sentence in says.items()
         ]
@@ -113,7 +130,10 @@ def _two(observe: Watched, rule: Callable, says: dict[str, str], got: dict) -> s
     """
     for one, other in combinations(says, 2):
         both = partial(rule, wrong={one, other})
-        if observe.begins(both, got) and not difference(got, observe(both)):
+        if not observe.begins(both, got):
+            continue
+        theirs = observe(both)
+        if not difference(got, {case: theirs[case] for case in got}):
             return f"two things at once: {says[one]} And {says[other]}"
     return ""
 

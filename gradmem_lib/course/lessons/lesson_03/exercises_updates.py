@@ -13,8 +13,16 @@ from ....techniques.losses import count_targets, next_token_loss
 from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import times
-from ..shared.gradient_weights import ANOTHER_STEP, NO_STEP, Graphs, parts_of, weights_of, why
-from ..shared.settings import Bigrams, bigram_loss, flat, gradients_of
+from ..shared.gradient_weights import (
+    ANOTHER_STEP,
+    NO_STEP,
+    Graphs,
+    parts_of,
+    weights_of,
+    why,
+    why_clipped,
+)
+from ..shared.settings import Bigrams, bigram_loss, flat, gradients_of, with_large_gradients
 from .exercises import GRAPHS_KEPT, accumulate, accumulates, mean_of_means, step_and_zero, unequal
 from .settings import CARD, batch_setting
 
@@ -271,6 +279,7 @@ def _steps_each(model, optimizer, batch, loss_and_count):
 
 def _observe_64(candidate):
     model, optimizer, batch = batch_setting()
+    with_large_gradients(model.lm_head, 100)
     updates: list[None] = []
     optimizer.register_step_post_hook(lambda *_: updates.append(None))
 
@@ -343,6 +352,8 @@ def _explain_64(got, expected):
 def _why_64(gradient, right) -> str | None:
     if not gradient.norm():
         return "the gradient is zero at the step: backward comes first, and zero_grad() last."
+    if says := why_clipped(gradient, right):
+        return says
     ratio = (gradient.norm() / right.norm()).item() * (1 if gradient @ right > 0 else -1)
     if torch.allclose(gradient, ratio * right, atol=1e-4 * right.abs().max().item() * abs(ratio)):
         sign = "the gradient has the wrong sign: this increases the loss."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ..shared.hf_trainer import quiet_arguments
 from ..shared.settings import flat, quietly
 from .settings import BACKWARD_CARD, backward_setting
@@ -80,6 +80,9 @@ def _after_backward(model, lr, steps):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+_ORDINARY = (
+    "this is an ordinary AdamW: Trainer steps after backward, and all gradients wait for it."
+)
 _WAITS = (
     "the weights are right, but every gradient waits for the end of backward: free each one "
     "in its hook, after the step."
@@ -94,15 +97,24 @@ def _observe(candidate):
     from transformers import Trainer, TrainerCallback
 
     class Waiting(TrainerCallback):
-        """Gradients that are there when ``Trainer`` would step."""
+        """Gradients that are there when ``Trainer`` would step, and whether a weight has moved by
+        the first such time.
+        """
+
+        def __init__(self, norms: list[float]):
+            self.norms = norms  # of the weights before; a copy of them would lie on the card
 
         def on_pre_optimizer_step(self, args, state, control, model=None, **more):
             self.left = sum(p.grad is not None for p in model.parameters())
+            if state.global_step == 0:
+                self.moved = self.norms != [p.norm().item() for p in model.parameters()]
+
+    in_backward: list[bool] = []
 
     def train(tied: bool, lr: float, steps: int):
         model, rows = backward_setting(tied)
         before = [p.detach().clone() for p in model.parameters()]
-        waiting = Waiting()
+        waiting = Waiting([p.norm().item() for p in before])
 
         def run():
             optimizer = candidate(model, lr, steps)
@@ -117,6 +129,7 @@ def _observe(candidate):
                 Trainer(model, arguments, optimizers=(optimizer, None), **given).train()
 
         measured = measure(run, budget=BACKWARD_CARD, model=model)
+        in_backward.append(waiting.moved)
         after = list(model.parameters())
         return measured, {
             "parameters that have moved": sum(
@@ -127,16 +140,15 @@ def _observe(candidate):
         }
 
     measured, three = train(False, 1e-3, 3)
-    return {
-        "three updates": three,
-        "the card": measured,
-        _OTHERS: train(True, 3e-4, 6)[1],
-    }
+    cases = {"three updates": three, "the card": measured, _OTHERS: train(True, 3e-4, 6)[1]}
+    return Seen(cases, in_backward=in_backward)
 
 
 def _explain(got, expected):
     mine, right = got["three updates"], expected["three updates"]
     moved = mine["parameters that have moved"]
+    if mine["gradients that wait"] and not any(got.notes["in_backward"]):
+        return _ORDINARY
     if not moved:
         return "no weight has moved: when the optimizers step, there is no gradient."
     if moved < right["parameters that have moved"]:
@@ -184,10 +196,7 @@ EXERCISES = (
             Mistake(
                 "after backward",
                 _after_backward,
-                (
-                    "this is an ordinary AdamW: Trainer steps after backward, and all gradients "
-                    "wait for it."
-                ),
+                _ORDINARY,
             ),
             Mistake("kept", _hooked(_step), _WAITS),
             Mistake(

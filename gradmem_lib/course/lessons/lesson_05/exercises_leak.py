@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,10 @@ ROWS, OUTPUTS, BATCHES, DONE = 16, 1000, 6, 2
 
 
 def resume_setting(
-    batches: int = BATCHES,
+    batches: int = BATCHES, done: int = DONE
 ) -> tuple[nn.Module, torch.optim.Optimizer, io.BytesIO, list]:
-    """A new model and its AdamW, the open checkpoint of a run after two batches, and all batches
-    of that run.
+    """A new model and its AdamW, the open checkpoint of a run after ``done`` batches, and all
+    batches of that run.
     """
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(batches, ROWS, 64, generator=generator)
@@ -27,12 +28,12 @@ def resume_setting(
     given = list(zip(inputs, targets, strict=True))
     net = new_net(OUTPUTS)
     optimizer = adamw(net)
-    for x, y in given[:DONE]:
+    for x, y in given[:done]:
         F.mse_loss(net(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     file = io.BytesIO()
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": DONE}
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
     torch.save(state, file)
     file.seek(0)
     fresh = new_net(OUTPUTS)
@@ -94,6 +95,7 @@ LEAK = Leak(
     fixed=resume_leak()[1],
     line=2,
     setting=resume_setting,
+    hidden_setting=partial(resume_setting, done=1),
     batches=BATCHES,
     budget=RESUME_BUDGET,
     stays=(

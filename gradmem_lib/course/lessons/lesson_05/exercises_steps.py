@@ -13,7 +13,7 @@ from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, measure
 from ...machine.compat import enable_checkpointing
 from ..lesson_04.layers import count_calls
-from ..shared.gradient_weights import parts_of, weights_of, why, why_loss
+from ..shared.gradient_weights import parts_of, weights_of, why, why_clipped, why_loss
 from ..shared.settings import gradients_of, quietly
 from .settings import CHECKPOINTING_CARD, LOG_CARD, checkpointing_setting, log_setting
 
@@ -273,6 +273,8 @@ def _explain_log(got, expected):
 
     parts, counts = parts_of(loss_and_count, window, list(model.parameters()))
     if difference(mine["gradients"], right["gradients"]):
+        if says := why_clipped(mine["gradients"], right["gradients"]):
+            return says
         weights = weights_of(mine["gradients"], parts, 1e-3)
         return weights and (_by_padding(weights, counts, window) or why(weights, counts))
     what = why_loss(plain(mine["loss"]), sums, counts)

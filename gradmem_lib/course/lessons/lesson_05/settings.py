@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ...material import models
-from ..shared.settings import text_batch
+from ..shared.settings import text_batch, with_large_gradients
 
 CHECKPOINTING_CARD = "5 MiB"
 
@@ -27,7 +27,9 @@ def log_setting(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     if kind == "unequal":
         lengths = [(32, 30), (4, 3), (9, 5), (17, 6), (28, 20), (2, 32)]
     window = [text_batch(*each, vocab=512, seed=seed) for seed, each in enumerate(lengths)]
-    return models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=512), window
+    model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=512)
+    with_large_gradients(model.lm_head, 30)
+    return model, window
 
 
 def bf16_setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 
 from ....training.recipe import Recipe
@@ -65,10 +66,15 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
         return "weights and gradients"
     if sum(resident.values()) > card.nbytes:
         return "states"
-    if on_card(recipe, micro_batch).fits:
-        return ""
+    return "" if on_card(recipe, micro_batch).fits else _beside_the_weights(recipe, micro_batch)
+
+
+def _beside_the_weights(recipe: Recipe, micro_batch: int) -> str:
+    """What is in the way of a recipe whose weights, gradients and states would fit."""
     if recipe.checkpointing is None and recipe.every_n_layers is None:
         return "no checkpointing"
+    if not recipe.chunked_loss and on_card(replace(recipe, chunked_loss=True), micro_batch).fits:
+        return "logits"
     return f"this {on_card(recipe, micro_batch).why_not()}"
 
 
@@ -88,6 +94,10 @@ _IN_THE_WAY = {
     ),
     "no checkpointing": (
         "the weights fit, but the activations of 32 layers do not: checkpointing='per-layer'."
+    ),
+    "logits": (
+        "weights and checkpoints fit, but the logits of all rows, their copies and their gradient "
+        "do not: chunked_loss=True makes them piece by piece."
     ),
     "another batch": "the global batch has changed: micro-batch x accumulation must make 8 rows.",
     "few weights": (

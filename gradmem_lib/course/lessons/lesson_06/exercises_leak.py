@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
+from ...judge.compare import plain
 from ...judge.exercise import Exercise, Mistake
 from ..shared.leaks import Leak, new_net
 
@@ -146,6 +149,40 @@ def _argmax(logits):
     return logits.argmax(-1)
 
 
+_ALONG_ROWS = (
+    "argmax(0) looks along the rows, and finds the best row of each class: the best class of each "
+    "row is argmax(-1)."
+)
+
+
+def _explain(got, expected):
+    """What the returned number is instead of the accuracy, where the bytes are right."""
+    mine, right = got[LEAK.shown], expected[LEAK.shown]
+    number, accuracy = plain(mine.value["returned"]), right.value["returned"]
+    rows = (BATCHES - 1) * ROWS + LAST
+    if not got["the line"] and not mine.over and isinstance(number, (int, float)):
+        for other, says in (
+            (100 * accuracy, "a percentage"),
+            (rows * accuracy, "the number of hits"),
+            (1 - accuracy, "the share of rows that are wrong"),
+        ):
+            if math.isclose(number, other, rel_tol=1e-5):
+                return f"this is {says}: the script returns the share of rows that are right."
+        if math.isclose(number, rows * accuracy / (BATCHES * ROWS), rel_tol=1e-5):
+            return f"this divides by {BATCHES * ROWS} rows: the last batch has {LAST}, not {ROWS}."
+    return LEAK.explain(got, expected)
+
+
+def _best_rows(model, batches):
+    """Compares the best row of each class, as far as there are labels."""
+    model.eval()
+    with torch.no_grad():
+        found = torch.cat([model(x).argmax(0) for x, _ in batches])
+    labels = torch.cat([y for _, y in batches])
+    model.train()
+    return (found[: len(labels)] == labels).float().mean().item()
+
+
 EXERCISES = (
     Exercise(
         id="6.7",
@@ -155,7 +192,9 @@ EXERCISES = (
         trains="keeping of each batch what the result needs, and no more",
         reference=logits_leak,
         observe=LEAK.observe,
-        explain=LEAK.explain,
+        explain=_explain,
+        # The logits' other side: a number of each class, where there is a label of each row.
+        raises=((f"\\b{BATCHES * CLASSES}\\b|\\b{CLASSES}\\b.*\\b{ROWS}\\b", _ALONG_ROWS),),
         mistakes=(
             LEAK.as_it_was(),
             Mistake(
@@ -196,6 +235,7 @@ EXERCISES = (
                     "others have 16; count hits and rows."
                 ),
             ),
+            Mistake("argmax(0)", LEAK.with_fix(_best_rows), _ALONG_ROWS),
             Mistake(
                 "left in eval",
                 LEAK.with_fix(_evaluates(_argmax, back=False)),

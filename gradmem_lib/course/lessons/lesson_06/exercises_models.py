@@ -17,8 +17,15 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.losses import count_targets
 from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
-from ..shared.gradient_weights import ANOTHER_STEP, NO_STEP, parts_of, weights_of, why
-from ..shared.settings import flat, gradients_of, quietly
+from ..shared.gradient_weights import (
+    ANOTHER_STEP,
+    NO_STEP,
+    parts_of,
+    weights_of,
+    why,
+    why_clipped,
+)
+from ..shared.settings import flat, gradients_of, quietly, with_large_gradients
 
 CLASSIFIER_CARD, T5_CARD = "22 MiB", "10.5 MB"
 
@@ -82,6 +89,20 @@ def t5_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tens
     lengths = torch.tensor([32 - 2 * row for row in range(16)])
     labels = labels.masked_fill(torch.arange(32) >= lengths[:, None], IGNORED)
     return model, _adamw(model), {"input_ids": ids, "labels": labels}
+
+
+def _steep_classifier():
+    """``classifier_setting``, with a longer gradient."""
+    model, *rest = classifier_setting()
+    with_large_gradients(model.head, 30)
+    return model, *rest
+
+
+def _steep_t5():
+    """``t5_setting``, with a longer gradient."""
+    model, *rest = t5_setting()
+    with_large_gradients(model.lm_head, 30)
+    return model, *rest
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -267,7 +288,8 @@ def _explain(got, expected):
                 f"the sum is divided by {pairs} (the len of a pair of images and labels is 2, "
                 f"whatever is in them): divide by the number of all images, {everything}."
             )
-        return _why(mine["gradient"], model, batch, rows)
+        clipped = why_clipped(mine["gradient"], right["gradient"])
+        return clipped or _why(mine["gradient"], model, batch, rows)
     if not isinstance(plain(mine["loss"]), (int, float)) or difference(
         mine["loss"], right["loss"], 1e-3
     ):
@@ -370,7 +392,7 @@ EXERCISES = (
         minutes=5,
         trains="putting a technique into a loop of your own, and leaving the update what it was",
         reference=train_small,
-        observe=partial(_observe, setting=classifier_setting, card=CLASSIFIER_CARD),
+        observe=partial(_observe, setting=_steep_classifier, card=CLASSIFIER_CARD),
         explain=_explain,
         tolerance=5e-4,
         changes=("model.train", "model.config", "model.hook"),
@@ -430,7 +452,7 @@ EXERCISES = (
         minutes=8,
         trains="the whole way on a model that no lesson has shown",
         reference=train_t5,
-        observe=quietly(partial(_observe, setting=t5_setting, card=T5_CARD)),
+        observe=quietly(partial(_observe, setting=_steep_t5, card=T5_CARD)),
         explain=_explain,
         tolerance=5e-4,
         changes=("model.train", "model.config", "model.hook"),

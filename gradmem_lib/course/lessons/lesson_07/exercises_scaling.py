@@ -184,9 +184,31 @@ def _explain_scaled(got, expected):
     for case, right in expected.items():
         mine = got[case]
         if difference(mine | {_SOME_SCALED: 0}, right):
-            return None
+            return _why_scaled(case, got, expected)
         some_scaled = some_scaled or mine[_SOME_SCALED] > 0
     return _STOPS if some_scaled else None
+
+
+def _why_scaled(case: str, got, expected) -> str | None:
+    """What is said of ``case``, the first one that is wrong."""
+    mine, right = got[case], expected[case]
+    if (mine["scale"], mine["good"]) == (right["good"], right["scale"]):
+        return "the two results are swapped: return the scale first, and then `good`."
+    same_scale = mine["scale"] == right["scale"]
+    skipped = not case.endswith("(all finite)")
+    if skipped and same_scale and torch.isfinite(mine["weights"]).all():
+        return (
+            "weights move in a step that must be skipped: with one gradient that is not finite, "
+            "no weight moves, and zeros in its place are a step too."
+        )
+    if same_scale:
+        return None
+    scales = {name: seen["scale"] for name, seen in got.items()}
+    starts = {name: scale for name, scale in scales.items() if "after step 1 " in name}
+    patiences = {name.partition(",")[0]: scale for name, scale in starts.items()}
+    if all(scale == patiences[name.partition(",")[0]] for name, scale in scales.items()):
+        return "the scale that is returned never changes: halve it, or double it, and return that."
+    return None
 
 
 def _said(odd: float) -> str:

@@ -247,6 +247,14 @@ def _observe_cache(candidate):
     }
 
 
+def _explain_cache(got, expected):
+    """An answer that takes each number for one of so many bytes, whatever is given."""
+    for each in (1, 2, 4, 8):
+        if got == _observe_cache(_cache(each=lambda given, each=each: each)):
+            return f"this assumes {each} bytes a number: use bytes_per_number."
+    return None
+
+
 EXERCISES = (
     Exercise(
         id="8.4",
@@ -357,6 +365,7 @@ EXERCISES = (
         trains="what is kept of each token, and what grouped heads share",
         reference=kv_cache,
         observe=_observe_cache,
+        explain=_explain_cache,
         mistakes=(
             Mistake(
                 "keys alone", _cache(both=1), "only keys or only values are counted: both are kept."

@@ -131,6 +131,7 @@ def _observe_lion(candidate):
         ]
         for p in (*weights, narrow)
     }
+    resumed = _resumed(candidate, groups, optimizer)
     still = nn.Parameter(torch.ones(3))
     optimizer = candidate([still], lr=0.1, betas=(0.8, 0.95))
     still.grad = torch.tensor([0.0, 1.0, -1.0])
@@ -144,9 +145,25 @@ def _observe_lion(candidate):
                 "bytes": [sum(t.nbytes for t in tensors) for tensors in held.values()],
             },
             **found,
+            _RESUMED: {"weights": resumed},
         },
         begin=begin,
     )
+
+
+def _resumed(candidate, groups, optimizer) -> torch.Tensor:
+    """The weights after one more step by a new optimizer that has loaded the states of this one."""
+    resumed = candidate(groups, lr=0.1, betas=(0.8, 0.95))
+    resumed.load_state_dict(optimizer.state_dict())
+    weights = [p for group in groups for p in group["params"]]
+    for p in weights:
+        # About 0 and as large as the momentum: so the step depends on both.
+        p.grad = torch.linspace(-3, 3, p.numel()).view_as(p).to(p.dtype)
+    resumed.step()
+    return flat(p for p in weights if p.dtype == torch.float32)
+
+
+_RESUMED = "a step after load_state_dict, by a new optimizer"
 
 
 def _momentum_of(share: float) -> str:
@@ -228,6 +245,11 @@ def _explain_lion(got, expected):
         )
     if second[430:].any():
         return "a parameter without a gradient stops the loop: skip only this parameter."
+    if difference(got[_RESUMED], expected[_RESUMED]):
+        return (
+            "the momentum is not in self.state alone, so an optimizer that has loaded a "
+            "state_dict goes on with another one: read it from self.state[p] and change it there."
+        )
     return None
 
 

@@ -51,6 +51,34 @@ def parts_of(
     return parts, counts
 
 
+LIMITS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)  # what people clip gradients to
+
+
+def why_clipped(gradient: torch.Tensor, right: torch.Tensor) -> str | None:
+    """What is said of a clipped gradient where the exercise asks for none. ``right`` must be longer
+    than each of ``LIMITS``, and one of its numbers larger than 1.
+    """
+    size, whole = gradient.norm().item(), right.norm().item()
+    if not 0 < size < whole or gradient.shape != right.shape:
+        return None
+    largest = gradient.abs().max().item()
+    if torch.allclose(gradient, right.clamp(-largest, largest), atol=1e-3 * largest):
+        return (
+            f"each number of the gradient is clipped to {largest:.3g}: the exercise asks for no "
+            "clipping."
+        )
+    if not any(math.isclose(size, limit, rel_tol=1e-3) for limit in LIMITS):
+        return None
+    if torch.allclose(gradient / size, right / whole, atol=1e-3):
+        return (
+            f"the gradient is clipped to a norm of {size:.3g}: the exercise asks for no clipping."
+        )
+    return (
+        f"the gradient is clipped to a norm of {size:.3g} before the last backward: the exercise "
+        "asks for no clipping."
+    )
+
+
 def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient") -> str | None:
     """What is wrong with the weights of a window's micro-batches, in a sentence; ``None`` where it
     is not known, or nothing.

@@ -150,7 +150,7 @@ class Leak:
                 "your script returns something else than the script does: only its bytes may "
                 "change."
             )
-        return None
+        return _why_elsewhere(got, expected, self.shown)
 
     def with_fix(self, script: Callable[..., Any], line: int = 0) -> Callable[[], tuple]:
         """An answer with this script, and the right line if no other is given."""
@@ -169,6 +169,21 @@ class Leak:
             Mistake(f"line {line}", self.with_fix(self.fixed, line), says)
             for line, says in self.innocent.items()
         )
+
+
+def _why_elsewhere(got: Mapping, expected: Mapping, shown: str) -> str | None:
+    """What is said of a script that trains and returns in the shown case what it should."""
+    mine, right = got[shown].value, expected[shown].value
+    trains = "in train mode (1 is yes)"
+    if mine[trains] != right[trains]:
+        left = "train" if mine[trains] else "eval"
+        return f"the model is left in {left} mode: what the script does at its end belongs to it."
+    if difference(got[HIDDEN].value, expected[HIDDEN].value) is not None:
+        return (
+            "the script is right for these arguments alone: take every number from them, and "
+            "write none down."
+        )
+    return None
 
 
 @contextmanager

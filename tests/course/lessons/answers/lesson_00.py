@@ -39,3 +39,25 @@ WRONG["0.1"] = {
     "a tuple": (lambda shape, size: (math.prod(shape), size), "return one number"),
     "bits": (lambda shape, size: math.prod(shape) * size * 8, "bits"),
 }
+WRONG["0.1"] |= {
+    "int32": (
+        lambda shape, size: int(
+            np.prod(np.array(shape, np.int32), dtype=np.int32) * np.int32(size)
+        ),
+        "wrapped around",
+    ),
+    "int32, as a tensor": (
+        lambda shape, size: torch.tensor(shape).prod(dtype=torch.int32).item() * size,
+        "wrapped around",
+    ),
+    "float32": (
+        lambda shape, size: int(torch.tensor(shape).float().prod().item() * size),
+        "float32 holds 24 bits",
+    ),
+}
+RIGHT["0.1"] |= {
+    "int64, as a tensor": lambda shape, size: torch.tensor(shape, dtype=torch.int64).prod() * size,
+    "float64": lambda shape, size: np.prod(np.array(shape, float)) * size,
+    "an untouched tensor": lambda shape, size: torch.empty(shape, dtype=torch.int8).numel() * size,
+    "torch.Size": lambda shape, size: torch.Size(shape).numel() * size,
+}

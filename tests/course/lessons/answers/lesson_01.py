@@ -575,3 +575,65 @@ WRONG["1.8"] = {
         r"in evaluation mode this counts 10|ReLU",
     ),
 }
+
+
+def _storages_but(left_out):
+    """Each saved storage once, without those of ``left_out(model)``."""
+
+    def saved(model, x):
+        found = {}
+
+        def pack(tensor):
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(x)
+        for tensor in left_out(model):
+            found.pop(tensor.untyped_storage().data_ptr(), None)
+        del out
+        return sum(found.values())
+
+    return saved
+
+
+WRONG["1.2"] |= {
+    "no buffers": (
+        _storages_but(lambda model: [*model.parameters(), *model.buffers()]),
+        "a buffer is no parameter",
+    ),
+    "no state": (_storages_but(lambda model: model.state_dict().values()), "a buffer is no param"),
+}
+RIGHT["1.2"] |= {
+    "buffers count": _storages_but(lambda model: list(model.parameters())),
+    "by name": _storages_but(lambda model: dict(model.named_parameters()).values()),
+}
+
+
+def _losses_as(change, finish=list):
+    """The loop of exercise 1.6, with each loss as ``change(loss)``."""
+
+    def train(model, optimizer, batches):
+        losses = []
+        for ids in batches:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(change(loss))
+            del loss
+        return finish(losses)
+
+    return train
+
+
+WRONG["1.6"] |= {"losses with their graphs": (_losses_as(lambda loss: loss), "each with its graph")}
+RIGHT["1.6"] |= {
+    "item after the step": _losses_as(torch.Tensor.item),
+    "float": _losses_as(float),
+    "detached": _losses_as(torch.Tensor.detach),
+    "numpy": _losses_as(lambda loss: loss.detach().numpy().copy()),
+    "numbers at the end": _losses_as(
+        lambda loss: loss, lambda losses: [loss.item() for loss in losses]
+    ),
+}

@@ -355,3 +355,34 @@ WRONG["2.6"] = {
     ),
     "no decay": (lambda *a: _frugal(*a[:-1], 0.0), "decay has no effect"),
 }
+
+
+def _flattened(flat):
+    """AdamW on ``flat(p)``."""
+
+    def adamw(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+        p, grad = flat(p), flat(grad)
+        if not state:
+            state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+        state["t"] += 1
+        t, m, v = state["t"], state["m"], state["v"]
+        p.mul_(1 - lr * weight_decay)
+        m.mul_(beta1).add_(grad, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        p.sub_(lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps))
+
+    return adamw
+
+
+WRONG["2.4"] |= {
+    "view(-1)": (_flattened(lambda p: p.view(-1)), "`view` needs a contiguous tensor"),
+    "reshape(-1)": (_flattened(lambda p: p.reshape(-1)), "reshape.-1. and flatten.. make a copy"),
+    "flatten": (_flattened(lambda p: p.flatten()), "reshape.-1. and flatten.. make a copy"),
+}
+RIGHT["2.4"] |= {
+    "as it is": _flattened(lambda p: p),
+    "of p.data": _flattened(lambda p: p.data),
+    "transposed": _flattened(lambda p: p.t() if p.ndim == 2 else p),
+    "detached": _flattened(lambda p: p.detach()),
+    "one axis more": _flattened(lambda p: p.unsqueeze(0)),
+}

@@ -692,3 +692,37 @@ WRONG["3.9"] = {
         "error",
     ),
 }
+
+
+def _clips_64(clip, each=False):
+    """Exercise 3.7's update, clipped by ``clip(parameters)``, which nobody asked for."""
+
+    def train_64(model, optimizer, batch, loss_and_count):
+        pieces, loss_sum = list(split(batch, 8)), 0.0
+        total = sum(int((piece["labels"][:, 1:] != -100).sum()) for piece in pieces)
+        for piece in pieces:
+            loss, _ = loss_and_count(piece)
+            (loss / total).backward()
+            loss_sum += loss.item()
+            if each:
+                clip(list(model.parameters()))
+        if not each:
+            clip(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss_sum / total
+
+    return train_64
+
+
+_AFTER_ALL = "is clipped to .*no clipping"
+WRONG["3.7"] |= {
+    "clipped to 1": (_clips_64(lambda p: clip_grad_norm_(p, 1.0)), _AFTER_ALL),
+    "clipped to 10": (_clips_64(lambda p: clip_grad_norm_(p, 10.0)), _AFTER_ALL),
+    "each clipped to 1": (_clips_64(lambda p: clip_grad_norm_(p, 1.0), each=True), _AFTER_ALL),
+    "values clipped to 1": (_clips_64(lambda p: clip_grad_value_(p, 1.0)), _AFTER_ALL),
+}
+RIGHT["3.7"] |= {
+    "clipped to infinity": _clips_64(lambda p: clip_grad_norm_(p, math.inf)),
+    "the norm looked at": _clips_64(lambda p: get_total_norm([q.grad for q in p])),
+}

@@ -475,3 +475,33 @@ WRONG["4.7"] = {
     "measured": (partial(_step, every="best"), "times, and twice is the limit"),
     "no backward": (lambda layers, x: layers(x).square().mean().item(), "gradient of the input"),
 }
+
+
+def _leaves(what):
+    """Segments, and ``what(layers, segment, x)`` after each of them."""
+
+    def run_in_segments(layers, x, k):
+        for start in range(0, len(layers), k):
+            segment = layers[start : start + k]
+            x = checkpoint(segment, x, use_reentrant=False)
+            what(layers, segment, x)
+        return x
+
+    return run_in_segments
+
+
+def _wraps(layers, segment, x):
+    segment[0].forward = segment[0].forward
+
+
+WRONG["4.4"] |= {
+    "an output on the layers": (
+        _leaves(lambda layers, segment, x: setattr(layers, "last", x)),
+        "an attribute 'last' that was not there",
+    ),
+    "a forward of its own": (_leaves(_wraps), "an attribute 'forward' that was not there"),
+}
+RIGHT["4.4"] |= {
+    "a number on the layers": _leaves(lambda layers, segment, x: setattr(layers, "k", 1)),
+    "a local name": _leaves(lambda layers, segment, x: len(segment)),
+}

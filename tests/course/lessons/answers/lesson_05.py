@@ -682,3 +682,104 @@ WRONG["5.10"] = {
     "gradients stay": (partial(_with_segments, every=1, zero=False), "zero_grad"),
     "a step too long": (partial(_with_segments, every=1, scale=2.0), "2 times as far"),
 }
+
+
+def _clips_window(clip, each=False):
+    """Exercise 5.4's gradient, clipped by ``clip(parameters)``, which nobody asked for."""
+
+    def train_and_log(model, window):
+        counts = [count_targets(micro["labels"]) for micro in window]
+        logged = 0.0
+        for micro, count in zip(window, counts, strict=True):
+            loss = model(**micro).loss * (count / sum(counts))
+            loss.backward()
+            logged += loss.item()
+            if each:
+                clip(model.parameters())
+        if not each:
+            clip(model.parameters())
+        return logged
+
+    return train_and_log
+
+
+_CLIPPED = "is clipped to .*no clipping"
+_TO_ONE = partial(nn.utils.clip_grad_norm_, max_norm=1.0)
+WRONG["5.4"] |= {
+    "clipped to 1": (_clips_window(_TO_ONE), _CLIPPED),
+    "each clipped to 1": (_clips_window(_TO_ONE, each=True), _CLIPPED),
+    "clipped to 10": (_clips_window(partial(nn.utils.clip_grad_norm_, max_norm=10.0)), _CLIPPED),
+    "values": (_clips_window(partial(nn.utils.clip_grad_value_, clip_value=1.0)), _CLIPPED),
+}
+RIGHT["5.4"] |= {
+    "to infinity": _clips_window(partial(nn.utils.clip_grad_norm_, max_norm=float("inf"))),
+}
+
+
+def _fused(model, lr, steps):
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
+WRONG["5.9"] |= {"fused, after backward": (_fused, "an ordinary AdamW")}
+
+
+def _backward_outside(model, optimizer, batch):
+    with checkpoint_layers(model.blocks, every=1):
+        loss = F.cross_entropy(model(batch["x"]), batch["labels"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# A segment runs again as it ran first, even where the block with the checkpoints has ended.
+RIGHT["5.10"] |= {"backward outside of the block": _backward_outside}
+
+
+def _resumes_from(step, mode=True):
+    """Exercise 5.11's script, from ``step(saved)`` on, and in train mode or not."""
+
+    def script(model, optimizer, file, batches):
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        rest = batches[step(saved) :]
+        del saved
+        model.train(mode)
+        return train_on(model, optimizer, rest)
+
+    return lambda: (2, script)
+
+
+WRONG["5.11"] |= {
+    "always from batch 2": (_resumes_from(lambda saved: 2), "right for these arguments alone"),
+    "in eval mode": (_resumes_from(lambda saved: saved["step"], mode=False), "left in eval mode"),
+    "one batch later": (_resumes_from(lambda saved: saved["step"] + 1), "weights at the end"),
+}
+
+
+def _loads_and_counts(model, optimizer, file):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"]
+
+
+def _with_a_function(model, optimizer, file, batches):
+    return train_on(model, optimizer, batches[_loads_and_counts(model, optimizer, file) :])
+
+
+def _clears(model, optimizer, file, batches):
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step = saved["step"]
+    saved.clear()
+    return train_on(model, optimizer, batches[step:])
+
+
+RIGHT["5.11"] |= {
+    "the step": _resumes_from(lambda saved: saved["step"]),
+    "loaded in a function": lambda: (2, _with_a_function),
+    "cleared": lambda: (2, _clears),
+}

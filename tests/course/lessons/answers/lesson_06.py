@@ -347,7 +347,10 @@ WRONG["6.5"] = {
     "the ladder's": (_recipe(lora_rank=16), "every weight"),
     "AdamW": (_all_at_once(optimizer="adamw-8bit"), "next to nothing"),
     "no checkpoints": (_all_at_once(checkpointing=None), "checkpointing='per-layer'"),
-    "whole logits": (_all_at_once(chunked_loss=False), "temporaries 3.91 GiB"),
+    "whole logits": (
+        _all_at_once(chunked_loss=False),
+        "chunked_loss=True makes them piece by piece",
+    ),
     "float32": (_all_at_once(precision="float32"), "25.10 GiB"),
     "small batch": (lambda: (_all_at_once()()[0], 4), "global batch"),
     "recipe alone": (lambda: Recipe(precision="bf16"), "two things"),
@@ -569,4 +572,95 @@ WRONG["6.7"] = {
     "line 8": (answer(8, counted), "kept before"),
     "line 4": (answer(4, counted), "no graph is recorded"),
     "line 99": (answer(99, counted), "line 99 keeps no tensor"),
+}
+
+
+def _clips_images(clip, each=False):
+    """Exercise 6.3's update, clipped by ``clip(parameters)``, which nobody asked for."""
+
+    def train_small(model, optimizer, images, labels):
+        total = 0.0
+        for x, y in zip(images.split(8), labels.split(8), strict=True):
+            loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
+            loss.backward()
+            total += loss.item()
+            if each:
+                clip(model.parameters())
+        if not each:
+            clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return train_small
+
+
+_CLIPPED = "is clipped to .*no clipping"
+_TO_ONE = partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0)
+WRONG["6.3"] |= {
+    "clipped to 1": (_clips_images(_TO_ONE), _CLIPPED),
+    "each clipped to 1": (_clips_images(_TO_ONE, each=True), _CLIPPED),
+    "values": (_clips_images(partial(torch.nn.utils.clip_grad_value_, clip_value=1.0)), _CLIPPED),
+}
+RIGHT["6.3"] |= {
+    "to infinity": _clips_images(partial(torch.nn.utils.clip_grad_norm_, max_norm=float("inf"))),
+}
+
+
+def _evaluates(hits_of, result):
+    """Exercise 6.7's script, which keeps ``hits_of(logits, labels)`` and returns ``result``."""
+
+    def script(model, batches):
+        model.eval()
+        with torch.no_grad():
+            hits = torch.cat([hits_of(model(x), y) for x, y in batches]).float()
+        model.train()
+        return result(hits, len(batches))
+
+    return lambda: (7, script)
+
+
+def _found(logits, labels):
+    return logits.argmax(-1) == labels
+
+
+def _share(hits, batches):
+    return hits.mean().item()
+
+
+WRONG["6.7"] |= {
+    "argmax(0)": (
+        _evaluates(lambda logits, labels: logits.argmax(0) == labels, _share),
+        "argmax.0. looks along the rows",
+    ),
+    "percent": (_evaluates(_found, lambda hits, n: 100 * hits.mean().item()), "a percentage"),
+    "hits": (_evaluates(_found, lambda hits, n: hits.sum().item()), "the number of hits"),
+    "errors": (_evaluates(_found, lambda hits, n: 1 - hits.mean().item()), "that are wrong"),
+    "16 rows each": (_evaluates(_found, lambda hits, n: hits.sum().item() / (16 * n)), "has 5"),
+}
+RIGHT["6.7"] |= {
+    "hits": _evaluates(_found, _share),
+    "topk": _evaluates(lambda logits, labels: logits.topk(1).indices[:, 0] == labels, _share),
+    "max": _evaluates(lambda logits, labels: logits.max(-1).indices == labels, _share),
+    "sorted": _evaluates(lambda logits, labels: logits.argsort(-1)[:, -1] == labels, _share),
+    "after a softmax": _evaluates(
+        lambda logits, labels: logits.softmax(-1).argmax(-1) == labels, _share
+    ),
+}
+
+
+def _in_backward(**changed):
+    """A recipe for exercise 6.5 that steps in backward, with something ``changed``."""
+    given = {"precision": "bf16", "optimizer": "adafactor-torch", "in_backward": True}
+    given |= {"checkpointing": "per-layer", "chunked_loss": True}
+    return lambda: (Recipe(**given | changed), 8)
+
+
+WRONG["6.5"] |= {
+    "8 bits in backward": (_in_backward(optimizer="adamw-8bit"), "AdamW's states stay"),
+}
+RIGHT["6.5"] |= {
+    "boundaries moved": _in_backward(offload="boundaries"),
+    "segments of two": _in_backward(checkpointing=2),
+    "activations moved": _in_backward(offload="activations", checkpointing=None),
 }

@@ -419,8 +419,8 @@ WRONG["7.5"] = {
         "NaN|nan",
     ),
     "never grows": (lambda o, s, g, p: (_scaled(o, s, g, 10**9), 0)[0], "doubl|got"),
-    "swapped": (lambda o, s, g, p: _scaled(o, s, g, p)[::-1], "got|expected"),
-    "stays": (lambda o, s, g, p: (s, _scaled(o, s, g, p)[1]), "entry 'scale'"),
+    "swapped": (lambda o, s, g, p: _scaled(o, s, g, p)[::-1], "results are swapped"),
+    "stays": (lambda o, s, g, p: (s, _scaled(o, s, g, p)[1]), "never changes"),
 }
 
 

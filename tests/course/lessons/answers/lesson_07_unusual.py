@@ -249,7 +249,7 @@ def _steps_on_zeros(optimizer, gradients):
 RIGHT["7.5"] = {"by the norm in float64": _scaled(_norm_is_finite)}
 WRONG["7.5"] = {
     "one late": (_scaled(late=1), "one step late"),
-    "zeroes what is not finite": (_scaled(skip=_steps_on_zeros), "entry 'weights'"),
+    "zeroes what is not finite": (_scaled(skip=_steps_on_zeros), "zeros in its place"),
     "keeps the streak": (_scaled(streak=1), "in a row"),
     "any finite": (
         _scaled(lambda gradients: any(g.isfinite().all() for g in gradients)),

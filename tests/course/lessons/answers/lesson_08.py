@@ -869,3 +869,17 @@ WRONG["8.7"] |= {
     "MiB": (_changed_cache(lambda right, config, tokens: right / 2**20), "return bytes"),
     "bits": (_changed_cache(lambda right, config, tokens: 8 * right), "these are bits"),
 }
+
+
+def _always(each):
+    def kv_cache(config, rows, tokens, bytes_per_number):
+        width = config.num_key_value_heads * config.head_dim
+        return 2 * config.num_hidden_layers * width * rows * tokens * each
+
+    return kv_cache
+
+
+WRONG["8.7"] |= {
+    "always 4 bytes": (_always(4), "assumes 4 bytes a number"),
+    "always 8 bytes": (_always(8), "assumes 8 bytes a number"),
+}

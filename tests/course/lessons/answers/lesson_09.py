@@ -1418,3 +1418,115 @@ WRONG["9.9"] = {
     "no adam": (_without_adam, "adam"),
     "frees the gradient": (_frees, "p.grad"),
 }
+
+
+def _norm_of(square, change=float):
+    """Exercise 9.4's two passes, whose squares are ``square(gradient)``."""
+
+    def clip_in_backward(model, loss_of, lr, max_norm):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        squares = []
+
+        def measure(p):
+            squares.append(square(p.grad))
+            p.grad = None
+
+        def backward(hook):
+            handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
+            loss_of(model).backward()
+            for handle in handles:
+                handle.remove()
+
+        backward(measure)
+        norm = math.sqrt(change(sum(squares)))
+        factor = min(1.0, max_norm / (norm + 1e-6))
+
+        @torch.no_grad()
+        def move(p):
+            p.add_(p.grad, alpha=-lr * factor)
+            p.grad = None
+
+        backward(move)
+        return norm
+
+    return clip_in_backward
+
+
+_TWO_DIGITS = "right to two digits only"
+WRONG["9.4"] |= {
+    "squares in bf16": (_norm_of(lambda g: g.bfloat16().square().sum().item()), _TWO_DIGITS),
+    "a sum in bf16": (_norm_of(lambda g: g.square().sum().bfloat16()), _TWO_DIGITS),
+    "norms in bf16": (_norm_of(lambda g: g.norm().bfloat16().item() ** 2), _TWO_DIGITS),
+}
+RIGHT["9.4"] |= {
+    "norms": _norm_of(lambda g: g.norm().item() ** 2),
+    "a product": _norm_of(lambda g: torch.dot(g.flatten(), g.flatten()).item()),
+    "tensors": _norm_of(lambda g: g.square().sum()),
+    "in float64": _norm_of(lambda g: g.norm(dtype=torch.float64) ** 2),
+    "linalg": _norm_of(lambda g: torch.linalg.vector_norm(g) ** 2),
+}
+
+
+def _lion_with(momentum, keep):
+    """Lion whose m is ``momentum(self, p)``; ``keep(self, p, m)`` is called with the new one."""
+
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+            super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+            self.held = {}
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                beta1, beta2 = group["betas"]
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    m = momentum(self, p)
+                    g = p.grad.to(m.dtype)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    blend = beta1 * m + (1 - beta1) * g
+                    p.sub_((group["lr"] * blend.sign()).to(p.dtype))
+                    keep(self, p, beta2 * m + (1 - beta2) * g)
+
+    return Lion
+
+
+def _elsewhere(self, p):
+    return self.held.get(p, torch.zeros_like(p, dtype=torch.float32))
+
+
+def _kept_twice(self, p, m):
+    self.held[p] = m
+    self.state[p]["exp_avg"] = m.to(p.dtype)
+
+
+def _in_state(self, p):
+    return self.state[p].get("exp_avg", torch.zeros_like(p))
+
+
+def _kept(self, p, m):
+    self.state[p]["exp_avg"] = m
+
+
+WRONG["9.3"] |= {
+    "float32 elsewhere": (_lion_with(_elsewhere, _kept_twice), "not in self.state alone"),
+    "float32": (
+        _lion_with(
+            lambda self, p: self.state[p].get("m", torch.zeros_like(p, dtype=torch.float32)),
+            lambda self, p, m: self.state[p].update(m=m),
+        ),
+        "another dtype than the parameter",
+    ),
+}
+RIGHT["9.3"] |= {
+    "a new m each time": _lion_with(_in_state, _kept),
+    "another name": _lion_with(
+        lambda self, p: self.state[p].get("m", torch.zeros_like(p)),
+        lambda self, p, m: self.state[p].update(m=m),
+    ),
+    "float32 in between": _lion_with(
+        lambda self, p: self.state[p].get("m", torch.zeros_like(p)).float(),
+        lambda self, p, m: self.state[p].update(m=m.to(p.dtype)),
+    ),
+}
