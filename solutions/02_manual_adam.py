@@ -472,8 +472,8 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
 # - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
-# - **A step's temporaries**: none (`fused`), two or three copies of the largest parameter (PyTorch's loop), a whole
-#   model (`foreach`).
+# - **A step's temporaries**, on the tiny Llama: none (`fused`), two copies of the largest parameter (PyTorch's loop), a
+#   copy of the whole model (`foreach`).
 #
 # Lesson 03 is about batches that do not fit.
 #

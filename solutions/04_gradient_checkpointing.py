@@ -523,7 +523,7 @@ print("head and loss need", head.peak // start.nbytes - 1, "boundaries beside th
 # <details><summary>Hint 3: in code</summary>
 #
 # `best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0])`, and then `with checkpoint_layers(layers,
-# lengths):` around forward *and* backward.
+# lengths):` around forward. Backward may stand inside or after it.
 #
 # </details></details></details>
 

@@ -685,7 +685,8 @@ on_one_card = check("5.1", on_one_card)
 #
 # <details><summary>Hint 2: one line around the step</summary>
 #
-# `checkpoint_layers` takes a model's list of layers, too. Forward *and* backward belong inside its `with`.
+# `checkpoint_layers` takes a model's list of layers, too. Forward belongs inside its `with`. Backward may stand inside
+# or after it: a segment runs again as it ran first.
 #
 # </details></details>
 

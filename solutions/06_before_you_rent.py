@@ -307,7 +307,7 @@ guess_c.reveal(
 #
 # <details><summary>Hint 1: checkpoints</summary>
 #
-# `with checkpoint_layers(model.blocks, 1):` around forward and backward.
+# `with checkpoint_layers(model.blocks, 1):` around forward. Backward may stand inside or after it.
 #
 # <details><summary>Hint 2: micro-batches</summary>
 #
@@ -813,7 +813,9 @@ print(bert_large.table())
 # Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090, and **every weight is trained**, without LoRA. No such line
 # of section 4 fits. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch.
 # `lesson_06.on_card(recipe, micro_batch)` says what `plan` would say: print its `why_not()`, which names what stands in
-# the way, and change one thing at a time. There is more than one answer.
+# the way, and change one thing at a time. There is more than one answer. (Two names in its list are not tensors of
+# yours: *cuBLAS*, CUDA's library of matrix products, keeps a workspace, and what the *allocator* has reserved and keeps
+# free are idle blocks.)
 #
 # <details><summary>Hint 1: before any prediction</summary>
 #

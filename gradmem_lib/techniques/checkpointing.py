@@ -51,7 +51,7 @@ def checkpoint_layers(
     layers: Named = (),
 ) -> CheckpointedLayers:
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a
-    ``with`` block.
+    ``with`` block. Backward may come after that end: it runs a segment again as it ran first.
 
     Args:
         layers_or_model: an ``nn.Sequential``; an ``nn.ModuleList`` whose layers are called in

@@ -6,6 +6,7 @@ import transformers
 from support.checkpointed import FAMILIES, HF, N, batch_for, layers_of, made, same, step, sum_all
 from torch import nn
 
+from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.schedules import extra_forwards
 
@@ -43,6 +44,29 @@ def test_gradients_are_the_same_to_the_bit_with_dropout(family):
                 if every == "best":  # its first step measured
                     same(step(family, model, batch), expected)
     same(step(family, model, batch), expected)
+
+
+def chain_step(every, *, ends_first):
+    """The gradients of a chain with dropout and the peak of its step. ``ends_first``: the block
+    with the checkpoints ends before backward begins.
+    """
+    chain, x = made("sequential"), batch_for("sequential")
+    torch.manual_seed(7)
+    with MemoryTracker(chain, live=False) as tracker:
+        with checkpoint_layers(chain, every):
+            loss = chain(x).square().sum()
+            if not ends_first:
+                loss.backward()
+        if ends_first:
+            loss.backward()
+    return [p.grad for p in chain.parameters()], tracker.peak.total
+
+
+@pytest.mark.parametrize("every", SCHEDULES, ids=str)
+def test_backward_may_come_after_the_end_of_the_block(every):
+    gradients, peak = chain_step(every, ends_first=False)
+    after, peak_after = chain_step(every, ends_first=True)
+    assert all(map(torch.equal, after, gradients)) and peak_after == peak
 
 
 @pytest.mark.parametrize("family", FAMILIES)

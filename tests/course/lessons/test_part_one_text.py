@@ -421,7 +421,7 @@ def test_02_what_a_step_needs():
     needs = dict(re.findall(r"^(plain|foreach|fused) +([\d.]+) ×", said.printed, re.MULTILINE))
     assert float(needs["fused"]) == 0 and float(needs["plain"]) == 2
     assert said.says(
-        "none (`fused`), two or three copies of the largest parameter (PyTorch's loop)"
+        "on the tiny Llama: none (`fused`), two copies of the largest parameter (PyTorch's loop)"
     )
     assert said.answer("2.d") == 4 * sum(p.numel() for p in models.tiny_llama().parameters())
     assert said.figures(r"^exercise 2.4 needs ([\d.]+) ×") == [[5]]

@@ -248,6 +248,7 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
             "8 cards train together, but the recipe does not say how they share",
         ),
         ("11.10", {"lora_rank": 16}, "every weight must be trained"),  # no sharding would help it
+        ("11.8", {"accumulation": 2}, "the 1 row cannot be cut into 2 micro-batches"),
         ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
     ],
 )

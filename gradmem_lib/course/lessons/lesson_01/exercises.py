@@ -500,17 +500,24 @@ def _observe_train(candidate):
     )
     moved = flat(model.parameters())
     losses = measured.value if isinstance(measured.value, (list, tuple)) else ()
-    on_graphs = sum(isinstance(loss, torch.Tensor) and loss.requires_grad for loss in losses)
     return {
         "three steps": measured,
-        "returned losses": {"that hang on a graph": on_graphs},
+        "returned losses": {"that hang on a graph": sum(map(_hangs_on_a_graph, losses))},
         "afterwards": {"weights": moved, "calls of optimizer.step()": len(updates)},
     }
 
 
+def _hangs_on_a_graph(loss) -> bool:
+    """Whether a returned loss is a tensor that keeps its graph. (Logits are no losses.)"""
+    return isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+
+
 def _explain_train(got, expected):
-    if got["returned losses"]["that hang on a graph"] and not got["three steps"].over:
-        return "the losses in the list are tensors, each with its graph: append loss.item()."
+    if got["returned losses"]["that hang on a graph"]:
+        says = "the losses in the list are tensors, each with its graph: append loss.item()."
+        if got["three steps"].over:
+            says += " Something large is alive, too: look for the names that hold it in backward."
+        return says
     unmoved = flat(train_setting()[0].parameters())
     steps = got["afterwards"]["calls of optimizer.step()"]
     moves = not torch.equal(got["afterwards"]["weights"], unmoved)

@@ -356,6 +356,16 @@ def _why_updates(updates, right, counts, window) -> str | None:
     )
 
 
+# What an answer raises that takes a micro-batch apart itself, as if it were a dict of tensors.
+COUNTS_ITSELF = (
+    "too many indices for tensor|only integers, slices|object has no attribute 'labels'",
+    (
+        "a micro-batch may be anything that loss_and_count takes (here it is a tensor, and no dict "
+        "with labels): loss_and_count(micro) also says how many items it has."
+    ),
+)
+
+
 EXERCISES = (
     Exercise(
         id="3.3",
@@ -367,6 +377,7 @@ EXERCISES = (
         observe=_observe_accumulate,
         explain=_explain_accumulate,
         raises=(
+            COUNTS_ITSELF,
             (
                 "ZeroDivisionError",
                 (
@@ -438,6 +449,7 @@ EXERCISES = (
         observe=_observe_train,
         explain=_explain_train,
         raises=(
+            COUNTS_ITSELF,
             (
                 r"has no len\(\)|not subscriptable",
                 (

@@ -92,7 +92,7 @@ def _on_classes(model) -> list[tuple[type, bool]]:
     return [(kind, vars(kind)[_SETTING]) for kind in type(model).__mro__ if _SETTING in vars(kind)]
 
 
-def _observe_mended(candidate):
+def _observe_fixed(candidate):
     from transformers import default_data_collator
 
     found = {}
@@ -102,11 +102,11 @@ def _observe_mended(candidate):
         batch, before = default_data_collator(examples), _on_classes(model)
         right = one_batch(trainer_setting(kind.split()[0])[0], batch)
         try:
-            mended = candidate(model, batch)
+            fixed = candidate(model, batch)
             after = _on_classes(model)
-            _set_dropout(mended, 0.0)
-            mended.zero_grad()
-            logged = trainer_logs(mended, examples, 4)
+            _set_dropout(fixed, 0.0)
+            fixed.zero_grad()
+            logged = trainer_logs(fixed, examples, 4)
         finally:
             for kind_of, _ in set(_on_classes(model)) - set(before):
                 delattr(kind_of, _SETTING)
@@ -131,7 +131,7 @@ def _asked_in_training(candidate) -> dict:
     return {"accepts_loss_kwargs (0 is False)": int(bool(getattr(model, _SETTING, True)))}
 
 
-def _explain_mended(got, expected):
+def _explain_fixed(got, expected):
     if any(got[kind]["set on the whole class (1 is yes)"] for kind in _GIVEN_IN_EVAL):
         return (
             "the attribute is set on the class, and so on every model of this class: set it on "
@@ -154,8 +154,8 @@ EXERCISES = (
         minutes=6,
         trains="asking a model whether it uses the number of items",
         reference=mended,
-        observe=_observe_mended,
-        explain=_explain_mended,
+        observe=_observe_fixed,
+        explain=_explain_fixed,
         tolerance=1e-4,
         changes=("model.train",),
         mistakes=(

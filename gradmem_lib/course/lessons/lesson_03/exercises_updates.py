@@ -23,7 +23,15 @@ from ..shared.gradient_weights import (
     why_clipped,
 )
 from ..shared.settings import Bigrams, bigram_loss, flat, gradients_of, with_large_gradients
-from .exercises import GRAPHS_KEPT, accumulate, accumulates, mean_of_means, step_and_zero, unequal
+from .exercises import (
+    COUNTS_ITSELF,
+    GRAPHS_KEPT,
+    accumulate,
+    accumulates,
+    mean_of_means,
+    step_and_zero,
+    unequal,
+)
 from .settings import CARD, batch_setting
 
 
@@ -407,6 +415,7 @@ EXERCISES = (
         reference=clipped_update,
         observe=_observe_clip,
         explain=_explain_clip,
+        raises=(COUNTS_ITSELF,),
         mistakes=(
             Mistake(
                 "inside",

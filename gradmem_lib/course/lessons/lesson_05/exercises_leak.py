@@ -120,6 +120,18 @@ LEAK = Leak(
 )
 
 
+# What reading a checkpoint raises when the file object does not stand at its beginning. PyTorch's
+# own text is about another cause.
+_READ_AGAIN = (
+    "UnpicklingError|EOFError|PytorchStreamReader",
+    (
+        "torch.load begins where the file object stands, and an earlier load or read has moved it "
+        "on. Load once, or call file.seek(0) before the next load (what PyTorch says about "
+        "weights_only is another matter)."
+    ),
+)
+
+
 EXERCISES = (
     Exercise(
         id="5.11",
@@ -130,6 +142,7 @@ EXERCISES = (
         reference=resume_leak,
         observe=LEAK.observe,
         explain=LEAK.explain,
+        raises=(_READ_AGAIN,),
         mistakes=(
             LEAK.as_it_was(),
             Mistake(

@@ -168,6 +168,7 @@ _WIDE = (
     "no gradient waits, and still too much is there at once: for the square, the second pass or a "
     "copy, make no more than one tensor as large as a gradient, and in its own dtype."
 )
+_MADE_LARGER = "a gradient whose norm is below max_norm is made larger: the factor is at most 1."
 _UNMOVED = "no weight has moved: `p = ...` names a new tensor; change p in place, as p.add_ does."
 _WAITS = (
     "every gradient waits until the norm is known: measure the norm in one backward that "
@@ -200,6 +201,10 @@ def _why_left(after) -> str | None:
     """What is said of gradients and hooks that are left, where the weights move as they should."""
     if after["gradients left in .grad"]:
         return "a gradient is left in .grad: the second pass frees each one too, p.grad = None."
+    return _why_hooked(after)
+
+
+def _why_hooked(after) -> str | None:
     if after["a later backward moves weights (1 is yes)"]:
         return "a hook is still on a parameter, so a later backward steps too: remove each handle."
     return None
@@ -234,16 +239,25 @@ def _why_moves(got, expected) -> str | None:
     if abs(along - 10) < 1e-2 and difference(below, unclipped, 1e-3) is None:
         return "max_norm has no effect: the step uses the unclipped gradient."
     if over and difference(moves, wanted) is None:
-        return _why_over(got)
+        # A wrong gradient or a hook that stays is told first, and the bytes after it.
+        afterwards = got["a norm above max_norm, afterwards"]
+        return _why_below(below, unclipped) or _why_hooked(afterwards) or _why_over(got)
     if abs(along - 100) < 0.1:
         return "lr has no effect: each parameter moves by lr * factor * gradient."
     if difference(moves, wanted, 1e-3) and not over:
         return _some_or_all(moves, wanted)
+    return _why_below(below, unclipped)
+
+
+def _why_below(below, unclipped) -> str | None:
+    """What is said of the weights' moves where the norm is below ``max_norm``."""
     if not below.any():
         return (
             "a gradient whose norm is below max_norm takes no step: it is not clipped, so its "
             "factor is 1."
         )
+    if (below @ unclipped / unclipped.square().sum()).item() > 1.01:
+        return _MADE_LARGER
     return None
 
 
@@ -345,7 +359,7 @@ EXERCISES = (
             Mistake(
                 "always",
                 _two_passes(factor_of=lambda norm, most: most / norm),
-                "a gradient whose norm is below max_norm is made larger: the factor is at most 1.",
+                _MADE_LARGER,
             ),
             Mistake(
                 "turned round",

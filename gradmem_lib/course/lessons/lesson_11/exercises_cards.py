@@ -101,7 +101,7 @@ EXERCISES = (
         (
             "in pieces",
             QLORA | AGAIN | {"chunked_loss": True, "accumulation": 2},
-            "accumulation=2 does not cut 1 row evenly: choose a divisor of 1.",
+            "the 1 row cannot be cut into 2 micro-batches: leave accumulation=1.",
         ),
         ("scores", QLORA | AGAIN | {"chunked_loss": True, "attention": "eager"}, WHY["beside"]),
     ),

@@ -237,14 +237,23 @@ class Puzzle:
             )
         if self.cards == 1 and recipe.sharding is not None:
             return f"sharding={recipe.sharding!r} is for several cards, but there is only one."
+        return self._why_uncut(recipe)
+
+    def _why_uncut(self, recipe: Recipe) -> str:
+        """Why ``accumulation`` cannot cut the rows of a card; empty if it can."""
         own = self.rows // self.cards
-        if own % recipe.accumulation:
-            rows = f"{own} row{'s' if own > 1 else ''}{' of each card' if self.cards > 1 else ''}"
+        of_each = " of each card" if self.cards > 1 else ""
+        if own % recipe.accumulation == 0:
+            return ""
+        if own == 1:
             return (
-                f"accumulation={recipe.accumulation} does not cut {rows} evenly: choose a "
-                f"divisor of {own}."
+                f"the 1 row{of_each} cannot be cut into {recipe.accumulation} micro-batches: "
+                "leave accumulation=1."
             )
-        return ""
+        return (
+            f"accumulation={recipe.accumulation} does not cut {own} rows{of_each} evenly: choose a "
+            f"divisor of {own}."
+        )
 
     def weigh(self, recipe: Recipe) -> Weighed:
         """The bytes and time of ``recipe``: recorded, or predicted (in seconds).

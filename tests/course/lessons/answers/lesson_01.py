@@ -2,6 +2,7 @@
 
 import gc
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -635,5 +636,27 @@ RIGHT["1.6"] |= {
     "numpy": _losses_as(lambda loss: loss.detach().numpy().copy()),
     "numbers at the end": _losses_as(
         lambda loss: loss, lambda losses: [loss.item() for loss in losses]
+    ),
+}
+
+
+def _appends_the_outputs_loss(model, optimizer, batches, *, delete=False):
+    losses = []
+    for ids in batches:
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss)
+        if delete:
+            del output
+    return losses
+
+
+WRONG["1.6"] |= {
+    "the output's losses": (_appends_the_outputs_loss, "each with its graph.*alive, too"),
+    "the output's losses, and del": (
+        partial(_appends_the_outputs_loss, delete=True),
+        "each with its graph.*alive, too",
     ),
 }

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from gradmem_lib.techniques.accumulation import accumulate_gradients, split
+from gradmem_lib.techniques.losses import count_targets
 
 RIGHT, WRONG = {}, {}
 
@@ -726,3 +727,34 @@ RIGHT["3.7"] |= {
     "clipped to infinity": _clips_64(lambda p: clip_grad_norm_(p, math.inf)),
     "the norm looked at": _clips_64(lambda p: get_total_norm([q.grad for q in p])),
 }
+
+
+def _counts_itself(labels_of):
+    """Exercise 3.3's answer, which looks for the labels in a micro-batch by itself."""
+
+    def accumulate(micro_batches, loss_and_count):
+        total = sum(count_targets(labels_of(micro)) for micro in micro_batches)
+        loss_sum = 0.0
+        for micro in micro_batches:
+            loss, _ = loss_and_count(micro)
+            (loss / total).backward()
+            loss_sum += loss.item()
+        return loss_sum / total
+
+    return accumulate
+
+
+def _clips_what_it_counts(model, optimizer, micro_batches, loss_and_count, max_norm):
+    _counts_itself(lambda micro: micro["labels"])(micro_batches, loss_and_count)
+    norm = clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+_ANYTHING = "not yet: a micro-batch may be anything that loss_and_count takes"
+_KEY, _ATTRIBUTE = _counts_itself(lambda m: m["labels"]), _counts_itself(lambda m: m.labels)
+WRONG["3.3"] |= {"labels by key": (_KEY, _ANYTHING), "labels by name": (_ATTRIBUTE, _ANYTHING)}
+WRONG["3.4"] |= {"labels by key": (partial(_epoch, one=_KEY), _ANYTHING)}
+WRONG["3.6"] |= {"labels by key": (_clips_what_it_counts, _ANYTHING)}
+RIGHT["3.3"] |= {"labels, where they are the micro-batch": _counts_itself(lambda micro: micro)}

@@ -505,3 +505,14 @@ RIGHT["4.4"] |= {
     "a number on the layers": _leaves(lambda layers, segment, x: setattr(layers, "k", 1)),
     "a local name": _leaves(lambda layers, segment, x: len(segment)),
 }
+
+
+def _backward_after_the_block(layers, x):
+    lengths = best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0])
+    with checkpoint_layers(layers, lengths):
+        loss = layers(x).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+RIGHT["4.7"] |= {"backward after the block": _backward_after_the_block}

@@ -783,3 +783,27 @@ RIGHT["5.11"] |= {
     "loaded in a function": lambda: (2, _with_a_function),
     "cleared": lambda: (2, _clears),
 }
+
+
+def _loads_twice(model, optimizer, file, batches, *, back=False):
+    model.load_state_dict(torch.load(file)["model"])
+    if back:
+        file.seek(0)
+    saved = torch.load(file)
+    optimizer.load_state_dict(saved["optimizer"])
+    step = saved["step"]
+    del saved
+    return train_on(model, optimizer, batches[step:])
+
+
+def _read_to_its_end(model, optimizer, file, batches):
+    file.read()
+    return _loads_twice(model, optimizer, file, batches)
+
+
+_READ_AGAIN = "not yet: torch.load begins where the file object stands"
+WRONG["5.11"] |= {
+    "loaded twice": (answer(2, _loads_twice), _READ_AGAIN),
+    "read to its end": (answer(2, _read_to_its_end), _READ_AGAIN),
+}
+RIGHT["5.11"] |= {"loaded twice, from its beginning": answer(2, partial(_loads_twice, back=True))}

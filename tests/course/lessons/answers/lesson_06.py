@@ -664,3 +664,15 @@ RIGHT["6.5"] |= {
     "segments of two": _in_backward(checkpointing=2),
     "activations moved": _in_backward(offload="activations", checkpointing=None),
 }
+
+
+def _backward_after_the_block(model, optimizer, images, labels):
+    with checkpoint_layers(model.blocks, 1):
+        loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+RIGHT["6.3"] |= {"backward after the block": _backward_after_the_block}

@@ -1530,3 +1530,63 @@ RIGHT["9.3"] |= {
         lambda self, p, m: self.state[p].update(m=m.to(p.dtype)),
     ),
 }
+
+
+def _backward_with(hook, trained, loss):
+    """A backward in which ``hook`` gets each trained parameter; the handles of its hooks."""
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
+    loss.backward()
+    return handles
+
+
+def _remove(handles):
+    for handle in handles:
+        handle.remove()
+
+
+def _clips_with(*, most=1.0, unhook=True, frees=True, wide=False):
+    """An answer to exercise 9.4 in two passes, with something wrong besides too many bytes.
+
+    ``most``: of the factor. ``unhook``: the last hooks are removed. ``frees``: the first pass frees
+    each gradient. ``wide``: its hook makes a tensor four times as large.
+    """
+
+    def clip(model, loss_of, lr, max_norm):
+        squares = []
+        trained = [p for p in model.parameters() if p.requires_grad]
+
+        def look(p):
+            squares.append(p.grad.square().sum().item())
+            if wide:
+                torch.stack([p.grad] * 4)
+            if frees:
+                p.grad = None
+
+        _remove(_backward_with(look, trained, loss_of(model)))
+        norm = math.sqrt(sum(squares))
+        factor = min(most, max_norm / (norm + 1e-6))
+        model.zero_grad()
+
+        @torch.no_grad()
+        def move(p):
+            p.add_(p.grad, alpha=-lr * factor)
+            p.grad = None
+
+        handles = _backward_with(move, trained, loss_of(model))
+        if unhook:
+            _remove(handles)
+        return norm
+
+    return clip
+
+
+_LARGER = "made larger: the factor is at most 1. Your code peaks"
+_HOOKED = "a hook is still on a parameter.*Your code peaks"
+WRONG["9.4"] |= {
+    "too wide": (_clips_with(wide=True), "no gradient waits, and still too much"),
+    "too wide, and made larger": (_clips_with(wide=True, most=math.inf), _LARGER),
+    "too wide, and hooks stay": (_clips_with(wide=True, unhook=False), _HOOKED),
+    "waits, and made larger": (_clips_with(frees=False, most=math.inf), _LARGER),
+    "waits, and hooks stay": (_clips_with(frees=False, unhook=False), _HOOKED),
+}
+RIGHT["9.4"] |= {"two kinds of hooks": _clips_with()}

@@ -81,7 +81,10 @@ WRONG["11.6"] = WRONG["11.6"] | {
 }
 WRONG["11.7"] = WRONG["11.7"] | {"4 bits": (QLORA | AGAIN | rows(8), "4 bits")}
 WRONG["11.8"] = WRONG["11.8"] | {
-    "in pieces": (QLORA | AGAIN | rows(4), "does not cut 1 row evenly")
+    "in pieces": (
+        QLORA | AGAIN | rows(4),
+        "the 1 row cannot be cut into 4 micro-batches: leave accumulation=1",
+    )
 }
 WRONG["11.10"] = (
     WRONG["11.10"]
