@@ -249,3 +249,29 @@ def test_only_the_main_thread_forks():
     thread.start()
     thread.join()
     assert found == [False]
+
+
+def test_the_fork_gets_the_whole_question_and_no_ctrl_c():
+    source = source_of(config())
+
+    def who_and_what(question):
+        (kept,) = question.kept
+        place = [kept.several is one for one in source.lists].index(True)
+        return os.getpid(), kept.count, place, question.recipe, question.source is source
+
+    with second_process(source, who_and_what):
+        pid = source.second_process._process.pid
+        for _ in range(2):
+            answers = module.traces_of(source, questions_about(source), who_and_what)
+            recipe = Recipe(precision="bf16")
+            assert answers == [(pid, 3, 0, recipe, True), (os.getpid(), 4, 0, recipe, True)]
+            os.kill(pid, signal.SIGINT)  # a terminal sends it to both processes
+
+
+def test_the_fork_ends_where_the_first_process_has_ended():
+    source = source_of(config())
+    with second_process(source, layers_kept):
+        other = source.second_process
+        other._questions.close()  # as the system does for a process that was killed
+        other._process.join(10)
+        assert other._process.exitcode == 0
