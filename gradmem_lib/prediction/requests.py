@@ -278,7 +278,9 @@ def _rounds(short: list[Request], long: list[Request] | None, layers: int) -> li
             rounds.append(Round(len(rest), inside, layers, before == (layers, middle - 1)))
             inside = []
         before = place
-        rest.append(request._replace(unit=middle) if place == (layers, last) else request)
+        if place == (layers, last):
+            request = request._replace(unit=middle)  # without the middle, the last unit is this one
+        rest.append(request)
     if inside or rest != short:
         return None
     return rounds

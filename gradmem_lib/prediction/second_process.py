@@ -9,37 +9,36 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
 from .extrapolation import Trace
 from .question import Question, Source
 
-SECONDS_TO_END = 5  # then a process that does not end by itself is ended
-
 
 class SecondProcess:
-    """A fork of this process that answers questions about ``source``, one after the other.
+    """A fork of this process that answers questions about ``source`` with ``trace(question)``, in
+    the order in which they are asked.
 
     The fork has the model already. So a question is sent without it, and a list of layers is sent
-    as its place in ``source.lists``. ``trace`` is what both processes call.
+    as its place in ``source.lists``.
     """
 
     def __init__(self, source: Source, trace: Callable[[Question], Trace]):
         self._lists = source.lists  # found before the fork, so that both have the same ones
         fork = multiprocessing.get_context("fork")
-        # one pipe for each direction
+        # One pipe for each direction: first its end that reads, then its end that writes.
         questions, self._questions = fork.Pipe(duplex=False)
         self._answers, answers = fork.Pipe(duplex=False)
-        not_for_the_fork = [self._questions, self._answers]
+        ends_of_this_process = [self._questions, self._answers]
         self._process = fork.Process(
             target=_answer_questions,
-            args=(source, trace, questions, answers, not_for_the_fork),
+            args=(source, trace, questions, answers, ends_of_this_process),
             daemon=True,
         )
         self._process.start()
@@ -49,24 +48,25 @@ class SecondProcess:
     def ask(self, questions: Sequence[Question]) -> None:
         """Ask for traces. The other process begins, and this one goes on."""
         for question in questions:
-            places = [self._lists.index(kept.several) for kept in question.kept]
+            places = [self._lists.index(one.several) for one in question.kept]
             kept = [one._replace(several=None) for one in question.kept]
-            with suppress(OSError):  # it has ended, and `answer` says so
-                self._questions.send((replace(question, source=None, kept=()), kept, places))
+            question = replace(question, source=None, kept=())
+            with suppress(OSError):  # the other process has ended: `answer` finds that out
+                self._questions.send((question, kept, places))
 
     def answer(self) -> Trace | None:
-        """The trace of the first question that is not answered yet. ``None`` if it failed there:
-        traced in this process, it raises its error.
+        """The trace of the first question that is not answered yet.
+
+        ``None`` if the trace failed in the other process, or if that process has ended. A trace
+        in this process then works, or raises the error.
         """
         try:
             return self._answers.recv()
-        except EOFError:  # the other process has ended
+        except (EOFError, OSError):  # it has ended; with OSError, in the middle of an answer
             return None
 
     def close(self) -> None:
-        with suppress(OSError):  # it may have ended already
-            self._questions.send(None)
-        self._process.join(SECONDS_TO_END)
+        """End the process at once, whatever it is doing: it has nothing to save."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -79,37 +79,41 @@ def _answer_questions(
     trace: Callable[[Question], Trace],
     questions: Connection,
     answers: Connection,
-    not_for_the_fork: list[Connection],
+    ends_of_first_process: list[Connection],
 ) -> None:
-    """What the second process does until it is told to end, or the first one has ended."""
-    for connection in not_for_the_fork:
-        connection.close()  # else the end of the first process would not be seen
+    """What the second process does until the first one ends it, or has ended itself."""
+    for connection in ends_of_first_process:
+        connection.close()  # a pipe ends only where nobody has its other end open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process gets Ctrl-C, and ends this one
     torch.set_num_threads(1)  # the first process's threads do not exist here
     gc.freeze()  # what the first process has made is not garbage here
     while True:
         try:
-            message = questions.recv()
-        except EOFError:
+            question, kept, places = questions.recv()
+        except EOFError:  # the first process has ended
             return
-        if message is None:
-            return
-        question, kept, places = message
-        lists = [source.lists[place] for place in places]
-        kept = [one._replace(several=several) for one, several in zip(kept, lists, strict=True)]
+        whole = []
+        for one, place in zip(kept, places, strict=True):
+            whole.append(one._replace(several=source.lists[place]))
+        answer: Trace | None = None
+        with suppress(Exception):  # the first process traces it again, and raises the error
+            answer = trace(replace(question, source=source, kept=tuple(whole)))
         try:
-            answer: Any = trace(replace(question, source=source, kept=tuple(kept)))
-        except Exception:
-            answer = None
-        answers.send(answer)
+            answers.send(answer)
+        except OSError:  # the first process has ended
+            return
 
 
 def can_fork() -> bool:
     """Whether a second process helps, and can be forked.
 
-    Forks are safe on Linux. With a card in use, they are not: autograd has threads for it.
+    Forks are safe on Linux. With a card in use, they are not: autograd has threads for it. And the
+    fork has only the thread that makes it. Where that is not the main thread, the main thread may
+    hold a lock, which nobody would release in the fork.
     """
     if sys.platform != "linux" or torch.cuda.is_initialized():
+        return False
+    if threading.current_thread() is not threading.main_thread():
         return False
     if multiprocessing.current_process().daemon:  # such a process may not start another one
         return False
@@ -121,15 +125,20 @@ def second_process(source: Source, trace: Callable[[Question], Trace]) -> Iterat
     """While the block runs, ``traces_of(source, ...)`` uses a second process, where that is
     possible and of use.
     """
-    if not source.lists or not can_fork():
-        yield
-        return
-    source.second_process = SecondProcess(source, trace)
+    if source.lists and can_fork():
+        with suppress(OSError):  # no memory or number is left for one more process
+            source.second_process = SecondProcess(source, trace)
     try:
         yield
     finally:
-        source.second_process.close()
-        source.second_process = None
+        _end_second_process(source)
+
+
+def _end_second_process(source: Source) -> None:
+    other = source.second_process
+    source.second_process = None
+    if other is not None:
+        other.close()
 
 
 def traces_of(
@@ -140,14 +149,25 @@ def traces_of(
     can_be_sent = all(one.batch is None and one.loss is None for one in questions)
     if other is None or not can_be_sent or len(questions) < 2:
         return [trace(one) for one in questions]
-    there = (len(questions) + 1) // 2  # the shorter ones come first
-    other.ask(questions[:there])
+    middle = (len(questions) + 1) // 2
+    there = questions[:middle]  # one more than here, since short traces come before longer ones
     here: list[Trace] = []
+    error: Exception | None = None
     try:
-        here += [trace(one) for one in questions[there:]]
-    finally:  # what was asked for is answered, even if a trace fails here
-        answers = [other.answer() for _ in range(there)]
+        other.ask(there)
+        try:
+            for question in questions[middle:]:
+                here.append(trace(question))
+        except Exception as raised:
+            error = raised  # it is raised below: first, what was asked for has to be answered
+        answers = [other.answer() for _ in there]
+    except BaseException:  # such as Ctrl-C
+        # The next answer would be taken for one to another question.
+        _end_second_process(source)
+        raise
+    if error is not None:
+        raise error
     traces = []
-    for question, answer in zip(questions[:there], answers, strict=True):
+    for question, answer in zip(there, answers, strict=True):
         traces.append(trace(question) if answer is None else answer)
     return traces + here

@@ -155,13 +155,13 @@ def _short_traces(question: Question, all_kept: list[list[Kept]]) -> list[Trace]
         return traces_of(source, questions, trace_few_parts)
     known = source.short_traces
     unknown = [one for one in questions if one not in known]
-    new = zip(unknown, traces_of(source, unknown, trace_few_parts), strict=True)
-    traces = {one: known[one] for one in questions if one in known} | dict(new)
-    known.update(traces)
+    new_traces = traces_of(source, unknown, trace_few_parts)
+    known.update(zip(unknown, new_traces, strict=True))
+    traces = [known[one] for one in questions]
     while len(known) > MOST_SHORT_TRACES:
         oldest = next(iter(known))
         del known[oldest]
-    return [traces[one] for one in questions]
+    return traces
 
 
 def _short_question(question: Question, kept: list[Kept]) -> Question:

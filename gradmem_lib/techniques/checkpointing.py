@@ -103,8 +103,11 @@ def checkpoint_layers(
             keep_last = in_this_list < len(several)
             first -= in_this_list
         schedule = segments_for(every, len(several))
-        whole = layers_or_model.get_submodule(name) if name in layers else layers_or_model
-        chain = Chain(several, passes_tuple_through=isinstance(whole, nn.Sequential))
+        caller = layers_or_model
+        if name in layers:
+            caller = layers_or_model.get_submodule(name)
+        # A Sequential hands a tuple on as one argument.
+        chain = Chain(several, passes_tuple_through=isinstance(caller, nn.Sequential))
         lists[name] = _LayerCalls(chain, owner, schedule, keep_last)
     if first:
         total = sum(len(several) for several, _ in found.values())

@@ -82,6 +82,11 @@ def _named_lists(model: nn.Module, named: Named) -> Lists:
     """The lists of these names. Raises ``ValueError`` if one is not there."""
     found: Lists = {}
     for one in named:
+        if not one:
+            raise ValueError(
+                f"layers={named!r} has an empty list: give the name of an nn.ModuleList or "
+                "nn.Sequential that has layers, or a tuple of the names of layers"
+            )
         if isinstance(one, str):
             layers = items_called(_module_named(model, one))
             found[one] = layers, _owner(model, one)

@@ -212,6 +212,7 @@ def test_layers_may_be_given_as_lists_names_or_modules():
         (UNet().down, "a ModuleList that is not in the model"),
         ("nowhere", r"no such module in this UNet, such as model\.up \(2 layers\)"),
         (["first", "down"], "first has no items"),
+        ([[]], "has an empty list"),
         ([["down.0", "down.0"]], "the same layer is in the list more than once"),
         ([model.down, ["down.0.first"]], "is a part of another layer that is given"),
         ([3], "a int that is not in the model"),
