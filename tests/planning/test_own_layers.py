@@ -164,6 +164,72 @@ def test_layers_that_must_not_run_again_are_left_alone_or_refused(build, says):
         )
 
 
+class Parted(Chain):
+    """Its layers are in lists with places for parts that this model does not have."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [nn.ModuleList([Block(), None]) for _ in range(2)]
+        self.blocks = nn.ModuleList(parts)
+
+    def forward(self, x):
+        x = self.inputs(x)
+        for block, after in self.blocks:
+            x = block(x)
+            if after is not None:
+                x = after(x)
+        return self.head(x.mean(1))
+
+
+def test_none_in_a_list_stands_for_no_layer():
+    assert find_own_layers(Parted(), VECTORS, class_loss) == (("blocks",), [])
+    recipe = Recipe(checkpointing="per-layer", layers="blocks")
+    rows = rows_of(VECTORS)
+    predicted = predict(Parted(), batch=rows, loss=class_loss, recipe=recipe, target="cpu")
+    assert_same(predicted, tracked(Parted(), rows, recipe, class_loss))
+    with pytest.raises(ValueError, match=r"such as model\.blocks \(2 layers\)"):
+        find_layers(Parted(), ("nowhere",))
+
+
+class Keeps(Block):
+    """Keeps what it computes, in three ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.list = []
+
+    def forward(self, x):
+        if "scale" not in dict(self.named_buffers()):
+            self.register_buffer("scale", torch.ones_like(x[0, 0]), persistent=False)
+            self.list.append(x.detach().mean())
+            self.last = x
+        return super().forward(x * self.scale)
+
+
+def test_a_module_is_left_as_it_was_by_the_forward_that_is_watched():
+    """A real step could not use what a forward on fake tensors has left in it."""
+    model = Chain(Keeps)
+    find_own_layers(model, VECTORS, class_loss)
+    for block in model.blocks:
+        assert not block.list and not hasattr(block, "last") and not hasattr(block, "scale")
+    class_loss(model, VECTORS).backward()
+    assert type(model.blocks[0].scale) is torch.Tensor
+
+
+def test_what_is_true_of_several_lists_is_said_once():
+    both = nn.Module()
+    both.one, both.two, both.three = Chain(Draws), Chain(Draws), Chain(InPlace)
+
+    def loss(model, batch):
+        return sum(class_loss(chain, batch) for chain in model.children())
+
+    _, problems = find_own_layers(both, VECTORS, loss)
+    assert len(problems) == 2
+    assert problems[0].startswith("Layer 0 of one.blocks cannot run again in backward")
+    assert problems[0].endswith("The same is true of two.blocks.")
+    assert "three.blocks" in problems[1]
+
+
 def test_a_batch_norm_in_a_layer_is_left_alone_and_the_plan_says_so():
     """A second forward would change its running statistics a second time."""
 
