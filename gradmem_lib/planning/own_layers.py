@@ -7,6 +7,7 @@ whether it is so, since each operator in it says which tensors it reads and whic
 """
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     items = {}  # of the lists and dicts among the attributes; buffers are in such a dict
     for attributes in before.values():
         for value in attributes.values():
-            if isinstance(value, (list, dict)):
+            if type(value) in (list, dict, OrderedDict):  # others may be frozen
                 items[id(value)] = value, value.copy()
     try:
         yield

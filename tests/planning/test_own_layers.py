@@ -191,12 +191,19 @@ def test_none_in_a_list_stands_for_no_layer():
         find_layers(Parted(), ("nowhere",))
 
 
+class Frozen(dict):
+    """As diffusers has it for a config."""
+
+    def clear(self):
+        raise TypeError("this dict cannot be changed")
+
+
 class Keeps(Block):
     """Keeps what it computes, in three ways."""
 
     def __init__(self):
         super().__init__()
-        self.list = []
+        self.list, self.config = [], Frozen(width=WIDTH)
 
     def forward(self, x):
         if "scale" not in dict(self.named_buffers()):
