@@ -4,13 +4,16 @@ and what their checkpoints need.
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.nightly import each
+from support.modules_of_others import MODULES
+from support.nightly import ALL, each
 from support.own_models import (
     CLASS,
     NOISE,
@@ -390,6 +393,65 @@ def test_gradients_are_those_without_checkpoints(name):
     with checkpoint_layers(model, "per-layer", layers=lists):
         again = gradients()
     assert all(map(torch.equal, plain, again))
+
+
+# By the names in MODULES, the lists that are taken.
+OF_OTHERS = {
+    "timm Swin": ("layers.0.blocks", "layers.1.blocks"),
+    "timm ConvNeXt": ("stages",),  # of one block or two each
+    "timm XCiT": ("cls_attn_blocks",),  # there are batch norms in its other blocks
+    "torchvision resnet18": (),
+    "torchvision ViT": ("encoder.layers",),  # with dropout
+    "torchvision RAFT": tuple(
+        f"{part}_encoder.layer{i}" for part in ("feature", "context") for i in (1, 2, 3)
+    ),
+    "diffusers UNet": (
+        "down_blocks.0.resnets",
+        "down_blocks.1.resnets",
+        "down_blocks.1.attentions",
+        "mid_block.resnets",
+        "mid_block.attentions",
+        "up_blocks.0.resnets",
+        "up_blocks.0.attentions",
+        "up_blocks.0.upsamplers",
+        "up_blocks.1.resnets",
+    ),
+    "diffusers Flux": ("transformer_blocks", "single_transformer_blocks"),
+    "x_transformers plain": ("net.attn_layers.layers",),  # with None in its lists
+    "vit_pytorch ViT": ("transformer.layers",),
+}
+
+
+@pytest.mark.skipif(not ALL, reason="makes the modules of other libraries: nightly")
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_layers_in_modules_of_others_are_found_and_run_again_as_they_are(name):
+    package = name.split()[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: CONTRIBUTING.md says how")
+    torch.manual_seed(0)
+    model, batch, loss = MODULES[name]()
+    model.train()
+    lists, problems = find_own_layers(model, batch, loss)
+    assert lists == OF_OTHERS[name]
+    if not lists:
+        assert "cannot run again in backward" in problems[0]
+        return
+    recipe = Recipe(precision=None, attention=None, checkpointing="per-layer", layers=lists)
+    asked = {"batch": batch, "loss": loss, "recipe": recipe}
+    predicted = predict(model, target="cpu", **asked)
+    assert predict(model, target="cpu", full=True, **asked).peak == predicted.peak
+    assert_same(predicted, tracked(copy.deepcopy(model), **asked))
+
+    def gradients():
+        torch.manual_seed(1)  # the same dropout
+        model.zero_grad()
+        loss(model, batch).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    with checkpoint_layers(model, "per-layer", layers=lists):
+        again = gradients()
+    assert len(plain) == len(again) and all(map(torch.equal, plain, again))
 
 
 def test_fit_recomputes_as_few_of_the_named_layers_as_the_budget_allows():
