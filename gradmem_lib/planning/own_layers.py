@@ -8,7 +8,7 @@ whether it is so, since each operator in it says which tensors it reads and whic
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,9 +48,8 @@ def find_own_layers(
     """The names of the lists of layers that plan may checkpoint, in the order of their first calls,
     and a sentence about each list that cannot be.
 
-    A list is taken if backward keeps more of what its layers compute than of their inputs. Where
-    lists are inside the items of a list (the blocks of each stage), those are taken with which
-    backward needs less memory. Where a list cannot be checkpointed, only those inside it can be.
+    The outermost lists are taken, if backward keeps more of what their layers compute than of their
+    inputs. Where a list cannot be checkpointed, the lists inside its items are looked at.
     """
     candidates: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -60,64 +59,25 @@ def find_own_layers(
     watched = dict.fromkeys(layer for layers in candidates.values() for layer in layers)
     seen = watch_layers(model, batch, loss, list(watched))
 
-    usable: dict[str, list[Seen]] = {}
+    taken: list[str] = []
     problems: dict[str, list[str]] = {}  # the names of lists, by what is said of a list
     for name, layers in candidates.items():  # outer lists come before those inside them
+        if any(name.startswith(f"{outer}.") for outer in taken):
+            continue
         found = [seen[layer] for layer in layers]
         if not sum(one.kept_inside for one in found) > sum(one.inputs for one in found):
             continue  # a checkpoint of each layer would free less than it keeps
         problem = _problem_of(found)
-        if not problem:
-            usable[name] = found
-        elif not any(name.startswith(f"{outer}.") for outer in usable):
+        if problem:
             problems.setdefault(problem, []).append(name)
-    taken: list[str] = []
-    for name in _outermost(usable):
-        taken += _choose(name, usable).names
+        else:
+            taken.append(name)
 
     def first_call(name: str) -> int:
         return min(seen[layer].first_call for layer in candidates[name])
 
     sentences = [_about(names, problem) for problem, names in problems.items()]
     return tuple(sorted(taken, key=first_call)), sentences
-
-
-@dataclass
-class _Choice:
-    """Lists to checkpoint. ``stays``: bytes for backward that their checkpoints leave. ``most``:
-    the most bytes that a layer has when it runs again.
-    """
-
-    names: list[str]
-    stays: int
-    most: int
-
-
-def _choose(name: str, usable: dict[str, list[Seen]]) -> _Choice:
-    """The list of this name, or the lists inside its items if backward needs less memory so."""
-    layers = usable[name]
-    stays = sum(layer.inputs for layer in layers)
-    whole = _Choice([name], stays, max(layer.kept_inside for layer in layers))
-    inside = [inner for inner in usable if inner.startswith(f"{name}.")]
-    if not inside:
-        return whole
-    parts = _Choice([], sum(layer.kept_inside for layer in layers), 0)
-    for inner in _outermost(inside):
-        chosen = _choose(inner, usable)
-        freed = sum(layer.kept_inside for layer in usable[inner]) - chosen.stays
-        parts.names += chosen.names
-        parts.stays -= freed
-        parts.most = max(parts.most, chosen.most)
-    return parts if parts.stays + parts.most < whole.stays + whole.most else whole
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    """Those that are inside no other one. Outer ones come first in ``names``."""
-    found: list[str] = []
-    for name in names:
-        if not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return found
 
 
 def check_own_layers(
