@@ -7,7 +7,9 @@ whether it is so, since each operator in it says which tensors it reads and whic
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,23 +60,24 @@ def find_own_layers(
     seen = watch_layers(model, batch, loss, list(watched))
 
     taken: list[str] = []
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}  # the names of lists, by what is said of a list
     for name, layers in candidates.items():  # outer lists come before those inside them
         if any(name.startswith(f"{outer}.") for outer in taken):
             continue
         found = [seen[layer] for layer in layers]
         if not sum(one.kept_inside for one in found) > sum(one.inputs for one in found):
             continue  # a checkpoint of each layer would free less than it keeps
-        problem = _problem_of(name, found)
+        problem = _problem_of(found)
         if problem:
-            problems.append(problem)
+            problems.setdefault(problem, []).append(name)
         else:
             taken.append(name)
 
     def first_call(name: str) -> int:
         return min(seen[layer].first_call for layer in candidates[name])
 
-    return tuple(sorted(taken, key=first_call)), problems
+    sentences = [_about(names, problem) for problem, names in problems.items()]
+    return tuple(sorted(taken, key=first_call)), sentences
 
 
 def check_own_layers(
@@ -97,10 +100,10 @@ def check_own_layers(
     watched = [layer for found, _ in lists.values() for layer in found]
     seen = watch_layers(model, batch, loss, watched)
     for name, (found, _) in lists.items():
-        problem = _problem_of(name, [seen[layer] for layer in found])
+        problem = _problem_of([seen[layer] for layer in found])
         if problem:
             raise ValueError(
-                f"{problem} To predict it all the same: predict(model, batch=..., "
+                f"{_about([name], problem)} To predict it all the same: predict(model, batch=..., "
                 f"recipe=Recipe(checkpointing='per-layer', layers={tuple(named)}))"
             )
     return tuple(named)
@@ -127,18 +130,29 @@ def _name_of(given: Any, names: dict[nn.Module, str]) -> str:
     return names[given]
 
 
-def _problem_of(name: str, layers: list[Seen]) -> str:
-    """Why a list of layers cannot be checkpointed, in a sentence; empty if it can be."""
+def _problem_of(layers: list[Seen]) -> str:
+    """Why a list of layers cannot be checkpointed, in a sentence with {} in place of the list's
+    name; empty if it can be.
+    """
     for i, layer in enumerate(layers):
         if layer.problem:
-            return f"Layer {i} of {name} cannot run again in backward: it {layer.problem}."
+            return f"Layer {i} of {{}} cannot run again in backward: it {layer.problem}."
     uncalled = [i for i, layer in enumerate(layers) if not layer.calls]
     if uncalled:
         return (
-            f"The forward does not call layer {uncalled[0]} of {name}, so a checkpoint of it would "
+            f"The forward does not call layer {uncalled[0]} of {{}}, so a checkpoint of it would "
             "not run."
         )
     return ""
+
+
+def _about(names: list[str], problem: str) -> str:
+    """What ``_problem_of`` says of several lists, in one or two sentences."""
+    first, *others = names
+    sentence = problem.replace("{}", first)
+    if others:
+        sentence += f" The same is true of {', '.join(others)}."
+    return sentence
 
 
 def watch_layers(
@@ -156,12 +170,43 @@ def watch_layers(
         hooks.append(layer.register_forward_pre_hook(watch.enter, with_kwargs=True))
         hooks.append(layer.register_forward_hook(watch.leave, with_kwargs=True))
     try:
-        with torch.enable_grad(), saved_tensors_hooks(watch.keep, lambda kept: kept):
+        with (
+            left_as_it_was(model),
+            torch.enable_grad(),
+            saved_tensors_hooks(watch.keep, lambda kept: kept),
+        ):
             run_on_fakes(WithLoss(model, loss), batch, watch)
     finally:
         for hook in hooks:
             hook.remove()
     return watch.seen
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """At the end, give the modules of ``model`` the attributes back that they have now.
+
+    A forward may keep what it computes, for the next one (a mask, the bias of positions). From a
+    forward on fake tensors, a real step could not use it.
+    """
+    before = {module: vars(module).copy() for module in model.modules()}
+    items = {}  # of the lists and dicts among the attributes; buffers are in such a dict
+    for attributes in before.values():
+        for value in attributes.values():
+            if type(value) in (list, dict, OrderedDict):  # others may be frozen
+                items[id(value)] = value, value.copy()
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+        for value, held in items.values():
+            value.clear()
+            if isinstance(value, list):
+                value.extend(held)
+            else:
+                value.update(held)
 
 
 @dataclass

@@ -127,7 +127,8 @@ def is_callable(module: nn.Module) -> bool:
 def items_called(several: nn.Module) -> list[nn.Module]:
     """The items of a ModuleList or Sequential; in place of a ModuleList among them, its items.
 
-    Empty for other modules.
+    Empty for other modules. ``None`` in a list, which stands for a part that this model does not
+    have, is left out.
     """
     if not isinstance(several, (nn.Sequential, nn.ModuleList)):
         return []
@@ -135,7 +136,7 @@ def items_called(several: nn.Module) -> list[nn.Module]:
     for item in several:
         if isinstance(item, nn.ModuleList):  # nobody can call it
             items += items_called(item)
-        else:
+        elif item is not None:
             items.append(item)
     return items
 
@@ -146,8 +147,9 @@ def _lists_to_give(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if not name or not isinstance(module, (nn.Sequential, nn.ModuleList)):
             continue
-        if len(module) > 1 and all(map(is_callable, module)):
-            lists.append((len(module), name))
+        layers = items_called(module)
+        if len(layers) > 1 and all(map(is_callable, layers)):
+            lists.append((len(layers), name))
     if not lists:
         return (
             ". This model has none: make one of the layers, in the order in which its forward "

@@ -4,13 +4,16 @@ and what their checkpoints need.
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.nightly import each
+from support.modules_of_others import MODULES
+from support.nightly import ALL, each
 from support.own_models import (
     CLASS,
     NOISE,
@@ -164,6 +167,79 @@ def test_layers_that_must_not_run_again_are_left_alone_or_refused(build, says):
         )
 
 
+class Parted(Chain):
+    """Its layers are in lists with places for parts that this model does not have."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [nn.ModuleList([Block(), None]) for _ in range(2)]
+        self.blocks = nn.ModuleList(parts)
+
+    def forward(self, x):
+        x = self.inputs(x)
+        for block, after in self.blocks:
+            x = block(x)
+            if after is not None:
+                x = after(x)
+        return self.head(x.mean(1))
+
+
+def test_none_in_a_list_stands_for_no_layer():
+    assert find_own_layers(Parted(), VECTORS, class_loss) == (("blocks",), [])
+    recipe = Recipe(checkpointing="per-layer", layers="blocks")
+    rows = rows_of(VECTORS)
+    predicted = predict(Parted(), batch=rows, loss=class_loss, recipe=recipe, target="cpu")
+    assert_same(predicted, tracked(Parted(), rows, recipe, class_loss))
+    with pytest.raises(ValueError, match=r"such as model\.blocks \(2 layers\)"):
+        find_layers(Parted(), ("nowhere",))
+
+
+class Frozen(dict):
+    """As diffusers has it for a config."""
+
+    def clear(self):
+        raise TypeError("this dict cannot be changed")
+
+
+class Keeps(Block):
+    """Keeps what it computes, in three ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.list, self.config = [], Frozen(width=WIDTH)
+
+    def forward(self, x):
+        if "scale" not in dict(self.named_buffers()):
+            self.register_buffer("scale", torch.ones_like(x[0, 0]), persistent=False)
+            self.list.append(x.detach().mean())
+            self.last = x
+        return super().forward(x * self.scale)
+
+
+def test_a_module_is_left_as_it_was_by_the_forward_that_is_watched():
+    """A real step could not use what a forward on fake tensors has left in it."""
+    model = Chain(Keeps)
+    find_own_layers(model, VECTORS, class_loss)
+    for block in model.blocks:
+        assert not block.list and not hasattr(block, "last") and not hasattr(block, "scale")
+    class_loss(model, VECTORS).backward()
+    assert type(model.blocks[0].scale) is torch.Tensor
+
+
+def test_what_is_true_of_several_lists_is_said_once():
+    both = nn.Module()
+    both.one, both.two, both.three = Chain(Draws), Chain(Draws), Chain(InPlace)
+
+    def loss(model, batch):
+        return sum(class_loss(chain, batch) for chain in model.children())
+
+    _, problems = find_own_layers(both, VECTORS, loss)
+    assert len(problems) == 2
+    assert problems[0].startswith("Layer 0 of one.blocks cannot run again in backward")
+    assert problems[0].endswith("The same is true of two.blocks.")
+    assert "three.blocks" in problems[1]
+
+
 def test_a_batch_norm_in_a_layer_is_left_alone_and_the_plan_says_so():
     """A second forward would change its running statistics a second time."""
 
@@ -276,6 +352,55 @@ def test_gradients_are_those_without_checkpoints(name):
     with checkpoint_layers(model, "per-layer", layers=lists):
         again = gradients()
     assert all(map(torch.equal, plain, again))
+
+
+# By the names in MODULES, the lists that are taken.
+OF_OTHERS = {
+    "timm Swin": ("layers",),
+    "timm ConvNeXt": ("stages",),  # of one block or two each
+    "timm XCiT": ("cls_attn_blocks",),  # there are batch norms in its other blocks
+    "torchvision resnet18": (),
+    "torchvision ViT": ("encoder.layers",),  # with dropout
+    "torchvision RAFT": tuple(
+        f"{part}_encoder.layer{i}" for part in ("feature", "context") for i in (1, 2, 3)
+    ),
+    "diffusers UNet": ("down_blocks", "mid_block.resnets", "mid_block.attentions", "up_blocks"),
+    "diffusers Flux": ("transformer_blocks", "single_transformer_blocks"),
+    "x_transformers plain": ("net.attn_layers.layers",),  # with None in its lists
+    "vit_pytorch ViT": ("transformer.layers",),
+}
+
+
+@pytest.mark.skipif(not ALL, reason="makes the modules of other libraries: nightly")
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_layers_in_modules_of_others_are_found_and_run_again_as_they_are(name):
+    package = name.split()[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: CONTRIBUTING.md says how")
+    torch.manual_seed(0)
+    model, batch, loss = MODULES[name]()
+    model.train()
+    lists, problems = find_own_layers(model, batch, loss)
+    assert lists == OF_OTHERS[name]
+    if not lists:
+        assert "cannot run again in backward" in problems[0]
+        return
+    recipe = Recipe(precision=None, attention=None, checkpointing="per-layer", layers=lists)
+    asked = {"batch": batch, "loss": loss, "recipe": recipe}
+    predicted = predict(model, target="cpu", **asked)
+    assert predict(model, target="cpu", full=True, **asked).peak == predicted.peak
+    assert_same(predicted, tracked(copy.deepcopy(model), **asked))
+
+    def gradients():
+        torch.manual_seed(1)  # the same dropout
+        model.zero_grad()
+        loss(model, batch).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    with checkpoint_layers(model, "per-layer", layers=lists):
+        again = gradients()
+    assert len(plain) == len(again) and all(map(torch.equal, plain, again))
 
 
 def test_fit_recomputes_as_few_of_the_named_layers_as_the_budget_allows():
