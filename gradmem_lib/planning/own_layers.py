@@ -7,9 +7,7 @@ whether it is so, since each operator in it says which tensors it reads and whic
 """
 
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +63,7 @@ def find_own_layers(
         if any(name.startswith(f"{outer}.") for outer in taken):
             continue
         found = [seen[layer] for layer in layers]
-        if not sum(one.kept_inside for one in found) > sum(one.inputs for one in found):
+        if sum(one.kept_inside for one in found) <= sum(one.inputs for one in found):
             continue  # a checkpoint of each layer would free less than it keeps
         problem = _problem_of(found)
         if problem:
@@ -170,43 +168,12 @@ def watch_layers(
         hooks.append(layer.register_forward_pre_hook(watch.enter, with_kwargs=True))
         hooks.append(layer.register_forward_hook(watch.leave, with_kwargs=True))
     try:
-        with (
-            left_as_it_was(model),
-            torch.enable_grad(),
-            saved_tensors_hooks(watch.keep, lambda kept: kept),
-        ):
+        with torch.enable_grad(), saved_tensors_hooks(watch.keep, lambda kept: kept):
             run_on_fakes(WithLoss(model, loss), batch, watch)
     finally:
         for hook in hooks:
             hook.remove()
     return watch.seen
-
-
-@contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """At the end, give the modules of ``model`` the attributes back that they have now.
-
-    A forward may keep what it computes, for the next one (a mask, the bias of positions). From a
-    forward on fake tensors, a real step could not use it.
-    """
-    before = {module: vars(module).copy() for module in model.modules()}
-    items = {}  # of the lists and dicts among the attributes; buffers are in such a dict
-    for attributes in before.values():
-        for value in attributes.values():
-            if type(value) in (list, dict, OrderedDict):  # others may be frozen
-                items[id(value)] = value, value.copy()
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-        for value, held in items.values():
-            value.clear()
-            if isinstance(value, list):
-                value.extend(held)
-            else:
-                value.update(held)
 
 
 @dataclass
@@ -254,7 +221,9 @@ class _Watch(TorchDispatchMode):
         try:
             split_input(args, kwargs)
         except TypeError:
-            seen.problem = "gets no positional argument, and a checkpoint keeps the first one"
+            seen.problem = (
+                seen.problem or "gets no positional argument, and a checkpoint keeps the first one"
+            )
 
     def leave(self, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         call = self.running.pop()

@@ -20,6 +20,10 @@ import torch
 from .extrapolation import Trace
 from .question import Question, Source
 
+# Then the other process is taken to hang, as where a lock was held when it was forked: Jupyter has
+# threads of its own.
+SECONDS_TO_ANSWER = 120
+
 
 class SecondProcess:
     """A fork of this process that answers questions about ``source`` with ``trace(question)``, in
@@ -57,10 +61,12 @@ class SecondProcess:
     def answer(self) -> Trace | None:
         """The trace of the first question that is not answered yet.
 
-        ``None`` if the trace failed in the other process, or if that process has ended. A trace
-        in this process then works, or raises the error.
+        ``None`` if the trace failed in the other process, or if that process has ended or hangs. A
+        trace in this process then works, or raises the error.
         """
         try:
+            if not self._answers.poll(SECONDS_TO_ANSWER):
+                self._process.kill()
             return self._answers.recv()
         except (EOFError, OSError):  # it has ended; with OSError, in the middle of an answer
             return None

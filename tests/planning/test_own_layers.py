@@ -35,7 +35,7 @@ from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
 from gradmem_lib.planning.plan import plan
-from gradmem_lib.planning.rows import rows_like
+from gradmem_lib.planning.rows import count_row, rows_like
 from gradmem_lib.prediction.fit import checkpoint_layers, fit
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.layers import find_layers
@@ -216,10 +216,11 @@ class Keeps(Block):
         return super().forward(x * self.scale)
 
 
-def test_a_module_is_left_as_it_was_by_the_forward_that_is_watched():
+@pytest.mark.parametrize("look", [find_own_layers, count_row])
+def test_a_module_is_left_as_it_was_by_the_forward_that_is_watched(look):
     """A real step could not use what a forward on fake tensors has left in it."""
     model = Chain(Keeps)
-    find_own_layers(model, VECTORS, class_loss)
+    look(model, VECTORS, class_loss)
     for block in model.blocks:
         assert not block.list and not hasattr(block, "last") and not hasattr(block, "scale")
     class_loss(model, VECTORS).backward()

@@ -275,3 +275,13 @@ def test_the_fork_ends_where_the_first_process_has_ended():
         other._questions.close()  # as the system does for a process that was killed
         other._process.join(10)
         assert other._process.exitcode == 0
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    recipe = Recipe(precision="bf16")
+    alone = ask(source_of(config()), recipe)
+    source = source_of(config())
+    monkeypatch.setattr(module, "SECONDS_TO_ANSWER", 0.1)
+    with second_process(source, lambda question: signal.pause()):
+        assert ask(source, recipe).peak == alone.peak
+    assert not multiprocessing.active_children()
