@@ -499,9 +499,9 @@ def solve(puzzle: Puzzle) -> Recipe:
     raise LookupError(f"{puzzle.id}: the planner finds nothing that fits")
 
 
-def record(ids: list[str]) -> None:
+def record(ids: list[str], keep_best: bool = False) -> None:
     """Write puzzles.json: for each puzzle the planner's best, then the known mistakes that are
-    recipes.
+    recipes. ``keep_best``: the recorded best stays, without a new search.
     """
     path = Path(__file__).with_name(RECORD)
     found = json.loads(path.read_text(encoding="utf-8"))["puzzles"] if path.exists() else {}
@@ -514,7 +514,7 @@ def record(ids: list[str]) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
     wanted = [one for one in (EXAMPLE, *PUZZLES) if one.possible and (one.id in ids or not ids)]
-    for one in wanted:
+    for one in [] if keep_best else wanted:
         keep(one, [solve(one)])
         print(one.id, written(Recipe(**found[one.id][0]["recipe"])), flush=True)
     _records.cache_clear()
@@ -546,15 +546,21 @@ def _in_pieces(one: Puzzle) -> list[Recipe]:
     if one.cards == 1:
         return []
     rows = one.rows // one.cards
-    pieces = [n for n in range(1, rows + 1) if rows % n == 0]
+    # The best may step in backward, which forbids pieces, or move something to the host.
+    plain = replace(one.best()[0], in_backward=False, offload=None)
     recipes = []
     for checkpointing in ("per-layer", *SEGMENTS):
-        plain = replace(one.best()[0], checkpointing=checkpointing)
-        recipes += [replace(plain, accumulation=n) for n in pieces]
+        for pieces in range(1, rows + 1):
+            if rows % pieces == 0:
+                way = {"checkpointing": checkpointing, "accumulation": pieces}
+                recipes.append(replace(plain, **way))
     return recipes
 
 
 if __name__ == "__main__":
     if "--write" not in sys.argv:
-        sys.exit("python -m gradmem_lib.course.lessons.lesson_11.puzzles --write [ID ...]")
-    record([id for id in sys.argv[1:] if id != "--write"])
+        sys.exit(
+            "python -m gradmem_lib.course.lessons.lesson_11.puzzles --write [--keep-best] [ID ...]"
+        )
+    ids = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    record(ids, keep_best="--keep-best" in sys.argv)
