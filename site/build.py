@@ -25,7 +25,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BUILD = ROOT / "build" / "site"
 FITS = ROOT / "benchmarks" / "results" / "fits.json"
-FLOORS = ("measure", "techniques", "training", "prediction", "planning", "view", "run", "course")
+FLOORS = (
+    "measure",
+    "techniques",
+    "training",
+    "prediction",
+    "planning",
+    "view",
+    "run",
+    "course",
+    "commands",
+)
 MARK = re.compile(r"^ *### (BEGIN|END) SOLUTION *\n?| *# SOLUTION *$", re.MULTILINE)
 # The pages that other files of the repository have become: what a link names, and where it leads
 # from a page at the top.

@@ -23,7 +23,7 @@
 # - list what autograd keeps from a Transformer block, tensor by tensor, and predict it to the byte;
 # - tell four precision recipes apart by what they really cost.
 #
-# In the optional sections you fix training loops that hold too much, and build a tracker.
+# Optional sections fix loops that hold too much, and build a tracker.
 
 # %%
 import torch
@@ -62,7 +62,7 @@ guess_a = predict_first(
 # | **optimizer states** | Adam: two moving averages (*moments*) for every trained weight | from the first `step()` on |
 # | **activations** | what forward saves because backward needs it | from forward to backward |
 #
-# Everything else is **temporary**: made by one operation, gone soon after. It still counts at the peak.
+# Everything else is **temporary**: made by one operation, gone soon after. It counts at the peak.
 #
 # The whole course is about this step:
 

@@ -38,8 +38,8 @@ torch.set_num_threads(1)  # fastest for small tensors
 # %% [markdown]
 # ## 1 · Downhill
 #
-# An optimizer is a loop over parameters. Inside the loop, a **rule** updates one parameter. Here the loop stays as it
-# is, and the rules differ. A rule gets the parameter, its gradient, a dict in which it may keep things
+# An optimizer loops over parameters. Inside, a **rule** updates one parameter. Here the loop stays, and the rules
+# differ. A rule gets the parameter, its gradient, a dict in which it may keep things
 # until the next step, and settings such as lr. The rule `sgd` is plain gradient descent:
 
 
@@ -140,8 +140,7 @@ show_paths(valley, paths, title="SGD in the valley", marks=marks)
 # ●○○ · 4 minutes · trains: a moving average, and changing a tensor in place
 #
 # Write `momentum(p, grad, state, lr, beta)`. `state` is an empty dict at the first call, and you fill it. Change `p` in
-# place, and return nothing. `p` may have any shape, and here as in the next exercises it may be a transposed matrix, which
-# is not contiguous.
+# place, and return nothing. `p` may be a transposed matrix, which is not contiguous.
 #
 # <details><summary>Hint 1: the first call</summary>
 #
@@ -236,8 +235,7 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
 # with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
-# (Kingma and Ba 2015). With the usual β₁ = 0.9 and β₂ = 0.999, but without the corrections,
-# Adam's first step is 0.1 / √0.001 = 3.16 times lr.
+# (Kingma and Ba 2015). With β₁ = 0.9 too, and without the corrections, Adam's first step is 0.1 / √0.001 = 3.16 times lr.
 #
 # ### Exercise 2.3 · Adam
 #
@@ -463,7 +461,7 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** On a
 # card AdamW uses `foreach` unless you say `foreach=False` or `fused=True`.
 #
-# `gradmem_lib.AdamW` has the lines that you wrote, in `gradmem_lib/techniques/adam.py`.
+# `gradmem_lib/techniques/adam.py` has the lines that you wrote.
 #
 # ## 9 · What you can now do
 #

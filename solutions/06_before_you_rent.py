@@ -102,8 +102,8 @@ def read_error(asked, total, free, process, allocated, idle):
 read_error = check("6.1", read_error)
 
 # %% [markdown]
-# `explain` reads the numbers of a pasted message. (In a terminal, it is `gradmem explain error.txt`.) The next
-# cells print your answer from these numbers, in MiB, and then what `explain` says:
+# `explain` reads the numbers of a pasted message. (In a terminal: `gradmem explain error.txt`.) The next
+# cells print your answer, in MiB, and what `explain` says:
 
 # %%
 said = explain(message)
@@ -335,7 +335,7 @@ train_small = check("6.3", train_small)
 # %% [markdown]
 # ## 4 · A 7B, and the cards
 #
-# Now take Llama-2-7B, with 8 rows of 2,048 tokens an update, and add one technique after another. (`8 × 1` means 8
+# Now take Llama-2-7B, with 8 rows of 2,048 tokens an update, technique by technique. (`8 × 1` means 8
 # micro-batches of one row.) "Needs" is the peak, the driver's context and a rough share for the allocator. A star
 # stands under each size of card that is enough.
 
@@ -813,9 +813,8 @@ print(bert_large.table())
 # Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090, and **every weight is trained**, without LoRA. No such line
 # of section 4 fits. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch.
 # `lesson_06.on_card(recipe, micro_batch)` says what `plan` would say: print its `why_not()`, which names what stands in
-# the way, and change one thing at a time. There is more than one answer. (Two names in its list are not tensors of
-# yours: *cuBLAS*, CUDA's library of matrix products, keeps a workspace, and what the *allocator* has reserved and keeps
-# free are idle blocks.)
+# the way, and change one thing at a time. There is more than one answer. (*cuBLAS*, CUDA's
+# library of matrix products, keeps a workspace. What the *allocator* keeps free are idle blocks.)
 #
 # <details><summary>Hint 1: before any prediction</summary>
 #
