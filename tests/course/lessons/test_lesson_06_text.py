@@ -87,7 +87,7 @@ def test_what_a_7b_holds_before_the_first_token():
     assert said.says("6,738,415,616 weights.")
     assert said.says(f"weights and gradients are {2 * 2 * SEVEN_B / GiB:.0f} GiB before the first")
     assert said.says(
-        "take Llama-2-7B, with 8 rows of 2,048 tokens an update, and add one technique"
+        "take Llama-2-7B, with 8 rows of 2,048 tokens an update, technique by technique"
     )
     assert (exercises.TOKENS_7B, exercises.BATCH_7B) == (2048, 8)
 
