@@ -157,11 +157,10 @@ def _find(search: Search, methods: list[str]) -> tuple[list[Option], list[Option
     search.find(methods)
     fits = search.fits()
     if fits:
-        search.next_faster(fits[0])
+        search.next_faster(fits[0])  # it does not fit, and is one of those that are refused
+        return fits, search.refused(), []
     refused = search.refused()
-    if fits:
-        return fits, refused, []
-    # Advice predicts other methods and sizes, whose recipes are no part of the answer.
+    # Last, since advice predicts other methods, whose recipes are no part of the answer.
     return fits, refused, _advice(search, methods)
 
 

@@ -196,14 +196,15 @@ def count(
     ends = PARTS["attention"]
     attention = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(ends))
     trained = [p for p in model.parameters() if p.requires_grad]
-    root = parameters = sum(p.numel() for p in model.parameters())
-    number = 0
+    parameters = sum(p.numel() for p in model.parameters())
+    root = parameters  # those outside of all layers: the layers' are taken off below
+    num_layers = 0
     if module is None:
-        number = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
         lists = find_layers(model, named).values()
         blocks = [block for several, _ in lists for block in several]
-        number = len(blocks)
+        num_layers = len(blocks)
         root -= sum(p.numel() for block in blocks for p in block.parameters())
     if module is None:
         source = Source(model, title_of(config, config), is_user_module=False)
@@ -216,7 +217,7 @@ def count(
         matrices=sum(i * o for i, o in linear),
         head=0 if head is None else math.prod(head.weight.shape),
         linear_widths=sum(map(sum, linear)),
-        layers=number,
+        layers=num_layers,
         scores=0,
         causal=False,
         chunked=False,

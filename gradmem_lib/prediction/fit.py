@@ -89,8 +89,10 @@ def checkpoint_layers(
     ``layers``, is as in ``techniques.checkpointing.checkpoint_layers``.
     """
     if every == "fit" and budget is not None:
-        as_it_is = Recipe(precision=None, attention=None)
-        recipe = predict_args.get("recipe", as_it_is) or Recipe()
+        if "recipe" not in predict_args:
+            recipe = Recipe(precision=None, attention=None)  # the model as it is
+        else:
+            recipe = predict_args["recipe"] or Recipe()  # None is the default one, as in predict
         predict_args["recipe"] = replace(recipe, layers=layers or recipe.layers)
         every = fit(layers_or_model, budget, **predict_args).checkpointing or "first-0"
     elif every == "fit" or budget is not None or predict_args:

@@ -120,7 +120,7 @@ def _proof(short: Trace, longer: tuple[tuple[int, Trace], ...]) -> Proof | None:
 def _proof_by_names(
     short: Trace, longer: tuple[tuple[int, Trace], ...], naming: Naming
 ) -> Proof | None:
-    """The same, with the names that ``naming`` gives."""
+    """What ``short`` and ``longer`` prove if blocks have the names that ``naming`` gives."""
     requests = _named(short, naming)
     if requests is None:
         return None

@@ -321,8 +321,9 @@ def _names_of_lists(given: object) -> tuple[str | tuple[str, ...], ...]:
     """The names of lists of layers, as tuples. Raises ``TypeError`` for something else."""
     if isinstance(given, str):
         return (given,)
+    several = given if isinstance(given, (tuple, list)) else [given]
     names: list[str | tuple[str, ...]] = []
-    for one in given if isinstance(given, (tuple, list)) else [given]:
+    for one in several:
         if isinstance(one, (tuple, list)) and one and all(isinstance(name, str) for name in one):
             names.append(tuple(one))
         elif isinstance(one, str):

@@ -514,9 +514,10 @@ def record(ids: list[str], keep_best: bool = False) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
     wanted = [one for one in (EXAMPLE, *PUZZLES) if one.possible and (one.id in ids or not ids)]
-    for one in [] if keep_best else wanted:
-        keep(one, [solve(one)])
-        print(one.id, written(Recipe(**found[one.id][0]["recipe"])), flush=True)
+    if not keep_best:
+        for one in wanted:
+            keep(one, [solve(one)])
+            print(one.id, written(Recipe(**found[one.id][0]["recipe"])), flush=True)
     _records.cache_clear()
     for one in wanted:
         keep(one, list(dict.fromkeys([one.best()[0], *_tempting(one), *_in_pieces(one)])))
