@@ -88,13 +88,13 @@ class OneByOne(Own):
 @pytest.mark.parametrize(
     ("kind", "says", "lists"),
     [
-        (InAList, r"such as model\.stages \(6 layers\)\. With", lambda m: [m.stages]),
+        (InAList, r"such as model\.stages \(6 layers\)\. A recipe", lambda m: [m.stages]),
         (
             InTwoLists,
             r"model\.upper \(4 layers\) or model\.lower \(3 layers\); call .* once for each list",
             lambda m: [m.lower, m.upper],
         ),
-        (InASequential, r"such as model\.body \(5 layers\)\. With", lambda m: [m.body]),
+        (InASequential, r"such as model\.body \(5 layers\)\. A recipe", lambda m: [m.body]),
         (
             InADict,
             r"has none: make one .* nn\.ModuleList\(\[model\.first",
