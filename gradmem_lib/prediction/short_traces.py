@@ -122,24 +122,24 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
             longer[i] = trace
         else:
             longest[i] = trace
-    times = {i: (kept[i].total - kept[i].count) // kept[i].unit for i in shortened}
+    repeats = {i: (kept[i].total - kept[i].count) // kept[i].unit for i in shortened}
     changes = extrapolate(
         short.changes(),
         {i: long.changes() for i, long in longer.items()},
-        times,
+        repeats,
         {i: long.changes() for i, long in longest.items()},
     )
     if changes is None:
         return None
     traffic = short.offload_traffic_bytes
     for i, long in longer.items():
-        traffic += times[i] * (long.offload_traffic_bytes - short.offload_traffic_bytes)
+        traffic += repeats[i] * (long.offload_traffic_bytes - short.offload_traffic_bytes)
     layers = sum(one.count for one in kept)
     traced_layers = [layers, *[layers + kept[i].unit for i in shortened]]
     if longest:
         traced_layers += [layers + 2 * kept[i].unit for i in shortened]
     rows = timeline_rows(changes, short.left_out)
-    return Traced(rows, traffic, tuple(traced_layers), (), ShortTraces(short, longer, times))
+    return Traced(rows, traffic, tuple(traced_layers), (), ShortTraces(short, longer, repeats))
 
 
 def _short_traces(question: Question, all_kept: list[list[Kept]]) -> list[Trace]:
