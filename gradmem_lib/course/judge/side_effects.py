@@ -17,7 +17,8 @@ import numpy
 import torch
 from torch import nn
 
-from ... import compat
+from ...compat.modules import hook_counts
+from ...compat.tensors import version
 from ..machine import compat as course_compat
 
 # What an answer left behind: a name for it, such as ("model", "another mode"), and a sentence. The
@@ -142,7 +143,7 @@ def _kept_of(weights: list[torch.Tensor]) -> list[tuple[torch.dtype, bool, int]]
     """The dtype of each weight, whether it has a gradient other than zeros, and how often it has
     changed in place.
     """
-    return [(weight.dtype, _has_numbers(weight.grad), compat.version(weight)) for weight in weights]
+    return [(weight.dtype, _has_numbers(weight.grad), version(weight)) for weight in weights]
 
 
 def _has_numbers(gradient: torch.Tensor | None) -> bool:
@@ -210,7 +211,7 @@ def _switches_of(model: nn.Module) -> dict[str, Any]:
         "another mode": [(m, m.training) for m in modules],
         "another requires_grad": [(p, p.requires_grad) for p in model.parameters()],
         "a hook more or less": [
-            (thing, compat.hook_counts(thing)) for thing in (*modules, *model.parameters())
+            (thing, hook_counts(thing)) for thing in (*modules, *model.parameters())
         ],
         _OWN: [(m, _own_attributes(m)) for m in modules],
         "another dropout": [(m, m.p) for m in modules if isinstance(m, nn.Dropout)],
