@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..names import IGNORED
 from ..techniques.splitting import count_rows, split
-from .item_rules import has_labels, rows, whole_labels, with_labels
+from .item_rules import has_labels, whole_labels, with_labels
 
 # Of one forward. Two rows may hide a comparison with their mean: what one is above it, the other is
 # below, and the differences cancel.
@@ -34,22 +34,25 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     not show: more classes, each compared with the first row; and a row without labels, which a
     second part of a loss may count. Rows of several micro-batches are cut to their common width.
     """
-    if any(rows(nn.Module(), micro) is None for micro in micro_batches):
+    if not all(_has_rows(micro) for micro in micro_batches):
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-    found = _unlike_rows(micro_batches, size)
-    if not found:
-        found = [next(split(micro_batches[0], 1))]
-    if len(found) == 1:
-        found.append(_another_class(found[0]))
-    first, *others = found
+
+    chosen = _unlike_rows(micro_batches, size)
+    if not chosen:  # no row has labels
+        chosen = [next(split(micro_batches[0], 1))]
+    if len(chosen) == 1:
+        chosen.append(_another_class(chosen[0]))
+
+    first, *others = chosen
     groups = []
     for start in range(0, len(others), size - 1):
-        groups.append(_joined([first, *others[start : start + size - 1]]))
+        compared_with_first = others[start : start + size - 1]
+        groups.append(_joined([first, *compared_with_first]))
     without = _row_without_labels(micro_batches)
     if without is not None and has_labels(first):
-        groups.append(_joined([*found[: size - 1], without]))
+        groups.append(_joined([*chosen[: size - 1], without]))
     return groups
 
 
@@ -57,6 +60,15 @@ def some_rows(micro_batches: Sequence[Any]) -> Any:
     """The first group, or ``None``."""
     groups = groups_of_rows(micro_batches)
     return groups[0] if groups else None
+
+
+def _has_rows(micro: Any) -> bool:
+    """Whether its tensors have the same number of rows."""
+    try:
+        count_rows(micro)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _rows(micro_batches: Sequence[Any]) -> Iterator[Any]:
@@ -75,8 +87,9 @@ def _unlike_rows(micro_batches: Sequence[Any], size: int) -> list[Any]:
             continue
         labels = whole_labels(row)
         if labels is not None and labels.numel() == 1:
-            if labels.item() not in classes and len(classes) < MOST_CLASSES:
-                classes.add(labels.item())
+            label = labels.item()
+            if label not in classes and len(classes) < MOST_CLASSES:
+                classes.add(label)
                 found.append(row)
         elif len(found) < size:
             found.append(row)
@@ -92,15 +105,21 @@ def _row_without_labels(micro_batches: Sequence[Any]) -> Any:
 
 def _another_class(row: Any) -> Any:
     """``row`` with another label, if it has one label: classes may be weighed."""
-    labels = whole_labels(row)
+    labels = whole_labels(row)  # shape (1,), if a row is one example of a class
     if labels is None or labels.dim() != 1 or labels.item() == IGNORED:
         return row
-    other = torch.zeros_like(labels) if labels.item() else labels + 1
+    if labels.item() == 0:
+        other = labels + 1
+    else:
+        other = torch.zeros_like(labels)
     return with_labels(row, other)
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Rows of unequal widths, cut to the least width and put together."""
+    """Rows of unequal widths, cut to the least width and put together.
+
+    Of what has no rows (a number, a flag), the first part's is taken.
+    """
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _joined([part[name] for part in parts]) for name in first}
@@ -111,10 +130,10 @@ def _joined(parts: list[Any]) -> Any:
         return type(first)(*joined)  # a namedtuple
     if not isinstance(first, Tensor) or not first.dim():
         return first
-    shapes = [part.shape[1:] for part in parts]
+    shapes = [part.shape[1:] for part in parts]  # without the rows
     least = [min(sizes) for sizes in zip(*shapes, strict=True)]
-    inside = tuple(slice(size) for size in least)
-    return torch.cat([part[:, *inside] for part in parts])
+    common = tuple(slice(size) for size in least)
+    return torch.cat([part[:, *common] for part in parts])
 
 
 def twice(row: Any) -> Any:
@@ -144,14 +163,17 @@ def fewer_labels(model: nn.Module, batch: Any, ignored_labels: bool) -> Iterator
     Once -100 takes the place of labels, if the model takes ``ignored_labels``; and once the padding
     token.
     """
-    found = whole_labels(batch)
-    if found is None or found.dim() != 2 or found.shape[1] < 4:
+    labels = whole_labels(batch)  # rows x tokens
+    if labels is None or labels.dim() != 2 or labels.shape[1] < 4:
         return
-    replacements = [getattr(getattr(model, "config", None), "pad_token_id", None) or 0]
-    if ignored_labels:
-        replacements.insert(0, IGNORED)
-    length = max([0, *found[0].ne(IGNORED).nonzero().flatten().tolist()])
+    config = getattr(model, "config", None)
+    padding = getattr(config, "pad_token_id", None) or 0
+    replacements = [IGNORED, padding] if ignored_labels else [padding]
+    positions = labels[0].ne(IGNORED).nonzero().flatten().tolist()
+    last = max(positions, default=0)
     for replacement in replacements:
-        changed = found.clone()
-        changed[0, max(2, length // 3) :] = replacement
-        yield with_labels(batch, changed)
+        fewer = labels.clone()
+        # About a third of the first row's labels stay. A model that shifts labels has no
+        # prediction for the first label, so there must be two.
+        fewer[0, max(2, last // 3) :] = replacement
+        yield with_labels(batch, fewer)
