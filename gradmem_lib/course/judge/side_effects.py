@@ -228,18 +228,14 @@ def restore_process(before: dict[str, Any]) -> None:
 
 
 def judging_functions() -> dict[ModuleType, dict[str, Any]]:
-    """All names of the modules that judge: an answer may put something of its own there."""
-    names = (
-        "compare",
-        "exercise",
-        "given_arguments",
-        "hints",
-        "model_switches",
-        "side_effects",
-        "verdict",
-    )
-    modules = [sys.modules.get(f"{__package__}.{name}") for name in names]
-    return {module: dict(vars(module)) for module in modules if module is not None}
+    """All names of the modules that judge, those of this folder: an answer may put something of its
+    own there.
+    """
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{__package__}."):
+            found[module] = dict(vars(module))
+    return found
 
 
 def restore_judging_functions(before: dict[ModuleType, dict[str, Any]]) -> None:
