@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..names import IGNORED
 from ..techniques.splitting import count_rows, split
-from .item_rules import has_labels, whole_labels, with_labels
+from .item_rules import has_labels, rows, whole_labels, with_labels
 
 # Of one forward. Two rows may hide a comparison with their mean: what one is above it, the other is
 # below, and the differences cancel.
@@ -34,25 +34,22 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     not show: more classes, each compared with the first row; and a row without labels, which a
     second part of a loss may count. Rows of several micro-batches are cut to their common width.
     """
-    if not all(_has_rows(micro) for micro in micro_batches):
+    if any(rows(nn.Module(), micro) is None for micro in micro_batches):
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-
-    chosen = _unlike_rows(micro_batches, size)
-    if not chosen:  # no row has labels
-        chosen = [next(split(micro_batches[0], 1))]
-    if len(chosen) == 1:
-        chosen.append(_another_class(chosen[0]))
-
-    first, *others = chosen
+    found = _unlike_rows(micro_batches, size)
+    if not found:
+        found = [next(split(micro_batches[0], 1))]
+    if len(found) == 1:
+        found.append(_another_class(found[0]))
+    first, *others = found
     groups = []
     for start in range(0, len(others), size - 1):
-        compared_with_first = others[start : start + size - 1]
-        groups.append(_joined([first, *compared_with_first]))
+        groups.append(_joined([first, *others[start : start + size - 1]]))
     without = _row_without_labels(micro_batches)
     if without is not None and has_labels(first):
-        groups.append(_joined([*chosen[: size - 1], without]))
+        groups.append(_joined([*found[: size - 1], without]))
     return groups
 
 
@@ -60,15 +57,6 @@ def some_rows(micro_batches: Sequence[Any]) -> Any:
     """The first group, or ``None``."""
     groups = groups_of_rows(micro_batches)
     return groups[0] if groups else None
-
-
-def _has_rows(micro: Any) -> bool:
-    """Whether its tensors have the same number of rows."""
-    try:
-        count_rows(micro)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _rows(micro_batches: Sequence[Any]) -> Iterator[Any]:
@@ -87,9 +75,8 @@ def _unlike_rows(micro_batches: Sequence[Any], size: int) -> list[Any]:
             continue
         labels = whole_labels(row)
         if labels is not None and labels.numel() == 1:
-            label = labels.item()
-            if label not in classes and len(classes) < MOST_CLASSES:
-                classes.add(label)
+            if labels.item() not in classes and len(classes) < MOST_CLASSES:
+                classes.add(labels.item())
                 found.append(row)
         elif len(found) < size:
             found.append(row)
