@@ -29,8 +29,11 @@ def fsdp1_groups(model: nn.Module) -> list:
     """The process groups over which a ``FullyShardedDataParallel`` averages gradients
     (torch 2.13).
     """
+    groups = [model.process_group]
     across_nodes = getattr(model, "_inter_node_pg", None)  # of HYBRID_SHARD
-    return [model.process_group] + ([] if across_nodes is None else [across_nodes])
+    if across_nodes is not None:
+        groups.append(across_nodes)
+    return groups
 
 
 def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
@@ -38,16 +41,25 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
 
     Seen in torch 2.13.
     """
-    found, divisors = {}, set()
+    process_groups = {}  # by what they are for: the parts share them
+    divisors = set()
     for part in parts:
-        state = part._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.13 there was at most one
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+        for group in _parameter_groups(part):
             divisors.add(group.gradient_divide_factor)
             for name in ("shard_process_group", "replicate_process_group"):
-                if (process_group := getattr(group.mesh_info, name, None)) is not None:
-                    found[name] = process_group
-    return list(found.values()), divisors or {None}
+                process_group = getattr(group.mesh_info, name, None)
+                if process_group is not None:
+                    process_groups[name] = process_group
+    return list(process_groups.values()), divisors or {None}
+
+
+def _parameter_groups(part: nn.Module) -> list:
+    """The parameters of a part of ``fully_shard``, in groups that travel together."""
+    state = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    group = getattr(state, "_fsdp_param_group", None)  # before torch 2.13 there was at most one
+    return [group] if group else []
 
 
 @contextmanager
@@ -59,9 +71,10 @@ def allow_integer_shards() -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-        return nn.Parameter(
-            data, data.is_floating_point() if requires_grad is None else requires_grad
-        )
+        if requires_grad is None:
+            requires_grad = data.is_floating_point()
+        return nn.Parameter(data, requires_grad)
 
-    with patch.object(_fsdp_param, "nn", SimpleNamespace(**vars(nn) | {"Parameter": parameter})):
+    changed_nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})
+    with patch.object(_fsdp_param, "nn", changed_nn):
         yield

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -27,36 +27,54 @@ def fake_process_group(ranks: int, rank: int) -> Iterator[Any]:
 
     Yields its mesh. An existing process group is restored at the end.
     """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    distributed = torch.distributed
+    with _without_other_ranks(), _without_process_groups():
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        yield distributed.init_device_mesh("cpu", (ranks,))
+
+
+@contextmanager
+def _without_process_groups() -> Iterator[None]:
+    """While the block runs, torch knows only the process groups that the block makes."""
     c10d = torch.distributed.distributed_c10d
     outer = c10d._world
+    # Tables of the process: a new world has the same ones.
     names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-    tables = [(getattr(outer, name), dict(getattr(outer, name))) for name in names]
+    tables = [getattr(outer, name) for name in names]
+    saved = [dict(table) for table in tables]
     count, hook = outer.group_count, sys.excepthook
-    with ExitStack() as undo:
-        undo.enter_context(patch.object(c10d, "_world", c10d._World()))
-        for table, _ in tables:
+    with patch.object(c10d, "_world", c10d._World()):
+        for table in tables:
             table.clear()
         try:
-            torch.distributed.init_process_group(
-                "fake", store=FakeStore(), rank=rank, world_size=ranks
-            )
-            # Torch 2.11 computes shapes under the caller's fake mode, where these tensors would be
-            # seen and counted.
-            shapes = "_propagate_tensor_meta_non_cached"
-            unwatched = without_modes()(getattr(ShardingPropagator, shapes))
-            undo.enter_context(patch.object(ShardingPropagator, shapes, unwatched))
-            undo.enter_context(patch.object(torch.distributed, "Reducer", _Reducer))
-            undo.enter_context(patch("torch.distributed._verify_params_across_processes"))
-            undo.enter_context(patch("torch.nn.parallel.distributed._sync_module_states"))
-            yield torch.distributed.init_device_mesh("cpu", (ranks,))
+            yield
         finally:
             for name in list(outer.pg_names.values()):
                 c10d._unregister_process_group(name)
-            for table, saved in tables:
+            for table, entries in zip(tables, saved, strict=True):
                 table.clear()
-                table.update(saved)
+                table.update(entries)
             outer.group_count, sys.excepthook = count, hook
             c10d._update_default_pg(outer.default_pg)
+
+
+@contextmanager
+def _without_other_ranks() -> Iterator[None]:
+    """While the block runs, DDP reads nothing that other ranks would have to send, and no dispatch
+    mode sees how DTensor computes shapes.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    # Torch 2.11 computes shapes under the caller's fake mode, where these tensors would be seen and
+    # counted.
+    shapes = "_propagate_tensor_meta_non_cached"
+    unwatched = without_modes()(getattr(ShardingPropagator, shapes))
+    with (
+        patch.object(ShardingPropagator, shapes, unwatched),
+        patch.object(torch.distributed, "Reducer", _Reducer),
+        patch("torch.distributed._verify_params_across_processes"),
+        patch("torch.nn.parallel.distributed._sync_module_states"),
+    ):
+        yield

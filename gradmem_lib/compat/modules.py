@@ -11,9 +11,8 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
     A tensor that has two names is listed twice.
     """
-    return [
-        (n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None
-    ]
+    entries = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in entries if tensor is not None]
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
@@ -35,7 +34,11 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
         "_backward_hooks",
         "_post_accumulate_grad_hooks",
     )
-    return tuple(len(getattr(thing, kind, None) or ()) for kind in kinds)
+    counts = []
+    for kind in kinds:
+        hooks = getattr(thing, kind, None) or ()  # a tensor without hooks has None
+        counts.append(len(hooks))
+    return tuple(counts)
 
 
 def is_hook_of(handle: Any, parameter: Tensor) -> bool:
