@@ -32,7 +32,7 @@ import psutil
 import torch
 from record import record
 
-from gradmem_lib.compat import attention_by_values
+from gradmem_lib.compat.transformers_models import attention_by_values
 from gradmem_lib.course.material.shapes import SHAPES, Shape
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
@@ -137,7 +137,7 @@ def mem_tracker(name: str, without_mask: bool) -> dict:
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from gradmem_lib.compat import FakeTensorMode
+    from gradmem_lib.compat.fake_tensors import FakeTensorMode
 
     found = {}
 

@@ -94,9 +94,11 @@ def measure_small_layers(rounds: int, width: int, rows: int) -> dict[str, float]
     """Median ratios of this thread's CPU time, for a step inside the block; the block's beginning
     and end are not in it.
     """
-    from gradmem_lib import MemoryTracker, compat
+    from gradmem_lib import MemoryTracker
+    from gradmem_lib.compat.dispatch_modes import TorchDispatchMode, WithoutDynamoGuard
+    from gradmem_lib.compat.tensors import storage_key
 
-    class Nothing(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
+    class Nothing(WithoutDynamoGuard, TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
@@ -111,7 +113,7 @@ def measure_small_layers(rounds: int, width: int, rows: int) -> dict[str, float]
                 del self.live[self.freed.popleft()]
             if isinstance(out, torch.Tensor):
                 storage = out.untyped_storage()
-                key = compat.storage_key(storage)
+                key = storage_key(storage)
                 if key not in self.live:
                     self.live[key] = weakref.ref(storage, lambda _: self.freed.append(key))
             return out

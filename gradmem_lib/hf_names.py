@@ -2,7 +2,7 @@
 
 ``tests/repository/test_hf_names.py`` asks the installed transformers whether each name is still
 there. It also finds the optional fields of configs, which are read where they are needed, as in
-``getattr(config, "use_cache", False)``. Private names stand in ``compat.py``.
+``getattr(config, "use_cache", False)``. Private names stand in ``compat``.
 """
 
 import sys

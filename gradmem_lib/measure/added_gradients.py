@@ -8,10 +8,15 @@ first gradient's bytes become the sum's.
 import torch
 from torch import UntypedStorage
 
-from .. import compat, names
+from .. import names
+from ..compat.autograd import (
+    current_node,
+    gives_one_tensor_twice,
+    sequence_nr,
+    would_be_added_in_place,
+)
+from ..compat.tensors import storage_key
 from .recording import Entry, Recording
-
-storage_key = compat.storage_key  # a faster look-up
 
 
 class AddedGradients:
@@ -25,7 +30,7 @@ class AddedGradients:
 
     def note_allocation(self, storage: UntypedStorage) -> None:
         """Remember that the node that runs has allocated ``storage``."""
-        number = compat.sequence_nr(compat.current_node())
+        number = sequence_nr(current_node())
         if number != self._node:
             self._node, self._made_by_node = number, set()
         self._made_by_node.add(storage_key(storage))
@@ -37,12 +42,12 @@ class AddedGradients:
         if len(args) != 2 or torch.is_grad_enabled() or not all(map(torch.is_tensor, args)):
             return
         gradient = args[0]
-        if not compat.would_be_added_in_place(gradient):
+        if not would_be_added_in_place(gradient):
             return
-        key, node = storage_key(gradient.untyped_storage()), compat.current_node()
-        made_here = self._node == compat.sequence_nr(node) and key in self._made_by_node
+        key, node = storage_key(gradient.untyped_storage()), current_node()
+        made_here = self._node == sequence_nr(node) and key in self._made_by_node
         # A node's own formula may add up what it has just computed, and that is never in place.
-        if node is None or (made_here and not compat.gives_one_tensor_twice(node)):
+        if node is None or (made_here and not gives_one_tensor_twice(node)):
             return
         entry = self.recording.live.get(key)
         if entry is not None and entry.category == names.TEMPORARIES:

@@ -16,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
-from .. import compat
+from ..compat.autograd import graph_task, next_sequence_nr
+from ..compat.compiled import is_compiled
+from ..compat.dispatch_modes import num_active_dispatch_modes
+from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
 from .moments import Pass
 from .operations import Owner
@@ -27,8 +30,6 @@ from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
 from .watch import Watch
-
-graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 
 
 class Meter(ParameterMeter):
@@ -63,7 +64,7 @@ class Meter(ParameterMeter):
     def __enter__(self) -> Self:
         if self.model is not None:
             for name, module in self.model.named_modules():
-                if compat.is_compiled(module):
+                if is_compiled(module):
                     raise compiled_error(name or type(module).__name__)
         self.look_for_wrappers()
         with self.exit_stack as undo:
@@ -125,7 +126,7 @@ class Meter(ParameterMeter):
             if (
                 threading.get_ident() != self._thread
                 and graph_task() == -1
-                and not compat.num_active_dispatch_modes()
+                and not num_active_dispatch_modes()
             ):
                 self.on_other_thread(module)
                 return call(module, *args, **kwargs)
@@ -150,7 +151,7 @@ class Meter(ParameterMeter):
 
     def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """An outermost module is called."""
-        if compat.is_compiled(module):
+        if is_compiled(module):
             self.on_compiled_call(type(module).__name__)
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
@@ -158,7 +159,7 @@ class Meter(ParameterMeter):
             if with_grad:
                 self.begin_step()
             weight = next(module.parameters(), None)
-            with compat.plain_tensors():
+            with plain_tensors():
                 # a weight too may be computed, by functional_call or a parametrization
                 given = tensors_in((args, kwargs, weight))
                 chained = any(tensor.grad_fn is not None for tensor in given)
@@ -169,7 +170,7 @@ class Meter(ParameterMeter):
                     with_grad,
                     recording.total,
                     calling_line(2),
-                    compat.next_sequence_nr(),
+                    next_sequence_nr(),
                     chained=chained,
                     has_weights=weight is not None,
                     first_sample=recording.count,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import compat
+from ..compat.autograd import current_node, graph_task, next_sequence_nr, sequence_nr
 from ..names import (
     BETWEEN_STEPS,
     EVALUATION,
@@ -25,7 +25,6 @@ from ..names import (
     TRAINING_FORWARD,
 )
 
-graph_task = compat.graph_task  # a faster look-up
 KEPT_PASSES = 256  # the latest
 
 
@@ -146,7 +145,7 @@ class Position:
         done, self.open = self.open, None
         if done is None:
             return
-        done.last, done.live_after = compat.next_sequence_nr(), live
+        done.last, done.live_after = next_sequence_nr(), live
         done.end_sample, done.returned = sample, returned
         done.peak = max(done.peak, live)
         if done.with_grad and done.last > done.first:  # something in it needs a gradient
@@ -158,7 +157,7 @@ class Position:
 
     def _find_used(self) -> None:
         """Backward runs a node: the pass that made it is used."""
-        number = compat.sequence_nr(compat.current_node())
+        number = sequence_nr(current_node())
         index = bisect_right(self._unused, number, key=lambda done: done.first) - 1
         if index >= 0 and number < self._unused[index].last:
             done = self._unused.pop(index)

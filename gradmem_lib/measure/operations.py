@@ -12,7 +12,10 @@ import torch
 from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import compat, names
+from .. import names
+from ..compat import operators
+from ..compat.collectives import all_gather
+from ..compat.tensors import storage_key
 from ..names import (
     BETWEEN_STEPS,
     EVALUATION,
@@ -37,7 +40,6 @@ COPY = "copy of a storage"
 FORWARDS = (TRAINING_FORWARD, LOSS, EVALUATION, BETWEEN_STEPS)
 LARGE_PART = 8  # of tensors above this part of the peak it is known whether they are expanded
 EXPANDS = 4  # an upsampling to twice the height and width does not count
-storage_key = compat.storage_key  # a faster look-up
 Owner = tuple[weakref.ref, type] | str  # a module (see `as_owner`), or a name
 
 
@@ -104,9 +106,9 @@ class OperationMeter:
         Returns their bytes.
         """
         recording, nbytes = self.recording, 0
-        if func is not compat.lift_fresh:  # torch.tensor(...): what it reads is its result
+        if func is not operators.lift_fresh:  # torch.tensor(...): what it reads is its result
             nbytes += self._count_reads(args, kwargs, func)
-        if func is compat.add_tensors and recording.moment == IN_BACKWARD:
+        if func is operators.add_tensors and recording.moment == IN_BACKWARD:
             self._added.free_first(args)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
             for storage in storages_of(tensor):
@@ -114,7 +116,7 @@ class OperationMeter:
                 if entry is None or entry.size != storage.nbytes():
                     nbytes += self._add(tensor, storage, entry, func, args)
         # FSDP's buffer, which backward does not need
-        if self._has_fsdp and func is compat.all_gather:
+        if self._has_fsdp and func is all_gather:
             recording.tag(args[0], names.TEMPORARIES, GATHERED)
         return nbytes
 
@@ -159,7 +161,7 @@ class OperationMeter:
                 owner, line = self.owner(), self.line(3)
                 nbytes += recording.on_alloc(storage, names.OTHER, owner, COPY, tensor, line)
                 continue
-            op = READ_IN_PARTS if func in compat.parts_of_a_tensor else READ
+            op = READ_IN_PARTS if func in operators.parts_of_a_tensor else READ
             if isinstance(tensor, nn.Parameter):
                 op = FIRST_READ_PARAMETER
             owner, line = module or self.owner(), self.line(3)
@@ -241,9 +243,9 @@ class OperationMeter:
         """
         self._note_expansion(entry, args)
         if entry.moment == BETWEEN_STEPS:
-            if not compat.reads_only_a_shape(entry.op):
+            if not operators.reads_only_a_shape(entry.op):
                 entry.source = self._category_of_reads(args)
-        elif entry.op is compat.multiply or entry.op is compat.divide:
+        elif entry.op is operators.multiply or entry.op is operators.divide:
             # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.
             by_a_number = not isinstance(args[1], torch.Tensor)
             if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
@@ -355,4 +357,4 @@ def _is_copied_storage(tensor: torch.Tensor, func: Any) -> bool:
     Its allocation is not dispatched. It is first seen when a tensor of bytes takes it, to copy into
     it.
     """
-    return func is compat.take_storage and tensor.dtype is torch.uint8
+    return func is operators.take_storage and tensor.dtype is torch.uint8

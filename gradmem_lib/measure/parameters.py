@@ -14,12 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .. import compat, names
+from .. import names
+from ..compat import operators
+from ..compat.modules import is_hook_of
+from ..compat.tensors import plain_tensors, storage_key
 from .operations import OperationMeter
 from .recording import Recording
 from .storages import NO_STORAGE, storages_of, tensors_held
-
-storage_key = compat.storage_key  # a faster look-up
 
 
 class ParameterMeter(OperationMeter):
@@ -61,7 +62,7 @@ class ParameterMeter(OperationMeter):
         """Update the categories of parameters, gradients, buffers and new states, any of which may
         have been replaced.
         """
-        with compat.plain_tensors():
+        with plain_tensors():
             self.sync_now(states)
 
     def sync_now(self, states: bool) -> None:
@@ -111,7 +112,7 @@ class ParameterMeter(OperationMeter):
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
         """Tag the gradient of ``parameter`` whenever it has been accumulated."""
         known = self._hooked.get(id(parameter))
-        if known is not None and compat.is_hook_of(known, parameter):
+        if known is not None and is_hook_of(known, parameter):
             return
         if parameter.requires_grad and not is_lazy(parameter):
             hook = parameter.register_post_accumulate_grad_hook(self._tag_parameter)
@@ -119,7 +120,7 @@ class ParameterMeter(OperationMeter):
             self.exit_stack.callback(hook.remove)
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
-        with self.lock, compat.plain_tensors():
+        with self.lock, plain_tensors():
             self._tag_now(parameter)
 
     def _tag_now(self, parameter: torch.Tensor) -> None:
@@ -160,7 +161,7 @@ class ParameterMeter(OperationMeter):
 
     def _tag_parameters(self, optimizer: Optimizer) -> None:
         """Count the optimizer's parameters, and note the shapes of those without a state."""
-        with compat.plain_tensors():
+        with plain_tensors():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._tag_now(parameter)
@@ -211,7 +212,7 @@ class ParameterMeter(OperationMeter):
         if not self.position.stepping:
             return
         for entry in self.recording.live.values():
-            made = getattr(entry.op, "overloadpacket", None) in compat.factories
+            made = getattr(entry.op, "overloadpacket", None) in operators.factories
             for_a_parameter = tuple(entry.shape) in self._without_state
             in_this_step = entry.sample >= self._step_began_at
             is_temporary = entry.category == names.TEMPORARIES

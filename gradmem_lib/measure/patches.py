@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from torch import UntypedStorage, nn
 
-from .. import compat
+from ..compat.compiled import watch_compiled_calls
 
 Wrap = Callable[[Callable], Callable]
 
@@ -38,6 +38,6 @@ def patched_torch(
     with (
         patch.object(nn.Module, "__call__", wrap_call(nn.Module.__call__)),
         patch.object(UntypedStorage, "resize_", wrap_resize(UntypedStorage.resize_)),
-        compat.watch_compiled_calls(on_compiled_call, run_eagerly=run_eagerly),
+        watch_compiled_calls(on_compiled_call, run_eagerly=run_eagerly),
     ):
         yield

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import UntypedStorage
 
-from .. import compat
-from ..compat import storage_key
+from ..compat import operators
+from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .storages import has_memory, storages_of
 from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
@@ -225,7 +225,7 @@ class Recording:
         self._lifetimes += (entry.sample, self.count, entry.nbytes, entry.category)
         if len(self._lifetimes) >= 4 * MAX_PENDING_LIFETIMES:
             self._flush()
-        if entry.op is compat.join:
+        if entry.op is operators.join:
             entry.stop = self.count
             self.joined.append(entry)
         for peak in (self.run_peak, self.window_peak):

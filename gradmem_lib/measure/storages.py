@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..compat import inner_tensors, inside_transform, sparse_parts
+from ..compat.tensors import inner_tensors, inside_transform, sparse_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # ValueError: a lazy module has no size

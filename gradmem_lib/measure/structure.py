@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .. import compat
+from ..compat.modules import call_override
+from ..compat.transformers_models import checkpoints_reentrant
 from ..hf_names import LAYER_SWITCH
 
 Shape = tuple[int, ...]
@@ -133,11 +134,11 @@ def _checkpoints(model: nn.Module) -> Checkpoints:
     for name, module in model.named_modules():
         # transformers' switch, or a function of this library in place of the module's own call
         own_switch = getattr(module, LAYER_SWITCH, False) is True
-        if not own_switch and compat.call_override(module) is None:
+        if not own_switch and call_override(module) is None:
             continue
         switched_on.append(name)
         if module.training:
             training.append(name)
-        if compat.checkpoints_reentrant(module):
+        if checkpoints_reentrant(module):
             reentrant.append(name)
     return Checkpoints(tuple(switched_on), tuple(training), tuple(reentrant))

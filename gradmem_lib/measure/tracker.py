@@ -43,7 +43,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..compat import next_sequence_nr
+from ..compat.autograd import next_sequence_nr
 from ..display import has_viewer, pictures
 from ..names import (
     ACTIVATIONS,

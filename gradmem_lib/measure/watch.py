@@ -4,11 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from .. import compat
+from ..compat import operators
+from ..compat.collectives import collectives, run_collective_synchronously
+from ..compat.dispatch_modes import TorchDispatchMode, WithoutDynamoGuard
+from ..compat.fake_tensors import FakeTensor
 from .storages import own_storage, tensors_in
 
 
-class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
+class Watch(WithoutDynamoGuard, TorchDispatchMode):
     """Passes every dispatched operation to ``observe(func, args, kwargs, out)`` after it
     has run.
     """
@@ -20,7 +23,7 @@ class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
         self._observe = observe
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is compat.read_device and type(args[0]) is compat.FakeTensor:
+        if func is operators.read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device  # a real run does not have this operation
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             # DTensors and quantized tensors next dispatch operations on the tensors inside
@@ -61,17 +64,17 @@ def operator_of(func: Any) -> Operator:
 
 
 def _look_at(func: Any) -> Operator:
-    run = getattr(func, compat.KERNEL, func)
-    if func in compat.collectives:
-        run = partial(compat.run_collective_synchronously, func)
-    aliases = [result.alias_info for result in compat.returns(func)]
+    run = getattr(func, operators.KERNEL, func)
+    if func in collectives:
+        run = partial(run_collective_synchronously, func)
+    aliases = [result.alias_info for result in operators.returns(func)]
     views = [alias for alias in aliases if alias is not None and not alias.is_write]
     return Operator(
         func,
         run,
         aliases=any(alias is not None for alias in aliases),
         only_views=len(views) == len(aliases) > 0,
-        in_place=len(aliases) == 1 and compat.writes_first_argument(func),
+        in_place=len(aliases) == 1 and operators.writes_first_argument(func),
     )
 
 

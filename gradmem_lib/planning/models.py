@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import compat
+from ..compat.transformers_models import inside_peft
 from ..prediction.configs import find_config, model_class, title_of
 
 
@@ -118,7 +118,7 @@ def is_own_module(given: object) -> bool:
 
     if not isinstance(given, nn.Module):
         return False
-    inside = compat.inside_peft(given)
+    inside = inside_peft(given)
     config = getattr(inside, "config", None)
     if not isinstance(config, PretrainedConfig):
         return True
@@ -136,7 +136,7 @@ def find_model(model_or_config) -> tuple[Any, str]:
     Raises ``ValueError`` for anything else.
     """
     if isinstance(model_or_config, nn.Module):
-        inside = compat.inside_peft(model_or_config)
+        inside = inside_peft(model_or_config)
         if (config := getattr(inside, "config", None)) is None:
             raise ValueError(
                 f"{type(model_or_config).__name__} has no config, so its inputs are not known: "

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..compat import TorchDispatchMode, arguments_of, storage_key, tree_flatten, tree_leaves
+from ..compat.dispatch_modes import TorchDispatchMode
+from ..compat.operators import arguments_of
+from ..compat.tensors import storage_key
+from ..compat.trees import tree_flatten, tree_leaves
 from ..techniques.call_overrides import refuse_checkpointed
 from ..techniques.layer_arguments import split_input
 from ..techniques.layers import Named, find_layers, is_callable, items_called

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import compat
+from ..compat.dispatch_modes import without_modes
+from ..compat.fake_tensors import FakeTensorMode
+from ..compat.trees import tree_map
 from ..techniques.layers import Named, find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.splitting import count_rows
@@ -85,7 +87,7 @@ def rows_like(batch: Any, rows: int, dtype: torch.dtype | None = None) -> Any:
             made[id(value)] = _repeated(value, given, rows, dtype)
         return made[id(value)]
 
-    return compat.tree_map(like, batch)
+    return tree_map(like, batch)
 
 
 def _repeated(value: Tensor, given: int, rows: int, dtype: torch.dtype | None) -> Tensor:
@@ -155,13 +157,13 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
     """
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(together))
-        stack.enter_context(compat.without_modes())
+        stack.enter_context(without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(compat.FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         fakes = {}
         for name, tensor in (*together.named_parameters(), *together.named_buffers()):
             fakes[name] = torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
-        rows = compat.tree_map(_fake, rows_like(batch, COUNTED_ROWS))
+        rows = tree_map(_fake, rows_like(batch, COUNTED_ROWS))
         stack.enter_context(watch)
         try:
             torch.func.functional_call(together, fakes, (rows,))

@@ -19,7 +19,7 @@ from itertools import chain
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..compat import checkpointing_name
+from ..compat.transformers_models import checkpointing_name
 from ..hf_names import CHECKPOINTING_METHODS
 from ..measure.timeline import BY, PHASE
 from ..names import (

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat
+from ..compat.dispatch_modes import without_modes
+from ..compat.transformers_models import takes_fused_attention
 from ..hf_names import PARTS
 from ..prediction.configs import example_batch, labels_of, skeleton, title_of, unknown_inputs
 from ..prediction.predict import source_of
@@ -152,7 +153,7 @@ def _check_cut(model: nn.Module, config, example: dict | None = None) -> None:
     check_pieces(model, flags, "micro-batches")
     # The caller's modes, autocast and random numbers have no part in this.
     autocast = torch.autocast("cpu", enabled=False)
-    with compat.without_modes(), autocast, torch.random.fork_rng([]):
+    with without_modes(), autocast, torch.random.fork_rng([]):
         torch.manual_seed(0)
         try:
             tiny = tiny_model(type(model), config)
@@ -222,7 +223,7 @@ def count(
         causal=False,
         chunked=False,
         vocabulary=0 if head is None else head.weight.shape[0],
-        fused=compat.takes_fused_attention(model),
+        fused=takes_fused_attention(model),
         experts=0.0,
         attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(attention)),
         root=root,

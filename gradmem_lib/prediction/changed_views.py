@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..compat import base_of, graph_task
+from ..compat.autograd import graph_task
+from ..compat.tensors import base_of
 from .question import CannotTrace
 
 # Backwards of views, by autograd's names for them. These return a view of the gradient ...

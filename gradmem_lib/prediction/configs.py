@@ -11,7 +11,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat.transformers_models import inside_peft
 from ..hf_names import LABELS_OF_HEAD, PAIR_TABLES, POSITION_TABLE, TABLES
 
 
@@ -93,7 +93,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
     Values are random, on the model's device; in a fake mode they are fake tensors. Raises
     ``ValueError``, which names ``batch=``, if the config does not tell the inputs.
     """
-    model = compat.inside_peft(model)
+    model = inside_peft(model)
     config, inputs = model.config, set(inspect.signature(model.forward).parameters)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import hook_counts, storage_key
+from ..compat.modules import hook_counts
+from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace

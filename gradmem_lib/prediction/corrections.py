@@ -11,7 +11,10 @@ from functools import cache
 
 import torch
 
-from .. import compat
+from ..compat import operators
+from ..compat.collectives import all_reduce, finished_all_reduce
+from ..compat.dispatch_modes import without_modes
+from ..compat.trees import tree_leaves
 from .question import CannotTrace
 
 aten = torch.ops.aten
@@ -25,7 +28,7 @@ def _view(args, out):
     """
     if 1 not in out.shape:
         return out
-    with compat.without_modes():
+    with without_modes():
         real = (
             torch.empty_strided(args[0].shape, args[0].stride(), device="meta")
             .view(out.shape)
@@ -46,7 +49,7 @@ def _group_norm_backward(args, out):
 
 def _masked_fill(args, out):
     """A value that the dtype cannot hold raises an error on a real tensor, not on a fake one."""
-    with compat.without_modes():
+    with without_modes():
         one = torch.zeros(1, dtype=out.dtype, device="cpu")
         one.masked_fill_(torch.zeros(1, dtype=torch.bool, device="cpu"), args[2])
     return out
@@ -60,7 +63,7 @@ def _col2im(args, out):
 
 
 def _tensors(args) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 def _require_one_dtype(args, out):
@@ -166,9 +169,9 @@ def _lstm_formula_is_exact() -> bool:
     """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real
     LSTMs, once.
     """
-    with compat.without_modes():
+    with without_modes():
         sizes = (3, 5, 70, 40), (40, 3, 8, 64)
-        return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
+        return all(operators.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
 def _embedding_bag(args, out):
@@ -195,11 +198,11 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.col2im.default: _col2im,
     # DDP waits for it: fake groups give none
-    compat.all_reduce: lambda args, out: compat.finished_all_reduce(args[0]),
+    all_reduce: lambda args, out: finished_all_reduce(args[0]),
     aten.native_group_norm.default: _norm(1),
     aten.native_batch_norm.default: _norm(1),
-} | dict.fromkeys(compat.ops_of_one_dtype, _require_one_dtype)
-_EVERYWHERE |= dict.fromkeys(compat.products, _require_one_dtype_of_all)
+} | dict.fromkeys(operators.ops_of_one_dtype, _require_one_dtype)
+_EVERYWHERE |= dict.fromkeys(operators.products, _require_one_dtype_of_all)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
 _WINDOWS = [
     getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")
@@ -211,8 +214,8 @@ _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _norm(2, _with_float32_statistics),  # mean and 1/std
     aten.native_group_norm.default: _norm(1, _with_float32_statistics),
     aten.native_batch_norm.default: _norm(1, _with_float32_statistics),
-    compat.lstm_layer: _lstm,
-    compat.embedding_bag: _embedding_bag,
+    operators.lstm_layer: _lstm,
+    operators.embedding_bag: _embedding_bag,
     aten.mse_loss.default: _loss_reduced_in_place(2),
     aten.smooth_l1_loss.default: _loss_reduced_in_place(2),
     aten.soft_margin_loss.default: lambda args, out: _loss_reduced_in_place(2)(
@@ -228,10 +231,10 @@ _ON_CPU = _EVERYWHERE | {
             aten.smooth_l1_loss_backward,
             aten.soft_margin_loss_backward,
         )
-        if op.default not in compat.ops_of_one_dtype
+        if op.default not in operators.ops_of_one_dtype
     },
 }
-_ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _refuse_cudnn_rnn)
+_ON_CARD = _EVERYWHERE | dict.fromkeys(operators.recurrent, _refuse_cudnn_rnn)
 _ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
     args, _norm(2)(args, out)
 )

@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat import efficient_attention, flash_attention, flash_attention_backward, math_attention
+from ..compat.operators import (
+    efficient_attention,
+    flash_attention,
+    flash_attention_backward,
+    math_attention,
+)
 from .allocator import rounded
 
 # The part of CUDA's float32 list of autocast that is not on the CPU's list, by the places where

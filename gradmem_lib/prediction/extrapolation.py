@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..compat import hook_counts, own_tensors
+from ..compat.modules import hook_counts, own_tensors
 from ..measure.timeline import BY, OP, TOTAL
 from ..names import CATEGORIES
 from .marks import CHUNKS, NOWHERE

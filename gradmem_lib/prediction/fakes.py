@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import compat
-from ..compat import FakeTensor, storage_key
+from ..compat import operators
+from ..compat.dispatch_modes import WithoutDynamoGuard, without_modes
+from ..compat.fake_tensors import FakeTensor, FakeTensorMode, fast_fake_tensor
+from ..compat.tensors import storage_key
 from . import corrections
 from .question import CannotTrace
 
@@ -111,7 +113,7 @@ LONGEST_KNOWN_RANGE = 8
 _MAY_TELL_VALUES = _KNOWN_VALUES.keys() | _RANGES
 
 
-class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
+class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
     """A ``FakeTensorMode`` with a cache. Every result is an ordinary ``FakeTensor``.
 
     Where PyTorch's fake result differs from that of the real kernels of ``target``, it is corrected
@@ -132,9 +134,9 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
             self._answers.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is compat.read_device and type(args[0]) is FakeTensor:
+        if func is operators.read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if func is compat.read_value:
+        if func is operators.read_value:
             value = self._known_value(args[0])
             if value is not None:
                 return value
@@ -145,7 +147,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
-        if func in compat.profiler_marks:
+        if func in operators.profiler_marks:
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._compute(func, types, args, kwargs or {})
         self._refuse(func, args, out)
@@ -180,7 +182,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
                 "with MemoryTracker"
             )
         real_tensor = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
-        if real_tensor and any(r.alias_info is not None for r in compat.returns(func)):
+        if real_tensor and any(r.alias_info is not None for r in operators.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
 
     def know_parameters(self, model: torch.nn.Module) -> None:
@@ -200,7 +202,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         on_card = str(kwargs.get("device") or "cpu") != "cpu"
         if is_long or on_card:
             return self._compute(func, types, args, kwargs)
-        with compat.without_modes():
+        with without_modes():
             real = func(*args, **kwargs)
         return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
@@ -223,7 +225,7 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
             first = FakeTensor(self, inside, device)
             self._fake_attributes[device] = dict(vars(first))
             return first
-        return compat.fast_fake_tensor(inside, device, self._fake_attributes[device])
+        return fast_fake_tensor(inside, device, self._fake_attributes[device])
 
     def _compute(self, func, types, args, kwargs):
         """Compute the result by PyTorch.
@@ -231,8 +233,8 @@ class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
         Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype.
         """
         # PyTorch's cache would keep the first storage
-        self.cache_enabled = func not in compat.set_storage
-        if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
+        self.cache_enabled = func not in operators.set_storage
+        if func is not operators.grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
         narrow = [
             a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args
@@ -300,13 +302,15 @@ def _described(tensor: FakeTensor, reads_offset: bool) -> tuple:
 @cache
 def _is_view(func) -> bool:
     """Whether a result of ``func`` may be a view of an argument."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in compat.returns(func))
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in operators.returns(func)
+    )
 
 
 def _make_replay(func, args, out) -> Replay | None:
     """A function that builds ``out`` for later calls; ``None`` if there is no safe way."""
     if any(
-        a.alias_info is not None and a.alias_info.is_write for a in compat.schema(func).arguments
+        a.alias_info is not None and a.alias_info.is_write for a in operators.schema(func).arguments
     ):
         # A write does not change a fake tensor, unless it changes the shape or the storage
         # (resize_, squeeze_, set_, ...).

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from .. import compat
+from ..compat.transformers_models import inside_peft
 from ..names import LOOP_KEEPS, ZERO_GRAD, check_choice
 from ..training.losses import predicts_next_token
 from ..training.recipe import Recipe
@@ -119,7 +119,7 @@ def check_loop(loop: Loop, model: nn.Module, batch: Any, loss: Any, recipe: Reci
         )
     if not loop.shifted_logits:
         return
-    inside = compat.inside_peft(model)
+    inside = inside_peft(model)
     has_labels = batch is None or (isinstance(batch, dict) and batch.get("labels") is not None)
     if loss is not None or recipe.chunked_loss or not has_labels or not predicts_next_token(inside):
         raise ValueError(

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat import operators
+from ..compat.autograd import current_node, graph_task, next_sequence_nr, sequence_nr
+from ..compat.tensors import storage_key
 
 # (number of the list, number of the unit in it); a unit is one layer, or a segment of layers
 Place = tuple[int, int]
@@ -60,8 +62,8 @@ class Marks:
 
     def _number_nodes(self, place: Place, *hook_args: Any) -> None:
         """Note that nodes belong to ``place`` from now on, unless backward recomputes the layer."""
-        if compat.graph_task() == -1:
-            self._numbers.append(compat.next_sequence_nr())
+        if graph_task() == -1:
+            self._numbers.append(next_sequence_nr())
             self._places.append(place)
 
     def begin_part(self) -> None:
@@ -81,14 +83,14 @@ class Marks:
         ``live``: the recording's entries, which have the name of the parameter that each storage
         belongs to.
         """
-        if func in compat.profiler_marks:  # the begin or the end of a step or of zero_grad
+        if func in operators.profiler_marks:  # the begin or the end of a step or of zero_grad
             self._touched = NOWHERE
         for value in args:
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
                 self._touched = NOWHERE  # an operation on all parameters at once
                 return
             if isinstance(value, Tensor):
-                entry = live.get(compat.storage_key(value.untyped_storage()))
+                entry = live.get(storage_key(value.untyped_storage()))
                 name = None if entry is None else entry.module
                 if isinstance(name, str) and name in self._by_name:
                     self._touched = self._by_name[name]
@@ -106,11 +108,11 @@ class Marks:
                 return place
         if self._chunk != NOWHERE:
             return self._chunk
-        if compat.graph_task() == -1:
+        if graph_task() == -1:
             return self._touched
-        node = compat.current_node()
+        node = current_node()
         variable = getattr(node, "variable", None)  # of a node that adds to a parameter's .grad
         if variable is not None:
             return self._by_parameter.get(id(variable), NOWHERE)
-        index = bisect(self._numbers, compat.sequence_nr(node)) - 1
+        index = bisect(self._numbers, sequence_nr(node)) - 1
         return self._places[index] if index >= 0 else NOWHERE

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat.compiled import is_compiled
+from ..compat.trees import tree_leaves
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES, check_choice
@@ -229,7 +230,7 @@ def _checked_sizes(
     Raises ``ValueError`` if one of them is missing or does not fit.
     """
     if batch is not None:
-        leaves = compat.tree_leaves(batch)
+        leaves = tree_leaves(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         if not tensors:
             raise ValueError(
@@ -267,7 +268,7 @@ def source_of(model_or_config: Any, rope_factor: float | None = None) -> Source:
     if isinstance(model_or_config, Source):
         return model_or_config
     if isinstance(model_or_config, nn.Module):
-        if any(compat.is_compiled(module) for module in model_or_config.modules()):
+        if any(is_compiled(module) for module in model_or_config.modules()):
             raise CannotTrace(
                 f"{type(model_or_config).__name__} is compiled with torch.compile, whose code has "
                 "its own memory plan: give the module as it was before (compiled._orig_mod)"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..compat import inside_peft
+from ..compat.transformers_models import inside_peft
 from ..techniques.checkpointing import checkpoints_of
 from ..training.recipe import Recipe
 from .extrapolation import RepeatedLayers, repeated_layers

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compat import base_of, graph_task, is_view, storage_key, writes_first_argument
+from ..compat.autograd import graph_task
+from ..compat.operators import writes_first_argument
+from ..compat.tensors import base_of, is_view, storage_key
 from ..measure.meter import Meter
 from ..measure.recording import Recording
 from ..measure.storages import storages_of

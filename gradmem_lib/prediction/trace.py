@@ -14,7 +14,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat import operators
+from ..compat.fake_ranks import fake_process_group
+from ..compat.fake_tensors import NO_VALUES
+from ..compat.transformers_models import attention_by_values, attention_of
 from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
 from ..training.step import (
@@ -111,10 +114,10 @@ def _explained_errors(question: Question) -> Iterator[None]:
     """Turn errors of a step into sentences that say what to do."""
     try:
         yield
-    except compat.NO_VALUES as error:
+    except NO_VALUES as error:
         func = getattr(error, "func", error)
         reason = "has a result whose size depends on values"
-        if func is compat.read_value:
+        if func is operators.read_value:
             reason = "reads a tensor's value, as .item(), int(), bool() and if do"
         raise CannotTrace(
             f"the operation {func} {reason}{_where(error)}, and a prediction has shapes but no "
@@ -188,8 +191,8 @@ class _FakeStep:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         attention = None
-        if compat.attention_of(source.skeleton) is not None:  # else transformers is not needed
-            attention = stack.enter_context(compat.attention_by_values(*_mask_flags(question)))
+        if attention_of(source.skeleton) is not None:  # else transformers is not needed
+            attention = stack.enter_context(attention_by_values(*_mask_flags(question)))
         mesh = _fake_ranks(question, stack)
         self.mode = stack.enter_context(fakes.QuickFakeMode(question.target))
         keep = Counter[nn.Module]()
@@ -204,7 +207,7 @@ class _FakeStep:
         stack.callback(prepared.undo.close)
         if source.is_user_module:
             _restore_settings(prepared.model, model, modes, cache)
-        if compat.attention_of(model) == "sdpa":
+        if attention_of(model) == "sdpa":
             set_attention(model, attention)
         if question.batch is None:
             self.batch = example_batch(model, question.batch_size, question.seq_len)
@@ -358,7 +361,7 @@ def _mask_flags(question: Question) -> tuple[bool, bool]:
         question.batch if isinstance(question.batch, Mapping) else {},
         question.source.skeleton,
     )
-    if (attention := compat.attention_of(model)) is None:
+    if (attention := attention_of(model)) is None:
         return False, False
 
     def flags(test: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
@@ -409,4 +412,4 @@ def _fake_ranks(question: Question, stack: ExitStack):
     stack.enter_context(warnings.catch_warnings())
     # This warning, about layers that return views, is for a real run.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    return stack.enter_context(compat.fake_process_group(question.ranks, question.rank))
+    return stack.enter_context(fake_process_group(question.ranks, question.rank))

@@ -17,7 +17,9 @@ import torch
 from torch import UntypedStorage, nn
 from torch.optim import Optimizer
 
-from .. import compat, names
+from .. import names
+from ..compat.compiled import INSIDE_OF_COND
+from ..compat.dispatch_modes import innermost_mode
 from ..measure.budget import BudgetExceeded
 from ..measure.meter import Meter
 from ..measure.operations import Owner
@@ -113,7 +115,7 @@ class ScriptMeter(Meter):
     runs_compiled_eagerly = True
 
     def on_compiled_call(self, name: str) -> None:
-        if name == compat.INSIDE_OF_COND:  # uncompiled, it would train nothing
+        if name == INSIDE_OF_COND:  # uncompiled, it would train nothing
             raise RuntimeError(
                 "gradmem run cannot measure torch.cond with gradients, since its inside has to be "
                 "compiled: put `if` in its place, or run the script without gradmem run"
@@ -201,7 +203,7 @@ class ScriptMeter(Meter):
 
     def can_end(self) -> bool:
         """Whether the measurement could end here: a mode that the script has entered ends first."""
-        return compat.innermost_mode() is self.watch
+        return innermost_mode() is self.watch
 
     def _is_at_limit(self) -> bool:
         if self.limit is None or not self.can_end():

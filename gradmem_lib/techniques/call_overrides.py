@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..compat import call_override, is_compiled
+from ..compat.compiled import is_compiled
+from ..compat.modules import call_override
 from ..hf_names import LAYER_SWITCH
 
 ALREADY_CHECKPOINTED = (

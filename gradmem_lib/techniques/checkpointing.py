@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import call_override, original_call, override_call
+from ..compat.modules import call_override, original_call, override_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from .best_schedule import Measurement
 from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpointed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import compat
+from ..compat.data_parallel import ddp_is_done, fsdp1_groups, fsdp2_groups
 
 NO_ITEMS_ERROR = (
     "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all "
@@ -79,7 +79,7 @@ class Replicated(Processes):
         return nullcontext() if sync_gradients else self.model.no_sync()
 
     def check_gradients(self) -> None:
-        if not compat.ddp_is_done(self.model):
+        if not ddp_is_done(self.model):
             trained = [(n, p) for n, p in self.model.module.named_parameters() if p.requires_grad]
             missing = [n for n, p in trained if p.grad is None]
             raise ValueError(
@@ -156,7 +156,7 @@ def processes_of(model: nn.Module | None) -> Processes:
             )
         return Replicated(model, [model.process_group])
     if isinstance(model, FullyShardedDataParallel):
-        return Sharded(model, compat.fsdp1_groups(model))
+        return Sharded(model, fsdp1_groups(model))
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise ValueError(
@@ -193,7 +193,7 @@ def _fully_sharded(model: nn.Module, parts: list) -> Sharded:
             "and nobody averages their gradients over the processes: call fully_shard on the "
             "whole model too, after its layers"
         )
-    groups, divisors = compat.fsdp2_groups(parts)
+    groups, divisors = fsdp2_groups(parts)
     if len(divisors) > 1:
         raise ValueError(
             f"the parts of this model divide their gradients by different numbers ({divisors}): "

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat import storage_key, tree_flatten
+from ..compat.tensors import storage_key
+from ..compat.trees import tree_flatten
 from ..hf_names import LAYER_INPUT, hf_class
 
 CACHE_WARNING = (

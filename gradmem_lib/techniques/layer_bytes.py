@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compat import tree_map_only
+from ..compat.trees import tree_map_only
 from ..measure.storages import storages_of, tensors_in
 from ..measure.watch import Watch
 

@@ -32,16 +32,25 @@ def find_layers(layers_or_model: nn.Module, named: Named = ()) -> Lists:
         found = {"layers": (list(layers_or_model), None)}
     else:
         found = _lists_of_transformers(layers_or_model)
-    layers = [layer for several, _ in found.values() for layer in several]
+    _check(_layers_in(found), layers_or_model)
+    return found
+
+
+def _layers_in(lists: Lists) -> list[nn.Module]:
+    """The layers of all lists."""
+    return [layer for layers, _ in lists.values() for layer in layers]
+
+
+def _check(layers: list[nn.Module], model: nn.Module) -> None:
+    """Refuse layers that a checkpoint cannot run, found in ``model``."""
     if not layers:
-        to_give = _lists_to_give(layers_or_model)
+        to_give = _lists_to_give(model)
         raise ValueError(
-            f"there are no layers in this {type(layers_or_model).__name__}: no ModuleList of "
-            "transformers' GradientCheckpointingLayers was found. Give the nn.Sequential or "
-            f"nn.ModuleList itself{to_give}. A recipe takes its name, layers='...' beside "
-            "checkpointing="
+            f"there are no layers in this {type(model).__name__}: no ModuleList of transformers' "
+            "GradientCheckpointingLayers was found. Give the nn.Sequential or nn.ModuleList "
+            f"itself{to_give}. A recipe takes its name, layers='...' beside checkpointing="
         )
-    if not all(map(is_callable, layers)):
+    if not all(is_callable(layer) for layer in layers):
         raise ValueError(
             "the layers of this list have no forward of their own (they are lists or dicts of "
             "parts), so nobody calls them, and neither a checkpoint nor a shard would ever run: "
@@ -52,10 +61,10 @@ def find_layers(layers_or_model: nn.Module, named: Named = ()) -> Lists:
         raise ValueError(
             "the same layer is in the list more than once: shared layers cannot be in segments"
         )
-    return found
 
 
 def _lists_of_transformers(model: nn.Module) -> Lists:
+    """The lists of layers that transformers itself can checkpoint."""
     kind = hf_class("GradientCheckpointingLayer")
     found: Lists = {}
     for name, module in model.named_modules():
@@ -71,9 +80,9 @@ def _lists_of_transformers(model: nn.Module) -> Lists:
 def _owner(model: nn.Module, name: str) -> nn.Module | None:
     """The innermost module with a config around the one of this name; ``None`` if none has one."""
     owner = None
-    for outer, module in model.named_modules():
-        around = not outer or name.startswith(f"{outer}.")
-        if around and hasattr(module, "config"):
+    for outer, module in model.named_modules():  # a module comes before those inside it
+        is_around = outer == "" or name.startswith(f"{outer}.")
+        if is_around and hasattr(module, "config"):
             owner = module
     return owner
 
@@ -81,21 +90,29 @@ def _owner(model: nn.Module, name: str) -> nn.Module | None:
 def _named_lists(model: nn.Module, named: Named) -> Lists:
     """The lists of these names. Raises ``ValueError`` if one is not there."""
     found: Lists = {}
-    for one in named:
-        if not one:
+    for entry in named:
+        if not entry:
             raise ValueError(
                 f"layers={named!r} has an empty list: give the name of an nn.ModuleList or "
                 "nn.Sequential that has layers, or a tuple of the names of layers"
             )
-        if isinstance(one, str):
-            layers = items_called(_module_named(model, one))
-            found[one] = layers, _owner(model, one)
+        if isinstance(entry, str):
+            layers = items_called(_module_named(model, entry))
+            found[entry] = layers, _owner(model, entry)
         else:
-            layers = [_module_named(model, name) for name in one]
-            found[" and ".join(one)] = layers, _owner(model, one[0])
-    everything = [layer for layers, _ in found.values() for layer in layers]
-    inside = {part for layer in everything for part in list(layer.modules())[1:]}
-    for name, (layers, _) in found.items():
+            layers = [_module_named(model, name) for name in entry]
+            found[" and ".join(entry)] = layers, _owner(model, entry[0])
+    _check_named(found)
+    return found
+
+
+def _check_named(lists: Lists) -> None:
+    """Refuse a list without layers, and one with a layer that is inside another layer."""
+    inside: set[nn.Module] = set()  # all modules below the layers
+    for layer in _layers_in(lists):
+        _, *parts = layer.modules()
+        inside.update(parts)
+    for name, (layers, _) in lists.items():
         if not layers:
             raise ValueError(
                 f"{name} has no items: give the name of an nn.ModuleList or nn.Sequential that "
@@ -106,7 +123,6 @@ def _named_lists(model: nn.Module, named: Named) -> Lists:
                 f"{name} is a part of another layer that is given, and would run a third time: "
                 "give the one or the other"
             )
-    return found
 
 
 def _module_named(model: nn.Module, name: str) -> nn.Module:
@@ -148,14 +164,14 @@ def _lists_to_give(model: nn.Module) -> str:
         if not name or not isinstance(module, (nn.Sequential, nn.ModuleList)):
             continue
         layers = items_called(module)
-        if len(layers) > 1 and all(map(is_callable, layers)):
+        if len(layers) > 1 and all(is_callable(layer) for layer in layers):
             lists.append((len(layers), name))
     if not lists:
         return (
             ". This model has none: make one of the layers, in the order in which its forward "
             "calls them, such as nn.ModuleList([model.first, model.second])"
         )
-    lists.sort(key=lambda found: -found[0])
+    lists.sort(key=lambda found: -found[0])  # by length; equals stay in the model's order
     words = [f"model.{name} ({n} layers)" for n, name in lists[:3]]
     several = ""
     if len(words) > 1:

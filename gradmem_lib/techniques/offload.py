@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdRef
 
-from ..compat import base_of, saved_by_checkpoint, storage_key, version
+from ..compat.autograd import saved_by_checkpoint
+from ..compat.tensors import base_of, storage_key, version
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, check_choice
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .. import compat
+from ..compat.dispatch_modes import without_modes
 from .counts import check_reduction, checked_pair
 from .data_parallel import Processes, Sharded, device_of, processes_of
 from .splitting import count_rows, split
@@ -187,7 +187,7 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
     hook = register_module_forward_pre_hook(note_autocast)
     try:
         model.eval()
-        with torch.no_grad(), compat.without_modes(), torch.random.fork_rng(cuda):
+        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda):
             yield autocasts
     finally:
         hook.remove()

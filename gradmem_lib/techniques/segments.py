@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..compat import original_call, version
+from ..compat.modules import original_call
+from ..compat.tensors import version
 from .layer_arguments import join_input, same_arguments
 from .schedules import Schedule, total_layers
 

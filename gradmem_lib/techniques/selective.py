@@ -17,7 +17,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..compat import FakeTensor, original_call, override_call, schema, without_modes
+from ..compat.dispatch_modes import without_modes
+from ..compat.fake_tensors import FakeTensor
+from ..compat.modules import original_call, override_call
+from ..compat.operators import schema
 from ..hf_names import PARTS
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int

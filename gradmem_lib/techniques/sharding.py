@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..compat import allow_integer_shards
+from ..compat.data_parallel import allow_integer_shards
 from ..names import SHARDING, check_choice
 from .data_parallel import device_of
 from .layers import Named, find_layers

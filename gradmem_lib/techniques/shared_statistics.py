@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import version
+from ..compat.tensors import version
 
 
 def warn_of_shared_statistics(

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat import tree_leaves, tree_map_only
+from ..compat.trees import tree_leaves, tree_map_only
 
 
 def split(batch: Any, size: int) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat.transformers_models import inside_peft
 from ..hf_names import IGNORED_PIXEL
 from ..names import IGNORED
 from ..techniques.splitting import count_rows
@@ -153,7 +153,7 @@ def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
     Where the rule does not apply, it is the number of labels if each pixel has one, and otherwise
     that of rows. It is 1 for a batch that has no rows either.
     """
-    inside = compat.inside_peft(unwrapped(model))
+    inside = inside_peft(unwrapped(model))
     found = labels_of(batch)
     rules = [rule, rows]
     if found is not None and found.dim() > 2:

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat.fake_tensors import FakeTensor
+from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
@@ -152,7 +153,7 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
     """Whether there are numbers to compute with: a prediction has shapes and no values."""
     # Its weights may be sharded, and its batch is not.
     tensors = (*model.parameters(), *tensors_in(micro_batches))
-    return not any(isinstance(tensor, compat.FakeTensor) for tensor in tensors)
+    return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _refusal(
@@ -204,7 +205,7 @@ def _check_uncuttable(
     A batch has no rows if it is packed rows with the places where they begin, or graphs with their
     edges.
     """
-    inside = compat.inside_peft(model)
+    inside = inside_peft(model)
     name = f"{type(model).__name__}"
     why = (
         f"{how} cuts the batch, and the loss of {name} could not be computed for single rows, "

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat.dispatch_modes import without_modes
+from ..compat.fake_tensors import FakeTensor
+from ..compat.modules import hook_counts
+from ..compat.transformers_models import inside_peft
 from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
@@ -34,7 +37,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     """Raise ``ValueError`` if ``how`` cuts a batch whose flags, or the model's, say that losses of
     pieces do not add up to the batch's. What they do not say, ``find_rule`` asks the model.
     """
-    config = getattr(compat.inside_peft(unwrapped(model)), "config", None)
+    config = getattr(inside_peft(unwrapped(model)), "config", None)
     given = {}
     if isinstance(batch, Mapping):
         given = {key: value for key, value in batch.items() if value is not None}
@@ -68,7 +71,7 @@ def _answers_beyond_the_row(given: Mapping) -> bool:
     for key in ("start_positions", "end_positions"):
         if key in given:
             beyond = given[key].max() >= width
-            if not isinstance(beyond, compat.FakeTensor) and beyond:
+            if not isinstance(beyond, FakeTensor) and beyond:
                 return True
     return False
 
@@ -77,7 +80,7 @@ def predicts_next_token(model: nn.Module) -> bool:
     """Whether ``model`` is what transformers makes of its config as a causal language model, or a
     subclass of it. Vision-language models are; encoder-decoder pairs are not.
     """
-    model = compat.inside_peft(unwrapped(model))
+    model = inside_peft(unwrapped(model))
     config = getattr(model, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False):
         return False
@@ -110,12 +113,12 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "labels, which could change the model's loss: leave chunked_loss out"
         )
     check_chunked_loss(model)
-    return loss_in_chunks(compat.inside_peft(model), batch)
+    return loss_in_chunks(inside_peft(model), batch)
 
 
 def check_chunked_loss(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose own loss is not ``chunked_loss``."""
-    inside = compat.inside_peft(model)
+    inside = inside_peft(model)
     why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _model_difference(
         model, inside
     )
@@ -129,7 +132,7 @@ def _model_difference(model: nn.Module, inside: nn.Module) -> str | None:
     It is something that the class and the config of the model ``inside`` do not show.
     """
     head = inside.get_output_embeddings()
-    hooked = any(compat.hook_counts(head)) or "forward" in vars(head)
+    hooked = any(hook_counts(head)) or "forward" in vars(head)
     if inside is not model and "forward" in vars(type(model.base_model)):
         return f"{type(model.base_model).__name__} adds something to the model's loss"  # AdaLoRA
     if type(head) is not nn.Linear or head.bias is not None or hooked:
@@ -160,7 +163,7 @@ def chunked_loss_refusal(cls: type, config: Any) -> str | None:
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _refusals:
         # Modes that watch, replace or record the caller's operations must not act on these.
-        modes, autocast = compat.without_modes(), torch.autocast("cpu", enabled=False)
+        modes, autocast = without_modes(), torch.autocast("cpu", enabled=False)
         with modes, torch.enable_grad(), autocast, torch.random.fork_rng([]):
             _refusals[key] = _compare_losses(cls, config)
     return _refusals[key]

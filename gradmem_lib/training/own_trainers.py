@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..compat import prepared_inputs
+from ..compat.transformers_models import prepared_inputs
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import (
     DRAWS_RANDOM_NUMBERS,

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from .. import compat
+from ..compat.dispatch_modes import without_modes
+from ..compat.modules import is_persistent, own_tensors
+from ..compat.transformers_models import attention_of, checkpointing_name, inside_peft
 from ..names import ATTENTION, SELECTIVE
 from ..optimizers import OPTIMIZERS
 from ..techniques import optimizers as our_optimizers
@@ -90,7 +92,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     4-bit base. Raises ``ValueError`` if nothing would be trained, or if LoRA is asked for on a
     model that has it already (this library's or PEFT's).
     """
-    compat.inside_peft(model)  # refuses trained prompts
+    inside_peft(model)  # refuses trained prompts
     if recipe.lora_rank is not None and has_adapters(model):
         raise ValueError(
             "this model has LoRA already: load it again, or merge_adapters(model) first"
@@ -138,18 +140,14 @@ def set_attention(model: nn.Module, name: str | None) -> None:
 
     Raises ``ValueError`` if transformers has no such attention for the model.
     """
-    if (
-        name is None
-        or not hasattr(model, "set_attn_implementation")
-        or compat.attention_of(model) == name
-    ):
+    if name is None or not hasattr(model, "set_attn_implementation") or attention_of(model) == name:
         return
     try:
         model.set_attn_implementation(name)
     except ValueError as error:
         raise ValueError(
             f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which "
-            f"keeps its own ({compat.attention_of(model)!r})"
+            f"keeps its own ({attention_of(model)!r})"
         ) from error
 
 
@@ -158,8 +156,8 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     stay tied. Rotary frequencies stay float32, as with ``from_pretrained``.
     """
     for module in model.modules():
-        for name, tensor in compat.own_tensors(module):
-            if tensor.is_floating_point() and compat.is_persistent(module, name):
+        for name, tensor in own_tensors(module):
+            if tensor.is_floating_point() and is_persistent(module, name):
                 tensor.data = tensor.data.to(dtype)
 
 
@@ -171,7 +169,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
         parts = checkpoint_parts(model, recipe.checkpointing, layers=recipe.layers)
         undo.callback(parts.remove)
         return
-    every, name = recipe.checkpoint_interval, compat.checkpointing_name(model)
+    every, name = recipe.checkpoint_interval, checkpointing_name(model)
     if every is None and recipe.checkpointing is None:
         return
     if every is not None and name is not None and not recipe.layers:
@@ -220,7 +218,7 @@ def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
     }
     if module == "transformers.optimization":  # imported only if needed: it takes a second
         # It may import peft, which must not get the fake tensors of a prediction as constants.
-        with compat.without_modes():
+        with without_modes():
             from transformers import optimization
 
         homes[module] = optimization

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from ..compat.transformers_models import inside_peft
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import (
     ROUNDING,
@@ -102,7 +102,7 @@ def _differences(
 
     If ``processes`` is ``None``, the model has its own weights, and otherwise other ones.
     """
-    inside = compat.inside_peft(model)
+    inside = inside_peft(model)
     answer = Answer([0.0] * len(rules))
     weights = nullcontext() if processes is None else other_weights(model, processes)
     dtypes = set()

@@ -92,15 +92,21 @@ def _row_without_labels(micro_batches: Sequence[Any]) -> Any:
 
 def _another_class(row: Any) -> Any:
     """``row`` with another label, if it has one label: classes may be weighed."""
-    labels = whole_labels(row)
+    labels = whole_labels(row)  # shape (1,), if a row is one example of a class
     if labels is None or labels.dim() != 1 or labels.item() == IGNORED:
         return row
-    other = torch.zeros_like(labels) if labels.item() else labels + 1
+    if labels.item() == 0:
+        other = labels + 1
+    else:
+        other = torch.zeros_like(labels)
     return with_labels(row, other)
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Rows of unequal widths, cut to the least width and put together."""
+    """Rows of unequal widths, cut to the least width and put together.
+
+    Of what has no rows (a number, a flag), the first part's is taken.
+    """
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _joined([part[name] for part in parts]) for name in first}
@@ -111,10 +117,10 @@ def _joined(parts: list[Any]) -> Any:
         return type(first)(*joined)  # a namedtuple
     if not isinstance(first, Tensor) or not first.dim():
         return first
-    shapes = [part.shape[1:] for part in parts]
+    shapes = [part.shape[1:] for part in parts]  # without the rows
     least = [min(sizes) for sizes in zip(*shapes, strict=True)]
-    inside = tuple(slice(size) for size in least)
-    return torch.cat([part[:, *inside] for part in parts])
+    common = tuple(slice(size) for size in least)
+    return torch.cat([part[:, *common] for part in parts])
 
 
 def twice(row: Any) -> Any:
@@ -144,14 +150,17 @@ def fewer_labels(model: nn.Module, batch: Any, ignored_labels: bool) -> Iterator
     Once -100 takes the place of labels, if the model takes ``ignored_labels``; and once the padding
     token.
     """
-    found = whole_labels(batch)
-    if found is None or found.dim() != 2 or found.shape[1] < 4:
+    labels = whole_labels(batch)  # rows x tokens
+    if labels is None or labels.dim() != 2 or labels.shape[1] < 4:
         return
-    replacements = [getattr(getattr(model, "config", None), "pad_token_id", None) or 0]
-    if ignored_labels:
-        replacements.insert(0, IGNORED)
-    length = max([0, *found[0].ne(IGNORED).nonzero().flatten().tolist()])
+    config = getattr(model, "config", None)
+    padding = getattr(config, "pad_token_id", None) or 0
+    replacements = [IGNORED, padding] if ignored_labels else [padding]
+    positions = labels[0].ne(IGNORED).nonzero().flatten().tolist()
+    last = max(positions, default=0)
     for replacement in replacements:
-        changed = found.clone()
-        changed[0, max(2, length // 3) :] = replacement
-        yield with_labels(batch, changed)
+        fewer = labels.clone()
+        # About a third of the first row's labels stay. A model that shifts labels has no
+        # prediction for the first label, so there must be two.
+        fewer[0, max(2, last // 3) :] = replacement
+        yield with_labels(batch, fewer)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..compat import checkpointing_name
+from ..compat.transformers_models import checkpointing_name
 from ..hf_names import CHECKPOINTING_METHODS
 from ..optimizers import OPTIMIZERS
 from .recipe import Recipe

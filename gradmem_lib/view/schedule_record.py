@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat import current_node, graph_task, next_sequence_nr, sequence_nr, storage_key
+from ..compat.autograd import current_node, graph_task, next_sequence_nr, sequence_nr
+from ..compat.tensors import storage_key
 from ..display import pictures
 from ..measure.recording import Entry, Recording
 from ..measure.storages import storages_of, tensors_in

@@ -17,7 +17,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim import SGD, AdamW, SparseAdam
 
-from gradmem_lib import MemoryTracker, compat
+from gradmem_lib import MemoryTracker
+from gradmem_lib.compat.dispatch_modes import num_active_dispatch_modes
 
 
 def small() -> nn.Sequential:
@@ -323,6 +324,6 @@ def test_what_ends_the_last_look_leaves_nothing_patched(monkeypatch, error):
         monkeypatch.setattr(tracker._meter, "sync", ends)
     assert (
         nn.Module.__call__ is call
-        and compat.num_active_dispatch_modes() == 0
+        and num_active_dispatch_modes() == 0
         and not model.weight._post_accumulate_grad_hooks
     )

@@ -30,9 +30,10 @@ from gradmem_lib import (
     Recipe,
     accumulate_gradients,
     checkpoint_layers,
-    compat,
     next_token_loss,
 )
+from gradmem_lib.compat.collectives import collectives, run_collective_synchronously
+from gradmem_lib.compat.dispatch_modes import TorchDispatchMode, WithoutDynamoGuard
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.training.prepare import prepare
@@ -70,7 +71,7 @@ UNSEEN = {
 }
 
 
-class Settled(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
+class Settled(WithoutDynamoGuard, TorchDispatchMode):
     """Nobody listens; but gloo has let go of a collective's tensors when it returns, so that this
     thread frees them.
     """
@@ -78,8 +79,8 @@ class Settled(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
-        if func in compat.collectives:
-            return compat.run_collective_synchronously(func, *args, **(kwargs or {}))
+        if func in collectives:
+            return run_collective_synchronously(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -30,7 +30,7 @@ from support.predicted import assert_same, tracked
 from torch import nn
 from torch.utils.data import Dataset
 
-from gradmem_lib.compat import tree_map
+from gradmem_lib.compat.trees import tree_map
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers

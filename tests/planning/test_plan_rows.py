@@ -17,7 +17,7 @@ from support.predicted import assert_same, measured, tracked
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from gradmem_lib.compat import tree_leaves, tree_map
+from gradmem_lib.compat.trees import tree_leaves, tree_map
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.cost import seconds_per_token
@@ -360,7 +360,7 @@ def test_what_a_plan_of_rows_refuses(model, changes, says):
 
 
 def test_a_compiled_module_is_refused(monkeypatch):
-    monkeypatch.setattr("gradmem_lib.compat.is_compiled", lambda module: True)
+    monkeypatch.setattr("gradmem_lib.prediction.predict.is_compiled", lambda module: True)
     build, batch, loss = OWN["layers"]
     with pytest.raises(RuntimeError, match="is compiled with"):
         plan(build(), card="1 GiB", global_batch=ROWS, batch=batch, loss=loss)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradmem_lib.compat import FakeTensor, storage_key
+from gradmem_lib.compat.fake_tensors import FakeTensor
+from gradmem_lib.compat.tensors import storage_key
 from gradmem_lib.prediction.copies import fake_batch, fake_copy
 from gradmem_lib.prediction.fakes import QuickFakeMode
 from gradmem_lib.prediction.question import CannotTrace

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradmem_lib.compat import FakeTensor, tree_leaves, tree_map_only
+from gradmem_lib.compat.fake_tensors import FakeTensor
+from gradmem_lib.compat.trees import tree_leaves, tree_map_only
 from gradmem_lib.prediction.fakes import QuickFakeMode, answers_by_settings
 
 aten = torch.ops.aten

@@ -23,7 +23,8 @@ from transformers import (
     Wav2Vec2Config,
 )
 
-from gradmem_lib import compat
+from gradmem_lib.compat import operators
+from gradmem_lib.compat.dispatch_modes import TorchDispatchMode
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction import corrections
 from gradmem_lib.prediction.configs import example_batch, model_class
@@ -206,16 +207,16 @@ def test_the_workspace_of_an_lstm_is_what_its_kernel_returns(sizes):
     seq, batch, inputs, hidden = sizes
     kept = []
 
-    class Look(compat.TorchDispatchMode):
+    class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if func is compat.lstm_layer:
+            if func is operators.lstm_layer:
                 kept.append(out[3].untyped_storage().nbytes())
             return out
 
     with Look():
         nn.LSTM(inputs, hidden)(torch.randn(seq, batch, inputs))
-    assert corrections.lstm_workspace(*sizes) == kept[0] == compat.lstm_workspace(*sizes)
+    assert corrections.lstm_workspace(*sizes) == kept[0] == operators.lstm_workspace(*sizes)
 
 
 def test_what_recurrent_layers_keep_on_a_card_is_refused():

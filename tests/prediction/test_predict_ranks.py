@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.compat import fake_process_group
+from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.prediction import short_traces

@@ -1,5 +1,5 @@
-"""Private names of torch and transformers stand in compat.py alone, and each does there what its
-comment says.
+"""Private names of torch and transformers stand in the package ``compat`` alone, and each does
+there what its comment says.
 """
 
 import ast
@@ -16,7 +16,18 @@ from support.families import tiny_config
 from torch import nn
 
 import gradmem_lib
-from gradmem_lib import compat
+from gradmem_lib.compat.collectives import finished_all_reduce, run_collective_synchronously
+from gradmem_lib.compat.data_parallel import ddp_is_done
+from gradmem_lib.compat.dispatch_modes import TorchDispatchMode
+from gradmem_lib.compat.fake_tensors import FakeTensorMode
+from gradmem_lib.compat.modules import call_override, original_call, override_call
+from gradmem_lib.compat.tensors import inside_transform, storage_key
+from gradmem_lib.compat.transformers_models import (
+    attention_by_values,
+    attention_of,
+    checkpoints_reentrant,
+    takes_fused_attention,
+)
 from gradmem_lib.course.machine import compat as machine_compat
 
 HOME = Path(gradmem_lib.__file__).parent
@@ -38,7 +49,8 @@ PUBLIC = {
 }
 
 
-OURS = {"compat.py", "course/machine/compat.py"}  # where private names of others may stand
+# Where private names of others may stand: in the package "compat", and in the course's file.
+OURS = {file for file in FILES if file.startswith("compat/")} | {"course/machine/compat.py"}
 
 
 def is_private(name: str) -> bool:
@@ -121,49 +133,49 @@ def test_names_that_have_a_default_are_still_those_of_transformers():
     model = machine_compat.model_from_config(
         transformers.LlamaForCausalLM, config, attn_implementation="eager"
     )
-    assert compat.attention_of(model) == "eager"
-    assert compat.takes_fused_attention(model)
-    assert not compat.takes_fused_attention(transformers.PreTrainedModel)
+    assert attention_of(model) == "eager"
+    assert takes_fused_attention(model)
+    assert not takes_fused_attention(transformers.PreTrainedModel)
     for reentrant in (True, False):
         machine_compat.enable_checkpointing(model, {"use_reentrant": reentrant})
-        assert compat.checkpoints_reentrant(model.model.layers[0]) == reentrant
+        assert checkpoints_reentrant(model.model.layers[0]) == reentrant
 
 
 def test_a_storage_has_one_key_whoever_looks():
     tensor = torch.zeros(4)
     one, other = tensor.untyped_storage(), tensor.view(2, 2).untyped_storage()
-    assert compat.storage_key(one) == compat.storage_key(other)
-    assert compat.storage_key(torch.zeros(4).untyped_storage()) != compat.storage_key(one)
+    assert storage_key(one) == storage_key(other)
+    assert storage_key(torch.zeros(4).untyped_storage()) != storage_key(one)
 
 
 def test_what_a_transform_wraps_is_found():
     seen = []
 
     def function(x):
-        seen.append(compat.inside_transform(x))
+        seen.append(inside_transform(x))
         return (x * x).sum()
 
     rows = torch.randn(3, 4)
     torch.func.vmap(torch.func.grad(function))(rows)
     assert seen[0].shape == (3, 4) and seen[0].data_ptr() == rows.data_ptr()
-    assert compat.inside_transform(rows) is None
+    assert inside_transform(rows) is None
 
 
 def test_a_call_is_replaced_and_given_back():
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2)
-    undo = compat.override_call(layer, lambda x: "replaced")
-    assert layer(x) == "replaced" and torch.equal(compat.original_call(layer)(x), layer.forward(x))
+    undo = override_call(layer, lambda x: "replaced")
+    assert layer(x) == "replaced" and torch.equal(original_call(layer)(x), layer.forward(x))
     undo()
     undo()
-    assert compat.call_override(layer) is None and torch.equal(layer(x), layer.forward(x))
+    assert call_override(layer) is None and torch.equal(layer(x), layer.forward(x))
 
 
 def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     own = masking_utils.find_packed_sequence_indices
-    with pytest.raises(RuntimeError), compat.attention_by_values() as name:
+    with pytest.raises(RuntimeError), attention_by_values() as name:
         assert name in list(AttentionInterface()) and name in list(AttentionMaskInterface())
         assert masking_utils.find_packed_sequence_indices is not own
         raise RuntimeError
@@ -177,7 +189,7 @@ def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
     """
     from transformers import masking_utils
 
-    class Seen(compat.TorchDispatchMode):
+    class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(str(func))
             return func(*args, **(kwargs or {}))
@@ -190,7 +202,7 @@ def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
     names: list[str] = []
     questions = ("_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
     padding, packed = (getattr(masking_utils, name) for name in questions)
-    with compat.attention_by_values():
+    with attention_by_values():
         our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
     for mask in (None, torch.ones(2, 8, dtype=torch.bool)):
         for window in (None, 7, 8, 9):
@@ -198,7 +210,7 @@ def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
     position_ids = torch.arange(8)[None]
     assert told(our_packed, position_ids)[1:] == told(packed, position_ids)[1:] != (False, 0)
     assert our_packed(position_ids) is None
-    with compat.attention_by_values(masked=True, packed=True):
+    with attention_by_values(masked=True, packed=True):
         our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
     hidden, two = torch.arange(16).view(2, 8) < 12, position_ids % 5
     for mask in (None, hidden):
@@ -214,25 +226,25 @@ def test_a_collective_is_over_when_nobody_else_holds_its_tensors():
         # whose graph holds what it was made from
         holders.append(tensors[0].requires_grad_().square())
         threading.Timer(0.05, holders.clear).start()
-        return compat.finished_all_reduce(tensors)
+        return finished_all_reduce(tensors)
 
     given = [torch.ones(3)]
-    found, work = compat.run_collective_synchronously(collective, given)
+    found, work = run_collective_synchronously(collective, given)
     assert not holders and found[0] is given[0]
     torch._C._distributed_c10d.Work.unbox(work).wait()
 
     def of_one_tensor(out, given):
-        return compat.finished_all_reduce([out])
+        return finished_all_reduce([out])
 
-    one, _ = compat.run_collective_synchronously(of_one_tensor, given[0], torch.ones(2))
+    one, _ = run_collective_synchronously(of_one_tensor, given[0], torch.ones(2))
     assert one is given[0]
 
 
 def test_a_collective_of_fake_tensors_is_not_waited_for():
-    with compat.FakeTensorMode():
+    with FakeTensorMode():
         fake = torch.ones(3)
     for tensors in ([fake], [torch.ones(3, device="meta")]):
-        out = compat.run_collective_synchronously(lambda *args, **more: (args, more), tensors, n=7)
+        out = run_collective_synchronously(lambda *args, **more: (args, more), tensors, n=7)
         assert out == ((tensors,), {"n": 7})
 
 
@@ -262,11 +274,11 @@ UNFINISHED = "Expected to have finished reduction in the prior iteration before 
 def test_whether_gradients_have_travelled_is_asked_of_ddp(missing, rebuilt):
     for says in (None, UNFINISHED):
         model = Replicated(missing, rebuilt, says)
-        assert compat.ddp_is_done(model) is (says is None or not (missing or rebuilt))
+        assert ddp_is_done(model) is (says is None or not (missing or rebuilt))
         assert model.asked is (missing or rebuilt)
     if missing or rebuilt:
         with pytest.raises(RuntimeError, match="another"):
-            compat.ddp_is_done(Replicated(missing, rebuilt, "another"))
+            ddp_is_done(Replicated(missing, rebuilt, "another"))
 
 
 def test_the_first_compilation_of_a_process_may_be_inside_a_tracker():

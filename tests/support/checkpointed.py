@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from gradmem_lib.compat import call_override
+from gradmem_lib.compat.modules import call_override
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4

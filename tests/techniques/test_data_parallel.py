@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradmem_lib import accumulate_gradients, compat, next_token_loss
+from gradmem_lib import accumulate_gradients, next_token_loss
+from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks, torchrun
 from gradmem_lib.course.lessons.lesson_10.thread_ranks import on_ranks
 from gradmem_lib.course.material import models
@@ -177,9 +178,9 @@ def test_a_process_on_its_own_sums_nothing_up():
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match="returned"):
         check_trained_together(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with compat.fake_process_group(1, 0):
+    with fake_process_group(1, 0):
         assert type(processes_of(None)) is type(processes_of(model)) is Processes
-    with compat.fake_process_group(2, 0), pytest.raises(ValueError, match="was not told the model"):
+    with fake_process_group(2, 0), pytest.raises(ValueError, match="was not told the model"):
         processes_of(None)
 
 
@@ -233,7 +234,7 @@ def parts_and_whole(mesh, divide=(), root=True):
 
 
 def test_a_model_says_how_it_is_trained():
-    with compat.fake_process_group(3, 1) as mesh:
+    with fake_process_group(3, 1) as mesh:
         plain = torch.nn.Linear(2, 2)
         parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
         found = processes_of(parallel)

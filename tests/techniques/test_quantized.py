@@ -10,7 +10,8 @@ from support.families import tiny_config
 from support.predicted import assert_same, measured
 from torch import nn
 
-from gradmem_lib.compat import FakeTensorMode, tree_leaves
+from gradmem_lib.compat.fake_tensors import FakeTensorMode
+from gradmem_lib.compat.trees import tree_leaves
 from gradmem_lib.course.material import models
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict

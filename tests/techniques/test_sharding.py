@@ -12,7 +12,8 @@ from support.sharded import distances, far, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradmem_lib import Recipe, compat, make_trainer, prepare, step
+from gradmem_lib import Recipe, make_trainer, prepare, step
+from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.techniques import sharding
@@ -270,7 +271,7 @@ def said_by_shard() -> list[str]:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_model_is_prepared_once(how):
-    with compat.fake_process_group(2, 0) as mesh:
+    with fake_process_group(2, 0) as mesh:
         prepared = prepare(nn.Sequential(nn.Linear(2, 2)), Recipe(sharding=how), mesh=mesh)
         for again in ("ddp", "fsdp"):
             with pytest.raises(
@@ -351,7 +352,7 @@ def found_in(model, named=()):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
     monkeypatch.setattr(sharding, "find_layers", found_in)
-    with compat.fake_process_group(2, 1) as mesh:
+    with fake_process_group(2, 1) as mesh:
         model = Rest([Block(), Block()])
         assert shard(model, how, mesh=mesh if dtype else None, compute_dtype=dtype) is model
         assert all(isinstance(p, DTensor) and p.device_mesh.size() == 2 for p in model.parameters())
@@ -372,7 +373,7 @@ def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
 
 def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
     monkeypatch.setattr(sharding, "find_layers", found_in)
-    with compat.fake_process_group(2, 0) as mesh:
+    with fake_process_group(2, 0) as mesh:
         shard(Rest([Block(torch.float32, True)], torch.bfloat16), "fsdp", mesh=mesh)
         with pytest.raises(ValueError, match=r"one Block are in torch.bfloat16 and torch.float32"):
             shard(Rest([Block(trained=True)]), "fsdp", mesh=mesh)
@@ -383,7 +384,7 @@ def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
 @pytest.mark.parametrize("how", ["ddp", "zero1"])
 def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
     moved = []
-    with compat.fake_process_group(2, 0) as mesh:
+    with fake_process_group(2, 0) as mesh:
         for here in ("cpu", "cuda"):
             model = nn.Linear(2, 2)
             monkeypatch.setattr(sharding, "device_of", lambda model, here=here: torch.device(here))
@@ -398,7 +399,7 @@ def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
 
 @pytest.mark.parametrize("own_mesh", [False, True])
 def test_states_are_cut_over_the_mesh(own_mesh):
-    with compat.fake_process_group(3, 2) as mesh:
+    with fake_process_group(3, 2) as mesh:
         weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
         cut = sharding.shard_optimizer_states(
             weights, torch.optim.SGD, mesh.get_group() if own_mesh else None

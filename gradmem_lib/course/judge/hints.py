@@ -61,6 +61,14 @@ def _same(mine: dict[Path, Any], theirs: dict[Path, Any], tolerance: float) -> d
     }
 
 
+def _first_wrong(right: dict[Path, bool]) -> Path | None:
+    """The first place of ``compared`` where the answer is wrong; ``None`` if it is right."""
+    for path, same in right.items():
+        if not same:
+            return path
+    return None
+
+
 def nearest_mistake(
     got: Any,
     expected: Any,
@@ -78,23 +86,32 @@ def nearest_mistake(
     """
     mine, wanted = entries(got), entries(expected)
     wrong = _wrong_places(mine, wanted, tolerance)
-    best, most = "", 0
+    best = ""
+    most = 0  # places where the best mistake is wrong
     for says, value in known:
         theirs = entries(value)
         theirs_wrong = _wrong_places(theirs, wanted, tolerance)
-        agrees = all(
-            path in mine
-            and path in theirs
-            and difference(mine[path], theirs[path], tolerance) is None
-            for path in theirs_wrong
-        )
-        if not agrees or not theirs_wrong or theirs_wrong[0] != wrong[0]:
+        if not theirs_wrong or not _agree(mine, theirs, theirs_wrong, tolerance):
+            continue
+        if theirs_wrong[0] != wrong[0]:
             continue
         if all_of_it and len(theirs_wrong) < 0.8 * len(wrong):
             continue
         if len(theirs_wrong) > most:
             best, most = says, len(theirs_wrong)
     return best
+
+
+def _agree(
+    mine: dict[Path, Any], theirs: dict[Path, Any], places: list[Path], tolerance: float
+) -> bool:
+    """Whether both have the same at each of these places."""
+    for path in places:
+        if path not in mine or path not in theirs:
+            return False
+        if difference(mine[path], theirs[path], tolerance) is not None:
+            return False
+    return True
 
 
 def _wrong_places(mine: dict[Path, Any], wanted: dict[Path, Any], tolerance: float) -> list[Path]:
@@ -107,24 +124,38 @@ def relation(got: Any, expected: Any, tolerance: float) -> str:
     """
     right = compared(got, expected, tolerance)
     mine, theirs = dict(leaves(got)), dict(leaves(expected))
-    first = next((path for path, same in right.items() if not same), None)
+    first = _first_wrong(right)
     if first is None or first not in mine:
         return ""
-    if says := _other_kind(mine[first], theirs[first]):
-        return says
+    another_kind = _other_kind(mine[first], theirs[first])
+    if another_kind:
+        return another_kind
     if tolerance < 1e-3 and difference(got, expected, 1e-2) is None and _tells_apart(theirs):
         return _nearly_right(theirs)
-    pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
-    numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]
+    numbers = _numbers_in_both(mine, theirs)
     if len(numbers) < 3 or len(numbers) < len(theirs):
         return ""
-    if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
+    is_constant = len({number for number, _ in numbers}) == 1
+    should_differ = len({wanted for _, wanted in numbers}) > 1
+    if is_constant and should_differ:
         return f"the answer is {describe(numbers[0][0])} for all arguments: it must depend on them."
     for path, same in right.items():
         wanted = plain(theirs[path])
         if same and isinstance(wanted, Real) and wanted:
             return ""  # one is right, so no factor holds for all
     return _one_factor(numbers)
+
+
+def _numbers_in_both(mine: Mapping, theirs: Mapping) -> list[tuple[Real, Real]]:
+    """(number of the answer, number of the reference) where both have a number at a place."""
+    numbers = []
+    for path, value in theirs.items():
+        if path not in mine:
+            continue
+        number, wanted = plain(mine[path]), plain(value)
+        if isinstance(number, Real) and isinstance(wanted, Real):
+            numbers.append((number, wanted))
+    return numbers
 
 
 def _tells_apart(expected: Mapping) -> bool:
@@ -185,13 +216,13 @@ def unit_of(ratio: float) -> str:
     empty where no unit has this factor.
     """
     for factor, name in _UNITS.items():
-        if math.isclose(ratio, factor, rel_tol=1e-9):
-            off = (
-                f"{factor:g} times too large"
-                if factor > 1
-                else f"{1 / factor:,.0f} times too small"
-            )
-            return f"every number is {off} (these look like {name}): return bytes."
+        if not math.isclose(ratio, factor, rel_tol=1e-9):
+            continue
+        if factor > 1:
+            off = f"{factor:g} times too large"
+        else:
+            off = f"{1 / factor:,.0f} times too small"
+        return f"every number is {off} (these look like {name}): return bytes."
     return ""
 
 
@@ -200,7 +231,8 @@ def other_unit(got: Any, expected: Any) -> str:
 
     Only whole numbers are bytes, as floats too; truths beside them are not looked at.
     """
-    mine, ratios = entries(got), []
+    mine = entries(got)
+    ratios = []
     for path, wanted in entries(expected).items():
         number = mine.get(path)
         if isinstance(wanted, bool):
@@ -213,7 +245,9 @@ def other_unit(got: Any, expected: Any) -> str:
             ratios.append(float(number) / float(wanted))
         elif number:
             return ""
-    return unit_of(ratios[0]) if len(ratios) > 2 and _alike(ratios) else ""
+    if len(ratios) > 2 and _alike(ratios):
+        return unit_of(ratios[0])
+    return ""
 
 
 def wrapped_around(got: Any, expected: Any) -> str:
@@ -240,14 +274,11 @@ def wrapped_around(got: Any, expected: Any) -> str:
 
 def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
     """The sentence if the first wrong number is nan, which cannot be compared with any formula."""
-    mine = dict(leaves(got))
-    first = next(
-        (path for path, same in compared(got, expected, tolerance).items() if not same), None
-    )
-    value = plain(mine.get(first))
-    return (
-        relation(got, expected, tolerance) if isinstance(value, Real) and math.isnan(value) else ""
-    )
+    first = _first_wrong(compared(got, expected, tolerance))
+    value = plain(dict(leaves(got)).get(first))
+    if isinstance(value, Real) and math.isnan(value):
+        return relation(got, expected, tolerance)
+    return ""
 
 
 def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
@@ -328,27 +359,41 @@ def _instead_of_a_list(got: Any, expected: tuple) -> str:
 
 def insensitive_argument(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> str:
     """An argument that has no effect on an answer, or too much: found by doubling one at a time."""
-    base, powers = cases.cases[0], []
+    base = cases.cases[0]
+    another_growth = ""  # the sentence for the first argument that has another effect
     for place, name in enumerate(names[: len(base)]):
         values = [case[place] for case in cases.cases]
         changed = _with(base, place, _other(base[place], values))
-        was, wanted = ([_number(f, case) for case in (base, changed)] for f in (mine, theirs))
-        if None in was or None in wanted or wanted[0] == wanted[1]:
+        was, is_now = _number(mine, base), _number(mine, changed)
+        should_be, should_become = _number(theirs, base), _number(theirs, changed)
+        if None in (was, is_now, should_be, should_become) or should_be == should_become:
             continue
-        if was[0] == was[1]:
-            far = [_with(case, place, _far(_other(case[place], values))) for case in cases.cases]
-            if [_number(mine, case) for case in far] == [
-                _number(mine, case) for case in cases.cases
-            ]:
+        if was == is_now:
+            if _has_no_effect(cases, place, mine):
                 return f"`{name}` has no effect on your answer."
-        elif isinstance(base[place], Real) and 0 not in (*was, *wanted):
-            grows, should = was[1] / was[0], wanted[1] / wanted[0]
-            if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
-                powers.append(
-                    f"with twice the `{name}` your answer is {grows:.3g} times as large, but "
-                    f"should be {should:.3g} times as large."
-                )
-    return powers[0] if powers else ""
+            continue
+        if another_growth or not isinstance(base[place], Real):
+            continue
+        if 0 in (was, is_now, should_be, should_become):
+            continue
+        grows, should = is_now / was, should_become / should_be
+        if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
+            another_growth = (
+                f"with twice the `{name}` your answer is {grows:.3g} times as large, but should "
+                f"be {should:.3g} times as large."
+            )
+    return another_growth
+
+
+def _has_no_effect(cases: Calls, place: int, function: Callable) -> bool:
+    """Whether ``function`` returns the same for every case after the argument at ``place`` has
+    become far larger, or another one.
+    """
+    values = [case[place] for case in cases.cases]
+    far = [_with(case, place, _far(_other(case[place], values))) for case in cases.cases]
+    return [_number(function, case) for case in far] == [
+        _number(function, case) for case in cases.cases
+    ]
 
 
 def _with(case: tuple, place: int, value: Any) -> tuple:
@@ -356,16 +401,19 @@ def _with(case: tuple, place: int, value: Any) -> tuple:
 
 
 def _other(value: Any, others: list[Any]) -> Any:
+    """Twice a number; in place of anything else, the first of ``others`` that differs."""
     if isinstance(value, Real):
         return 2 * value
     return next((other for other in others if other != value), value)
 
 
 def _far(value: Any) -> Any:
+    """So large that a bound, as in ``min(value, 512)``, is not the reason of an equal result."""
     return 1000 * value if isinstance(value, Real) else value
 
 
 def _number(function: Callable, case: tuple) -> float | None:
+    """What ``function`` returns for ``case``, or the first of it; ``None`` if that is no number."""
     try:
         value = plain(function(*case))
         return value if isinstance(value, Real) else float(value[0])
@@ -378,35 +426,39 @@ def partial_credit(got: Any, expected: Any, tolerance: float, name: str) -> str:
     right.
     """
     right = compared(got, expected, tolerance)
-    first = next((path for path, same in right.items() if not same), None)
+    first = _first_wrong(right)
     if not first:
         return ""
-    cases: dict[Any, bool] = {}
-    for path, same in right.items():
-        cases[path[0]] = cases.get(path[0], True) and same
-    alike = {case: [path[1:] for path in right if path[0] == case] for case in cases}
-    whole = [
-        case
-        for case, same in cases.items()
-        if same and not isinstance(case, HiddenCase) and alike[case] == alike[first[0]]
-    ]
-    entries = [
-        path[-1] for path, same in right.items() if same and path[0] == first[0] and len(path) > 1
-    ]
+    # The entries of each case, in order. A path is a case, and an entry below it: the entry's own
+    # path, which is empty if the case is one value.
+    by_case: dict[Any, dict[Path, bool]] = {}
+    for (case, *entry), same in right.items():
+        by_case.setdefault(case, {})[tuple(entry)] = same
+    wrong_case = by_case[first[0]]
+    whole = []
+    for case, found in by_case.items():
+        is_like_the_wrong_one = list(found) == list(wrong_case)
+        if is_like_the_wrong_one and all(found.values()) and not isinstance(case, HiddenCase):
+            whole.append(case)
+    right_entries = [entry[-1] for entry, same in wrong_case.items() if same and entry]
     parts = []
     if whole:
-        shown = " and ".join(
-            f"{name}{case}" if str(case).startswith("(") else str(case) for case in whole[:2]
-        )
-        parts.append(
-            f"all is right for {shown}" + (f" and {len(whole) - 2} more" if len(whole) > 2 else "")
-        )
-    if entries:
-        parts.append(
-            f"{' and '.join(repr(entry) for entry in entries[:3])} "
-            f"{'are' if len(entries) > 1 else 'is'} right"
-        )
+        parts.append(_right_cases(whole, name))
+    if right_entries:
+        shown = " and ".join(repr(entry) for entry in right_entries[:3])
+        verb = "are" if len(right_entries) > 1 else "is"
+        parts.append(f"{shown} {verb} right")
     return ", and ".join(parts)
+
+
+def _right_cases(cases: list, name: str) -> str:
+    """``name``: of the function, which stands before the arguments of a case."""
+    shown = []
+    for case in cases[:2]:
+        is_call = str(case).startswith("(")
+        shown.append(f"{name}{case}" if is_call else str(case))
+    more = f" and {len(cases) - 2} more" if len(cases) > 2 else ""
+    return f"all is right for {' and '.join(shown)}{more}"
 
 
 # Messages of PyTorch and Python, and what to look at.
@@ -471,4 +523,7 @@ def raised(kind: str, text: str, own: tuple[tuple[str, str], ...] = ()) -> str:
     known about it.
     """
     whole = f"{kind}: {text}"
-    return next((says for pattern, says in (*own, *_RAISED) if re.search(pattern, whole)), "")
+    for pattern, says in (*own, *_RAISED):
+        if re.search(pattern, whole):
+            return says
+    return ""

@@ -198,12 +198,12 @@ class _Watch:
         self.has_returned = False  # the last call has, so what runs now is not the candidate
 
     def around(self, function: Callable) -> Callable:
-        from . import side_effects
+        from . import given_arguments, side_effects
 
         @functools.wraps(function)
         def watched(*args, **kwargs):
-            arguments = side_effects.arguments_of(self.exercise.reference, args, kwargs)
-            given = side_effects.Given(arguments, self.exercise.changes)
+            arguments = given_arguments.arguments_of(self.exercise.reference, args, kwargs)
+            given = given_arguments.Given(arguments, self.exercise.changes)
             switches = side_effects.switches()
             del arguments
             self.calls += 1

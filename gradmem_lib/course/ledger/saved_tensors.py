@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from ...compat import FakeTensorMode, storage_key
+from ...compat.fake_tensors import FakeTensorMode
+from ...compat.tensors import storage_key
 from ..machine.compat import model_from_config
 from ..material.flops import count_operations
 from ..material.shapes import Shape

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ...compat import checkpointing_name
+from ...compat.transformers_models import checkpointing_name
 
 checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
 _aten = torch.ops.aten

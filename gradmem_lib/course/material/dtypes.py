@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compat import TorchDispatchMode, tree_leaves
+from ...compat.dispatch_modes import TorchDispatchMode
+from ...compat.trees import tree_leaves
 
 
 class _Dtypes(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ...compat import grouped_mm
+from ...compat.operators import grouped_mm
 from ..machine.compat import (
     cpu_attention,
     cpu_attention_backward,

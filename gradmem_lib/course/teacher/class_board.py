@@ -21,7 +21,9 @@ from typing import Any
 
 from ..catalogue import MOVED
 from ..learner import progress
-from .class_board_page import SIGN, Rows, measured_pages, page
+from .class_board_document import SIGN
+from .class_board_page import measured_pages, page
+from .class_board_tables import Rows
 
 SECONDS = 5
 PLACES = tuple(  # paths below a home folder: Linux, macOS, Windows

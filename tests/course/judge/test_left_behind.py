@@ -1,7 +1,9 @@
 """What an answer leaves behind in the process, and on the weights that it was given."""
 
 import gc
+import inspect
 import os
+import pkgutil
 import random
 import sys
 import threading
@@ -15,7 +17,7 @@ from course.judge.toy_exercise import AREA, area, exercise_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradmem_lib.course.judge import verdict
+import gradmem_lib.course.judge as course_judge
 from gradmem_lib.course.judge.side_effects import process_state
 from gradmem_lib.course.judge.verdict import PASSED, WRONG, judge
 
@@ -86,15 +88,21 @@ def test_the_state_of_the_process_is_told_and_put_back(leave, said):
     assert judge(AREA, area).outcome == PASSED
 
 
-def test_an_answer_is_not_judged_by_functions_of_its_own():
-    compared = verdict.difference
+@pytest.mark.parametrize(
+    "file", [file.name for file in pkgutil.iter_modules(course_judge.__path__)]
+)
+def test_an_answer_is_not_judged_by_functions_of_its_own(file):
+    judge(AREA, area)  # which imports all that judges
+    module = sys.modules[f"{course_judge.__name__}.{file}"]
+    functions = {name: it for name, it in vars(module).items() if inspect.isfunction(it)}
+    for name in functions:
 
-    def answer(width, height):
-        verdict.difference = lambda *_: None
-        return 0
+        def answer(width, height, name=name):
+            setattr(module, name, lambda *_, **__: None)
+            return 0
 
-    assert judge(AREA, answer).outcome == WRONG
-    assert verdict.difference is compared
+        assert judge(AREA, answer).outcome == WRONG, name
+        assert getattr(module, name) is functions[name], name
 
 
 def test_a_variable_that_an_import_sets_is_no_answers_doing(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from math import log
 import torch
 from torch import nn
 
-from ....compat import storage_key
+from ....compat.tensors import storage_key
 from ....training.prepare import prepare
 from ....training.recipe import Recipe
 from ...ledger import Finding, answers

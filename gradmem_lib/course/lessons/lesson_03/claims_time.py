@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ....compat import TorchDispatchMode
+from ....compat.dispatch_modes import TorchDispatchMode
 from ....techniques.accumulation import accumulate_gradients, split
 from ....techniques.losses import next_token_loss
 from ...ledger import Finding, answers, bert_large

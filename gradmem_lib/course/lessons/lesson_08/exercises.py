@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from ....compat import TorchDispatchMode
+from ....compat.dispatch_modes import TorchDispatchMode
 from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ...machine.compat import cpu_attention
 from ..shared.settings import gradients_of

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ....compat import fake_process_group
+from ....compat.fake_ranks import fake_process_group
 from ....measure.tracker import MemoryTracker
 from ....planning.cards import CARDS
 from ....techniques.sharding import shard

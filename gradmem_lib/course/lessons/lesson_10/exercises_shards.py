@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ....compat import TorchDispatchMode, fake_process_group
+from ....compat.dispatch_modes import TorchDispatchMode
+from ....compat.fake_ranks import fake_process_group
 from ....measure.tracker import MemoryTracker
 from ...judge.compare import Measured, difference
 from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen

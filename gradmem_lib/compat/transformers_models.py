@@ -1,0 +1,105 @@
+"""Models and trainers of transformers, and the models that peft wraps."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+
+from ..hf_names import CHECKPOINTING_METHODS
+
+
+def attention_of(model_or_config) -> str | None:
+    """The name of the attention that a transformers model uses; ``None`` for a model without that
+    choice.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    return getattr(config, "_attn_implementation", None)
+
+
+def checkpointing_name(of: Any) -> str | None:
+    """The name of checkpointing in a model's (or its class's) methods: transformers 5.23 renamed
+    it. ``None``: it has none.
+    """
+    for name in CHECKPOINTING_METHODS:
+        if hasattr(of, f"{name}_enable"):
+            return name
+    return None
+
+
+def takes_fused_attention(model: nn.Module) -> bool:
+    return bool(getattr(model, "_supports_sdpa", True))
+
+
+def checkpoints_reentrant(module: nn.Module) -> bool:
+    """Whether transformers' checkpoints on this layer run reentrant."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    return bool(getattr(function, "keywords", {}).get("use_reentrant"))
+
+
+@contextmanager
+def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[str]:
+    """While the block runs, transformers knows a fused attention by this name, which works the same
+    under fake tensors.
+
+    With real tensors, transformers checks whether any token is masked and whether several sequences
+    are packed in a row. It builds no mask if neither is so. Fake tensors have no values to check,
+    so it would build a mask: sequence x sequence bytes that no real run has. ``masked`` and
+    ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name, find_packed = "gradmem_fused", masking_utils.find_packed_sequence_indices
+
+    def mask(*args, attention_mask=None, **kwargs):
+        return masking_utils.sdpa_mask(
+            *args, attention_mask=attention_mask if masked else None, **kwargs
+        )
+
+    def are_packed(position_ids):
+        found = find_packed(position_ids)  # called in any case: its search takes memory too
+        return found if packed else None
+
+    def left_out(padding_mask, kv_length, local_attention_size=None):
+        if padding_mask is not None:
+            padding_mask.all()  # for the same reason
+            if masked:
+                return False
+        return local_attention_size is None or kv_length < local_attention_size
+
+    with ExitStack() as undo:
+        for table, function in (
+            (AttentionInterface, sdpa_attention_forward),
+            (AttentionMaskInterface, mask),
+        ):
+            table.register(name, function)
+            undo.callback(table._global_mapping.pop, name, None)  # there is no public way
+        undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", are_packed))
+        undo.enter_context(patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", left_out))
+        yield name
+
+
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """``batch`` as ``trainer``'s ``compute_loss`` gets it: on its device, and as a subclass makes
+    it. transformers 5.
+    """
+    return trainer._prepare_inputs(batch)
+
+
+def inside_peft(model: nn.Module) -> nn.Module:
+    """The transformers model inside a ``peft`` model; else ``model`` itself.
+
+    Raises ``ValueError`` for prompt learning.
+    """
+    kinds = type(model).__mro__  # all classes, since fully_shard gives the model a new class
+    if not any(kind.__module__.startswith("peft.") for kind in kinds):
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(model).__name__} trains a prompt, whose tokens come before those of each row "
+            "and are not in the labels that a step counts: give adapters inside the layers "
+            "(LoraConfig, IA3Config, ...), or train with Trainer itself"
+        )
+    return model.get_base_model()
