@@ -570,6 +570,37 @@ def one_backward(model, optimizer, batch):
     return entropy
 
 
+def adds_up_later(keep, entropy_of_kept):
+    """A script that keeps something of each micro-batch, and adds it up after the window."""
+
+    def script(model, optimizer, batch):
+        kept, rows = [], len(batch[1])
+        for x, y in split(batch, 8):
+            logits = model(x)
+            (F.cross_entropy(logits, y, reduction="sum") / rows).backward()
+            kept.append(keep(logits.detach().softmax(-1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(map(entropy_of_kept, kept)) / rows
+
+    return script
+
+
+def entropy_of_array(p):
+    p = np.asarray(p)
+    return float(-(p * np.log(p)).sum())
+
+
+def entropy_of_list(p):
+    return -sum(x * math.log(x) for row in p.tolist() for x in row)
+
+
+RIGHT["3.10"] |= {
+    "in numpy, each at once": answer(8, adds_up_later(entropy_of_array, float)),
+    "in lists, each at once": answer(8, adds_up_later(entropy_of_list, float)),
+}
+
+
 def no_gradients(model, optimizer, batch):
     with torch.no_grad():
         return window_of(entropy_of)(model, optimizer, batch)
@@ -600,6 +631,14 @@ WRONG["3.10"] = {
     "not normalized": (
         answer(8, window_of(lambda logits: entropy_of(logits).item() * 8)),
         "something else|8",
+    ),
+    "arrays of all": (
+        answer(8, adds_up_later(lambda p: p.numpy().copy(), entropy_of_array)),
+        "arrays or lists.*Outside of tensors there are about",
+    ),
+    "lists of all": (
+        answer(8, adds_up_later(torch.Tensor.tolist, entropy_of_array)),
+        "arrays or lists.*Outside of tensors there are about",
     ),
 }
 
