@@ -499,6 +499,8 @@ def _recognised(
     if says or not callable(exercise.reference):
         return says
     says = hints.relation(got, wanted, tolerance)
+    if not says and isinstance(exercise.observe, Calls):
+        says = hints.wrong_names(got, wanted)
     if not says and isinstance(exercise.observe, Calls) and callable(candidate):
         names = list(inspect.signature(exercise.reference).parameters)
         with _undisturbed(), time_limit.stopped_after(time_limit.SECONDS):

@@ -676,3 +676,19 @@ def _backward_after_the_block(model, optimizer, images, labels):
 
 
 RIGHT["6.3"] |= {"backward after the block": _backward_after_the_block}
+
+
+WRONG["6.1"] |= {
+    "a tuple": (
+        lambda *six: tuple(_error(*six).values()),
+        "return a dict with the names 'context', 'others' and 'in_pieces': this is a sequence",
+    ),
+    "one number": (
+        lambda *six: _error(*six)["context"],
+        "return a dict with the names 'context', 'others' and 'in_pieces': this is",
+    ),
+    "other names": (
+        lambda *six: dict(zip(("ctx", "other", "in_pieces"), _error(*six).values(), strict=True)),
+        "'ctx' and 'other' are no names of the dict: it has 'context', 'others'",
+    ),
+}

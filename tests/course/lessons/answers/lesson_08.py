@@ -747,7 +747,7 @@ WRONG["8.6"] = {
         "detach|gradient",
     ),
     "input cut off": (lambda mlp, x, tiles: _tiled(mlp, x.detach(), tiles), "x gets no gradient"),
-    "plain": (lambda mlp, x, tiles: mlp(x), "checkpoint|tile"),
+    "plain": (lambda mlp, x, tiles: mlp(x), r"nothing runs again: this is mlp\(x\) itself"),
     "size": (
         lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.split(tiles, 1)),
         "number of tiles|tokens each|length|runs",
@@ -882,4 +882,36 @@ def _always(each):
 WRONG["8.7"] |= {
     "always 4 bytes": (_always(4), "assumes 4 bytes a number"),
     "always 8 bytes": (_always(8), "assumes 8 bytes a number"),
+}
+
+
+def _keeps(these):
+    """A policy that keeps the products whose number, from 1, is one of these."""
+
+    def make():
+        counts = [0, 0]
+
+        def policy(ctx, op, *args, **kwargs):
+            if op not in PRODUCTS:
+                return AGAIN
+            counts[ctx.is_recompute] += 1
+            return SAVE if counts[ctx.is_recompute] in these else AGAIN
+
+        return policy
+
+    return make
+
+
+WRONG["8.1"] |= {
+    "every third": (_keeps(range(1, 100, 3)), "only every third product"),
+    "every third, from the third": (_keeps(range(3, 100, 3)), "only every third product"),
+    "every fourth": (_keeps(range(1, 100, 4)), "only every fourth product"),
+    "the first half": (_keeps(range(1, 5)), "products, 1, 2, 3, 4 are kept"),
+    "in pairs": (_keeps((1, 2, 5, 6)), "products, 1, 2, 5, 6 are kept"),
+}
+WRONG["8.6"] |= {
+    "one tile less": (
+        lambda mlp, x, tiles: _tiles()(mlp, x, max(1, tiles - 1)),
+        "fewer tiles than",
+    ),
 }
