@@ -7,10 +7,8 @@ train the same weights, and stay within a budget that the script exceeds.
 
 from __future__ import annotations
 
-import gc
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from types import CodeType
@@ -21,7 +19,7 @@ from torch import nn
 
 from ...judge.compare import Measured, describe, difference, plain
 from ...judge.exercise import HiddenCase, Mistake, measure
-from .settings import flat
+from .settings import collecting_new_objects_only, flat
 
 OUTSIDE = "outside of tensors"
 KEPT_OUTSIDE = (
@@ -78,7 +76,8 @@ class Leak:
 
     def observe(self, candidate: Callable[[], Any]) -> dict[str, Any]:
         line, script = _answer_of(candidate)
-        with _collecting_new_objects_only():
+        # An answer may call gc.collect() in each step.
+        with collecting_new_objects_only():
             return self._observe_script(line, script)
 
     def _observe_script(self, line: int, script: Callable[..., Any]) -> dict[str, Any]:
@@ -194,19 +193,6 @@ def _why_elsewhere(got: Mapping, expected: Mapping, shown: str) -> str | None:
             "write none down."
         )
     return None
-
-
-@contextmanager
-def _collecting_new_objects_only() -> Iterator[None]:
-    """``gc.collect()`` looks only at what is made in the block.
-
-    An answer may call it in each step, and would look at all objects of the kernel each time.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _outside_when_the_model_runs(script: Callable[..., Any], setting: Callable[[], tuple]) -> int:
