@@ -797,3 +797,79 @@ WRONG["3.3"] |= {"labels by key": (_KEY, _ANYTHING), "labels by name": (_ATTRIBU
 WRONG["3.4"] |= {"labels by key": (partial(_epoch, one=_KEY), _ANYTHING)}
 WRONG["3.6"] |= {"labels by key": (_clips_what_it_counts, _ANYTHING)}
 RIGHT["3.3"] |= {"labels, where they are the micro-batch": _counts_itself(lambda micro: micro)}
+
+
+def _mean_and_gradient(micro_batches, loss_and_count):
+    total, loss_sum = sum(loss_and_count(micro)[1] for micro in micro_batches), 0.0
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)
+        if count:
+            (loss / total).backward()
+            loss_sum += loss.item()
+    return loss_sum / total
+
+
+def _by_closures(model, optimizer, micro_batches, window, loss_and_count):
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+
+        def closure(held=held):
+            optimizer.zero_grad()
+            losses.append(_mean_and_gradient(held, loss_and_count))
+            return losses[-1]
+
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    return losses
+
+
+def _clips_in_a_closure(model, optimizer, micro_batches, loss_and_count, max_norm):
+    norms = []
+
+    def closure():
+        loss = _mean_and_gradient(micro_batches, loss_and_count)
+        norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
+        return loss
+
+    optimizer.step(closure=closure)
+    optimizer.zero_grad()
+    return norms[0]
+
+
+def _clips_after_a_closure(model, optimizer, micro_batches, loss_and_count, max_norm):
+    optimizer.step(lambda: _mean_and_gradient(micro_batches, loss_and_count))
+    norm = clip_grad_norm_(model.parameters(), max_norm).item()
+    optimizer.zero_grad()
+    return norm
+
+
+def _stops_at_an_empty_one(micro_batches, loss_and_count):
+    total, loss_sum = sum(loss_and_count(micro)[1] for micro in micro_batches), 0.0
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)
+        if not count:
+            break
+        (loss / total).backward()
+        loss_sum += loss.item()
+    return loss_sum / total
+
+
+def _one_too_early(model, optimizer, micro_batches, window, loss_and_count):
+    losses, held = [], []
+    for number, micro in enumerate(micro_batches):
+        held.append(micro)
+        if number % window == 0:
+            losses.append(_mean_and_gradient(held, loss_and_count))
+            optimizer.step()
+            optimizer.zero_grad()
+            held = []
+    return losses
+
+
+RIGHT["3.1"] |= {"ceil of numpy": lambda t, m, s, g: [np.ceil(t / m / s / g), _plan(t, m, s, g)[1]]}
+RIGHT["3.3"] |= {"skips what is empty": _mean_and_gradient}
+RIGHT["3.4"] |= {"closures": _by_closures}
+RIGHT["3.6"] |= {"a closure that clips": _clips_in_a_closure}
+WRONG["3.3"] |= {"stops at an empty one": (_stops_at_an_empty_one, "the last one")}
+WRONG["3.4"] |= {"counts from 0": (_one_too_early, "first update is made of 1 micro-batch")}
+WRONG["3.6"] |= {"clips after the closure": (_clips_after_a_closure, "unclipped gradient")}

@@ -915,3 +915,44 @@ WRONG["8.6"] |= {
         "fewer tiles than",
     ),
 }
+
+
+def _halves(peak, layers, budget, *, low=0, after=0, fits=lambda peak, budget: peak <= budget):
+    high = layers
+    while low < high:
+        middle = (low + high) // 2
+        if fits(peak(middle), budget):
+            high = middle
+        else:
+            low = middle + 1
+    return low + after
+
+
+RIGHT["8.4"] |= {
+    "one fraction": lambda nbytes, operations, bandwidth, speed: (
+        2 * nbytes * speed / (operations * bandwidth)
+    )
+}
+RIGHT["8.5"] |= {
+    "bisect": lambda peak, layers, budget: bisect.bisect_left(
+        range(layers), True, key=lambda k: peak(k) <= budget
+    )
+}
+RIGHT["8.7"] |= {"as a shape": lambda c, r, t, b: _cache(c, r, t, b)}
+WRONG["8.4"] |= {
+    "bits": (lambda n, o, b, s: 16 * n / b / (o / s), "8 times too large"),
+    "half a bus": (lambda n, o, b, s: 2 * n / (b / 2) / (o / s), "too often"),
+}
+WRONG["8.5"] |= {
+    "from 1": (partial(_halves, low=1), "the answer is 0"),
+    "less than the budget": (
+        partial(_halves, fits=lambda peak, budget: peak < budget),
+        "equal to the budget fits",
+    ),
+    "one more": (partial(_halves, after=1), "one layer too many"),
+}
+WRONG["8.7"] |= {
+    "one token less": (lambda c, r, t, b: _cache(c, r, t - 1, b), "last token is missing"),
+    "scores": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens are squared"),
+    "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
+}
