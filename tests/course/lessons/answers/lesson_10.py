@@ -726,7 +726,7 @@ WRONG["10.7"] = {
 def _parts_of_a_rank(parameters, ranks, way, *, of_all=1, less=0):
     parts = [2 * parameters, 2 * parameters, 12 * parameters]
     first_cut = 3 - ["ddp", "zero1", "zero2", "fsdp"].index(way)
-    cut = [part / (ranks - less) if i >= first_cut else part for i, part in enumerate(parts)]
+    cut = [part / max(1, ranks - less) if i >= first_cut else part for i, part in enumerate(parts)]
     return [of_all * part for part in cut]
 
 
