@@ -11,7 +11,7 @@ from .recomputed import freed_fraction
 from .work import Work
 
 FLOAT32 = 4  # bytes of a number
-ROUGHLY = "allocator, about"
+ROUGHLY = "allocator (estimate)"
 # the allocator's overhead as a share of the live bytes, until it is replayed
 ALLOCATOR_ROUGHLY = 0.05
 # outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
@@ -138,6 +138,6 @@ def overhead_bytes(
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:
-        held = {"allocator, reserved and free": max(reserved - live, 0)}
+        held = {"allocator's idle blocks": max(reserved - live, 0)}
     held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
-    return held | ({"NCCL, about": NCCL} if cards > 1 else {})
+    return held | ({"NCCL (estimate)": NCCL} if cards > 1 else {})

@@ -146,7 +146,7 @@ def test_residents_of_one_of_four_cards_by_hand(recipe, parameters, gradients, o
 
 def test_nccl_needs_room_on_each_of_several_cards():
     one, two = overhead_bytes(2**30, (8, 9), 2**30), overhead_bytes(2**30, (8, 9), 2**30, 2)
-    assert two == one | {"NCCL, about": NCCL} and "NCCL, about" not in one
+    assert two == one | {"NCCL (estimate)": NCCL} and "NCCL (estimate)" not in one
 
 
 def test_ways_over_several_cards_go_together():
@@ -361,3 +361,9 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
             torch.testing.assert_close(
                 found[name], before.detach() - before.grad, rtol=1e-5, atol=1e-6, msg=name
             )
+
+
+@pytest.mark.parametrize("reserved", [None, 2**31])
+def test_no_name_of_a_part_reads_as_two_in_a_list(reserved):
+    names = overhead_bytes(2**30, (8, 9), reserved, 2)
+    assert len(", ".join(names).split(", ")) == len(names) == 4

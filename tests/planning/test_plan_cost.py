@@ -330,13 +330,13 @@ def test_what_lies_beside_the_live_bytes():
     found = predict(config, batch_size=1, seq_len=8, target="cuda")
     roughly = overhead_of_prediction(found, (8, 6), replay=False)
     assert roughly == {
-        "allocator, about": round(found.peak.total / 20),
+        "allocator (estimate)": round(found.peak.total / 20),
         "cuBLAS workspace": 2 * (8 * 2**20 + 128 * 1024),
         "CUDA context": 500 * 2**20,
     }
     replayed = overhead_of_prediction(found, (9, 0))
     assert replayed == {
-        "allocator, reserved and free": found.replay_allocator() - found.peak.total,
+        "allocator's idle blocks": found.replay_allocator() - found.peak.total,
         "cuBLAS workspace": 2 * 32 * 2**20,
         "CUDA context": 500 * 2**20,
     }

@@ -143,7 +143,7 @@ def relation(got: Any, expected: Any, tolerance: float) -> str:
         wanted = plain(theirs[path])
         if same and isinstance(wanted, Real) and wanted:
             return ""  # one is right, so no factor holds for all
-    return _one_factor(numbers)
+    return _one_factor(numbers, tolerance)
 
 
 def _numbers_in_both(mine: Mapping, theirs: Mapping) -> list[tuple[Real, Real]]:
@@ -187,15 +187,19 @@ def _nearly_right(expected: Mapping) -> str:
     )
 
 
-def _one_factor(numbers: list[tuple[Real, Real]]) -> str:
+def _one_factor(numbers: list[tuple[Real, Real]], tolerance: float) -> str:
     """Whether each number of an answer is the expected one times the same factor."""
     ratios = []
+    whole = True
     for number, wanted in numbers:
+        whole &= float(wanted).is_integer()
         if wanted:
             ratios.append(number / wanted)
         elif number:
             return ""
-    if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):
+    # Bytes are exact; other numbers may have been computed in float32.
+    closeness = 1e-9 if whole else max(tolerance, 1e-9)
+    if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios, closeness):
         return f"every case is {times(ratios[0])}."
     return ""
 
@@ -309,8 +313,32 @@ def times(ratio: float) -> str:
     return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
 
 
-def _alike(numbers: list[float]) -> bool:
-    return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
+def _alike(numbers: list[float], tolerance: float = 1e-9) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=tolerance) for number in numbers)
+
+
+def wrong_names(got: Any, expected: Any) -> str:
+    """What is said of an answer that must be a dict, in the first case where it is another kind of
+    value, or a dict with other names. (For an ``observe`` that shows the answers themselves.)
+    """
+    for case, wanted in expected.items():
+        if not isinstance(wanted, dict) or case not in got:
+            continue
+        mine = plain(got[case])
+        if not isinstance(mine, dict):
+            what = "None (is a `return` missing?)" if mine is None else describe(mine)
+            return f"return a dict with the names {_listed(wanted)}: this is {what}."
+        others = [name for name in mine if name not in wanted]
+        missing = [name for name in wanted if name not in mine]
+        if others and missing:
+            verb = "is no name" if len(others) == 1 else "are no names"
+            return f"{_listed(others)} {verb} of the dict: it has {_listed(wanted)}."
+    return ""
+
+
+def _listed(names: Iterable) -> str:
+    *first, last = map(describe, names)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _other_kind(got: Any, expected: Any) -> str:

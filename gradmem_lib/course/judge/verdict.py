@@ -450,11 +450,14 @@ def _diagnosis(
     """The sentence for a wrong answer: a known mistake's, or what the answer does (if its numbers
     show it), or where it differs.
     """
-    known = [(mistake.says, _known(exercise, mistake)) for mistake in exercise.mistakes]
+    known = []
     over = over_budget(found.over) if found and found.over else ""
-    for says, theirs in known:
+    # One after another: those that come after the mistake that was made need not run.
+    for mistake in exercise.mistakes:
+        theirs = _known(exercise, mistake)
         if _same_outcome(run, theirs, exercise.tolerance):
-            return f"{says} {over}".strip()
+            return f"{mistake.says} {over}".strip()
+        known.append((mistake.says, theirs))
     if left:
         return left[0]
     if run.failure:
@@ -499,6 +502,8 @@ def _recognised(
     if says or not callable(exercise.reference):
         return says
     says = hints.relation(got, wanted, tolerance)
+    if not says and isinstance(exercise.observe, Calls):
+        says = hints.wrong_names(got, wanted)
     if not says and isinstance(exercise.observe, Calls) and callable(candidate):
         names = list(inspect.signature(exercise.reference).parameters)
         with _undisturbed(), time_limit.stopped_after(time_limit.SECONDS):

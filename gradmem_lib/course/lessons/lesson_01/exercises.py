@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from numbers import Real
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...judge.compare import Measured, difference, plain
 from ...judge.exercise import Exercise, Mistake, measure
 from ...judge.hints import shares, unit_of
 from ..shared.gradient_weights import ANOTHER_STEP
@@ -525,6 +527,70 @@ def _explain_train(got, expected):
         return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
     if moves and not steps:
         return ANOTHER_STEP
+    if steps == 1:
+        return (
+            "optimizer.step() is called once for all batches: one step on each batch was asked for."
+        )
+    return _why_losses(got["three steps"], expected["three steps"])
+
+
+def _why_losses(got: Measured, expected: Measured) -> str | None:
+    """What is said of the returned losses, or of bytes that are too many though they are right."""
+    mine, right = plain(got.value), plain(expected.value)
+    if difference(mine, right) is None:
+        if got.over:
+            return (
+                "losses and updates are right, and something large is alive that the step does not "
+                "need: a name of the loop still refers to the logits in backward, or in the next "
+                "forward."
+            )
+        return None
+    if not isinstance(mine, tuple) or len(mine) != len(right):
+        return None
+    if not all(isinstance(loss, Real) for loss in mine):
+        return None
+    if any(list(mine) == [round(loss, digits) for loss in right] for digits in range(1, 6)):
+        return "the losses are rounded: return loss.item() as it is."
+    return _why_first_loss(mine, right)
+
+
+def _why_first_loss(mine: tuple, right: tuple) -> str | None:
+    """What is said of the first loss, which no update has changed yet."""
+    model, _, batches = train_setting()
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits for ids in batches]
+    if difference(mine[0], right[0]) is None:
+        if difference(mine, right, 1e-3) is None:
+            return (
+                "the losses are close to the right ones, and not the same: the step computes in "
+                "another precision (autocast, bf16), or something is updated in another way."
+            )
+        return None
+    entropy = torch.nn.functional.cross_entropy
+    unshifted = entropy(logits[0].flatten(0, 1), batches[0].flatten()).item()
+    twice = entropy(logits[0][:, :-2].flatten(0, 1), batches[0][:, 2:].flatten()).item()
+    last = entropy(logits[-1][:, :-1].flatten(0, 1), batches[-1][:, 1:].flatten()).item()
+    for loss, says in (
+        (
+            unshifted,
+            "the labels are not shifted: the logits at one place belong to the next token. "
+            "model(input_ids=ids, labels=ids).loss shifts them.",
+        ),
+        (
+            twice,
+            "the labels are shifted twice: model(input_ids=ids, labels=ids).loss shifts them "
+            "itself, so the labels are the ids as they are.",
+        ),
+        (last, "the batches come in another order: begin with the first one."),
+    ):
+        if difference(mine[0], loss) is None:
+            return says
+    factor = mine[0] / right[0]
+    if difference(factor, 1 / len(batches)) is None:
+        return (
+            f"the loss is divided by {len(batches)}, the number of batches: each batch has a step "
+            "of its own, so nothing is accumulated."
+        )
     return None
 
 

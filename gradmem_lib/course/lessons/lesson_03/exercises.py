@@ -15,6 +15,7 @@ from ..shared.gradient_weights import (
     ANOTHER_STEP,
     NO_STEP,
     Graphs,
+    before_each_update,
     parts_of,
     weights_of,
     why,
@@ -188,12 +189,12 @@ def _observe_train(candidate):
         micro_batches = [rows(*each, seed=seed) for seed, each in enumerate(lengths)]
         updates: list[torch.Tensor] = []
 
-        def look(*_, model=model, micro_batches=micro_batches, updates=updates):
+        def look(model=model, micro_batches=micro_batches, updates=updates):
             with torch.enable_grad():
                 parts, _ = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
             updates.append(torch.tensor(weights_of(gradients_of(model), parts) or [0.0]))
 
-        optimizer.register_step_pre_hook(look)
+        before_each_update(optimizer, look)
         graphs = Graphs(bigram_loss(model))
         losses = candidate(model, optimizer, iter(micro_batches), window, graphs)
         found[name] = {

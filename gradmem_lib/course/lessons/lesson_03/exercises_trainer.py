@@ -7,6 +7,7 @@ import torch
 from ...judge.compare import difference
 from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ..shared.hf_trainer import one_batch, trainer_logs, trainer_setting
+from ..shared.settings import quietly
 
 
 def _heeds(model, batch) -> bool:
@@ -92,6 +93,7 @@ def _on_classes(model) -> list[tuple[type, bool]]:
     return [(kind, vars(kind)[_SETTING]) for kind in type(model).__mro__ if _SETTING in vars(kind)]
 
 
+@quietly
 def _observe_fixed(candidate):
     from transformers import default_data_collator
 

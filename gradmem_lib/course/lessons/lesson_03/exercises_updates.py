@@ -17,6 +17,7 @@ from ..shared.gradient_weights import (
     ANOTHER_STEP,
     NO_STEP,
     Graphs,
+    before_each_update,
     parts_of,
     weights_of,
     why,
@@ -119,9 +120,7 @@ def _observe_clip(candidate):
         model = Bigrams()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         steps: list[torch.Tensor] = []
-        optimizer.register_step_pre_hook(
-            lambda *_, m=model, steps=steps: steps.append(gradients_of(m))
-        )
+        before_each_update(optimizer, lambda m=model, steps=steps: steps.append(gradients_of(m)))
         graphs = Graphs(bigram_loss(model))
         norm = candidate(model, optimizer, unequal(), graphs, max_norm)
         found[name] = {
@@ -329,8 +328,8 @@ def _observe_64(candidate):
             if parameter.grad is not None:
                 parameter.grad.mul_(1000)
         sizes = [found["64 sequences"]["gradient"].norm().item()]
-        handle = optimizer.register_step_pre_hook(
-            lambda *_: sizes.append(gradients_of(model).norm().item())
+        handle = before_each_update(
+            optimizer, lambda: sizes.append(gradients_of(model).norm().item())
         )
         run()
         handle.remove()

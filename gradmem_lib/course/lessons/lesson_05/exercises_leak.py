@@ -98,6 +98,12 @@ LEAK = Leak(
     hidden_setting=partial(resume_setting, done=1),
     batches=BATCHES,
     budget=RESUME_BUDGET,
+    outside=200_000,  # the weights alone are 566 kB
+    stays_outside=(
+        "a copy of the checkpoint is still there while the model trains, as arrays, lists or the "
+        "bytes of a file: no tracker sees it, and the host's memory holds it all the same. Delete "
+        "it before the training, or make none."
+    ),
     stays=(
         "the loaded weights are still there while the model trains: `saved` refers to them until "
         "the function returns, unless you delete it before the training. The loaded states are no "

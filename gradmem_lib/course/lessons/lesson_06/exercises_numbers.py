@@ -178,9 +178,27 @@ def _explain_rows(got, expected) -> str | None:
         return (
             "the optimizer's step is left out: with few rows its moment may be the highest of all."
         )
-    if is_answered_by(lambda moments, rows, new: with_rows(moments, 2, 1)):
-        return "the batch is halved in every case: the factor is new / rows."
+    for wrong, says in _OTHER_FACTORS:
+        if is_answered_by(wrong):
+            return says
     return None
+
+
+_OTHER_FACTORS = (
+    (
+        lambda moments, rows, new: with_rows(moments, 2, 1),
+        "the batch is halved in every case: the factor is new / rows.",
+    ),
+    (
+        lambda moments, rows, new: new * with_rows(moments, rows, 1),
+        "this is the peak of one row, times the rows: weights, gradients and states are there "
+        "once, however many rows there are.",
+    ),
+    (
+        lambda moments, rows, new: with_rows(moments, 1, max(1, new // rows)),
+        "the factor is rounded to a whole number: divide by /, which gives a fraction.",
+    ),
+)
 
 
 NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")
@@ -264,6 +282,8 @@ def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
 
 
 def _explain_next(got, expected):
+    if not any(isinstance(value, str | None) for value in got.values()):
+        return f"the answer is one of {', '.join(NAMES)} and none, as text."
     said = {describe(value) for value in got.values()}
     if len(said) == 1:
         return (
@@ -499,6 +519,11 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "the lowest",
+                partial(_scales, which=min),
+                "this is the lowest of the moments: the peak is the highest one.",
+            ),
+            Mistake(
                 "a sum",
                 partial(_scales, which=sum),
                 "the moments are added: they come one after another, so the highest one counts.",
@@ -534,6 +559,9 @@ EXERCISES = (
                 _case("optimizer_step", (12, 12, 12, 20, 1), 4, 40),
                 # LoRA is enough only with the step's temporaries.
                 _case("optimizer_step", (10, 10, 8, 0, 6), 8, 12),
+                # Micro-batches and checkpointing are both enough, with many rows.
+                _case("forward", (10, 2, 8, 24, 3), 16, 30),
+                _case("backward", (4, 4, 8, 10, 10), 3, 26),
             ),
         ),
         explain=_explain_next,

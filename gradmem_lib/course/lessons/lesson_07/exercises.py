@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,79 @@ def _explain_lost(got, expected):
     are_whole = all(float(share).is_integer() for share in got.values())
     if are_whole and max(got.values()) > 1:
         return "this counts the lost numbers: divide by how many were not zero to get their share."
+    for says, shares in _OTHER_SHARES.items():
+        for count, among in shares:
+            if not difference(got, _observe_lost(_share(count, among))):
+                return says
     return None
+
+
+def _share(count, among):
+    """An answer that counts the numbers for which ``count`` is true, and divides by how many are
+    true for ``among``; each gets the given numbers, the stored ones, and which of them are lost.
+    """
+
+    def wrong(gradients, dtype, scale):
+        stored = (gradients * scale).to(dtype)
+        lost_ones = ((stored == 0) | ~stored.isfinite()) & (gradients != 0)
+        number = among(gradients, stored).sum().item()
+        return count(gradients, stored, lost_ones).sum().item() / number if number else math.nan
+
+    return wrong
+
+
+def _lost_ones(gradients, stored, lost_ones):
+    return lost_ones
+
+
+def _of_finite_given(gradients, stored, lost_ones):
+    return lost_ones & gradients.isfinite()
+
+
+def _of_finite_stored(gradients, stored, lost_ones):
+    return lost_ones & stored.isfinite()
+
+
+def _finite_given(gradients, stored):
+    return (gradients != 0) & gradients.isfinite()
+
+
+def _finite_stored(gradients, stored):
+    return (gradients != 0) & stored.isfinite()
+
+
+_OTHER_SHARES = {
+    (
+        "numbers that are inf or nan before the cast are left out: they are not zero, so they "
+        "belong to both counts."
+    ): (
+        (_of_finite_given, _finite_given),
+        (_lost_ones, _finite_given),
+        (_of_finite_given, lambda gradients, stored: gradients != 0),
+    ),
+    ("nan is left out of the counts: it is not zero, and it is lost."): (
+        (
+            lambda gradients, stored, lost_ones: lost_ones & ~gradients.isnan(),
+            lambda gradients, stored: (gradients != 0) & ~gradients.isnan(),
+        ),
+    ),
+    (
+        "numbers that are not finite after the cast are left out: they are lost, and they belong "
+        "to both counts. Divide by how many were not zero before."
+    ): (
+        (_lost_ones, _finite_stored),
+        (_lost_ones, lambda gradients, stored: stored.isfinite()),
+        (_of_finite_stored, _finite_stored),
+        (_of_finite_stored, lambda gradients, stored: stored.isfinite()),
+    ),
+    (
+        "this divides by the numbers that are not zero after the cast: divide by how many were "
+        "not zero before."
+    ): (
+        (_lost_ones, lambda gradients, stored: stored != 0),
+        (_lost_ones, lambda gradients, stored: (stored != 0) & stored.isfinite()),
+    ),
+}
 
 
 def _zeros_among_all(gradients, dtype, scale):
@@ -485,7 +559,50 @@ def _explain_master(got, expected):
         return (
             "the weights after a weight without a gradient are left out too: skip only that weight."
         )
+    return _why_update(got, expected, given)
+
+
+def _why_update(got, expected, given) -> str | None:
+    """What is said of the first update, of lr 0.1. ``given``: the weights before it."""
+    first, right = got["after step 1"], expected["after step 1"]
+    update = right["masters"] - given
+    times = _times(first["masters"] - given, update)
+    if times == 1:
+        again = _times(first["weights"] - right["weights"], update)
+        if again == 1:
+            return (
+                "the weight takes the update once more after the copy: copying the master is all "
+                "that it needs."
+            )
+        return None
+    if times in (2, 3, LAYERS):
+        return (
+            f"each master takes its update {times:g} times: update it once, in one loop over "
+            "weights and masters."
+        )
+    if times == 0.1:
+        return "lr is multiplied in twice: the update is lr times the gradient."
+    if times == 10:
+        return "lr has no effect: the update is lr times the gradient."
+    if times is not None and times > 0:
+        return f"the update is {times:g} times lr times the gradient: subtract lr * gradient."
+    shrinks = _times(first["masters"] - right["masters"], given)
+    if shrinks is not None and shrinks < 0:
+        return (
+            "a share of the master is subtracted too: plain gradient descent has no weight decay."
+        )
     return None
+
+
+def _times(moved: Tensor, update: Tensor) -> float | None:
+    """How many times ``update`` is what ``moved`` is, with two digits, up to the rounding of bf16;
+    ``None`` if it is something else.
+    """
+    times = ((moved * update).sum() / update.square().sum()).item()
+    rest = moved - times * update
+    if rest.norm() > 0.05 * moved.norm():
+        return None
+    return float(f"{times:.2g}")
 
 
 EXERCISES = (

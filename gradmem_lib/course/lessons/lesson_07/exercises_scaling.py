@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.exercise import Exercise, HiddenCase, Mistake, measure
 from ..shared.settings import flat
 
 FEATURES_CARD = "4.9 MB"
@@ -150,9 +150,20 @@ _STEPS = (
 )
 
 
+# Patience, momentum, the scale to begin with, and the kind of key. A scale has no limits, and the
+# hidden ones are beyond the limits that people write.
+_SETTINGS: tuple[tuple[int, float, float, type[str]], ...] = (
+    (3, 0.0, 2.0**10, str),
+    (2, 0.5, 2.0**17, str),
+    (4, 0.0, 1.0, str),
+    (1, 0.0, 2.0**32, HiddenCase),
+    (5, 0.0, 2.0**-24, HiddenCase),
+)
+
+
 def _observe_scaled(candidate):
     found: dict = {}
-    for patience, momentum, scale in ((3, 0.0, 2.0**10), (2, 0.5, 2.0**17), (4, 0.0, 1.0)):
+    for patience, momentum, scale, key in _SETTINGS:
         weights = [
             nn.Parameter(torch.ones(3)),
             nn.Parameter(torch.ones(2, 2)),
@@ -170,7 +181,7 @@ def _observe_scaled(candidate):
             given = [None if p.grad is None else p.grad.clone() for p in weights]
             before = float(scale)
             scale, good = candidate(optimizer, scale, good, patience)
-            found[f"patience {patience}, after step {number} ({_said(odd)})"] = {
+            found[key(f"patience {patience}, after step {number} ({_said(odd)})")] = {
                 "weights": flat(weights),
                 "scale": float(scale),
                 "good": int(good),
@@ -195,6 +206,9 @@ def _why_scaled(case: str, got, expected) -> str | None:
     if (mine["scale"], mine["good"]) == (right["good"], right["scale"]):
         return "the two results are swapped: return the scale first, and then `good`."
     same_scale = mine["scale"] == right["scale"]
+    says = _why_gradients(case, mine, right) or _why_good(mine, right)
+    if says:
+        return says
     skipped = not case.endswith("(all finite)")
     if skipped and same_scale and torch.isfinite(mine["weights"]).all():
         return (
@@ -208,7 +222,69 @@ def _why_scaled(case: str, got, expected) -> str | None:
     patiences = {name.partition(",")[0]: scale for name, scale in starts.items()}
     if all(scale == patiences[name.partition(",")[0]] for name, scale in scales.items()):
         return "the scale that is returned never changes: halve it, or double it, and return that."
+    return _why_scale(case, scales, expected)
+
+
+def _why_gradients(case: str, mine, right) -> str | None:
+    """What is said of a first step with other weights, of which ones were there before."""
+    if not case.endswith("after step 1 (all finite)") or not difference(
+        mine["weights"], right["weights"]
+    ):
+        return None
+    moved, update = mine["weights"] - 1, right["weights"] - 1
+    scale = right["scale"]
+    if scale > 1 and not difference(moved * scale, update, 1e-2):
+        return (
+            "the gradients are divided by the scale twice: once for each gradient is enough, in "
+            "one place of the code."
+        )
     return None
+
+
+def _why_good(mine, right) -> str | None:
+    """What is said if only the count of good steps is wrong, and too large by more than nothing."""
+    same = mine["scale"] == right["scale"] and not difference(mine["weights"], right["weights"])
+    if same and mine["good"] > right["good"] > 0:
+        return (
+            "`good` grows more than once in a step: one step counts 1, in one place of the code, "
+            "however many gradients and groups it has."
+        )
+    return None
+
+
+def _why_scale(case: str, scales: dict[str, float], expected) -> str | None:
+    """What is said of a scale that is wrong first in ``case``, by what comes before it."""
+    should = {name: seen["scale"] for name, seen in expected.items()}
+    grows = [name for name in scales if should[name] > _before(name, should)]
+    shrinks = [name for name in scales if should[name] < _before(name, should)]
+    mine, before = scales[case], _before(case, scales)
+    factor = f"{mine / before:.2g} times as large"
+    if case in grows:
+        if mine < should[case] and mine == max(scales[name] for name in grows):
+            return (
+                f"the scale stops at {mine:,.0f}: it has no largest value, and one that is too "
+                "large is halved by the next step that overflows."
+            )
+        if mine not in (before, before / 2):
+            return f"after a full row of good steps the scale becomes {factor}: double it."
+    if case in shrinks:
+        if mine > should[case] and mine == min(scales[name] for name in shrinks):
+            return (
+                f"the scale stops at {mine:g}: it has no smallest value, so halve it all the same."
+            )
+        if mine not in (before, before * 2):
+            return f"after a skipped step the scale becomes {factor}: halve it."
+    return None
+
+
+def _before(case: str, scales: dict[str, float]) -> float:
+    """The scale that the step of ``case`` is given."""
+    setting = case.partition(",")[0]
+    own = [name for name in scales if name.startswith(f"{setting},")]
+    if case != own[0]:
+        return scales[own[own.index(case) - 1]]
+    starts = {f"patience {patience}": scale for patience, _, scale, _ in _SETTINGS}
+    return starts[setting]
 
 
 def _said(odd: float) -> str:

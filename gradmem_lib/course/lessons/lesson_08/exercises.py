@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -226,7 +227,25 @@ def _explain_policy(got, expected):
         and got["a layer with fused attention"]["kept"] != "1, 3"
     ):
         return "fused attention is counted as a product: it is not in PRODUCTS, and runs again."
-    return None
+    return _why_these(mine, expected["a layer of 7 products"])
+
+
+_ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
+
+
+def _why_these(mine, right) -> str | None:
+    """What is said of products that no known mistake keeps."""
+    others = "other operations kept"
+    if mine["kept"] in (right["kept"], "2, 4, 6") or mine[others] != right[others]:
+        return None
+    kept = [int(number) for number in mine["kept"].split(", ")]
+    gaps = {after - before for before, after in itertools.pairwise(kept)}
+    if len(gaps) == 1 and gaps <= _ORDINALS.keys():
+        return f"only every {_ORDINALS[gaps.pop()]} product is kept: keep every second one."
+    return (
+        f"of the layer's 7 products, {mine['kept']} are kept: the answer changes with every "
+        "product, so that one is kept and the next one runs again."
+    )
 
 
 def fused_operations(query, key, value, *args, out_val=None, **kwargs):

@@ -385,7 +385,26 @@ def _explain_tiled(got, expected):
             "this is a reentrant checkpoint, which needs an input that requires a gradient: "
             "use_reentrant=False."
         )
-    return _why_runs(mine, got["dropout"])
+    return _why_runs(mine, got["dropout"]) or _why_long(mine, got)
+
+
+def _why_long(mine, got) -> str | None:
+    """What is said of a longest tile that could be shorter, of 22 tokens in 4 tiles."""
+    beyond = mine["tokens of the longest tile beyond the needed"]
+    if not beyond:
+        return None
+    whole = beyond == 22 - math.ceil(22 / 4)
+    if whole and not got.notes["again"]:
+        return (
+            "the MLP gets the whole sequence, and nothing runs again: this is mlp(x) itself. Cut "
+            "the tokens into `tiles` tiles, and run each in a checkpoint of its own."
+        )
+    if whole:
+        return "the MLP gets the whole sequence at once: cut it into tiles first."
+    return (
+        f"the longest tile has {beyond} tokens more than it needs: there are fewer tiles than "
+        "`tiles`, or they are of unequal lengths. x.tensor_split(tiles, dim=1) makes them even."
+    )
 
 
 def _why_output(mine, right) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ....measure.tracker import MemoryTracker
 from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, Seen
 from ..shared.settings import flat
@@ -132,6 +133,7 @@ def _observe_lion(candidate):
         for p in (*weights, narrow)
     }
     resumed = _resumed(candidate, groups, optimizer)
+    copies = _copies_elsewhere(candidate)
     still = nn.Parameter(torch.ones(3))
     optimizer = candidate([still], lr=0.1, betas=(0.8, 0.95))
     still.grad = torch.tensor([0.0, 1.0, -1.0])
@@ -146,23 +148,53 @@ def _observe_lion(candidate):
             },
             **found,
             _RESUMED: {"weights": resumed},
+            _ELSEWHERE: copies,
         },
         begin=begin,
     )
 
 
 def _resumed(candidate, groups, optimizer) -> torch.Tensor:
-    """The weights after one more step by a new optimizer that has loaded the states of this one."""
-    resumed = candidate(groups, lr=0.1, betas=(0.8, 0.95))
-    resumed.load_state_dict(optimizer.state_dict())
-    weights = [p for group in groups for p in group["params"]]
+    """The weights after one more step by another optimizer, of copies of the weights, that has made
+    a step before it loads the states of this one.
+    """
+    copied = []
+    for group in groups:
+        copied.append(
+            group | {"params": [nn.Parameter(p.detach().clone()) for p in group["params"]]}
+        )
+    resumed = candidate(copied, lr=0.1, betas=(0.8, 0.95))
+    weights = [p for group in copied for p in group["params"]]
+    given = [p.detach().clone() for p in weights]
     for p in weights:
+        p.grad = torch.ones_like(p)
+    resumed.step()
+    resumed.load_state_dict(optimizer.state_dict())
+    for p, before in zip(weights, given, strict=True):
+        p.data.copy_(before)
         # About 0 and as large as the momentum: so the step depends on both.
         p.grad = torch.linspace(-3, 3, p.numel()).view_as(p).to(p.dtype)
     resumed.step()
     return flat(p for p in weights if p.dtype == torch.float32)
 
 
+def _copies_elsewhere(candidate) -> int:
+    """How many tensors as large as the weight are alive after two steps, beside the weight, its
+    gradient and ``self.state``.
+    """
+    weight = nn.Parameter(torch.ones(64, 64))
+    optimizer = candidate([weight], lr=0.1, betas=(0.8, 0.95))
+    with MemoryTracker(live=False) as tracker:
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        held = [weight, weight.grad, *optimizer.state[weight].values()]
+        storages = [t.untyped_storage() for t in held if isinstance(t, Tensor)]
+        known = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return (tracker.current.total - sum(known.values())) // weight.nbytes
+
+
+_ELSEWHERE = "tensors as large as a weight, beside self.state"
 _RESUMED = "a step after load_state_dict, by a new optimizer"
 
 
@@ -245,10 +277,20 @@ def _explain_lion(got, expected):
         )
     if second[430:].any():
         return "a parameter without a gradient stops the loop: skip only this parameter."
+    return _why_outside(got, expected)
+
+
+def _why_outside(got, expected) -> str | None:
+    """What is said of a momentum, or a copy of it, that is not in ``self.state`` alone."""
     if difference(got[_RESUMED], expected[_RESUMED]):
         return (
             "the momentum is not in self.state alone, so an optimizer that has loaded a "
             "state_dict goes on with another one: read it from self.state[p] and change it there."
+        )
+    if got[_ELSEWHERE]:
+        return (
+            "another tensor as large as the weight stays alive after the step, outside of "
+            "self.state: one momentum is all that Lion keeps."
         )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ast import literal_eval
 
 from ...judge.exercise import Exercise, Mistake, calls
 
@@ -51,7 +52,29 @@ def _explain_held(got, expected):
     if units[0] < 1 / 500 and all(math.isclose(unit, units[0]) for unit in units):
         return "return bytes, not kB, MB or GB."
     wrong = [part for part in range(3) if any(mine[part] != right[part] for mine, right in pairs)]
+    for says, other in _OTHER_RANKS.items():
+        if all(
+            tuple(map(float, got[case])) == tuple(map(float, other(*literal_eval(case))))
+            for case in expected
+        ):
+            return says
     return _ONE_PART_WRONG[wrong[0]] if len(wrong) == 1 else None
+
+
+def _all_together(parameters, ranks, way):
+    return [ranks * part for part in bytes_per_rank(parameters, ranks, way)]
+
+
+def _one_rank_less(parameters, ranks, way):
+    whole = bytes_per_rank(parameters, 1, way)
+    own = bytes_per_rank(parameters, ranks, way)
+    return [n if n == part else n / (ranks - 1) for n, part in zip(whole, own, strict=True)]
+
+
+_OTHER_RANKS = {
+    "these are the bytes of all ranks together: return those of one rank.": _all_together,
+    "what is cut is divided by ranks - 1: each of the ranks keeps a share.": _one_rank_less,
+}
 
 
 def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
@@ -113,6 +136,11 @@ def _explain_seconds(got, expected):
             "half of the time is missing: bandwidth is what a rank sends a second, and it sends "
             "as much as it receives."
         )
+    if all(
+        math.isclose(float(got[case]) * literal_eval(case)[3], right)
+        for case, right in expected.items()
+    ):
+        return "this is divided by the micro-batches: the seconds of a whole update were asked for."
     if 0 < ratio < 1e-2:
         return "every case is far too small: return seconds, from bytes and bytes a second."
     return None

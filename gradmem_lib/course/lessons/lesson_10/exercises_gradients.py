@@ -264,7 +264,16 @@ def _explain_scale(got, expected):
             "a rank that has no label divides by 0: divide by the labels of all ranks, which "
             "all_reduce adds up."
         )
+    for says, count in _OTHER_COUNTS.items():
+        if all(_all_ranks_use(count, batches, got[name]) for name, batches in _batches().items()):
+            return says
     return None
+
+
+def _all_ranks_use(count, batches, scales) -> bool:
+    """Whether every rank's scale is the number of ranks over all that is counted of each rank."""
+    total = sum(count(own) for own in batches)
+    return all(math.isclose(scale * total, len(batches), rel_tol=1e-5) for scale in scales.values())
 
 
 _OWN_LABELS = (
@@ -279,6 +288,22 @@ _MICRO_BATCHES = (
     "micro-batches are counted: the loss is a sum over labels, and micro-batches have different "
     "numbers of labels."
 )
+
+
+def _count_labels(micro_batches) -> int:
+    return sum(int((labels != -100).sum()) for labels in micro_batches)
+
+
+_OTHER_COUNTS = {
+    (
+        "a rank without a label counts as one label: it adds nothing, so add up the labels as they "
+        "are, and divide by the sum."
+    ): lambda micro_batches: max(1, _count_labels(micro_batches)),
+    (
+        "a micro-batch without a label counts as one label: it adds nothing to the loss."
+    ): lambda micro_batches: sum(max(1, _count_labels([labels])) for labels in micro_batches),
+    _MICRO_BATCHES: len,
+}
 _APART = (
     (
         rf"{APART}|equal size|must match",

@@ -36,6 +36,28 @@ def weights_of(
     return [float(w) for w in found] if off <= slack * max(abs(right).max(), 1e-12) else None
 
 
+def before_each_update(optimizer: torch.optim.Optimizer, look: Callable[[], None]):
+    """``look()`` before the optimizer changes the weights, and after the closure that ``step()``
+    may have been given, which is where some answers compute their gradients. Returns the handle of
+    the hook.
+    """
+
+    def hook(optimizer, args, kwargs):
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            look()
+            return None
+
+        def closure_and_look():
+            loss = closure()
+            look()
+            return loss
+
+        return (optimizer, closure_and_look), {}
+
+    return optimizer.register_step_pre_hook(hook)
+
+
 def parts_of(
     loss_and_count: Callable, micro_batches: Sequence, parameters: Sequence
 ) -> tuple[list, list[int]]:

@@ -7,9 +7,8 @@ train the same weights, and stay within a budget that the script exceeds.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import tracemalloc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from types import CodeType
@@ -19,8 +18,8 @@ import torch
 from torch import nn
 
 from ...judge.compare import Measured, describe, difference, plain
-from ...judge.exercise import HiddenCase, Mistake, measure, outside_torch
-from .settings import flat
+from ...judge.exercise import HiddenCase, Mistake, measure
+from .settings import collecting_new_objects_only, flat
 
 OUTSIDE = "outside of tensors"
 KEPT_OUTSIDE = (
@@ -52,8 +51,9 @@ class Leak:
     script's arguments for a number of batches, the model first, made afresh. ``batches``: how many
     the lesson has, and ``counted`` their name. ``budget``: bytes, such as "2 MiB". ``stays``: what
     is said of a script that still keeps too much. ``outside``: bytes that Python and numpy may
-    hold, which no tracker sees; 0: they are not counted. ``hidden_setting``: the arguments of the
-    hidden case, where these are made in another way.
+    hold while the model runs, which no tracker sees; arrays and lists between two forwards are
+    free. ``stays_outside``: what is said of a script that holds more of them. ``hidden_setting``:
+    the arguments of the hidden case, where these are made in another way.
     """
 
     script: Callable[..., Any]
@@ -65,7 +65,8 @@ class Leak:
     counted: str = "batches"
     budget: str
     stays: str
-    outside: int = 0
+    outside: int
+    stays_outside: str = KEPT_OUTSIDE
     hidden_setting: Callable[[int], tuple] | None = None
 
     @property
@@ -75,20 +76,26 @@ class Leak:
 
     def observe(self, candidate: Callable[[], Any]) -> dict[str, Any]:
         line, script = _answer_of(candidate)
-        with _collecting_new_objects_only():
+        # An answer may call gc.collect() in each step.
+        with collecting_new_objects_only():
             return self._observe_script(line, script)
 
     def _observe_script(self, line: int, script: Callable[..., Any]) -> dict[str, Any]:
-        found = {
+        return {
             "the line": self._says_of(line),
             self.shown: self._run(script, self.batches, self.setting),
             HIDDEN: self._run(script, self.batches // 2 + 1, self.hidden_setting or self.setting),
+            OUTSIDE: self._measure_outside(script),
         }
-        if self.outside:
-            arguments = self.setting(self.batches)
-            nbytes = outside_torch(lambda: script(*arguments))
-            found[OUTSIDE] = Measured(None, nbytes, self.outside, says=KEPT_OUTSIDE)
-        return found
+
+    def _measure_outside(self, script: Callable[..., Any]) -> Measured:
+        """The bytes outside of tensors while the model runs."""
+        nbytes = _outside_when_the_model_runs(script, lambda: self.setting(self.batches))
+        says = (
+            f"Outside of tensors there are about {nbytes // 1000:,} kB; {self.outside // 1000:,} "
+            "are enough."
+        )
+        return Measured(None, nbytes, self.outside, says=says)
 
     def _says_of(self, line: int) -> str:
         """Empty for the right line. (A text, so that no message gives the right number away.)"""
@@ -145,6 +152,8 @@ class Leak:
             )
         if got[self.shown].over or got[HIDDEN].over:
             return self.stays
+        if got[OUTSIDE].over:
+            return self.stays_outside
         if difference(mine["returned"], right["returned"]) is not None:
             return (
                 "your script returns something else than the script does: only its bytes may "
@@ -186,17 +195,29 @@ def _why_elsewhere(got: Mapping, expected: Mapping, shown: str) -> str | None:
     return None
 
 
-@contextmanager
-def _collecting_new_objects_only() -> Iterator[None]:
-    """``gc.collect()`` looks only at what is made in the block.
-
-    An answer may call it in each step, and would look at all objects of the kernel each time.
+def _outside_when_the_model_runs(script: Callable[..., Any], setting: Callable[[], tuple]) -> int:
+    """The most bytes that Python and numpy hold beside the arguments when a module of the model is
+    called.
     """
-    gc.freeze()
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    held = [0]
     try:
-        yield
+        # Made under the trace: what a file object hands out may be its own bytes, and no copy.
+        arguments = setting()
+        before = tracemalloc.get_traced_memory()[0]
+
+        def count(*_) -> None:
+            held.append(tracemalloc.get_traced_memory()[0] - before)
+
+        for module in arguments[0].modules():
+            module.register_forward_pre_hook(count)
+        script(*arguments)
     finally:
-        gc.unfreeze()
+        if not was_tracing:
+            tracemalloc.stop()
+    return max(held)
 
 
 def _same_model_new_data(arguments: tuple, new: tuple) -> list[Any]:

@@ -6,6 +6,8 @@ Lessons show them too.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 
 import torch
@@ -34,6 +36,18 @@ def gradients_of(module: nn.Module) -> torch.Tensor:
     return flat(torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters())
 
 
+@contextmanager
+def collecting_new_objects_only() -> Iterator[None]:
+    """``gc.collect()`` looks only at what is made in the block, and not at all objects of the
+    kernel, which takes most of a second.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def quietly(observe):
     """``observe``, or ``explain``, without what transformers says on the way, which is not the
     learner's output.
@@ -48,11 +62,10 @@ def quietly(observe):
 
         level = logging.get_verbosity()
         logging.set_verbosity_error()
-        gc.freeze()
         try:
-            return observe(*seen)
+            with collecting_new_objects_only():
+                return observe(*seen)
         finally:
-            gc.unfreeze()
             logging.set_verbosity(level)
 
     return quiet

@@ -660,3 +660,75 @@ WRONG["1.6"] |= {
         "each with its graph.*alive, too",
     ),
 }
+
+
+def _step_by_step(loss_of, *, after=float, order=list, each=True):
+    """A loop that differs in its loss, in what it returns of it, or in when it steps."""
+
+    def train(model, optimizer, batches):
+        losses = []
+        for ids in order(batches):
+            loss = loss_of(model, ids)
+            losses.append(after(loss.item()))
+            loss.backward()
+            del loss
+            if each:
+                optimizer.step()
+                optimizer.zero_grad()
+        if not each:
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    return train
+
+
+def _by_the_model(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+def _own_entropy(model, ids, shift=1):
+    logits = model(input_ids=ids).logits[:, : ids.shape[1] - shift]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, shift:].flatten())
+
+
+def _under_autocast(model, ids):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return _by_the_model(model, ids)
+
+
+def _with_names_kept(model, optimizer, batches):
+    losses = []
+    for ids in batches:
+        logits = model(input_ids=ids).logits
+        entropy = torch.nn.functional.cross_entropy
+        loss = entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+WRONG["1.6"] |= {
+    "one step for all": (_step_by_step(_by_the_model, each=False), "one step on each batch"),
+    "divided by the batches": (
+        _step_by_step(lambda model, ids: _by_the_model(model, ids) / 3),
+        "divided by 3, the number of batches",
+    ),
+    "rounded": (_step_by_step(_by_the_model, after=lambda loss: round(loss, 2)), "are rounded"),
+    "autocast": (_step_by_step(_under_autocast), "another precision"),
+    "backwards": (
+        _step_by_step(_by_the_model, order=lambda batches: batches[::-1]),
+        "in another order",
+    ),
+    "not shifted": (
+        _step_by_step(lambda model, ids: _own_entropy(model, ids, 0)),
+        "labels are not shifted",
+    ),
+    "shifted twice": (
+        _step_by_step(lambda model, ids: _own_entropy(model, ids, 2)),
+        "labels are shifted twice",
+    ),
+    "the logits have a name": (_with_names_kept, "still refers to the logits"),
+}

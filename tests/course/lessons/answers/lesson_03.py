@@ -570,6 +570,37 @@ def one_backward(model, optimizer, batch):
     return entropy
 
 
+def adds_up_later(keep, entropy_of_kept):
+    """A script that keeps something of each micro-batch, and adds it up after the window."""
+
+    def script(model, optimizer, batch):
+        kept, rows = [], len(batch[1])
+        for x, y in split(batch, 8):
+            logits = model(x)
+            (F.cross_entropy(logits, y, reduction="sum") / rows).backward()
+            kept.append(keep(logits.detach().softmax(-1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(map(entropy_of_kept, kept)) / rows
+
+    return script
+
+
+def entropy_of_array(p):
+    p = np.asarray(p)
+    return float(-(p * np.log(p)).sum())
+
+
+def entropy_of_list(p):
+    return -sum(x * math.log(x) for row in p.tolist() for x in row)
+
+
+RIGHT["3.10"] |= {
+    "in numpy, each at once": answer(8, adds_up_later(entropy_of_array, float)),
+    "in lists, each at once": answer(8, adds_up_later(entropy_of_list, float)),
+}
+
+
 def no_gradients(model, optimizer, batch):
     with torch.no_grad():
         return window_of(entropy_of)(model, optimizer, batch)
@@ -600,6 +631,14 @@ WRONG["3.10"] = {
     "not normalized": (
         answer(8, window_of(lambda logits: entropy_of(logits).item() * 8)),
         "something else|8",
+    ),
+    "arrays of all": (
+        answer(8, adds_up_later(lambda p: p.numpy().copy(), entropy_of_array)),
+        "arrays or lists.*Outside of tensors there are about",
+    ),
+    "lists of all": (
+        answer(8, adds_up_later(torch.Tensor.tolist, entropy_of_array)),
+        "arrays or lists.*Outside of tensors there are about",
     ),
 }
 
@@ -758,3 +797,79 @@ WRONG["3.3"] |= {"labels by key": (_KEY, _ANYTHING), "labels by name": (_ATTRIBU
 WRONG["3.4"] |= {"labels by key": (partial(_epoch, one=_KEY), _ANYTHING)}
 WRONG["3.6"] |= {"labels by key": (_clips_what_it_counts, _ANYTHING)}
 RIGHT["3.3"] |= {"labels, where they are the micro-batch": _counts_itself(lambda micro: micro)}
+
+
+def _mean_and_gradient(micro_batches, loss_and_count):
+    total, loss_sum = sum(loss_and_count(micro)[1] for micro in micro_batches), 0.0
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)
+        if count:
+            (loss / total).backward()
+            loss_sum += loss.item()
+    return loss_sum / total
+
+
+def _by_closures(model, optimizer, micro_batches, window, loss_and_count):
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+
+        def closure(held=held):
+            optimizer.zero_grad()
+            losses.append(_mean_and_gradient(held, loss_and_count))
+            return losses[-1]
+
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    return losses
+
+
+def _clips_in_a_closure(model, optimizer, micro_batches, loss_and_count, max_norm):
+    norms = []
+
+    def closure():
+        loss = _mean_and_gradient(micro_batches, loss_and_count)
+        norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
+        return loss
+
+    optimizer.step(closure=closure)
+    optimizer.zero_grad()
+    return norms[0]
+
+
+def _clips_after_a_closure(model, optimizer, micro_batches, loss_and_count, max_norm):
+    optimizer.step(lambda: _mean_and_gradient(micro_batches, loss_and_count))
+    norm = clip_grad_norm_(model.parameters(), max_norm).item()
+    optimizer.zero_grad()
+    return norm
+
+
+def _stops_at_an_empty_one(micro_batches, loss_and_count):
+    total, loss_sum = sum(loss_and_count(micro)[1] for micro in micro_batches), 0.0
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)
+        if not count:
+            break
+        (loss / total).backward()
+        loss_sum += loss.item()
+    return loss_sum / total
+
+
+def _one_too_early(model, optimizer, micro_batches, window, loss_and_count):
+    losses, held = [], []
+    for number, micro in enumerate(micro_batches):
+        held.append(micro)
+        if number % window == 0:
+            losses.append(_mean_and_gradient(held, loss_and_count))
+            optimizer.step()
+            optimizer.zero_grad()
+            held = []
+    return losses
+
+
+RIGHT["3.1"] |= {"ceil of numpy": lambda t, m, s, g: [np.ceil(t / m / s / g), _plan(t, m, s, g)[1]]}
+RIGHT["3.3"] |= {"skips what is empty": _mean_and_gradient}
+RIGHT["3.4"] |= {"closures": _by_closures}
+RIGHT["3.6"] |= {"a closure that clips": _clips_in_a_closure}
+WRONG["3.3"] |= {"stops at an empty one": (_stops_at_an_empty_one, "the last one")}
+WRONG["3.4"] |= {"counts from 0": (_one_too_early, "first update is made of 1 micro-batch")}
+WRONG["3.6"] |= {"clips after the closure": (_clips_after_a_closure, "unclipped gradient")}

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import math
 from functools import partial
 
@@ -601,6 +602,78 @@ WRONG["5.11"] = {
     "line 4": (answer(4, resumes()), "very tensors"),
     "line 5": (answer(5, resumes()), "needs a number"),
     "as text": (answer("saved = torch.load(file)", resumes()), "whole number"),
+}
+
+
+HELD = []
+
+
+def keeps(copy_of, *, at_load=False, until_training=False):
+    """A script that makes another copy of the checkpoint, outside of tensors."""
+
+    def script(model, optimizer, file, batches):
+        kept = copy_of(file) if at_load else None
+        file.seek(0)
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if not at_load:
+            kept = copy_of(saved["model"])
+        start = saved["step"]
+        del saved
+        if until_training:
+            del kept
+        losses = train_on(model, optimizer, batches[start:])
+        HELD.clear()
+        return losses
+
+    return script
+
+
+def arrays_of(weights):
+    return {name: weight.numpy().copy() for name, weight in weights.items()}
+
+
+def lists_of(weights):
+    return {name: weight.tolist() for name, weight in weights.items()}
+
+
+def held_elsewhere(weights):
+    HELD.append(arrays_of(weights))
+
+
+def saved_again(weights):
+    other = io.BytesIO()
+    torch.save(weights, other)
+    return other
+
+
+def by_arrays(model, optimizer, file, batches):
+    saved = torch.load(file)
+    start, arrays = saved["step"], arrays_of(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    del saved
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    del arrays
+    return train_on(model, optimizer, batches[start:])
+
+
+RIGHT["5.11"] |= {
+    "arrays, let go in time": answer(2, keeps(arrays_of, until_training=True)),
+    "the file's bytes, let go": answer(
+        2, keeps(io.BytesIO.read, at_load=True, until_training=True)
+    ),
+    "the file's own bytes": answer(2, keeps(io.BytesIO.getvalue, at_load=True)),
+    "by way of arrays": answer(2, by_arrays),
+}
+COPIED = "copy of the checkpoint is still there.*outside of tensors there are about"
+WRONG["5.11"] |= {
+    "arrays": (answer(2, keeps(arrays_of)), f"(?i){COPIED}"),
+    "lists": (answer(2, keeps(lists_of)), f"(?i){COPIED}"),
+    "arrays in a list of the cell": (answer(2, keeps(held_elsewhere)), f"(?i){COPIED}"),
+    "saved again": (answer(2, keeps(saved_again)), f"(?i){COPIED}"),
+    "the file's bytes": (answer(2, keeps(io.BytesIO.read, at_load=True)), f"(?i){COPIED}"),
+    "a copy of the file": (answer(2, keeps(copy.deepcopy, at_load=True)), f"(?i){COPIED}"),
 }
 
 

@@ -676,3 +676,75 @@ def _backward_after_the_block(model, optimizer, images, labels):
 
 
 RIGHT["6.3"] |= {"backward after the block": _backward_after_the_block}
+
+
+WRONG["6.1"] |= {
+    "a tuple": (
+        lambda *six: tuple(_error(*six).values()),
+        "return a dict with the names 'context', 'others' and 'in_pieces': this is a sequence",
+    ),
+    "one number": (
+        lambda *six: _error(*six)["context"],
+        "return a dict with the names 'context', 'others' and 'in_pieces': this is",
+    ),
+    "other names": (
+        lambda *six: dict(zip(("ctx", "other", "in_pieces"), _error(*six).values(), strict=True)),
+        "'ctx' and 'other' are no names of the dict: it has 'context', 'others'",
+    ),
+}
+
+
+BATCH = ("activations", "temporaries", "other")
+
+
+def _peak(moments, factor, of=max):
+    def moment(phase):
+        grows = () if phase == "optimizer_step" else BATCH
+        return sum(n * (factor if name in grows else 1) for name, n in moments[phase].items())
+
+    return of(moment(phase) for phase in moments)
+
+
+RIGHT["6.2"] |= {"by moments": lambda moments, rows, new: _peak(moments, new / rows)}
+WRONG["6.2"] |= {
+    "the lowest": (lambda moments, rows, new: _peak(moments, new / rows, min), "lowest of the"),
+    "one row, times the rows": (
+        lambda moments, rows, new: new * _peak(moments, 1 / rows),
+        "peak of one row, times the rows",
+    ),
+    "a whole factor": (
+        lambda moments, rows, new: _peak(moments, max(1, new // rows)),
+        "rounded to a whole number",
+    ),
+}
+
+
+def _first_enough(phase, parts, rows, card, *, fewest=1, choose=lambda enough, takes: enough[0]):
+    in_step = phase == "optimizer_step"
+    states = parts["optimizer"] + in_step * parts["temporaries"]
+    batch = 0 if in_step else parts["activations"]
+    takes = {
+        "micro-batches": (batch + (not in_step) * parts["temporaries"]) * (rows > fewest),
+        "checkpointing": batch,
+        "8-bit states": states,
+        "LoRA": states + parts["gradients"],
+        "QLoRA": states + parts["gradients"] + parts["parameters"],
+    }
+    enough = [name for name, n in takes.items() if sum(parts.values()) - n <= card]
+    return choose(enough, takes) if enough else "none"
+
+
+ORDER = [*("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA"), "none"]
+RIGHT["6.6"] |= {"the first of a list": _first_enough}
+WRONG["6.6"] |= {
+    "more than two rows": (
+        partial(_first_enough, fewest=2),
+        "a technique that comes before your answer can be enough",
+    ),
+    "the one that takes least": (
+        partial(_first_enough, choose=lambda enough, takes: min(enough, key=takes.get)),
+        "a technique that comes before your answer can be enough",
+    ),
+    "a list": (lambda *given: [_first_enough(*given)], "as text"),
+    "its place": (lambda *given: ORDER.index(_first_enough(*given)), "as text"),
+}

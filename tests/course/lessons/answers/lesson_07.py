@@ -476,3 +476,138 @@ WRONG["7.6"] = {
     "copied": (_features_copied, "copy|over|budget|weights"),
     "float16 cached": (partial(_features, dtype=torch.float16, cache=True), "float16|cache"),
 }
+
+
+def _lost_of(count, among):
+    """Counts and divides by the given numbers, the stored ones and which are lost, in float32."""
+
+    def lost(gradients, dtype, scale):
+        stored = (gradients * scale).to(dtype)
+        gone = (gradients != 0) & ((stored == 0) | ~stored.isfinite())
+        return (count(gradients, stored, gone).sum() / among(gradients, stored).sum()).item()
+
+    return lost
+
+
+def _gone(gradients, stored, gone):
+    return gone
+
+
+WRONG["7.1"] |= {
+    "of all that is finite": (
+        _lost_of(lambda g, s, gone: gone & g.isfinite(), lambda g, s: (g != 0) & g.isfinite()),
+        "inf or nan before the cast are left out",
+    ),
+    "over the finite ones": (
+        _lost_of(_gone, lambda g, s: (g != 0) & g.isfinite()),
+        "inf or nan before the cast are left out",
+    ),
+    "nan alone left out": (
+        _lost_of(lambda g, s, gone: gone & ~g.isnan(), lambda g, s: (g != 0) & ~g.isnan()),
+        "nan is left out",
+    ),
+    "of what is finite afterwards": (
+        _lost_of(lambda g, s, gone: gone & s.isfinite(), lambda g, s: (g != 0) & s.isfinite()),
+        "not finite after the cast are left out",
+    ),
+    "over what is finite afterwards": (
+        _lost_of(_gone, lambda g, s: s.isfinite()),
+        "not finite after the cast are left out",
+    ),
+    "over what is left": (_lost_of(_gone, lambda g, s: s != 0), "not zero after the cast"),
+    "a percentage in float32": (
+        lambda *given: 100 * _lost_of(_gone, lambda g, s: g != 0)(*given),
+        "100 times too large",
+    ),
+}
+
+
+def _master_by(update, times=1, after=None):
+    def master_step(weights, masters, lr):
+        with torch.no_grad():
+            for _ in range(times):
+                for weight, master in zip(weights, masters, strict=True):
+                    if weight.grad is None:
+                        continue
+                    update(master, weight.grad, lr)
+                    weight.copy_(master)
+                    if after:
+                        after(weight, lr)
+
+    return master_step
+
+
+def _subtract(master, gradient, lr):
+    master -= lr * gradient.float()
+
+
+WRONG["7.4"] |= {
+    "twice": (_master_by(_subtract, times=2), "takes its update 2 times"),
+    "once for each weight": (_master_by(_subtract, times=4), "takes its update 4 times"),
+    "lr twice": (
+        _master_by(lambda m, g, lr: m.sub_(lr * lr * g.float())),
+        "lr is multiplied in twice",
+    ),
+    "no lr": (_master_by(lambda m, g, lr: m.sub_(g.float())), "lr has no effect"),
+    "half of it": (
+        _master_by(lambda m, g, lr: m.sub_(lr * g.float() / 2)),
+        "0.5 times lr times the gradient",
+    ),
+    "the weight once more": (
+        _master_by(_subtract, after=lambda weight, lr: weight.sub_(lr * weight.grad)),
+        "once more after the copy",
+    ),
+    "decays": (
+        _master_by(lambda m, g, lr: m.mul_(1 - lr).sub_(lr * g.float())),
+        "no weight decay",
+    ),
+}
+
+
+def _scaler(*, divides=1, counts=1, limit=lambda scale: scale, grows=2, shrinks=2):
+    def scaled_step(optimizer, scale, good, patience):
+        gradients = []
+        for group in optimizer.param_groups:
+            gradients += [p.grad for p in group["params"] if p.grad is not None]
+        for gradient in gradients:
+            for _ in range(divides):
+                gradient /= scale
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            return limit(scale / shrinks), 0
+        optimizer.step()
+        good += counts
+        if good >= patience:
+            return limit(scale * grows), 0
+        return scale, good
+
+    return scaled_step
+
+
+def _counts_tries(optimizer, scale, good, patience):
+    return _scaler()(optimizer, scale, good + 1, patience)
+
+
+WRONG["7.5"] |= {
+    "divides twice": (_scaler(divides=2), "divided by the scale twice"),
+    "counts twice": (_scaler(counts=2), "grows more than once in a step"),
+    "counts before and after": (_counts_tries, "grows more than once in a step"),
+    "at most 65,536": (
+        _scaler(limit=lambda scale: min(scale, 2.0**16)),
+        "stops at 65,536: it has no largest",
+    ),
+    "at most 16,777,216": (
+        _scaler(limit=lambda scale: min(scale, 2.0**24)),
+        "stops at 16,777,216: it has no largest",
+    ),
+    "at least 1": (
+        _scaler(limit=lambda scale: max(scale, 1.0)),
+        "stops at 1: it has no smallest",
+    ),
+    "at least a millionth": (
+        _scaler(limit=lambda scale: max(scale, 1e-6)),
+        "stops at 1e-06: it has no smallest",
+    ),
+    "times 4": (_scaler(grows=4), "becomes 4 times as large: double it"),
+    "a quarter": (_scaler(shrinks=4), "becomes 0.25 times as large: halve it"),
+    "half as much again": (_scaler(grows=1.5), "becomes 1.5 times as large: double it"),
+}

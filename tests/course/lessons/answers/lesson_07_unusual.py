@@ -52,7 +52,7 @@ WRONG["7.1"] = {
     ),
     "of all that is finite": (
         _share(lambda s, g, k: (s == 0) | ~s.isfinite(), of=lambda g: (g != 0) & g.isfinite()),
-        "nan and inf",
+        "inf or nan before the cast are left out",
     ),
     "percent": (
         lambda g, d, s: 100 * _one_by_one(g, d, s),
@@ -470,4 +470,4 @@ def _up_to_a_limit(optimizer, scale, good, patience):
     return min(scale, 65536.0), good
 
 
-WRONG["7.5"]["at most 65,536"] = (_up_to_a_limit, "entry 'scale'")
+WRONG["7.5"]["at most 65,536"] = (_up_to_a_limit, "stops at 65,536: it has no largest value")

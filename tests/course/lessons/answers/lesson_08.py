@@ -747,7 +747,7 @@ WRONG["8.6"] = {
         "detach|gradient",
     ),
     "input cut off": (lambda mlp, x, tiles: _tiled(mlp, x.detach(), tiles), "x gets no gradient"),
-    "plain": (lambda mlp, x, tiles: mlp(x), "checkpoint|tile"),
+    "plain": (lambda mlp, x, tiles: mlp(x), r"nothing runs again: this is mlp\(x\) itself"),
     "size": (
         lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.split(tiles, 1)),
         "number of tiles|tokens each|length|runs",
@@ -882,4 +882,77 @@ def _always(each):
 WRONG["8.7"] |= {
     "always 4 bytes": (_always(4), "assumes 4 bytes a number"),
     "always 8 bytes": (_always(8), "assumes 8 bytes a number"),
+}
+
+
+def _keeps(these):
+    """A policy that keeps the products whose number, from 1, is one of these."""
+
+    def make():
+        counts = [0, 0]
+
+        def policy(ctx, op, *args, **kwargs):
+            if op not in PRODUCTS:
+                return AGAIN
+            counts[ctx.is_recompute] += 1
+            return SAVE if counts[ctx.is_recompute] in these else AGAIN
+
+        return policy
+
+    return make
+
+
+WRONG["8.1"] |= {
+    "every third": (_keeps(range(1, 100, 3)), "only every third product"),
+    "every third, from the third": (_keeps(range(3, 100, 3)), "only every third product"),
+    "every fourth": (_keeps(range(1, 100, 4)), "only every fourth product"),
+    "the first half": (_keeps(range(1, 5)), "products, 1, 2, 3, 4 are kept"),
+    "in pairs": (_keeps((1, 2, 5, 6)), "products, 1, 2, 5, 6 are kept"),
+}
+WRONG["8.6"] |= {
+    "one tile less": (
+        lambda mlp, x, tiles: _tiles()(mlp, x, max(1, tiles - 1)),
+        "fewer tiles than",
+    ),
+}
+
+
+def _halves(peak, layers, budget, *, low=0, after=0, fits=lambda peak, budget: peak <= budget):
+    high = layers
+    while low < high:
+        middle = (low + high) // 2
+        if fits(peak(middle), budget):
+            high = middle
+        else:
+            low = middle + 1
+    return low + after
+
+
+RIGHT["8.4"] |= {
+    "one fraction": lambda nbytes, operations, bandwidth, speed: (
+        2 * nbytes * speed / (operations * bandwidth)
+    )
+}
+RIGHT["8.5"] |= {
+    "bisect": lambda peak, layers, budget: bisect.bisect_left(
+        range(layers), True, key=lambda k: peak(k) <= budget
+    )
+}
+RIGHT["8.7"] |= {"as a shape": lambda c, r, t, b: _cache(c, r, t, b)}
+WRONG["8.4"] |= {
+    "bits": (lambda n, o, b, s: 16 * n / b / (o / s), "8 times too large"),
+    "half a bus": (lambda n, o, b, s: 2 * n / (b / 2) / (o / s), "too often"),
+}
+WRONG["8.5"] |= {
+    "from 1": (partial(_halves, low=1), "the answer is 0"),
+    "less than the budget": (
+        partial(_halves, fits=lambda peak, budget: peak < budget),
+        "equal to the budget fits",
+    ),
+    "one more": (partial(_halves, after=1), "one layer too many"),
+}
+WRONG["8.7"] |= {
+    "one token less": (lambda c, r, t, b: _cache(c, r, t - 1, b), "last token is missing"),
+    "scores": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens are squared"),
+    "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
 }

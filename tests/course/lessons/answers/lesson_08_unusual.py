@@ -60,7 +60,7 @@ def _by_shape():
 
 RIGHT["8.1"] = {"cycles": _cycles, "a class": _Policy}
 WRONG["8.1"] = {
-    "every third": (_every(3), "got '1, 4, 7'"),
+    "every third": (_every(3), "only every third product is kept"),
     "the second ones": (_every(2, 0), "keep the first"),
     "True and False": (
         lambda: lambda ctx, op, *a, **k: "KEEP" if op in PRODUCTS else "REPEAT",

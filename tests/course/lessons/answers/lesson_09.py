@@ -1590,3 +1590,68 @@ WRONG["9.4"] |= {
     "waits, and hooks stay": (_clips_with(frees=False, unhook=False), _HOOKED),
 }
 RIGHT["9.4"] |= {"two kinds of hooks": _clips_with()}
+
+
+def _lion_with(momentum_of, after=None):
+    """Lion, with the momentum that ``momentum_of`` finds; ``after`` is called after each update."""
+
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+            super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+            self.buffers = {}
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                (beta1, beta2), lr = group["betas"], group["lr"]
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    m = momentum_of(self, p)
+                    p.mul_(1 - lr * group["weight_decay"])
+                    p.sub_(lr * m.lerp(p.grad, 1 - beta1).sign())
+                    m.lerp_(p.grad, 1 - beta2)
+                    if after:
+                        after(self, p, m)
+
+    return Lion
+
+
+def _of_state(optimizer, p):
+    return optimizer.state[p].setdefault("exp_avg", torch.zeros_like(p))
+
+
+def _of_the_first_look(optimizer, p):
+    if p not in optimizer.buffers:
+        optimizer.buffers[p] = _of_state(optimizer, p)
+    return optimizer.buffers[p]
+
+
+def _of_the_parameter(optimizer, p):
+    if not hasattr(p, "momentum"):
+        p.momentum = torch.zeros_like(p)
+    optimizer.state[p]["exp_avg"] = p.momentum
+    return p.momentum
+
+
+ALL_MOMENTA = {}
+
+
+def _of_the_module(optimizer, p):
+    m = ALL_MOMENTA.setdefault(p, torch.zeros_like(p))
+    optimizer.state[p]["exp_avg"] = m
+    return m
+
+
+def _keeps_another(optimizer, p, m):
+    optimizer.buffers[p] = m.clone()
+
+
+NOT_ALONE = "not in self.state alone"
+RIGHT["9.3"] |= {"from the state": _lion_with(_of_state)}
+WRONG["9.3"] |= {
+    "a dict that looks once": (_lion_with(_of_the_first_look), NOT_ALONE),
+    "the parameter's own": (_lion_with(_of_the_parameter), NOT_ALONE),
+    "a dict of the module": (_lion_with(_of_the_module), NOT_ALONE),
+    "another copy": (_lion_with(_of_state, _keeps_another), "stays alive after the step, outside"),
+}

@@ -1,5 +1,7 @@
 """Answers to the exercises of lesson 10 as people write them; see lesson_00.py."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -718,4 +720,70 @@ WRONG["10.7"] = {
     "attention alone": (_recipe(lora_targets=("q_proj", "v_proj")), "every linear"),
     "two recipes": (lambda: (_recipe()(), _recipe()()), "one Recipe"),
     "a dictionary": (lambda: _TWO, "one Recipe"),
+}
+
+
+def _parts_of_a_rank(parameters, ranks, way, *, of_all=1, less=0):
+    parts = [2 * parameters, 2 * parameters, 12 * parameters]
+    first_cut = 3 - ["ddp", "zero1", "zero2", "fsdp"].index(way)
+    cut = [part / max(1, ranks - less) if i >= first_cut else part for i, part in enumerate(parts)]
+    return [of_all * part for part in cut]
+
+
+def _each_update(way, nbytes, ranks, micro_batches, bandwidth):
+    passes = {"ddp": 2, "zero2": 2 * micro_batches, "fsdp": 3 * micro_batches}[way]
+    return passes * nbytes / bandwidth * (1 - 1 / ranks)
+
+
+def _over_all(count):
+    def loss_scale(micro_batches):
+        number = torch.tensor(float(count(micro_batches)))
+        dist.all_reduce(number)
+        return dist.get_world_size() / number.item()
+
+    return loss_scale
+
+
+def _not_ignored(micro_batches):
+    return sum(int((labels != -100).sum()) for labels in micro_batches)
+
+
+def _in_one_tensor(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    whole = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]
+    )
+    dist.all_reduce(whole)
+    whole /= dist.get_world_size()
+    for p, part in zip(trained, whole.split([p.numel() for p in trained]), strict=True):
+        p.grad = part.view_as(p)
+
+
+RIGHT["10.1"] |= {"a list of parts": _parts_of_a_rank}
+RIGHT["10.2"] |= {"in one tensor": _in_one_tensor}
+RIGHT["10.5"] |= {"over all": _over_all(_not_ignored)}
+RIGHT["10.6"] |= {"1 less a share": _each_update}
+WRONG["10.1"] |= {
+    "all ranks together": (
+        lambda parameters, ranks, way: _parts_of_a_rank(parameters, ranks, way, of_all=ranks),
+        "all ranks together",
+    ),
+    "one rank less": (partial(_parts_of_a_rank, less=1), "divided by ranks - 1"),
+}
+WRONG["10.5"] |= {
+    "at least one label": (
+        _over_all(lambda micro_batches: max(1, _not_ignored(micro_batches))),
+        "a rank without a label counts as one label",
+    ),
+    "micro-batches over ranks": (_over_all(len), "micro-batches are counted"),
+}
+WRONG["10.6"] |= {
+    "of one micro-batch": (
+        lambda *given: _each_update(*given) / given[3],
+        "divided by the micro-batches",
+    ),
+    "of each token of a share": (
+        lambda way, nbytes, ranks, k, bandwidth: _each_update(way, nbytes, ranks, k, 1),
+        "these are bytes",
+    ),
 }
