@@ -292,6 +292,31 @@ def would_be_added_in_place(gradient: Tensor) -> bool:
     return references == _STORAGE_HELD_ONCE and dense
 
 
+# What autograd's own formulas write into a tensor that they have just made, and put into a new one
+# while a dispatch mode is active: those of ``gather``, ``take``, ``cummax``, ``max`` along a
+# dimension, ``index_select``, ``masked_select`` and ``x[mask]``. Seen in torch 2.13:
+# ``torch/csrc/autograd/FunctionsManual.cpp``, at ``areAnyTensorSubclassLike``.
+written_in_place_by_formulas = frozenset(
+    {
+        torch.ops.aten.scatter_add.default,
+        torch.ops.aten.scatter.src,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_add.default,
+        torch.ops.aten.masked_scatter.default,
+        torch.ops.aten.put.default,
+    }
+)
+
+
+def runs_a_formula(node) -> bool:
+    """Whether one of autograd's own formulas runs, as it would for plain tensors: no Python code of
+    a ``torch.autograd.Function``, and nothing inside a transform of ``torch.func``.
+    """
+    if node is None or isinstance(node, torch.autograd.function.FunctionCtx):
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
 # Tensors that speak for others, such as those of per-sample gradients, answer even a question for
 # their storage through their own function. In this context they answer as plain tensors.
 plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass

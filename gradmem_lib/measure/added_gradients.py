@@ -2,7 +2,8 @@
 
 Where a tensor is used twice, autograd adds up its gradients: in place, or into a new tensor while
 any dispatch mode is active. The recording shows the program as it is without the tracker, so the
-first gradient's bytes become the sum's.
+first gradient's bytes become the sum's. A few formulas of autograd also fill their own zeros in
+place or not.
 """
 
 import torch
@@ -46,6 +47,22 @@ class AddedGradients:
             return
         entry = self.recording.live.get(key)
         if entry is not None and entry.category == names.TEMPORARIES:
+            self.recording.on_free(entry)
+            self.freed = entry
+
+    def free_filled(self, args: tuple, out: object) -> None:
+        """Stop counting the first tensor of an operation, if a formula of autograd has just made it
+        and would write the result into it.
+        """
+        first, node = args[0], compat.current_node()
+        if torch.is_grad_enabled() or not compat.runs_a_formula(node):
+            return
+        if first.dtype != out.dtype or first.shape != out.shape:
+            return
+        key = storage_key(first.untyped_storage())
+        made_here = self._node == compat.sequence_nr(node) and key in self._made_by_node
+        entry = self.recording.live.get(key)
+        if made_here and entry is not None and entry.category == names.TEMPORARIES:
             self.recording.on_free(entry)
             self.freed = entry
 
