@@ -309,12 +309,10 @@ written_in_place_by_formulas = frozenset(
 
 
 def runs_a_formula(node) -> bool:
-    """Whether one of autograd's own formulas runs, as it would for plain tensors: no Python code of
-    a ``torch.autograd.Function``, and nothing inside a transform of ``torch.func``.
+    """Whether ``node`` has one of autograd's own formulas, and no Python code of a
+    ``torch.autograd.Function``.
     """
-    if node is None or isinstance(node, torch.autograd.function.FunctionCtx):
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)
 
 
 # Tensors that speak for others, such as those of per-sample gradients, answer even a question for

@@ -50,11 +50,12 @@ class AddedGradients:
             self.recording.on_free(entry)
             self.freed = entry
 
-    def free_filled(self, args: tuple, out: object) -> None:
+    def free_filled(self, args: tuple, out: torch.Tensor) -> None:
         """Stop counting the first tensor of an operation, if a formula of autograd has just made it
         and would write the result into it.
         """
         first, node = args[0], compat.current_node()
+        # Transforms of torch.func compute gradients with grad mode on, and never in place.
         if torch.is_grad_enabled() or not compat.runs_a_formula(node):
             return
         if first.dtype != out.dtype or first.shape != out.shape:
