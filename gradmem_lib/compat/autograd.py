@@ -50,6 +50,13 @@ def would_be_added_in_place(gradient: Tensor) -> bool:
     return references == _STORAGE_HELD_ONCE and dense
 
 
+def runs_a_formula(node) -> bool:
+    """Whether ``node`` has one of autograd's own formulas, and no Python code of a
+    ``torch.autograd.Function``.
+    """
+    return node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)
+
+
 def saved_by_checkpoint() -> bool:
     """In a saved-tensors hook: whether a checkpoint saves its arguments.
 

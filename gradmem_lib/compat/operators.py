@@ -180,3 +180,18 @@ profiler_marks = {
     _profiler._record_function_enter_new.default,
     _profiler._record_function_exit._RecordFunction,
 }
+
+# What autograd's own formulas write into a tensor that they have just made, and put into a new one
+# while a dispatch mode is active: those of ``gather``, ``take``, ``cummax``, ``max`` along a
+# dimension, ``index_select``, ``masked_select`` and ``x[mask]``. Seen in torch 2.13:
+# ``torch/csrc/autograd/FunctionsManual.cpp``, at ``areAnyTensorSubclassLike``.
+written_in_place_by_formulas = frozenset(
+    {
+        _aten.scatter_add.default,
+        _aten.scatter.src,
+        _aten.index_put.default,
+        _aten.index_add.default,
+        _aten.masked_scatter.default,
+        _aten.put.default,
+    }
+)

@@ -2,7 +2,8 @@
 
 Where a tensor is used twice, autograd adds up its gradients: in place, or into a new tensor while
 any dispatch mode is active. The recording shows the program as it is without the tracker, so the
-first gradient's bytes become the sum's.
+first gradient's bytes become the sum's. A few formulas of autograd also fill their own zeros in
+place or not.
 """
 
 import torch
@@ -12,6 +13,7 @@ from .. import names
 from ..compat.autograd import (
     current_node,
     gives_one_tensor_twice,
+    runs_a_formula,
     sequence_nr,
     would_be_added_in_place,
 )
@@ -51,6 +53,23 @@ class AddedGradients:
             return
         entry = self.recording.live.get(key)
         if entry is not None and entry.category == names.TEMPORARIES:
+            self.recording.on_free(entry)
+            self.freed = entry
+
+    def free_filled(self, args: tuple, out: torch.Tensor) -> None:
+        """Stop counting the first tensor of an operation, if a formula of autograd has just made it
+        and would write the result into it.
+        """
+        first, node = args[0], current_node()
+        # Transforms of torch.func compute gradients with grad mode on, and never in place.
+        if torch.is_grad_enabled() or not runs_a_formula(node):
+            return
+        if first.dtype != out.dtype or first.shape != out.shape:
+            return
+        key = storage_key(first.untyped_storage())
+        made_here = self._node == sequence_nr(node) and key in self._made_by_node
+        entry = self.recording.live.get(key)
+        if made_here and entry is not None and entry.category == names.TEMPORARIES:
             self.recording.on_free(entry)
             self.freed = entry
 

@@ -110,6 +110,8 @@ class OperationMeter:
             nbytes += self._count_reads(args, kwargs, func)
         if func is operators.add_tensors and recording.moment == IN_BACKWARD:
             self._added.free_first(args)
+        elif func in operators.written_in_place_by_formulas and recording.moment == IN_BACKWARD:
+            self._added.free_filled(args, out)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
             for storage in storages_of(tensor):
                 entry = recording.live.get(storage_key(storage))

@@ -11,15 +11,18 @@ storages that share memory (as ``tensor.numpy()`` and DLPack make them) both cou
 before the block that no operation reads do not count: ``tracker.watch`` takes them.
 
 While any dispatch mode is active, autograd adds up the gradients of a tensor that is used twice out
-of place. The tracker reports the bytes of the program without it, where the sum is written into the
-first gradient. Other differences stay, where PyTorch computes a backward by other operations while
-a mode is active:
+of place, and the backward of ``gather``, ``x[mask]`` and other indexing does not fill its zeros in
+place. The tracker reports the bytes of the program without it, where the sum is written into the
+first gradient, and the values into the zeros. Other differences stay, where PyTorch computes a
+backward by other operations while a mode is active:
 
 - Autograd copies a sparse gradient. Its indices, 8 bytes an id, are then not the batch's.
 - The backward of a matrix exponential joins its blocks in a new tensor.
-- The backward of ``prod``, ``cumprod``, ``householder_product`` and of a binary cross-entropy with
+- The backward of ``prod``, ``cumprod``, ``householder_product``, of ``max``, ``min`` and ``median``
+  over a whole tensor, of ``clamp`` between two tensors, and of a binary cross-entropy with
   ``pos_weight`` makes other temporaries. That of ``prod`` also rounds otherwise, so that its
   gradients may differ from those without a tracker in the last bits.
+- Forward-mode derivatives (``torch.func.jvp``) make other temporaries.
 
 A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that no
 operation shows: ``tracker.saved_numbers``. An optimizer's step may have 8 more while it runs, for a

@@ -26,6 +26,8 @@ from ..techniques.splitting import split
 from .item_rules import Rule
 from .probe_rows import fewer_labels, twice
 
+SHORT_DTYPES = {torch.bfloat16, torch.float16}
+
 
 class ProbeRows(NamedTuple):
     """What the model is asked about."""
@@ -116,7 +118,7 @@ def _differences(
         for batch, is_first in _batches(inside, rows):
             together, alone, error = _losses(model, batch, seen_loss)
             answer.limit = rounding(model, autocasts)
-            if dtypes & {torch.bfloat16, torch.float16}:
+            if dtypes & SHORT_DTYPES:
                 answer.limit *= 2  # the items' losses are rounded, and then their mean
             if is_first:
                 answer.finite = math.isfinite(together)
@@ -130,6 +132,8 @@ def _differences(
             _compare(answer, inside, batch, together, alone, rules)
     # Rows together and alone differ a little more than rows alone and twice.
     least = min(ROUNDING, answer.limit / 10)
+    for dtype in dtypes & SHORT_DTYPES:  # the loss itself is rounded, together and alone
+        least = max(least, torch.finfo(dtype).eps)
     answer.noise = min(8 * answer.noise + least, answer.limit)
     return answer
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..names import IGNORED
 from ..techniques.splitting import count_rows, split
 from .item_rules import has_labels, rows, whole_labels, with_labels
+from .unlike_rows import unlike_rows
 
 # Of one forward. Two rows may hide a comparison with their mean: what one is above it, the other is
 # below, and the differences cancel.
@@ -31,14 +32,18 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     945 MiB.
 
     The first group has rows with labels. Others follow where the data have something that it does
-    not show: more classes, each compared with the first row; and a row without labels, which a
-    second part of a loss may count. Rows of several micro-batches are cut to their common width.
+    not show: more classes, and rows with other masks or flags (``unlike_rows``), each compared with
+    the first row; and a row without labels, which a second part of a loss may count. Rows of
+    several micro-batches are cut to their common width.
     """
     if any(rows(nn.Module(), micro) is None for micro in micro_batches):
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-    found = _unlike_rows(micro_batches, size)
+    labelled = [n for n, row in enumerate(_rows(micro_batches)) if has_labels(row)]
+    shown = _labelled_rows(micro_batches, size)
+    more = unlike_rows(micro_batches, shown, labelled, MOST_CLASSES)
+    found = _numbered(micro_batches, [*shown, *more])
     if not found:
         found = [next(split(micro_batches[0], 1))]
     if len(found) == 1:
@@ -64,22 +69,31 @@ def _rows(micro_batches: Sequence[Any]) -> Iterator[Any]:
         yield from split(micro, 1)
 
 
-def _unlike_rows(micro_batches: Sequence[Any], size: int) -> list[Any]:
-    """The first rows with labels: one of each class if a row has a single label, and otherwise
-    ``size`` of them.
+def _numbered(micro_batches: Sequence[Any], numbers: list[int]) -> list[Any]:
+    """The rows with these numbers, in this order."""
+    found = {}
+    for number, row in enumerate(_rows(micro_batches)):
+        if number in numbers:
+            found[number] = row
+    return [found[number] for number in numbers]
+
+
+def _labelled_rows(micro_batches: Sequence[Any], size: int) -> list[int]:
+    """The numbers of the first rows with labels: one of each class if a row has a single label, and
+    otherwise ``size`` of them.
     """
     found = []
     classes: set[Any] = set()
-    for row in _rows(micro_batches):
+    for number, row in enumerate(_rows(micro_batches)):
         if not has_labels(row):
             continue
         labels = whole_labels(row)
         if labels is not None and labels.numel() == 1:
             if labels.item() not in classes and len(classes) < MOST_CLASSES:
                 classes.add(labels.item())
-                found.append(row)
+                found.append(number)
         elif len(found) < size:
-            found.append(row)
+            found.append(number)
     return found
 
 

@@ -341,6 +341,7 @@ def test_models_in_bf16_are_not_refused(family):
     assert (found - expected).norm() <= 0.03 * expected.norm()
 
 
+@pytest.mark.filterwarnings("error:.*more than rounding seems")
 def test_a_loss_that_is_itself_in_bf16_is_not_refused():
     """Each item's loss is rounded, and then their mean: by more than half of eps."""
     for seed in (0, 1):

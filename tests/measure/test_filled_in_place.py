@@ -1,0 +1,101 @@
+"""Backwards that fill their own zeros: in place, or into a new tensor while a dispatch mode is on.
+
+The tracker shows the program without it: the allocator's bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.oracle import allocator_peak
+from torch import nn
+
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.recipe import Recipe
+
+SIZE = 64
+FIRST = torch.zeros(SIZE, 5, dtype=torch.long)
+ROW = torch.tensor([1, 1, 3])
+
+
+class OwnBackward(torch.autograd.Function):
+    """Its backward really has the zeros and the result at once, with and without a tracker."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight[:, :5].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(SIZE, SIZE).scatter_add(1, FIRST, grad)
+
+
+def gradient_inside(row, index):
+    return torch.func.grad(lambda values: values.gather(0, index).square().sum())(row)
+
+
+LOSSES = {
+    "gather": lambda w: w.gather(1, FIRST).sum(),
+    "log_probabilities": lambda w: w.log_softmax(-1).gather(1, FIRST).sum(),
+    "take_along": lambda w: torch.take_along_dim(w, FIRST, 1).sum(),
+    "take": lambda w: w.take(ROW).sum(),
+    "mask": lambda w: w[w > 0].sum(),
+    "masked_select": lambda w: w.masked_select(w > 0).sum(),
+    "rows": lambda w: w[ROW].sum(),
+    "index_select": lambda w: w.index_select(0, ROW).sum(),
+    "largest": lambda w: w.max(-1).values.sum(),
+    "topk": lambda w: w.topk(3).values.sum(),
+    "sort": lambda w: w.sort(-1).values.sum(),
+    "cummax": lambda w: w.cummax(-1).values.sum(),
+    "own_backward": lambda w: OwnBackward.apply(w).sum(),
+    "per_row": lambda w: torch.vmap(lambda row, i: row.gather(0, i))(w, FIRST).sum(),
+    "inside_a_transform": lambda w: torch.vmap(gradient_inside)(w, FIRST).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_peak_is_the_allocators(name):
+    torch.manual_seed(0)
+    model = nn.Linear(SIZE, SIZE, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+    def step():
+        LOSSES[name](model.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        tracker.watch([FIRST, ROW], "other")
+        before = tracker.current.total
+        step()
+        assert tracker.current.total == before
+    assert tracker.peak.total - before == allocator_peak(step, before=1)
+
+
+class LogProbabilities(nn.Module):
+    """As a policy's: the number of each token that was sampled."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, SIZE)
+
+    def forward(self, x, tokens):
+        logits = self.head(x)
+        chosen = logits.gather(-1, tokens[:, None])[:, 0]
+        return (logits.logsumexp(-1) - chosen).mean()
+
+
+def test_a_prediction_has_the_same_bytes():
+    model = LogProbabilities()
+    batch = {"x": torch.randn(SIZE, 8), "tokens": torch.randint(SIZE, (SIZE,))}
+    recipe = Recipe(precision=None, attention=None, optimizer="sgd")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=False)
+    for _ in range(2):
+        with MemoryTracker(model, optimizer, live=False) as tracker:
+            model(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    predicted = predict(model, batch=batch, recipe=recipe, target="cpu")
+    assert predicted.peak == tracker.peak
