@@ -159,7 +159,7 @@ EXERCISES = (
         observe=_observe_fixed,
         explain=_explain_fixed,
         tolerance=1e-4,
-        changes=("model.train",),
+        changes=("model.mode",),  # Trainer puts it into training mode itself
         mistakes=(
             Mistake(
                 "unchanged",
