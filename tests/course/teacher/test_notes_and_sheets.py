@@ -115,10 +115,12 @@ def test_where_units_and_copies_cost_more():
 def test_what_is_left_of_the_card_makes_the_run_faster():
     path = ROOT / "gradmem_lib" / "course" / "lessons" / "lesson_11" / "puzzles.json"
     record = json.loads(path.read_text(encoding="utf-8"))["puzzles"]["11.0"]
-    best, *steps = (entry["weighed"] for entry in record)
-    again = steps[-1]
-    assert best["seconds"] < again["seconds"] and again["needs"] < best["needs"] <= best["room"]
-    assert f"{best['seconds'] * 1e6:.0f} µs a token with states in 8 bits." in on_sheet("11")
+    best, *steps = (entry["weighed"] for entry in record)  # the planner's, and the lesson's steps
+    again, once = steps[-2:]
+    assert again["needs"] < once["needs"] <= once["room"]
+    assert best["seconds"] <= once["seconds"] < again["seconds"]
+    assert best["seconds"] / once["seconds"] > puzzles.THREE
+    assert f"{once['seconds'] * 1e6:.0f} µs a token with states in 8 bits." in on_sheet("11")
     assert f"With checkpoints it is {again['seconds'] * 1e6:.0f}." in on_sheet("11")
     assert "Make it fit. Then make it fast: unused memory is time given away." in on_sheet("11")
     three = f"{100 * puzzles.THREE:.0f} % of the planner's speed is worth three stars"

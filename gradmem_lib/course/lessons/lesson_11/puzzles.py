@@ -325,10 +325,11 @@ def puzzle(id: str) -> Puzzle:
 # What lesson 11 plays through before the first puzzle.
 EXAMPLE = Puzzle("11.0", "the worked example", "Llama-3.2-1B", "RTX 3060 12GB", 8, 2048, ("full",))
 _STEP: dict[str, Any] = {"precision": "bf16", "optimizer": "adamw-fused", "accumulation": 8}
-STEPS = [
+STEPS = [  # of section 2 of the lesson
     _STEP,
     _STEP | {"checkpointing": "per-layer"},
     _STEP | {"checkpointing": "per-layer", "chunked_loss": True},
+    _STEP | {"chunked_loss": True, "optimizer": "adamw-8bit"},
 ]
 PUZZLES = (
     Puzzle("11.1", "half a GiB", "SmolLM2-135M", "0.5 GiB", 4, 128, target="cpu"),
