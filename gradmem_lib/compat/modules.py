@@ -41,6 +41,16 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def tables_of_hooks(module: nn.Module) -> list[dict[int, Callable]]:
+    """The hooks of a module by their numbers, in a table for each kind."""
+    return [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ]
+
+
 def is_hook_of(handle: Any, parameter: Tensor) -> bool:
     """Whether the hook of ``handle`` runs after the ``.grad`` of ``parameter`` is set.
 

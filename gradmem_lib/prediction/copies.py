@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import hook_counts
+from ..compat.modules import hook_counts, tables_of_hooks
 from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
+
+# What a function may hold of a model, and a copy of the function must hold of the model's copy.
+_PARTS_OF_A_MODEL = (nn.Module, Tensor, MethodType)
 
 
 def fake_batch(batch):
@@ -66,28 +69,34 @@ def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
 
 
 def _copy_functions(module: nn.Module, memo: dict) -> None:
-    """Make the functions among the attributes of the copy of ``module`` use the copy.
+    """Make the functions among the attributes and hooks of the copy of ``module`` use the copy.
 
     ``copy.deepcopy`` does not look into functions, and a lambda may hold the original's modules.
     """
-    for name, value in vars(module).items():
-        if isinstance(value, FunctionType) and value.__closure__:
-            vars(memo[id(module)])[name] = _copy_function(value, memo)
+    copied = memo[id(module)]
+    for functions in [vars(copied), *tables_of_hooks(copied)]:
+        for name, value in functions.items():
+            if isinstance(value, FunctionType):
+                functions[name] = _copy_function(value, memo)
 
 
 def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
+    """``function`` with copies of the modules and tensors that it holds; itself, if there are none.
+
+    What else it holds stays shared: other functions may read it.
+    """
+    if id(function) in memo:
+        return memo[id(function)]
+    if not _holds_parts(function, set()):
+        return function
+    to_fill: list[tuple[CellType, Any]] = []
     cells = []
     for cell in function.__closure__ or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # the cell is empty
-            cells.append(cell)
-            continue
-        if isinstance(held, FunctionType):
-            held = _copy_function(held, memo)
-        elif isinstance(held, (nn.Module, Tensor, MethodType)):
-            held = copy.deepcopy(held, memo)
-        cells.append(CellType(held))
+        held = _content(cell)
+        if isinstance(held, (FunctionType, *_PARTS_OF_A_MODEL)):
+            cell = CellType()
+            to_fill.append((cell, held))
+        cells.append(cell)
     made = FunctionType(
         function.__code__,
         function.__globals__,
@@ -96,7 +105,36 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
         tuple(cells),
     )
     made.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = made  # before its cells are filled, since it may hold itself
+    for cell, held in to_fill:
+        if isinstance(held, FunctionType):
+            cell.cell_contents = _copy_function(held, memo)
+        else:
+            cell.cell_contents = copy.deepcopy(held, memo)
     return made
+
+
+def _holds_parts(function: FunctionType, seen: set[int]) -> bool:
+    """Whether ``function``, or a function that it holds, holds modules, tensors or methods.
+
+    ``seen``: the functions that have been asked already, by ``id``.
+    """
+    seen.add(id(function))
+    for cell in function.__closure__ or ():
+        held = _content(cell)
+        if isinstance(held, _PARTS_OF_A_MODEL):
+            return True
+        if isinstance(held, FunctionType) and id(held) not in seen and _holds_parts(held, seen):
+            return True
+    return False
+
+
+def _content(cell: CellType) -> Any:
+    """What a closure's cell holds; ``None`` if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

@@ -41,11 +41,21 @@ def split_evenly(batch: Any, pieces: int) -> Iterator[Any]:
 
 
 def count_rows(batch: Any) -> int:
-    """How many rows the tensors of ``batch`` have. Raises ``ValueError`` if they differ."""
+    """How many rows the tensors of ``batch`` have. Raises ``ValueError`` if they differ, or if no
+    tensor with rows is found.
+    """
+    leaves = tree_leaves(_plain(batch))
     rows = set()
-    for leaf in tree_leaves(_plain(batch)):
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim():
             rows.add(len(leaf))
+    if not rows:
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        raise ValueError(
+            f"cannot cut a batch into micro-batches in which no tensor with rows is found (found: "
+            f"{', '.join(kinds) or 'nothing'}): give a tensor, or a dict or tuple of tensors. Of a "
+            "dataclass, such as `batch`, give vars(batch)"
+        )
     if len(rows) != 1:
         raise ValueError(
             f"cannot cut tensors of {sorted(rows)} rows into micro-batches: all tensors need the "

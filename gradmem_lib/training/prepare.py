@@ -97,7 +97,9 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
         raise ValueError(
             "this model has LoRA already: load it again, or merge_adapters(model) first"
         )
-    model.train()
+    if not model.training:  # as from_pretrained leaves it
+        model.train()
+    # In a model that is in training mode, somebody has put single parts into eval mode: they stay.
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

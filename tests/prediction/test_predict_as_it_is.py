@@ -99,6 +99,44 @@ def test_a_lambda_that_holds_modules():
     assert found.peak == tracked(model, x, AS_IT_IS).peak
 
 
+class KeepsFeatures(nn.Module):
+    """Its hook keeps what a layer returns, in a dict of the model that the hook's closure holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.features: dict[str, torch.Tensor] = {}
+
+        def keep(module, inputs, output):
+            self.features["up"] = output
+
+        self.up.register_forward_hook(keep)
+
+    def forward(self, x):
+        out = self.down(self.up(x).relu()).square().mean()
+        return out + self.features.pop("up").square().mean()
+
+
+def test_a_hook_that_holds_its_model():
+    model, x = KeepsFeatures(), torch.rand(4, 8)
+    found = predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
+    assert model.features == {}
+    assert found.peak == tracked(model, x, AS_IT_IS).peak
+
+
+def test_a_function_that_holds_itself():
+    model, x = CapturesItsParts(), torch.rand(4, 8)
+    parts = model.mlp
+
+    def twice(x, again=True):
+        x = parts["down"](parts["up"](x).relu())
+        return twice(x, again=False) if again else x
+
+    model.run = twice
+    found = predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
+    assert found.peak == tracked(model, x, AS_IT_IS).peak
+
+
 class HoldsElsewhere(nn.Module):
     def __init__(self):
         super().__init__()

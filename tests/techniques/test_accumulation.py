@@ -4,6 +4,7 @@ import copy
 import os
 import textwrap
 import warnings
+from dataclasses import make_dataclass
 
 import numpy as np
 import pytest
@@ -419,6 +420,10 @@ def test_counting_and_splitting():
     assert [part["more"]["x"].tolist() for part in encoded] == [[0, 1], [2]]
     with pytest.raises(ValueError, match=r"\[2, 5\] rows"):
         split(batch | {"more": {"x": torch.zeros(2)}}, 2)
+    as_dataclass = make_dataclass("Batch", ["input_ids"])(torch.arange(4))
+    with pytest.raises(ValueError, match=r"no tensor with rows is found \(found: Batch\)"):
+        split(as_dataclass, 2)
+    assert [len(part["input_ids"]) for part in split(vars(as_dataclass), 2)] == [2, 2]
     pairs = list(split((torch.arange(4), torch.arange(8).view(4, 2)), 3))
     assert [[len(t) for t in pair] for pair in pairs] == [[3, 3], [1, 1]]
 

@@ -397,6 +397,16 @@ def test_checkpoints_of_every_layer_ask_for_no_more_than_that():
     assert model.asked is None
 
 
+def test_training_mode_is_for_a_model_that_is_in_eval_mode_as_a_whole():
+    """``from_pretrained`` leaves all of it so. Single parts are somebody's choice."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[1].eval()
+    prepare(model, Recipe(attention=None))
+    assert [part.training for part in model] == [True, False, True]
+    prepare(model.eval(), Recipe(attention=None))
+    assert all(part.training for part in model)
+
+
 def test_one_layer_in_so_many_is_for_transformers_models():
     with pytest.raises(
         ValueError, match="every_n_layers=2 is an option of transformers models, and Linear is none"
