@@ -244,13 +244,14 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         contextlib.ExitStack() as afterwards,
     ):
-        afterwards.callback(
-            side_effects.restore_judging_functions, side_effects.judging_functions()
-        )
         afterwards.callback(side_effects.restore, switches)
         afterwards.callback(side_effects.restore_process, process)
         afterwards.callback(random.setstate, random.getstate())
         afterwards.callback(numpy.random.set_state, numpy.random.get_state())
+        # The last one is called first: an answer may have replaced what restores all else.
+        afterwards.callback(
+            side_effects.restore_judging_functions, side_effects.judging_functions()
+        )
         warnings.simplefilter("ignore")
         # Not torch.manual_seed: it would also seed a CUDA device that has not started yet, and
         # nothing would undo that.

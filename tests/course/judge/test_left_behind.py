@@ -105,6 +105,21 @@ def test_an_answer_is_not_judged_by_functions_of_its_own(file):
         assert getattr(module, name) is functions[name], name
 
 
+def test_what_restores_torchs_switches_is_not_the_answers():
+    judge(AREA, area)
+    side_effects = sys.modules[f"{course_judge.__name__}.side_effects"]
+    dtype = torch.get_default_dtype()
+
+    def answer(width, height):
+        torch.set_default_dtype(torch.float64)
+        at_the_beginning = side_effects.switches() | {"the default dtype": dtype}
+        side_effects.switches = lambda: at_the_beginning
+        return width * height
+
+    judge(AREA, answer)
+    assert torch.get_default_dtype() == dtype
+
+
 def test_a_variable_that_an_import_sets_is_no_answers_doing(tmp_path, monkeypatch):
     text = "import os\nos.environ['GRADMEM_TEST_OF_A_MODULE'] = '1'\n"
     (tmp_path / "gradmem_test_module.py").write_text(text)
