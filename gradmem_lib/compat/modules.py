@@ -25,12 +25,13 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
     """The numbers of hooks of a module or a tensor, by kind.
 
-    A module has hooks before and after forward, and in backward. A tensor has hooks before and
-    after ``.grad`` is set.
+    A module has hooks before and after forward, and before and after backward. A tensor has hooks
+    before and after ``.grad`` is set.
     """
     kinds = (
         "_forward_pre_hooks",
         "_forward_hooks",
+        "_backward_pre_hooks",
         "_backward_hooks",
         "_post_accumulate_grad_hooks",
     )
@@ -42,7 +43,7 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
 
 
 def tables_of_hooks(module: nn.Module) -> list[dict[int, Callable]]:
-    """The hooks of a module by their numbers, in a table for each kind."""
+    """The hooks of a module that run in a step, by their numbers, in a table for each kind."""
     return [
         module._forward_pre_hooks,
         module._forward_hooks,

@@ -14,9 +14,6 @@ from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
 
-# What a function may hold of a model, and a copy of the function must hold of the model's copy.
-_PARTS_OF_A_MODEL = (nn.Module, Tensor, MethodType)
-
 
 def fake_batch(batch):
     """``batch`` with fake tensors in place of its own.
@@ -81,19 +78,21 @@ def _copy_functions(module: nn.Module, memo: dict) -> None:
 
 
 def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
-    """``function`` with copies of the modules and tensors that it holds; itself, if there are none.
+    """``function`` with the copies of what it holds of the model, in its closure and its defaults;
+    itself, if it holds nothing of it.
 
-    What else it holds stays shared: other functions may read it.
+    What else it holds stays shared, since other functions may read it. Lists and dicts are not
+    looked into.
     """
     if id(function) in memo:
         return memo[id(function)]
-    if not _holds_parts(function, set()):
+    if not _holds_parts(function, memo, set()):
         return function
     to_fill: list[tuple[CellType, Any]] = []
     cells = []
     for cell in function.__closure__ or ():
         held = _content(cell)
-        if isinstance(held, (FunctionType, *_PARTS_OF_A_MODEL)):
+        if isinstance(held, FunctionType) or _is_part(held, memo):
             cell = CellType()
             to_fill.append((cell, held))
         cells.append(cell)
@@ -101,32 +100,59 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
         function.__code__,
         function.__globals__,
         function.__name__,
-        function.__defaults__,
+        None,
         tuple(cells),
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = made  # before its cells are filled, since it may hold itself
+    memo[id(function)] = made  # before it is filled, since it may hold itself
     for cell, held in to_fill:
-        if isinstance(held, FunctionType):
-            cell.cell_contents = _copy_function(held, memo)
-        else:
-            cell.cell_contents = copy.deepcopy(held, memo)
+        cell.cell_contents = _copy_held(held, memo)
+    if function.__defaults__ is not None:
+        made.__defaults__ = tuple([_copy_held(held, memo) for held in function.__defaults__])
+    if function.__kwdefaults__ is not None:
+        named = function.__kwdefaults__.items()
+        made.__kwdefaults__ = {name: _copy_held(held, memo) for name, held in named}
     return made
 
 
-def _holds_parts(function: FunctionType, seen: set[int]) -> bool:
-    """Whether ``function``, or a function that it holds, holds modules, tensors or methods.
+def _copy_held(held: Any, memo: dict) -> Any:
+    if isinstance(held, FunctionType):
+        return _copy_function(held, memo)
+    return copy.deepcopy(held, memo) if _is_part(held, memo) else held
+
+
+def _is_part(held: Any, memo: dict) -> bool:
+    """Whether ``held`` is a module of the model, a method of one, or a tensor that can be copied.
+
+    Modules of other models, such as a teacher, are none: a step that uses one is refused.
+    """
+    if isinstance(held, MethodType):
+        return isinstance(held.__self__, nn.Module) and id(held.__self__) in memo
+    if isinstance(held, nn.Module | nn.Parameter):
+        return id(held) in memo
+    return isinstance(held, Tensor) and (held.is_leaf or not held.requires_grad)
+
+
+def _holds_parts(function: FunctionType, memo: dict, seen: set[int]) -> bool:
+    """Whether ``function``, or a function that it holds, holds a part of the model.
 
     ``seen``: the functions that have been asked already, by ``id``.
     """
     seen.add(id(function))
-    for cell in function.__closure__ or ():
-        held = _content(cell)
-        if isinstance(held, _PARTS_OF_A_MODEL):
+    for held in _held_by(function):
+        if _is_part(held, memo):
             return True
-        if isinstance(held, FunctionType) and id(held) not in seen and _holds_parts(held, seen):
+        if not isinstance(held, FunctionType) or id(held) in seen:
+            continue
+        if _holds_parts(held, memo, seen):
             return True
     return False
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    """What a function holds in its closure and its defaults."""
+    in_closure = [_content(cell) for cell in function.__closure__ or ()]
+    named = function.__kwdefaults__ or {}
+    return [*in_closure, *(function.__defaults__ or ()), *named.values()]
 
 
 def _content(cell: CellType) -> Any:

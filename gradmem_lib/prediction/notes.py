@@ -4,6 +4,7 @@ from torch import nn
 
 from ..hf_names import LAYER_SWITCH
 from ..techniques.checkpointing import checkpoints_of
+from ..training.prepare import left_in_eval_mode
 from .question import Question
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -15,7 +16,8 @@ def notes_of(question: Question) -> tuple[str, ...]:
     if not question.source.is_user_module:
         return _about_the_class(model)
     kept = _about_kept_scores(model)
-    if any(module.training for module in model.modules()):
+    trains = any(module.training for module in model.modules())
+    if trains and not left_in_eval_mode(model):
         return kept
     switched_off = []
     if has_checkpoints(model) or question.recipe.checkpointing or question.recipe.every_n_layers:

@@ -3,6 +3,7 @@
 Works on real tensors and on fake ones.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -87,6 +88,27 @@ def prepare(
     return Prepared(model, optimizers, undo)
 
 
+def left_in_eval_mode(model: nn.Module) -> list[nn.Module]:
+    """The models of transformers inside ``model`` that are in eval mode, as ``from_pretrained``
+    leaves them, and have something to train. PEFT or a class of one's own may be around them.
+
+    Other parts in eval mode are somebody's choice.
+    """
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:  # then nothing of it was loaded
+        return []
+    found = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # what is outside comes first
+        if module in inside or not isinstance(module, library.PreTrainedModel):
+            continue
+        inside.update(module.modules())
+        has_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if has_trained and not module.training:
+            found.append(module)
+    return found
+
+
 def change_model(model: nn.Module, recipe: Recipe) -> None:
     """The permanent part of ``prepare``, in place: key-value cache off, attention, dtype, LoRA,
     4-bit base. Raises ``ValueError`` if nothing would be trained, or if LoRA is asked for on a
@@ -97,9 +119,10 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
         raise ValueError(
             "this model has LoRA already: load it again, or merge_adapters(model) first"
         )
-    if not model.training:  # as from_pretrained leaves it
+    if not model.training:
         model.train()
-    # In a model that is in training mode, somebody has put single parts into eval mode: they stay.
+    for part in left_in_eval_mode(model):
+        part.train()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -135,6 +136,66 @@ def test_a_function_that_holds_itself():
     model.run = twice
     found = predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
     assert found.peak == tracked(model, x, AS_IT_IS).peak
+
+
+def remembers_a_mask():
+    mask = None
+
+    def masked(x):
+        nonlocal mask
+        if mask is None:
+            mask = torch.ones(x.shape[-1])
+        return x * mask
+
+    return masked
+
+
+class RemembersAMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.masked = nn.Linear(8, 8), remembers_a_mask()
+
+    def forward(self, x):
+        return self.masked(self.linear(x)).mean()
+
+
+def test_a_closure_keeps_no_tensor_without_values():
+    model, x = RemembersAMask(), torch.rand(4, 8)
+    predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
+    assert model(x).isfinite()
+
+
+class Recorder:
+    def __init__(self):
+        self.lock = threading.Lock()  # which cannot be copied
+        self.calls = 0
+
+    def note(self):
+        self.calls += 1
+
+
+def test_what_a_hook_holds_beside_the_model_is_left_alone():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), torch.rand(4, 8)
+    note = Recorder().note
+    model[0].register_forward_hook(lambda module, inputs, out: note())
+
+    def loss(model, x):
+        return model(x).mean()
+
+    found = predict(model, batch=x, loss=loss, recipe=AS_IT_IS, target="cpu")
+    assert found.peak == tracked(model, x, AS_IT_IS, loss=loss).peak
+
+
+def test_a_default_value_that_is_a_layer():
+    """As where hooks are made in a loop."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.rand(4, 8)
+    model[0].register_forward_hook(lambda module, inputs, out, other=model[1]: other(out))
+
+    def loss(model, x):
+        return model(x).mean()
+
+    found = predict(model, batch=x, loss=loss, recipe=AS_IT_IS, target="cpu")
+    assert found.peak == tracked(model, x, AS_IT_IS, loss=loss).peak
 
 
 class HoldsElsewhere(nn.Module):

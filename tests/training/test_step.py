@@ -407,6 +407,18 @@ def test_training_mode_is_for_a_model_that_is_in_eval_mode_as_a_whole():
     assert all(part.training for part in model)
 
 
+def test_a_loaded_model_inside_of_a_module_is_put_into_training_mode():
+    """A class of one's own is made in training mode, around what ``from_pretrained`` has left in
+    eval mode. A frozen teacher stays so, and so does a part of a model that trains.
+    """
+    loaded, teacher, trains = llama().eval(), llama().eval().requires_grad_(False), llama()
+    trains.model.layers[0].eval()
+    prepare(nn.ModuleList([loaded, teacher, trains]), Recipe(attention=None))
+    assert all(part.training for part in loaded.modules())
+    assert not any(part.training for part in teacher.modules())
+    assert trains.training and not trains.model.layers[0].mlp.training
+
+
 def test_one_layer_in_so_many_is_for_transformers_models():
     with pytest.raises(
         ValueError, match="every_n_layers=2 is an option of transformers models, and Linear is none"
