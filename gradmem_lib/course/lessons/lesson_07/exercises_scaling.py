@@ -226,7 +226,7 @@ def _why_scaled(case: str, got, expected) -> str | None:
 
 
 def _why_gradients(case: str, mine, right) -> str | None:
-    """What is said of a first step with other weights, of which ones were there before."""
+    """What is said if the first step moves the weights wrongly. All of them were 1 before it."""
     if not case.endswith("after step 1 (all finite)") or not difference(
         mine["weights"], right["weights"]
     ):
@@ -242,7 +242,7 @@ def _why_gradients(case: str, mine, right) -> str | None:
 
 
 def _why_good(mine, right) -> str | None:
-    """What is said if only the count of good steps is wrong, and too large by more than nothing."""
+    """What is said if only `good` is wrong: it is too large, where it should not be 0."""
     same = mine["scale"] == right["scale"] and not difference(mine["weights"], right["weights"])
     if same and mine["good"] > right["good"] > 0:
         return (
@@ -258,22 +258,23 @@ def _why_scale(case: str, scales: dict[str, float], expected) -> str | None:
     grows = [name for name in scales if should[name] > _before(name, should)]
     shrinks = [name for name in scales if should[name] < _before(name, should)]
     mine, before = scales[case], _before(case, scales)
-    factor = f"{mine / before:.2g} times as large"
+    change = f"the scale goes from {before:g} to {mine:g}"
     if case in grows:
         if mine < should[case] and mine == max(scales[name] for name in grows):
             return (
-                f"the scale stops at {mine:,.0f}: it has no largest value, and one that is too "
-                "large is halved by the next step that overflows."
+                f"your scale stops at {mine:,.0f}: set no upper limit. A scale that is too large "
+                "is halved by the next step that overflows."
             )
         if mine not in (before, before / 2):
-            return f"after a full row of good steps the scale becomes {factor}: double it."
+            return f"after `patience` good steps in a row {change}: double it."
     if case in shrinks:
         if mine > should[case] and mine == min(scales[name] for name in shrinks):
             return (
-                f"the scale stops at {mine:g}: it has no smallest value, so halve it all the same."
+                f"your scale stops at {mine:g}: set no lower limit, and halve it after every "
+                "skipped step."
             )
         if mine not in (before, before * 2):
-            return f"after a skipped step the scale becomes {factor}: halve it."
+            return f"after a skipped step {change}: halve it."
     return None
 
 
