@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from ...judge.compare import difference
+from ...judge.compare import describe, difference
 from ...judge.exercise import Exercise, HiddenCase, Mistake, measure
 from ..shared.settings import flat
 
@@ -258,7 +258,7 @@ def _why_scale(case: str, scales: dict[str, float], expected) -> str | None:
     grows = [name for name in scales if should[name] > _before(name, should)]
     shrinks = [name for name in scales if should[name] < _before(name, should)]
     mine, before = scales[case], _before(case, scales)
-    change = f"the scale goes from {before:g} to {mine:g}"
+    change = f"the scale goes from {describe(before)} to {describe(mine)}"
     if case in grows:
         if mine < should[case] and mine == max(scales[name] for name in grows):
             return (

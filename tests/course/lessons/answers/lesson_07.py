@@ -611,7 +611,7 @@ WRONG["7.5"] |= {
         _scaler(limit=lambda scale: max(scale, 1e-6)),
         "stops at 1e-06: set no lower limit",
     ),
-    "times 4": (_scaler(grows=4), "goes from 1024 to 4096: double it"),
-    "a quarter": (_scaler(shrinks=4), "goes from 1024 to 256: halve it"),
-    "half as much again": (_scaler(grows=1.5), "goes from 1024 to 1536: double it"),
+    "times 4": (_scaler(grows=4), "goes from 65,536 to 262,144: double it"),
+    "a quarter": (_scaler(shrinks=4), "goes from 1,024 to 256: halve it"),
+    "half as much again": (_scaler(grows=1.5), "goes from 65,536 to 98,304: double it"),
 }
