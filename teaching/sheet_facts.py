@@ -388,9 +388,8 @@ def lesson_11(found: Printed) -> Sheet:
             encoding="utf-8"
         )
     )
-    _, *steps = (
-        entry["weighed"] for entry in record["puzzles"]["11.0"]
-    )  # the planner's best first
+    best_and_steps = record["puzzles"]["11.0"]
+    steps = [entry["weighed"] for entry in best_and_steps[1:]]  # without the planner's best
     twice, once = steps[-2:]  # each layer runs twice, or once
     names = ("bf16, 8 × 1", "+ checkpoints", "+ loss in chunks", "8-bit AdamW")
     rows = []

@@ -303,7 +303,7 @@ def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
 
 
 def times(ratio: float) -> str:
-    """ "2 times too large", "a quarter of what it should be"."""
+    """ "2 times too large", "4 times too small", "with the wrong sign"."""
     if ratio < 0:
         return (
             "with the wrong sign"
@@ -331,8 +331,7 @@ def wrong_names(got: Any, expected: Any) -> str:
         others = [name for name in mine if name not in wanted]
         missing = [name for name in wanted if name not in mine]
         if others and missing:
-            verb = "is no name" if len(others) == 1 else "are no names"
-            return f"{_listed(others)} {verb} of the dict: it has {_listed(wanted)}."
+            return f"your dict has {_listed(others)}, but the names must be {_listed(wanted)}."
     return ""
 
 

@@ -1,6 +1,7 @@
 """The switches of a model that an answer has to leave as they were, and a sentence for each change.
 
-A switch's name is also a part of the sentence: "your code leaves `model` with another mode".
+A switch's name is also a part of the sentence: "your code leaves `model` with another dropout than
+before". The mode, checkpointing, the config and attributes have sentences of their own.
 """
 
 from __future__ import annotations
@@ -102,6 +103,6 @@ def _sentence(kind: str, state: Any) -> str:
         left, other = ("train", "eval") if state else ("eval", "train")
         return f"{left} mode on, but it was off before: restore it with model.{other}()"
     if kind == _CHECKPOINTING:
-        left = "on" if state else "off"
-        return f"checkpointing {left}, as it was not before: put it back"
+        left, other = ("on", "off") if state else ("off", "on")
+        return f"checkpointing {left}, but it was {other} before: switch it {other} again"
     return f"{kind} than before: put it back"

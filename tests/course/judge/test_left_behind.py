@@ -105,6 +105,22 @@ def test_an_answer_is_not_judged_by_functions_of_its_own(file):
         assert getattr(module, name) is functions[name], name
 
 
+@pytest.mark.parametrize(
+    "file", [file.name for file in pkgutil.iter_modules(course_judge.__path__)]
+)
+def test_an_answer_is_not_judged_by_builtins_of_its_own(file):
+    judge(AREA, area)
+    module = sys.modules[f"{course_judge.__name__}.{file}"]
+    for name in ("all", "isinstance", "len", "setattr", "vars"):
+
+        def answer(width, height, name=name):
+            setattr(module, name, lambda *_: True)
+            return 0
+
+        assert judge(AREA, answer).outcome == WRONG, name
+        assert name not in vars(module), name
+
+
 def test_what_restores_torchs_switches_is_not_the_answers():
     judge(AREA, area)
     side_effects = sys.modules[f"{course_judge.__name__}.side_effects"]

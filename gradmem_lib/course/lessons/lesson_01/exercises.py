@@ -7,12 +7,13 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...judge.compare import Measured, difference, plain
+from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, measure
 from ...judge.hints import shares, unit_of
 from ..shared.gradient_weights import ANOTHER_STEP
@@ -527,24 +528,34 @@ def _explain_train(got, expected):
         return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
     if moves and not steps:
         return ANOTHER_STEP
-    if steps == 1:
+    mine, right = plain(got["three steps"].value), plain(expected["three steps"].value)
+    if steps == 1 and _is_first_loss(mine, right):
         return (
-            "optimizer.step() is called once for all batches: one step on each batch was asked for."
+            "only the first batch is used: is the return inside the loop? Make one step on each "
+            "batch."
         )
-    return _why_losses(got["three steps"], expected["three steps"])
+    if steps == 1:
+        return "optimizer.step() is called only once: make one step on each batch."
+    if difference(mine, right) is not None:
+        return _why_losses(mine, right)
+    updates_are_right = difference(got["afterwards"], expected["afterwards"]) is None
+    if got["three steps"].over and updates_are_right:
+        return (
+            "losses and updates are right, but something large is alive that the step does not "
+            "need. Most often a name of the loop still refers to the logits, in backward or in the "
+            "next forward."
+        )
+    return None
 
 
-def _why_losses(got: Measured, expected: Measured) -> str | None:
-    """What is said of the returned losses, or of bytes that are too many though they are right."""
-    mine, right = plain(got.value), plain(expected.value)
-    if difference(mine, right) is None:
-        if got.over:
-            return (
-                "losses and updates are right, and something large is alive that the step does not "
-                "need: a name of the loop still refers to the logits in backward, or in the next "
-                "forward."
-            )
-        return None
+def _is_first_loss(mine: Any, right: tuple) -> bool:
+    """Whether the first batch's loss is all that is returned, in a list or as a number."""
+    losses = mine if isinstance(mine, tuple) else (mine,)
+    return len(losses) == 1 and difference(losses[0], right[0]) is None
+
+
+def _why_losses(mine: Any, right: tuple) -> str | None:
+    """What is said of returned losses that are wrong."""
     if not isinstance(mine, tuple) or len(mine) != len(right):
         return None
     if not all(isinstance(loss, Real) for loss in mine):

@@ -281,9 +281,12 @@ def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
     return phase, dict(zip(names, parts, strict=True)), rows, card
 
 
+_ONE_OF = f'return text: one of {", ".join(NAMES)}, or the word "none".'
+
+
 def _explain_next(got, expected):
     if not any(isinstance(value, str | None) for value in got.values()):
-        return f"the answer is one of {', '.join(NAMES)} and none, as text."
+        return _ONE_OF
     said = {describe(value) for value in got.values()}
     if len(said) == 1:
         return (
@@ -298,7 +301,7 @@ def _explain_next(got, expected):
     if mine is None:
         return 'where no technique can be enough, return the word "none", and not None.'
     if not isinstance(mine, str) or mine.casefold() not in names:
-        return f"the answer is one of {', '.join(NAMES)} and none, as text."
+        return _ONE_OF
     return _named(got, expected) or _why_next(case, names[mine.casefold()], expected[case])
 
 

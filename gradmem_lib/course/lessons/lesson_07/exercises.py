@@ -127,22 +127,25 @@ def _finite_stored(gradients, stored):
 
 _OTHER_SHARES = {
     (
-        "numbers that are inf or nan before the cast are left out: they are not zero, so they "
-        "belong to both counts."
+        "numbers that are inf or nan before the cast are left out: they are not zero, so count "
+        "them among all numbers, and among the lost ones."
     ): (
         (_of_finite_given, _finite_given),
         (_lost_ones, _finite_given),
         (_of_finite_given, lambda gradients, stored: gradients != 0),
     ),
-    ("nan is left out of the counts: it is not zero, and it is lost."): (
+    (
+        "nan is left out: it is not zero, and it is lost, so count it above and below the fraction "
+        "line."
+    ): (
         (
             lambda gradients, stored, lost_ones: lost_ones & ~gradients.isnan(),
             lambda gradients, stored: (gradients != 0) & ~gradients.isnan(),
         ),
     ),
     (
-        "numbers that are not finite after the cast are left out: they are lost, and they belong "
-        "to both counts. Divide by how many were not zero before."
+        "numbers that are not finite after the cast are left out: they are lost, so count them as "
+        "lost, and divide by how many were not zero before the cast."
     ): (
         (_lost_ones, _finite_stored),
         (_lost_ones, lambda gradients, stored: stored.isfinite()),
@@ -577,8 +580,8 @@ def _why_update(got, expected, given) -> str | None:
         return None
     if times in (2, 3, LAYERS):
         return (
-            f"each master takes its update {times:g} times: update it once, in one loop over "
-            "weights and masters."
+            f"each master moves {times:g} times as far as it should: update it once, by lr * "
+            "gradient, in one loop over weights and masters."
         )
     if times == 0.1:
         return "lr is multiplied in twice: the update is lr times the gradient."

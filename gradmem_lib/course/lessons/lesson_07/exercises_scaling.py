@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from ...judge.compare import difference
+from ...judge.compare import describe, difference
 from ...judge.exercise import Exercise, HiddenCase, Mistake, measure
 from ..shared.settings import flat
 
@@ -110,6 +110,7 @@ _STOPS = (
     "where a gradient is not finite, some gradients are divided and others are still scaled: "
     "divide all of them first, and then decide about the step."
 )
+_NOT_BEGUN_AGAIN = "`good` does not begin again at 0 when the scale has doubled."
 _SOME_SCALED = "how many gradients are still scaled, where others are not"
 
 
@@ -206,7 +207,7 @@ def _why_scaled(case: str, got, expected) -> str | None:
     if (mine["scale"], mine["good"]) == (right["good"], right["scale"]):
         return "the two results are swapped: return the scale first, and then `good`."
     same_scale = mine["scale"] == right["scale"]
-    says = _why_gradients(case, mine, right) or _why_good(mine, right)
+    says = _why_gradients(case, mine, right) or _why_good(case, mine, right)
     if says:
         return says
     skipped = not case.endswith("(all finite)")
@@ -226,7 +227,7 @@ def _why_scaled(case: str, got, expected) -> str | None:
 
 
 def _why_gradients(case: str, mine, right) -> str | None:
-    """What is said of a first step with other weights, of which ones were there before."""
+    """What is said if the first step moves the weights wrongly. All of them were 1 before it."""
     if not case.endswith("after step 1 (all finite)") or not difference(
         mine["weights"], right["weights"]
     ):
@@ -241,10 +242,14 @@ def _why_gradients(case: str, mine, right) -> str | None:
     return None
 
 
-def _why_good(mine, right) -> str | None:
-    """What is said if only the count of good steps is wrong, and too large by more than nothing."""
+def _why_good(case: str, mine, right) -> str | None:
+    """What is said if only `good` is wrong, and too large."""
     same = mine["scale"] == right["scale"] and not difference(mine["weights"], right["weights"])
-    if same and mine["good"] > right["good"] > 0:
+    if not same or mine["good"] <= right["good"]:
+        return None
+    if right["good"] == 0 and case.endswith("(all finite)"):  # so the scale has doubled
+        return _NOT_BEGUN_AGAIN
+    if right["good"] > 0:
         return (
             "`good` grows more than once in a step: one step counts 1, in one place of the code, "
             "however many gradients and groups it has."
@@ -258,22 +263,27 @@ def _why_scale(case: str, scales: dict[str, float], expected) -> str | None:
     grows = [name for name in scales if should[name] > _before(name, should)]
     shrinks = [name for name in scales if should[name] < _before(name, should)]
     mine, before = scales[case], _before(case, scales)
-    factor = f"{mine / before:.2g} times as large"
+    upper_limit = (
+        f"your scale stops at {mine:,.0f}: set no upper limit. A scale that is too large is halved "
+        "by the next step that overflows."
+    )
+    change = f"the scale goes from {describe(before)} to {describe(mine)}"
     if case in grows:
         if mine < should[case] and mine == max(scales[name] for name in grows):
-            return (
-                f"the scale stops at {mine:,.0f}: it has no largest value, and one that is too "
-                "large is halved by the next step that overflows."
-            )
+            return upper_limit
         if mine not in (before, before / 2):
-            return f"after a full row of good steps the scale becomes {factor}: double it."
+            return f"after `patience` good steps in a row {change}: double it."
     if case in shrinks:
         if mine > should[case] and mine == min(scales[name] for name in shrinks):
             return (
-                f"the scale stops at {mine:g}: it has no smallest value, so halve it all the same."
+                f"your scale stops at {mine:g}: set no lower limit, and halve it after every "
+                "skipped step."
             )
         if mine not in (before, before * 2):
-            return f"after a skipped step the scale becomes {factor}: halve it."
+            return f"after a skipped step {change}: halve it."
+    stays = case not in grows and case not in shrinks
+    if stays and mine < should[case] and mine == max(scales.values()):
+        return upper_limit
     return None
 
 
@@ -454,7 +464,7 @@ EXERCISES = (
             Mistake(
                 "does not begin again",
                 _scaled(again=False),
-                "`good` does not begin again at 0 when the scale has doubled.",
+                _NOT_BEGUN_AGAIN,
             ),
             Mistake(
                 "never halves",

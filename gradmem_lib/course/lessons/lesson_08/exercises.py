@@ -193,6 +193,15 @@ _WHAT_IS_KEPT = {
     "1": "only the first product is kept: of each two products keep one, the third and so on too.",
     **dict.fromkeys(("2, 7", "1, 6", "3", "4"), _ONE_KIND),
 }
+_A_KIND_LESS = "one kind of product is not counted: there are mm, addmm and bmm."
+# By the products kept of a layer, and of the layer with fused attention. The second one tells "no
+# bmm" from every third product, "no mm" from every fourth, and "addmm alone" from the first alone.
+_KINDS_COUNTED = {
+    ("1, 4, 7", "1, 3"): _A_KIND_LESS,
+    ("1, 5", "3"): _A_KIND_LESS,
+    ("2, 4, 7", "1"): _A_KIND_LESS,
+    ("1", "3"): _ONE_KIND,
+}
 
 
 def _explain_policy(got, expected):
@@ -203,6 +212,9 @@ def _explain_policy(got, expected):
             "function that can be called with (ctx, op, ...): "
             "create_selective_checkpoint_contexts is called later."
         )
+    both = (mine["kept"], got["a layer with fused attention"]["kept"])
+    if both in _KINDS_COUNTED:
+        return _KINDS_COUNTED[both]
     if mine["kept"] in _WHAT_IS_KEPT:
         return _WHAT_IS_KEPT[mine["kept"]]
     right, following = (
@@ -234,17 +246,20 @@ _ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 
 
 def _why_these(mine, right) -> str | None:
-    """What is said of products that no known mistake keeps."""
+    """What is said if the kept products fit no known mistake."""
     others = "other operations kept"
-    if mine["kept"] in (right["kept"], "2, 4, 6") or mine[others] != right[others]:
+    if mine["kept"] == right["kept"] or mine[others] != right[others]:
+        return None
+    if mine["kept"] == "2, 4, 6":  # the mistake "the others"
         return None
     kept = [int(number) for number in mine["kept"].split(", ")]
     gaps = {after - before for before, after in itertools.pairwise(kept)}
     if len(gaps) == 1 and gaps <= _ORDINALS.keys():
         return f"only every {_ORDINALS[gaps.pop()]} product is kept: keep every second one."
+    number = "number" if len(kept) == 1 else "numbers"
     return (
-        f"of the layer's 7 products, {mine['kept']} are kept: the answer changes with every "
-        "product, so that one is kept and the next one runs again."
+        f"of the layer's products 1 to 7, your policy keeps {number} {mine['kept']}: keep the "
+        "first, let the second run again, keep the third, and so on."
     )
 
 

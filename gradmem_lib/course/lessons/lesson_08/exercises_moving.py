@@ -393,7 +393,8 @@ def _why_long(mine, got) -> str | None:
     beyond = mine["tokens of the longest tile beyond the needed"]
     if not beyond:
         return None
-    whole = beyond == 22 - math.ceil(22 / 4)
+    needed = math.ceil(22 / 4)
+    whole = needed + beyond == 22
     if whole and not got.notes["again"]:
         return (
             "the MLP gets the whole sequence, and nothing runs again: this is mlp(x) itself. Cut "
@@ -402,8 +403,9 @@ def _why_long(mine, got) -> str | None:
     if whole:
         return "the MLP gets the whole sequence at once: cut it into tiles first."
     return (
-        f"the longest tile has {beyond} tokens more than it needs: there are fewer tiles than "
-        "`tiles`, or they are of unequal lengths. x.tensor_split(tiles, dim=1) makes them even."
+        f"the longest tile has {needed + beyond} tokens, and {needed} are enough: there are fewer "
+        "than `tiles` tiles, or their lengths differ by more than 1. x.tensor_split(tiles, dim=1) "
+        "makes them even."
     )
 
 

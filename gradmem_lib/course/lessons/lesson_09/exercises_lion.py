@@ -195,7 +195,7 @@ def _copies_elsewhere(candidate) -> int:
 
 
 _ELSEWHERE = "tensors as large as a weight, beside self.state"
-_RESUMED = "a step after load_state_dict, by a new optimizer"
+_RESUMED = "a step after load_state_dict, by an optimizer that has stepped before"
 
 
 def _momentum_of(share: float) -> str:
@@ -284,8 +284,8 @@ def _why_outside(got, expected) -> str | None:
     """What is said of a momentum, or a copy of it, that is not in ``self.state`` alone."""
     if difference(got[_RESUMED], expected[_RESUMED]):
         return (
-            "the momentum is not in self.state alone, so an optimizer that has loaded a "
-            "state_dict goes on with another one: read it from self.state[p] and change it there."
+            "the momentum is not in self.state alone: after load_state_dict your optimizer still "
+            "uses its old momentum. Read it from self.state[p] in each step, and change it there."
         )
     if got[_ELSEWHERE]:
         return (

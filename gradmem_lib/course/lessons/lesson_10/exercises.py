@@ -51,13 +51,13 @@ def _explain_held(got, expected):
     units = [mine[0] / right[0] for mine, right in pairs]
     if units[0] < 1 / 500 and all(math.isclose(unit, units[0]) for unit in units):
         return "return bytes, not kB, MB or GB."
-    wrong = [part for part in range(3) if any(mine[part] != right[part] for mine, right in pairs)]
     for says, other in _OTHER_RANKS.items():
         if all(
             tuple(map(float, got[case])) == tuple(map(float, other(*literal_eval(case))))
             for case in expected
         ):
             return says
+    wrong = [part for part in range(3) if any(mine[part] != right[part] for mine, right in pairs)]
     return _ONE_PART_WRONG[wrong[0]] if len(wrong) == 1 else None
 
 
@@ -73,7 +73,10 @@ def _one_rank_less(parameters, ranks, way):
 
 _OTHER_RANKS = {
     "these are the bytes of all ranks together: return those of one rank.": _all_together,
-    "what is cut is divided by ranks - 1: each of the ranks keeps a share.": _one_rank_less,
+    (
+        "the parts that are cut are divided by ranks - 1: every rank keeps a share, so divide by "
+        "ranks."
+    ): _one_rank_less,
 }
 
 

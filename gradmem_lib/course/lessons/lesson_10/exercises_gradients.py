@@ -241,7 +241,7 @@ def _batches() -> dict[str, list[list[Tensor]]]:
             [_labels(2, 5, seed=2), _labels(7, 1, seed=3)],
         ],
         HiddenCase("a rank without a label"): [
-            [_labels(4, 6, seed=4)],
+            [_labels(4, 6, seed=4), torch.full((1, 4), IGNORED)],
             [torch.full((2, 3), IGNORED)],
         ],
     }
@@ -290,18 +290,14 @@ _MICRO_BATCHES = (
 )
 
 
-def _count_labels(micro_batches) -> int:
-    return sum(int((labels != -100).sum()) for labels in micro_batches)
-
-
 _OTHER_COUNTS = {
     (
         "a rank without a label counts as one label: it adds nothing, so add up the labels as they "
         "are, and divide by the sum."
-    ): lambda micro_batches: max(1, _count_labels(micro_batches)),
+    ): lambda micro_batches: max(1, _count(micro_batches)),
     (
         "a micro-batch without a label counts as one label: it adds nothing to the loss."
-    ): lambda micro_batches: sum(max(1, _count_labels([labels])) for labels in micro_batches),
+    ): lambda micro_batches: sum(max(1, _count([labels])) for labels in micro_batches),
     _MICRO_BATCHES: len,
 }
 _APART = (

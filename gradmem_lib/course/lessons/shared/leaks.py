@@ -23,8 +23,8 @@ from .settings import collecting_new_objects_only, flat
 
 OUTSIDE = "outside of tensors"
 KEPT_OUTSIDE = (
-    "numbers of every batch are kept in arrays or lists: no tracker sees these bytes, and in the "
-    "host's memory they grow all the same. Keep what the result needs."
+    "while the model runs, your script keeps many numbers in arrays or lists. No tracker sees "
+    "these bytes, and the host's memory holds them all the same. Keep only what the result needs."
 )
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
 HIDDEN, WEIGHTS = HiddenCase("other batches"), "the weights afterwards"
@@ -51,9 +51,9 @@ class Leak:
     script's arguments for a number of batches, the model first, made afresh. ``batches``: how many
     the lesson has, and ``counted`` their name. ``budget``: bytes, such as "2 MiB". ``stays``: what
     is said of a script that still keeps too much. ``outside``: bytes that Python and numpy may
-    hold while the model runs, which no tracker sees; arrays and lists between two forwards are
-    free. ``stays_outside``: what is said of a script that holds more of them. ``hidden_setting``:
-    the arguments of the hidden case, where these are made in another way.
+    hold while the model runs, which no tracker sees; what arrays and lists hold between two
+    forwards is not counted. ``stays_outside``: what is said of a script that holds more of them.
+    ``hidden_setting``: the arguments of the hidden case, where these are made in another way.
     """
 
     script: Callable[..., Any]
@@ -92,8 +92,8 @@ class Leak:
         """The bytes outside of tensors while the model runs."""
         nbytes = _outside_when_the_model_runs(script, lambda: self.setting(self.batches))
         says = (
-            f"Outside of tensors there are about {nbytes // 1000:,} kB; {self.outside // 1000:,} "
-            "are enough."
+            f"Outside of tensors there are about {nbytes // 1000:,} kB while the model runs, and "
+            f"{self.outside // 1000:,} kB are enough."
         )
         return Measured(None, nbytes, self.outside, says=says)
 

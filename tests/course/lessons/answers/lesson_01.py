@@ -710,7 +710,36 @@ def _with_names_kept(model, optimizer, batches):
     return losses
 
 
+def _returns_in_the_loop(model, optimizer, batches, result=list):
+    losses = []
+    for ids in batches:
+        loss = _by_the_model(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        return result(losses)
+
+
+def _with_names_kept_and_an_update_less(model, optimizer, batches):
+    losses = _with_names_kept(model, optimizer, batches[:-1])
+    logits = model(input_ids=batches[-1]).logits
+    entropy = torch.nn.functional.cross_entropy
+    loss = entropy(logits[:, :-1].flatten(0, 1), batches[-1][:, 1:].flatten())
+    loss.backward()
+    return [*losses, loss.item()]
+
+
 WRONG["1.6"] |= {
+    "return in the loop": (_returns_in_the_loop, "is the return inside the loop"),
+    "return of a number in the loop": (
+        partial(_returns_in_the_loop, result=sum),
+        "is the return inside the loop",
+    ),
+    "names kept, and an update less": (
+        _with_names_kept_and_an_update_less,
+        "^(?!.*updates are right)",
+    ),
     "one step for all": (_step_by_step(_by_the_model, each=False), "one step on each batch"),
     "divided by the batches": (
         _step_by_step(lambda model, ids: _by_the_model(model, ids) / 3),

@@ -301,7 +301,10 @@ RIGHT["6.4"] = {
     "the switch": _t5_switch,
 }
 WRONG["6.4"] = {
-    "the switch left on": (partial(_t5_switch, left_on=True), "checkpointing on, as it was not"),
+    "the switch left on": (
+        partial(_t5_switch, left_on=True),
+        "it was off before",
+    ),
     "checkpoints left on": (_left_on, "checkpoints stay on after the call"),
     "as it was": (partial(_t5, size=16, every=None), "all 16 rows"),
     "checkpoints alone": (partial(_t5, size=16), "checkpoint"),
@@ -689,7 +692,7 @@ WRONG["6.1"] |= {
     ),
     "other names": (
         lambda *six: dict(zip(("ctx", "other", "in_pieces"), _error(*six).values(), strict=True)),
-        "'ctx' and 'other' are no names of the dict: it has 'context', 'others'",
+        "your dict has 'ctx' and 'other', but the names must be 'context', 'others'",
     ),
 }
 
@@ -745,6 +748,6 @@ WRONG["6.6"] |= {
         partial(_first_enough, choose=lambda enough, takes: min(enough, key=takes.get)),
         "a technique that comes before your answer can be enough",
     ),
-    "a list": (lambda *given: [_first_enough(*given)], "as text"),
-    "its place": (lambda *given: ORDER.index(_first_enough(*given)), "as text"),
+    "a list": (lambda *given: [_first_enough(*given)], "return text: one of"),
+    "its place": (lambda *given: ORDER.index(_first_enough(*given)), "return text: one of"),
 }

@@ -542,8 +542,12 @@ def _subtract(master, gradient, lr):
 
 
 WRONG["7.4"] |= {
-    "twice": (_master_by(_subtract, times=2), "takes its update 2 times"),
-    "once for each weight": (_master_by(_subtract, times=4), "takes its update 4 times"),
+    "twice": (_master_by(_subtract, times=2), "moves 2 times as far as it should"),
+    "once for each weight": (_master_by(_subtract, times=4), "moves 4 times as far as it should"),
+    "a factor": (
+        _master_by(lambda m, g, lr: m.sub_(2 * lr * g.float())),
+        "moves 2 times as far as it should",
+    ),
     "lr twice": (
         _master_by(lambda m, g, lr: m.sub_(lr * lr * g.float())),
         "lr is multiplied in twice",
@@ -593,21 +597,21 @@ WRONG["7.5"] |= {
     "counts before and after": (_counts_tries, "grows more than once in a step"),
     "at most 65,536": (
         _scaler(limit=lambda scale: min(scale, 2.0**16)),
-        "stops at 65,536: it has no largest",
+        "stops at 65,536: set no upper limit",
     ),
     "at most 16,777,216": (
         _scaler(limit=lambda scale: min(scale, 2.0**24)),
-        "stops at 16,777,216: it has no largest",
+        "stops at 16,777,216: set no upper limit",
     ),
     "at least 1": (
         _scaler(limit=lambda scale: max(scale, 1.0)),
-        "stops at 1: it has no smallest",
+        "stops at 1: set no lower limit",
     ),
     "at least a millionth": (
         _scaler(limit=lambda scale: max(scale, 1e-6)),
-        "stops at 1e-06: it has no smallest",
+        "stops at 1e-06: set no lower limit",
     ),
-    "times 4": (_scaler(grows=4), "becomes 4 times as large: double it"),
-    "a quarter": (_scaler(shrinks=4), "becomes 0.25 times as large: halve it"),
-    "half as much again": (_scaler(grows=1.5), "becomes 1.5 times as large: double it"),
+    "times 4": (_scaler(grows=4), "goes from 65,536 to 262,144: double it"),
+    "a quarter": (_scaler(shrinks=4), "goes from 1,024 to 256: halve it"),
+    "half as much again": (_scaler(grows=1.5), "goes from 65,536 to 98,304: double it"),
 }

@@ -470,4 +470,4 @@ def _up_to_a_limit(optimizer, scale, good, patience):
     return min(scale, 65536.0), good
 
 
-WRONG["7.5"]["at most 65,536"] = (_up_to_a_limit, "stops at 65,536: it has no largest value")
+WRONG["7.5"]["at most 65,536"] = (_up_to_a_limit, "stops at 65,536: set no upper limit")

@@ -902,17 +902,42 @@ def _keeps(these):
     return make
 
 
+def _policy_of(*kinds):
+    """The right policy, but only for these kinds of products."""
+    counted = [getattr(aten, kind).default for kind in kinds]
+    return lambda: _policy(is_product=lambda op: op in counted)
+
+
 WRONG["8.1"] |= {
     "every third": (_keeps(range(1, 100, 3)), "only every third product"),
     "every third, from the third": (_keeps(range(3, 100, 3)), "only every third product"),
     "every fourth": (_keeps(range(1, 100, 4)), "only every fourth product"),
-    "the first half": (_keeps(range(1, 5)), "products, 1, 2, 3, 4 are kept"),
-    "in pairs": (_keeps((1, 2, 5, 6)), "products, 1, 2, 5, 6 are kept"),
+    "the first half": (_keeps(range(1, 5)), "keeps numbers 1, 2, 3, 4: keep the first"),
+    "in pairs": (_keeps((1, 2, 5, 6)), "keeps numbers 1, 2, 5, 6: keep the first"),
+    "one of them": (_keeps((5,)), "keeps number 5: keep the first"),
+    "the first one": (_keeps((1,)), "only the first product is kept"),
+    "no mm": (_policy_of("addmm", "bmm"), "one kind of product is not counted"),
+    "no addmm": (_policy_of("mm", "bmm"), "one kind of product is not counted"),
+    "no bmm": (_policy_of("mm", "addmm"), "one kind of product is not counted"),
+    "mm alone": (_policy_of("mm"), "only one kind of product is counted"),
+    "addmm alone": (_policy_of("addmm"), "only one kind of product is counted"),
+    "bmm alone": (_policy_of("bmm"), "only one kind of product is counted"),
 }
+
+
+def _rest_in_the_last(x, tiles):
+    size = x.shape[1] // tiles
+    return x.tensor_split([size * i for i in range(1, tiles)], dim=1)
+
+
 WRONG["8.6"] |= {
     "one tile less": (
         lambda mlp, x, tiles: _tiles()(mlp, x, max(1, tiles - 1)),
-        "fewer tiles than",
+        "has 8 tokens, and 6 are enough: there are fewer than `tiles` tiles",
+    ),
+    "the rest in the last tile": (
+        partial(_tiled, cut=_rest_in_the_last),
+        "has 7 tokens, and 6 are enough: .* their lengths differ by more than 1",
     ),
 }
 

@@ -775,6 +775,10 @@ WRONG["10.5"] |= {
         _over_all(lambda micro_batches: max(1, _not_ignored(micro_batches))),
         "a rank without a label counts as one label",
     ),
+    "at least one label in each": (
+        _over_all(lambda micro_batches: sum(max(1, _not_ignored([own])) for own in micro_batches)),
+        "a micro-batch without a label counts as one label",
+    ),
     "micro-batches over ranks": (_over_all(len), "micro-batches are counted"),
 }
 WRONG["10.6"] |= {
