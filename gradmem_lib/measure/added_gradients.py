@@ -1,10 +1,11 @@
-"""Sums of gradients, which autograd makes in place or not.
+"""What autograd writes in place, and into a new tensor while any dispatch mode is active.
 
-Where a tensor is used twice, autograd adds up its gradients: in place, or into a new tensor while
-any dispatch mode is active. The recording shows the program as it is without the tracker, so the
-first gradient's bytes become the sum's. A few formulas of autograd also fill their own zeros in
-place or not.
+Where a tensor is used twice, autograd adds up its gradients. And a few of its formulas fill zeros
+that they have just made. The recording shows the program as it is without the tracker, so the first
+gradient's bytes, or those of the zeros, become the result's.
 """
+
+from typing import Any
 
 import torch
 from torch import UntypedStorage
@@ -21,12 +22,12 @@ from ..compat.tensors import storage_key
 from .recording import Entry, Recording
 
 
-class AddedGradients:
-    """Which gradients of ``recording`` are free without a dispatch mode."""
+class InPlaceGradients:
+    """Which tensors of ``recording`` autograd would write into without a dispatch mode."""
 
     def __init__(self, recording: Recording):
         self.recording = recording
-        self.freed: Entry | None = None  # by the latest addition; the tensor itself still exists
+        self.freed: Entry | None = None  # by the latest operation; the tensor itself still exists
         # The node of autograd's graph that allocated last, by its number, and what it allocated.
         self._node, self._made_by_node = -1, set[int]()
 
@@ -46,15 +47,11 @@ class AddedGradients:
         gradient = args[0]
         if not would_be_added_in_place(gradient):
             return
-        key, node = storage_key(gradient.untyped_storage()), current_node()
-        made_here = self._node == sequence_nr(node) and key in self._made_by_node
+        node = current_node()
         # A node's own formula may add up what it has just computed, and that is never in place.
-        if node is None or (made_here and not gives_one_tensor_twice(node)):
+        if node is None or (self._made_by(node, gradient) and not gives_one_tensor_twice(node)):
             return
-        entry = self.recording.live.get(key)
-        if entry is not None and entry.category == names.TEMPORARIES:
-            self.recording.on_free(entry)
-            self.freed = entry
+        self._free(gradient)
 
     def free_filled(self, args: tuple, out: torch.Tensor) -> None:
         """Stop counting the first tensor of an operation, if a formula of autograd has just made it
@@ -66,15 +63,24 @@ class AddedGradients:
             return
         if first.dtype != out.dtype or first.shape != out.shape:
             return
-        key = storage_key(first.untyped_storage())
-        made_here = self._node == sequence_nr(node) and key in self._made_by_node
-        entry = self.recording.live.get(key)
-        if made_here and entry is not None and entry.category == names.TEMPORARIES:
+        if self._made_by(node, first):
+            self._free(first)
+
+    def _made_by(self, node: Any, tensor: torch.Tensor) -> bool:
+        """Whether ``node``, which runs, has allocated the storage of ``tensor``."""
+        if self._node != sequence_nr(node):
+            return False
+        return storage_key(tensor.untyped_storage()) in self._made_by_node
+
+    def _free(self, tensor: torch.Tensor) -> None:
+        """Stop counting ``tensor``, if it is a temporary."""
+        entry = self.recording.live.get(storage_key(tensor.untyped_storage()))
+        if entry is not None and entry.category == names.TEMPORARIES:
             self.recording.on_free(entry)
             self.freed = entry
 
     def check_freed(self) -> None:
-        """Count a gradient again that should have been freed by now, and is still there."""
+        """Count a tensor again that should have been freed by now, and is still there."""
         entry, self.freed = self.freed, None
         if entry is None:
             return

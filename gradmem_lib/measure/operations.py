@@ -24,7 +24,7 @@ from ..names import (
     LOSS,
     TRAINING_FORWARD,
 )
-from .added_gradients import AddedGradients
+from .added_gradients import InPlaceGradients
 from .facts import FIRST_READ_PARAMETER, READ_IN_PARTS
 from .moments import Position
 from .recording import EXISTED, NO_CATEGORY, Entry, Recording, is_expanded, source_of
@@ -59,7 +59,7 @@ class OperationMeter:
         self.position = Position()
         self.stack = self.position.calls
         self.recomputed = False  # a forward ran again in a backward
-        self._added = AddedGradients(recording)
+        self._added = InPlaceGradients(recording)
         self._has_ddp = self._has_fsdp = False  # whether a module of the model is wrapped
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
@@ -108,9 +108,11 @@ class OperationMeter:
         recording, nbytes = self.recording, 0
         if func is not operators.lift_fresh:  # torch.tensor(...): what it reads is its result
             nbytes += self._count_reads(args, kwargs, func)
-        if func is operators.add_tensors and recording.moment == IN_BACKWARD:
+        in_backward = recording.moment == IN_BACKWARD
+        if in_backward and func is operators.add_tensors:
             self._added.free_first(args)
-        elif func in operators.written_in_place_by_formulas and recording.moment == IN_BACKWARD:
+        elif in_backward and func in operators.written_in_place_by_formulas and not self.stack:
+            # No module runs: it is not a checkpoint's second forward.
             self._added.free_filled(args, out)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
             for storage in storages_of(tensor):

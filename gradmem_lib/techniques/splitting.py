@@ -13,8 +13,8 @@ def split(batch: Any, size: int) -> Iterator[Any]:
     and take no new bytes.
 
     ``batch`` is a tensor, or a dict or tuple of tensors. A value without rows (a number, a flag)
-    goes into every micro-batch. Raises ``ValueError`` when ``size`` is not positive or the tensors
-    have unequal numbers of rows.
+    goes into every micro-batch. Raises ``ValueError`` when ``size`` is not positive, the tensors
+    have unequal numbers of rows, or there is no tensor with rows.
     """
     rows = count_rows(batch)
     if size < 1:
@@ -44,7 +44,7 @@ def count_rows(batch: Any) -> int:
     """How many rows the tensors of ``batch`` have. Raises ``ValueError`` if they differ, or if no
     tensor with rows is found.
     """
-    leaves = tree_leaves(_plain(batch))
+    leaves = tree_leaves(as_dict(batch))
     rows = set()
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim():
@@ -52,9 +52,9 @@ def count_rows(batch: Any) -> int:
     if not rows:
         kinds = sorted({type(leaf).__name__ for leaf in leaves})
         raise ValueError(
-            f"cannot cut a batch into micro-batches in which no tensor with rows is found (found: "
-            f"{', '.join(kinds) or 'nothing'}): give a tensor, or a dict or tuple of tensors. Of a "
-            "dataclass, such as `batch`, give vars(batch)"
+            "this batch cannot be cut into micro-batches, since no tensor with rows is found "
+            f"(found: {', '.join(kinds) or 'nothing'}): give a tensor, or a dict or tuple of "
+            "tensors. If batch is a dataclass, give vars(batch)"
         )
     if len(rows) != 1:
         raise ValueError(
@@ -69,8 +69,9 @@ def _rows_of(batch: Any, start: int, end: int) -> Any:
     def rows_of_tensor(tensor: Tensor) -> Tensor:
         return tensor[start:end] if tensor.dim() else tensor
 
-    return tree_map_only(Tensor, rows_of_tensor, _plain(batch))
+    return tree_map_only(Tensor, rows_of_tensor, as_dict(batch))
 
 
-def _plain(batch: Any) -> Any:
+def as_dict(batch: Any) -> Any:
+    """``batch``, or a dict of its entries if it is another mapping, such as a ``BatchEncoding``."""
     return dict(batch) if isinstance(batch, Mapping) else batch

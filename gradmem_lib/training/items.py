@@ -24,7 +24,7 @@ from ..techniques.data_parallel import Processes
 from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
 from .item_rules import RULES, Rule, has_labels, unwrapped
 from .probe import Answer, ProbeRows, ask, differs_from_itself
-from .probe_rows import MOST_CLASSES, groups_of_rows, have_ignored_labels
+from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
 
 
 class LossIsNoMean(ValueError):
@@ -55,10 +55,11 @@ def find_rule(
     """The rule by which ``model``'s loss is a mean over items; ``None`` if these micro-batches
     cannot tell, since they have no labels, or no values.
 
-    It costs forwards of 1 to 4 rows without gradients, in eval mode (``groups_of_rows``), once for
-    each model and ``key``. What a loss does in training alone is not seen, nor a difference that is
-    smaller than rounding: about 1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are
-    compared, and not gradients, so a comparison of rows that cancels in the loss is not seen.
+    It costs forwards of 1 to 4 rows without gradients, in eval mode, once for each model and
+    ``key``: for one or two groups of rows (``groups_of_rows``), and for up to 17 if rows differ in
+    many ways. What a loss does in training alone is not seen, nor a difference that is smaller than
+    rounding: about 1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are compared, and not
+    gradients, so a comparison of rows that cancels in the loss is not seen.
 
     Args:
         micro_batches: what is about to be trained on; some of their rows are tried.
@@ -133,8 +134,7 @@ def _as_many_as_others(groups: list[Any], processes: Processes) -> list[Any]:
     """``groups``, the first of them repeated until each process has as many, since the processes of
     a sharded model run each forward together.
     """
-    most = MOST_CLASSES + 1
-    have_one = processes.sums(*[number < len(groups) for number in range(most)])
+    have_one = processes.sums(*[number < len(groups) for number in range(MOST_GROUPS)])
     missing = sum(count > 0 for count in have_one) - len(groups)
     return groups + groups[:1] * missing
 

@@ -118,8 +118,9 @@ def _differences(
         for batch, is_first in _batches(inside, rows):
             together, alone, error = _losses(model, batch, seen_loss)
             answer.limit = rounding(model, autocasts)
-            if dtypes & SHORT_DTYPES:
-                answer.limit *= 2  # the items' losses are rounded, and then their mean
+            for dtype in dtypes & SHORT_DTYPES:
+                # The items' losses are rounded, and then their mean.
+                answer.limit = max(2 * answer.limit, 2 * torch.finfo(dtype).eps)
             if is_first:
                 answer.finite = math.isfinite(together)
                 answer.error = error

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from ..names import IGNORED
 from ..techniques.splitting import count_rows, split
 from .item_rules import has_labels, rows, whole_labels, with_labels
-from .unlike_rows import unlike_rows
+from .unlike_rows import MOST_CLASSES, cut_to_least_sizes, unlike_rows
 
 # Of one forward. Two rows may hide a comparison with their mean: what one is above it, the other is
 # below, and the differences cancel.
 FEWEST_ROWS, MOST_ROWS = 3, 4
-MOST_CLASSES = 16  # of all groups together: classes may be weighed
+MOST_UNLIKE = 16  # rows that have something which the first ones do not show
+# Each group has the first row and at least two others. The last one may have a row without labels.
+MOST_GROUPS = (MOST_CLASSES + MOST_UNLIKE) // 2 + 1
 
 
 def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
@@ -42,8 +44,8 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
     labelled = [n for n, row in enumerate(_rows(micro_batches)) if has_labels(row)]
     shown = _labelled_rows(micro_batches, size)
-    more = unlike_rows(micro_batches, shown, labelled, MOST_CLASSES)
-    found = _numbered(micro_batches, [*shown, *more])
+    more = unlike_rows(micro_batches, shown, labelled, MOST_UNLIKE)
+    found = _numbered(micro_batches, [*shown, *more][: MOST_CLASSES + MOST_UNLIKE])
     if not found:
         found = [next(split(micro_batches[0], 1))]
     if len(found) == 1:
@@ -131,10 +133,7 @@ def _joined(parts: list[Any]) -> Any:
         return type(first)(*joined)  # a namedtuple
     if not isinstance(first, Tensor) or not first.dim():
         return first
-    shapes = [part.shape[1:] for part in parts]  # without the rows
-    least = [min(sizes) for sizes in zip(*shapes, strict=True)]
-    common = tuple(slice(size) for size in least)
-    return torch.cat([part[:, *common] for part in parts])
+    return torch.cat(cut_to_least_sizes(parts))
 
 
 def twice(row: Any) -> Any:

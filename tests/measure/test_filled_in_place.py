@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.oracle import allocator_peak
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.predict import predict
@@ -71,6 +72,42 @@ def test_the_peak_is_the_allocators(name):
         before = tracker.current.total
         step()
         assert tracker.current.total == before
+    assert tracker.peak.total - before == allocator_peak(step, before=1)
+
+
+class CountsTokens(nn.Module):
+    """As a router does. Under ``no_grad``, zeros and their sums exist at once, and so they do in
+    the second forward of a checkpoint.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            counted = torch.zeros(SIZE * SIZE).scatter_add(0, ROW, torch.ones(3))
+        return x * self.weight * counted[1]
+
+
+def test_a_second_forward_is_no_formula():
+    model = CountsTokens()
+    x = torch.ones(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+    def step():
+        out = checkpoint(model, x, use_reentrant=False, preserve_rng_state=False)
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        tracker.watch([x, ROW], "other")
+        before = tracker.current.total
+        step()
+    in_backward = tracker.peak_by_phase["backward"] - before
+    assert in_backward > 2 * 4 * SIZE * SIZE  # float32: zeros and sums
     assert tracker.peak.total - before == allocator_peak(step, before=1)
 
 

@@ -6,14 +6,18 @@ weight, or a label that is ignored.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
+from gradmem_lib.training.unlike_rows import unlike_rows
 
 ROWS, TOKENS = 12, 6
 
@@ -160,3 +164,50 @@ def test_flags_that_only_weigh_rows_are_the_full_batchs():
     run = prepare(model_of_words(), RECIPE, lr=0.0)
     step(run.model, run.optimizer, batch, RECIPE, loss=loss, keep_gradients=True)
     torch.testing.assert_close(run.model.weight.grad, expected.weight.grad)
+
+
+def rows_found(*micro_batches, shown=(0, 1, 2)):
+    rows = sum(len(next(iter(micro.values()))) for micro in micro_batches)
+    return set(unlike_rows(list(micro_batches), shown, range(rows), 16))
+
+
+def test_a_tokenizers_batch_is_looked_at_like_a_dict():
+    mask = torch.ones(12, 4, dtype=torch.long)
+    mask[9, 2:] = 0
+    assert rows_found(BatchEncoding({"mask": mask})) == rows_found({"mask": mask}) == {9}
+
+
+def test_a_weight_of_a_row_is_seen():
+    weights = torch.ones(12)
+    weights[9] = 3.0
+    assert rows_found({"w": weights}) == {9}
+    advantages = torch.rand(12, 4) + 0.1
+    advantages[7] *= -1
+    assert 7 in rows_found({"a": advantages})
+
+
+def test_only_what_stays_of_a_row_is_looked_at():
+    """Rows of several micro-batches are cut to the least width."""
+    narrow = {"mask": torch.ones(3, 4, dtype=torch.long)}
+    wide = {"mask": torch.ones(3, 8, dtype=torch.long)}
+    wide["mask"][0, 4:] = 0  # which is cut off
+    wide["mask"][1, 1] = 0
+    assert rows_found(narrow, wide) == {4}
+
+
+def test_tensors_of_micro_batches_are_compared_by_name():
+    x, flag = torch.rand(3, 4), torch.zeros(3, 4)
+    one = {"x": x, "flag": flag}
+    other = {"flag": flag.clone(), "x": x.clone()}
+    assert rows_found(one, other) == set()
+    other["flag"][1] = 1
+    assert rows_found(one, other) == {4}
+
+
+def test_numbers_that_are_none_hide_no_others():
+    targets = torch.zeros(12, 2)
+    targets[5, 0] = math.nan
+    targets[8, 0] = 4.0
+    assert rows_found({"t": targets}) >= {5, 8}
+    assert rows_found({"c": torch.ones(12, 2, dtype=torch.complex64)}) == set()
+    assert rows_found({"s": torch.eye(12).to_sparse()}) == set()
