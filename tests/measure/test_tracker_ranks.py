@@ -32,7 +32,7 @@ from gradmem_lib import (
     checkpoint_layers,
     next_token_loss,
 )
-from gradmem_lib.compat.collectives import collectives, run_collective_synchronously
+from gradmem_lib.compat import collectives  # as a module: an operator cannot be sent to a process
 from gradmem_lib.compat.dispatch_modes import TorchDispatchMode, WithoutDynamoGuard
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
@@ -79,8 +79,8 @@ class Settled(WithoutDynamoGuard, TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
-        if func in collectives:
-            return run_collective_synchronously(func, *args, **(kwargs or {}))
+        if func in collectives.collectives:
+            return collectives.run_collective_synchronously(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
