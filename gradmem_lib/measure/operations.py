@@ -24,8 +24,8 @@ from ..names import (
     LOSS,
     TRAINING_FORWARD,
 )
-from .added_gradients import InPlaceGradients
 from .facts import FIRST_READ_PARAMETER, READ_IN_PARTS
+from .in_place_gradients import InPlaceGradients
 from .moments import Position
 from .recording import EXISTED, NO_CATEGORY, Entry, Recording, is_expanded, source_of
 from .source_lines import calling_line
@@ -59,7 +59,7 @@ class OperationMeter:
         self.position = Position()
         self.stack = self.position.calls
         self.recomputed = False  # a forward ran again in a backward
-        self._added = InPlaceGradients(recording)
+        self._in_place = InPlaceGradients(recording)
         self._has_ddp = self._has_fsdp = False  # whether a module of the model is wrapped
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
@@ -72,8 +72,8 @@ class OperationMeter:
             before = recording.total
             if recording.freed:
                 recording.drain()
-            if self._added.freed is not None:
-                self._added.check_freed()
+            if self._in_place.freed is not None:
+                self._in_place.check_freed()
             recording.moment = self.position.moment()
             # Most operations make views of tensors that are counted already, or write into them.
             if operator.only_views and self._is_counted(args[0]):
@@ -110,10 +110,10 @@ class OperationMeter:
             nbytes += self._count_reads(args, kwargs, func)
         in_backward = recording.moment == IN_BACKWARD
         if in_backward and func is operators.add_tensors:
-            self._added.free_first(args)
+            self._in_place.free_first(args)
         elif in_backward and func in operators.written_in_place_by_formulas and not self.stack:
             # No module runs: it is not a checkpoint's second forward.
-            self._added.free_filled(args, out)
+            self._in_place.free_filled(args, out)
         for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
             for storage in storages_of(tensor):
                 entry = recording.live.get(storage_key(storage))
@@ -189,7 +189,7 @@ class OperationMeter:
         category = self._category_of_new(storage, func, args)
         owner, moment = self.owner(), recording.moment
         if moment == IN_BACKWARD:
-            self._added.note_allocation(storage)
+            self._in_place.note_allocation(storage)
             if category == names.TEMPORARIES:
                 owner = "(backward)"
         nbytes = recording.on_alloc(storage, category, owner, func, tensor, self.line(5))

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import hook_counts, tables_of_hooks
+from ..compat.modules import hook_counts
 from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
+from .closures import contents, held_by, tables_of_functions
 from .question import CannotTrace
 
 
@@ -70,8 +71,7 @@ def _copy_functions(module: nn.Module, memo: dict) -> None:
 
     ``copy.deepcopy`` does not look into functions, and a lambda may hold the original's modules.
     """
-    copied = memo[id(module)]
-    for functions in [vars(copied), *tables_of_hooks(copied)]:
+    for functions in tables_of_functions(memo[id(module)]):
         for name, value in functions.items():
             if isinstance(value, FunctionType):
                 functions[name] = _copy_function(value, memo)
@@ -88,14 +88,15 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
         return memo[id(function)]
     if not _holds_parts(function, memo, set()):
         return function
-    to_fill: list[tuple[CellType, Any]] = []
     cells = []
+    to_fill: list[tuple[CellType, Any]] = []
     for cell in function.__closure__ or ():
-        held = _content(cell)
-        if isinstance(held, FunctionType) or _is_part(held, memo):
-            cell = CellType()
-            to_fill.append((cell, held))
-        cells.append(cell)
+        new_cell = cell
+        for held in contents(cell):
+            if isinstance(held, FunctionType) or _is_part(held, memo):
+                new_cell = CellType()
+                to_fill.append((new_cell, held))
+        cells.append(new_cell)
     made = FunctionType(
         function.__code__,
         function.__globals__,
@@ -138,7 +139,7 @@ def _holds_parts(function: FunctionType, memo: dict, seen: set[int]) -> bool:
     ``seen``: the functions that have been asked already, by ``id``.
     """
     seen.add(id(function))
-    for held in _held_by(function):
+    for held in held_by(function):
         if _is_part(held, memo):
             return True
         if not isinstance(held, FunctionType) or id(held) in seen:
@@ -146,21 +147,6 @@ def _holds_parts(function: FunctionType, memo: dict, seen: set[int]) -> bool:
         if _holds_parts(held, memo, seen):
             return True
     return False
-
-
-def _held_by(function: FunctionType) -> list[Any]:
-    """What a function holds in its closure and its defaults."""
-    in_closure = [_content(cell) for cell in function.__closure__ or ()]
-    named = function.__kwdefaults__ or {}
-    return [*in_closure, *(function.__defaults__ or ()), *named.values()]
-
-
-def _content(cell: CellType) -> Any:
-    """What a closure's cell holds; ``None`` if it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

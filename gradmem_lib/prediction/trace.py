@@ -32,6 +32,7 @@ from . import cuda_kernels, fakes
 from .caches import without_new_entries
 from .changed_views import ChangedViews
 from .chunks import FewChunks
+from .closures import variables_put_back
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
 from .draws import restored_generators, same_for_all_draws
@@ -175,6 +176,7 @@ class _FakeStep:
         with self._exit_stack as stack:
             if source.is_user_module:
                 stack.enter_context(without_new_entries(source.skeleton))
+                stack.enter_context(variables_put_back(source.skeleton))
             self._enter(stack)
             self._exit_stack = stack.pop_all()
         return self

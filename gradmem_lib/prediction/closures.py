@@ -1,0 +1,65 @@
+"""Functions around a module, among its attributes and hooks, and what they hold."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from ..compat.modules import tables_of_hooks
+
+
+def tables_of_functions(module: nn.Module) -> list[dict[Any, Any]]:
+    """The tables in which ``module`` itself may have functions: its attributes and its hooks."""
+    return [vars(module), *tables_of_hooks(module)]
+
+
+def contents(cell: CellType) -> list[Any]:
+    """What a variable of a closure holds, in a list; the list is empty if it has no value yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def held_by(function: FunctionType) -> list[Any]:
+    """What a function holds in its closure and its defaults."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        held += contents(cell)
+    return held
+
+
+@contextmanager
+def variables_put_back(model: nn.Module) -> Iterator[None]:
+    """Put back, after the block, the variables in closures of functions around ``model``: a trace
+    would leave tensors without values in them, which break the next real step.
+    """
+    before = [(cell, contents(cell)) for cell in _cells_near(model)]
+    try:
+        yield
+    finally:
+        for cell, held in before:
+            if held:
+                cell.cell_contents = held[0]
+            elif contents(cell):
+                del cell.cell_contents
+
+
+def _cells_near(model: nn.Module) -> list[CellType]:
+    """The variables in closures of the functions around ``model``, and of those that these hold."""
+    functions: list[FunctionType] = []
+    for module in model.modules():
+        for table in tables_of_functions(module):
+            functions += [value for value in table.values() if isinstance(value, FunctionType)]
+    seen: set[int] = set()
+    cells: list[CellType] = []
+    while functions:
+        function = functions.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        cells += function.__closure__ or ()
+        functions += [held for held in held_by(function) if isinstance(held, FunctionType)]
+    return cells
