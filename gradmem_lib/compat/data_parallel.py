@@ -1,11 +1,21 @@
 """DistributedDataParallel and FSDP: their process groups, and what they have sent."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
 from torch import Tensor, nn
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP, of either kind, has wrapped a module of ``model``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def ddp_is_done(model: nn.Module) -> bool:

@@ -3,7 +3,6 @@ the calls of modules.
 """
 
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from ..compat.autograd import graph_task, next_sequence_nr
 from ..compat.compiled import is_compiled
+from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
@@ -95,9 +95,7 @@ class Meter(ParameterMeter):
         """Find out whether DDP or FSDP has wrapped a module of the model."""
         modules = list(self.model.modules()) if self.model is not None else []
         self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
-        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-        self._has_fsdp = any(isinstance(module, kinds) for module in modules)
+        self._has_fsdp = self.model is not None and is_sharded(self.model)
 
     # A tracker refuses these two, and a model that moves. `gradmem run`, which must not stop a
     # script, overrides them.

@@ -7,9 +7,9 @@ next one. So the model computes two rows of fake tensors, which have shapes and 
 it does is counted.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..compat.fake_tensors import FakeTensorMode
 from ..compat.trees import tree_map
 from ..techniques.layers import Named, find_layers
 from ..techniques.lora import linear_layers, linear_sizes
+from ..techniques.module_state import left_as_it_was
 from ..techniques.splitting import count_rows
 from ..training.recipe import Recipe
 from ..training.step import check_loss, loss_of
@@ -156,6 +157,8 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
     ``watch`` is active meanwhile. Raises ``ValueError`` if the forward fails.
     """
     with ExitStack() as stack:
+        # A forward may keep what it computes, for the next one (a mask, the bias of positions). A
+        # real step could not use what has been computed from fake tensors.
         stack.enter_context(left_as_it_was(together))
         stack.enter_context(without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
@@ -176,33 +179,6 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
                 "if the model's forward does not take the whole batch; or predict one recipe after "
                 "the other with predict(model, batch=..., recipe=Recipe(...))"
             ) from error
-
-
-@contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """At the end, give the modules of ``model`` the attributes back that they have now.
-
-    A forward may keep what it computes, for the next one (a mask, the bias of positions). From a
-    forward on fake tensors, a real step could not use it.
-    """
-    before = {module: vars(module).copy() for module in model.modules()}
-    items = {}  # of the lists and dicts among the attributes; buffers are in such a dict
-    for attributes in before.values():
-        for value in attributes.values():
-            if type(value) in (list, dict, OrderedDict):  # others may be frozen
-                items[id(value)] = value, value.copy()
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-        for value, held in items.values():
-            value.clear()
-            if isinstance(value, list):
-                value.extend(held)
-            else:
-                value.update(held)
 
 
 def _fake(value: Any) -> Any:

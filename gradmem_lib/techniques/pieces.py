@@ -8,7 +8,7 @@ the other rows; and a count that is not the loss's divisor.
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import without_modes
 from .counts import check_reduction, checked_pair
 from .data_parallel import Processes, Sharded, device_of, processes_of
+from .module_state import left_as_it_was
 from .splitting import count_rows, split
 
 CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
@@ -168,7 +170,8 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
 
 @contextmanager
 def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """In the block, there are no gradients, no dropout and no tracker. Afterwards all is as before.
+    """In the block, there are no gradients, no dropout and no tracker. Afterwards all is as before,
+    also what a forward has changed (``left_as_it_was``), if the model is not sharded.
 
     The block gets a set, which collects the dtype of each autocast that a module is called in.
     """
@@ -179,15 +182,16 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         if torch.is_autocast_enabled(kind):
             autocasts.add(torch.get_autocast_dtype(kind))
 
-    before = set(model.modules())
-    training = [module for module in before if module.training]
+    training = [module for module in model.modules() if module.training]
     cuda = [device_of(model)] if kind == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
     # For every module, since the loss may call a wrapper around the model.
     hook = register_module_forward_pre_hook(note_autocast)
+    # FSDP keeps what it has gathered in attributes of its own.
+    state = nullcontext() if is_sharded(model) else left_as_it_was(model)
     try:
-        model.eval()
-        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda):
+        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), state:
+            model.eval()
             yield autocasts
     finally:
         hook.remove()
@@ -196,9 +200,6 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         for module in training:
             module.training = True
         for module in model.modules():
-            for child in module.children():
-                if child not in before:  # made in a forward, as BigBird's attention for short rows
-                    child.train(module.training)
             if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
                 module.reshard()
 

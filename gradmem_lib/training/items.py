@@ -153,7 +153,7 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
     """Whether there are numbers to compute with: a prediction has shapes and no values."""
     # Its weights may be sharded, and its batch is not.
     tensors = (*model.parameters(), *tensors_in(micro_batches))
-    return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 
 
 def _refusal(

@@ -361,9 +361,13 @@ class MakesAPart(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_module_that_a_forward_makes_is_in_the_mode_of_its_owner(training):
+def test_a_module_that_a_forward_makes_is_not_kept(training):
+    """It was made for the rows of a question, and has its mode: the training makes its own."""
     model = nn.Sequential(MakesAPart()).train(training)
     with as_in_evaluation(model):
         model(torch.ones(1, 2))
+    assert all(module.training == training for module in model.modules())
+    assert len([*model.modules()]) == 3
+    model(torch.ones(1, 2))
     assert all(module.training == training for module in model.modules())
     assert len([*model.modules()]) == 5

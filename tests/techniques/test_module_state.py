@@ -1,0 +1,86 @@
+"""What a forward changes besides its result is put back after a question."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradmem_lib import Recipe
+from gradmem_lib.techniques.module_state import left_as_it_was
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.step import step
+
+
+class KeepsMuch(nn.Module):
+    """As MoCo's queue, a cache of masks and counters do, each in a way of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+        self.register_buffer("queue", torch.zeros(6, 8))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.running = torch.zeros(8)
+        self.calls, self.seen, self.masks, self.widths = 0, [], {}, set()
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.queue[int(self.place) % 6] = y[0]
+            self.place += 1
+            self.running.mul_(0.9).add_(y.mean(0))
+        self.calls += 1
+        self.seen.append(len(x))
+        self.masks[len(x)] = torch.ones(len(x))
+        self.widths.add(x.shape[1])
+        self.last = y.detach()
+        return y.square().mean()
+
+    def kept(self):
+        tensors = self.queue.tolist(), self.place.item(), self.running.tolist()
+        return *tensors, self.calls, list(self.seen), {*self.masks}, {*self.widths}
+
+
+def test_what_a_forward_keeps_is_as_before():
+    model = KeepsMuch()
+    model(torch.randn(3, 8))
+    before, names, last = model.kept(), {*vars(model)}, model.last
+    tensors = model.queue, model.running
+    with left_as_it_was(model):
+        model(torch.randn(2, 8))
+        assert model.kept() != before
+        model.added = 1
+        del model.masks
+    assert model.kept() == before
+    assert ({*vars(model)}, model.last) == (names, last)
+    assert model.queue is tensors[0] and model.running is tensors[1]
+
+
+def test_it_is_as_before_after_an_error_too():
+    model = KeepsMuch()
+    before = model.kept()
+    with pytest.raises(KeyboardInterrupt), left_as_it_was(model):
+        model(torch.randn(2, 8))
+        raise KeyboardInterrupt
+    assert model.kept() == before
+
+
+def test_no_more_is_copied_than_the_trained_weights_have():
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(1000))
+    model.register_buffer("expanded", torch.zeros(1).expand(1000))
+    model.register_buffer("count", torch.zeros(()))
+    with left_as_it_was(model):
+        model.table += 1
+        model.count += 1
+    assert model.count == 0
+    assert model.table[0] == 1  # as the docstring says
+
+
+def test_a_step_in_pieces_keeps_what_its_own_micro_batches_leave():
+    """The questions about the loss are no part of the training."""
+    model = KeepsMuch()
+    recipe = Recipe(accumulation=3)
+    run = prepare(model, recipe)
+    step(run.model, run.optimizer, torch.randn(6, 8), recipe)
+    assert (model.calls, model.place, model.seen) == (3, 3, [2, 2, 2])
+    assert (model.queue[3:] == 0).all() and (model.queue[:3] != 0).any(1).all()
+    run.undo.close()
