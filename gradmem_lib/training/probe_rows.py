@@ -42,22 +42,29 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-    labelled = [n for n, row in enumerate(_rows(micro_batches)) if has_labels(row)]
-    shown = _labelled_rows(micro_batches, size)
-    more = unlike_rows(micro_batches, shown, labelled, MOST_UNLIKE)
-    found = _numbered(micro_batches, [*shown, *more][: MOST_CLASSES + MOST_UNLIKE])
-    if not found:
-        found = [next(split(micro_batches[0], 1))]
-    if len(found) == 1:
-        found.append(_another_class(found[0]))
-    first, *others = found
+    chosen = _unlike_each_other(micro_batches, size)
+    if not chosen:  # no row has labels
+        chosen = [next(split(micro_batches[0], 1))]
+    if len(chosen) == 1:
+        chosen.append(_another_class(chosen[0]))
+    first, *others = chosen
     groups = []
     for start in range(0, len(others), size - 1):
         groups.append(_joined([first, *others[start : start + size - 1]]))
-    without = _row_without_labels(micro_batches)
-    if without is not None and has_labels(first):
-        groups.append(_joined([*found[: size - 1], without]))
+    without_labels = _row_without_labels(micro_batches)
+    if without_labels is not None and has_labels(first):
+        groups.append(_joined([*chosen[: size - 1], without_labels]))
     return groups
+
+
+def _unlike_each_other(micro_batches: Sequence[Any], size: int) -> list[Any]:
+    """The first rows with labels, as ``_labelled_rows`` has them, and those that have something
+    which these do not have.
+    """
+    labelled = [number for number, row in enumerate(_rows(micro_batches)) if has_labels(row)]
+    first = _labelled_rows(micro_batches, size)
+    others = unlike_rows(micro_batches, first, labelled, MOST_UNLIKE)
+    return _numbered(micro_batches, [*first, *others][: MOST_CLASSES + MOST_UNLIKE])
 
 
 def some_rows(micro_batches: Sequence[Any]) -> Any:
