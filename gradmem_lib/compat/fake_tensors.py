@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 
+from .tensors import is_zero_tensor
+
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 # What FakeTensorMode raises when an operation needs a fake tensor's values, or a size that is not
@@ -15,6 +17,16 @@ NO_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
+
+
+def stands_for_no_memory(tensor: Tensor) -> bool:
+    """Whether the tensor that a fake one stands for has no memory.
+
+    It is on the device meta, or it is made of the zeros of forward-mode differentiation.
+    """
+    if type(tensor) is not FakeTensor:
+        return False
+    return tensor.fake_device.type == "meta" or is_zero_tensor(tensor)
 
 
 def fast_fake_tensor(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:

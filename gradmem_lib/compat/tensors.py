@@ -24,6 +24,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether it stands for zeros without having them, as forward-mode differentiation makes it."""
+    return tensor._is_zerotensor()
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """What ``tensor`` is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,19 @@ def fake_batch(batch):
         return copy.deepcopy(batch)
 
 
-def fake_copy(model: nn.Module, keep: Mapping[nn.Module, int] | None = None) -> nn.Module:
+def fake_copy(
+    model: nn.Module,
+    keep: Mapping[nn.Module, int] | None = None,
+    without_graph: list[ref[Tensor]] | None = None,
+) -> nn.Module:
     """A copy of ``model`` with fake tensors on "cpu", for use in a fake mode.
 
     ``keep``: for a ``ModuleList`` or ``Sequential`` of layers, the number of its first layers to
     copy. The copy gets the same checkpoints that ``checkpoint_layers`` has put on the model.
+
+    ``without_graph``: gets the fakes of tensors that the model has computed from others, as
+    ``torch.nn.utils.weight_norm`` keeps a weight. Their graphs are not copied, so that a step is
+    right only after the model has computed them anew. Without this list, such a model is refused.
     """
     keep = keep or {}
     memo: dict[int, Any] = {}
@@ -38,7 +47,7 @@ def fake_copy(model: nn.Module, keep: Mapping[nn.Module, int] | None = None) -> 
     for _, module in model.named_modules(left_out):
         for parameter in module.parameters(recurse=False):
             _copy_parameter(parameter, memo, bases)
-    with _Copying(bases):
+    with _Copying(bases, without_graph=without_graph):
         for layers, count in keep.items():
             first_layers = [copy.deepcopy(layer, memo) for layer in list(layers)[:count]]
             entries = [first_layers] if isinstance(layers, nn.ModuleList) else first_layers
@@ -63,6 +72,8 @@ def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
         return
     memo[id(parameter)] = made = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
     if parameter.grad is not None:  # which stays where the parameter is frozen
+        if not parameter.grad.is_leaf:  # of a backward with create_graph=True
+            raise has_no_graph("a parameter's .grad", parameter.grad)
         made.grad = _fake_like(parameter.grad, bases)
 
 
@@ -152,17 +163,35 @@ def _holds_parts(function: FunctionType, memo: dict, seen: set[int]) -> bool:
 class _Copying(torch.overrides.TorchFunctionMode):
     """While it is active, ``copy.deepcopy`` makes fake tensors and does not copy the real ones."""
 
-    def __init__(self, bases: dict[int, torch.UntypedStorage], where: str = "the model"):
+    def __init__(
+        self,
+        bases: dict[int, torch.UntypedStorage],
+        where: str = "the model",
+        without_graph: list[ref[Tensor]] | None = None,
+    ):
         super().__init__()
-        self.bases, self.where = bases, where
+        self.bases, self.where, self.without_graph = bases, where, without_graph
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _fake_like(tensor, self.bases, self.where)
-        return memo[id(tensor)]
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        memo[id(tensor)] = fake = _fake_like(tensor, self.bases, self.where)
+        if tensor.requires_grad and not tensor.is_leaf:
+            if self.without_graph is None:
+                raise has_no_graph(self.where, tensor)
+            self.without_graph.append(ref(fake))
+        return fake
+
+
+def has_no_graph(where: str, tensor: Tensor) -> CannotTrace:
+    return CannotTrace(
+        f"{where} holds a tensor of shape {tuple(tensor.shape)} that has been computed from "
+        "others, whose graph a prediction does not have: detach it, or compute it in the module's "
+        "forward"
+    )
 
 
 def _fake_like(
@@ -184,12 +213,6 @@ def _fake_like(
             "was before it had 4 bits, with Recipe(precision='bf16', lora_rank=16, "
             "quantized_base=True), or with precision='autocast-bf16' after PEFT's "
             "prepare_model_for_kbit_training"
-        )
-    if not tensor.is_leaf and tensor.requires_grad:
-        raise CannotTrace(
-            f"{where} holds a tensor of shape {tuple(tensor.shape)} that has been computed from "
-            "others, whose graph a prediction does not have: detach it, or compute it in the "
-            "module's forward"
         )
     key, nbytes = storage_key(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
     if key not in bases:

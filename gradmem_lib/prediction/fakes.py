@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..compat import operators
 from ..compat.dispatch_modes import WithoutDynamoGuard, without_modes
 from ..compat.fake_tensors import FakeTensor, FakeTensorMode, fast_fake_tensor
-from ..compat.tensors import storage_key
+from ..compat.tensors import is_zero_tensor, storage_key
+from ..measure.storages import tensors_in
 from . import corrections
 from .question import CannotTrace
 
@@ -232,8 +233,9 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
 
         Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype.
         """
-        # PyTorch's cache would keep the first storage
-        self.cache_enabled = func not in operators.set_storage
+        # PyTorch's cache would keep the first storage, and forget that zeros have no memory.
+        has_zeros = any(is_zero_tensor(tensor) for tensor in tensors_in((args, kwargs)))
+        self.cache_enabled = func not in operators.set_storage and not has_zeros
         if func is not operators.grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
         narrow = [
@@ -285,6 +287,8 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         """Whether ``value`` is a tensor of this mode of which no value is known."""
         if type(value) is not FakeTensor or value.fake_mode is not self:
             return False
+        if is_zero_tensor(value):
+            return False  # operators treat it otherwise than a tensor of that shape
         return value.constant is None and not value.is_complex()
 
 
@@ -337,6 +341,8 @@ def _replay_tensor(out, args) -> Replay | None:
         return None
     if out.requires_grad or out.is_complex() or any(out is value for value in args):
         return None
+    if is_zero_tensor(out):
+        return None  # one that is built again would be an ordinary tensor
     for value in args:
         if isinstance(value, (list, tuple)) and any(_share_storage(out, item) for item in value):
             return None  # a view of a tensor in a list, which has no place among the arguments

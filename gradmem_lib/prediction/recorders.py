@@ -93,7 +93,6 @@ class CpuRecorder(Recording):
 
     def begin_part(self) -> None:
         """A new part of the step begins: a forward, a backward, or the optimizer's step."""
-        self.drain()
         self.part += 1
         self.marks.begin_part()
 

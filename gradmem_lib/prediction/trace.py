@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Self
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from .changed_views import ChangedViews
 from .chunks import FewChunks
 from .closures import variables_put_back
 from .configs import example_batch
-from .copies import fake_batch, fake_copy
+from .copies import fake_batch, fake_copy, has_no_graph
 from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .garbage import without_collections
@@ -106,6 +107,7 @@ def _record_once(
             return trace, fake_step.changes_views
     with _FakeStep(question, views) as fake_step:
         fake_step.run(None if question.source.is_user_module else 1)
+        fake_step.check_graphs()
         trace = fake_step.record(micro_batches, few_chunks)
     return trace, fake_step.changes_views
 
@@ -169,6 +171,10 @@ class _FakeStep:
         self.views = views
         self.is_steady = False
         self.changes_views = False
+        # see `fake_copy`: of a user's module only, whose warm-up is a whole step
+        self.without_graph: list[ref[Tensor]] | None = None
+        if question.source.is_user_module:
+            self.without_graph = []
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -200,7 +206,7 @@ class _FakeStep:
         keep = Counter[nn.Module]()
         for one in question.kept:
             keep[one.several.layers] += one.count
-        model = fake_copy(source.skeleton, keep)
+        model = fake_copy(source.skeleton, keep, self.without_graph)
         self.mode.know_parameters(model)
         self.lists = self._kept_layers(model)
         modes = {module: module.training for module in model.modules()}
@@ -287,6 +293,13 @@ class _FakeStep:
                 "needs an input that its config does not tell, give batch=, a dict of its inputs "
                 "and labels as tensors"
             ) from error
+
+    def check_graphs(self) -> None:
+        """Raise ``CannotTrace`` if a tensor without its graph is left after the warm-up."""
+        for reference in self.without_graph or ():
+            tensor = reference()
+            if tensor is not None:
+                raise has_no_graph("the model", tensor)
 
     def record(self, micro_batches: int | None, few_chunks: bool) -> Trace | None:
         """The trace of a step, or of its first ``micro_batches``.

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from support.predicted import config, tracked
+from support.predicted import assert_predicted, config, tracked
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig
 
@@ -330,3 +330,49 @@ def test_the_scores_that_adaloras_loop_keeps_are_in_a_note():
     kept = sum(tensor.nbytes for table in tables for tensor in table.values())
     assert kept > 0
     assert f"keeps {kept:,} bytes" in note
+
+
+class NormalizedWeights(nn.Module):
+    """Its weights are computed from others before each forward, and kept until the next one."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)]
+        self.layers = nn.Sequential(*[norm_of_weight(layer) for layer in layers])
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def norm_of_weight(layer: nn.Module) -> nn.Module:
+    return nn.utils.weight_norm(layer) if isinstance(layer, nn.Linear) else layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("fields", [{}, {"accumulation": 2}, {"precision": "autocast-bf16"}])
+def test_weights_that_a_hook_computes(fields):
+    assert_predicted(NormalizedWeights(), torch.rand(6, 8), Recipe(**fields))
+
+
+class ComputedOnce(nn.Module):
+    """What it has computed from a weight is there from the beginning, and its graph too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.doubled = self.linear.weight * 2
+
+    def forward(self, x):
+        return (self.linear(x) @ self.doubled.detach()).square().mean()
+
+
+def test_what_no_forward_computes_again_is_refused():
+    with pytest.raises(CannotTrace, match=r"the model holds a tensor of shape \(8, 8\)"):
+        predict(ComputedOnce(), batch=torch.rand(6, 8), target="cpu")
+
+
+def test_a_gradient_with_a_graph_is_refused():
+    model, x = nn.Linear(8, 1), torch.rand(6, 8)
+    model(x).square().mean().backward(create_graph=True)
+    with pytest.raises(CannotTrace, match=r"\.grad holds a tensor of shape \(1, 8\)"):
+        predict(model, batch=x, loss=lambda m, x: m(x).mean(), target="cpu")

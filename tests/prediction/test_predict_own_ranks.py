@@ -1,0 +1,50 @@
+"""predict(ranks=...) for modules of people's own, against trackers on real ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from support.nightly import each
+from support.own_ranked import MODULES, ChosenExperts, batch_of, measured_here, predicted_for
+from support.predicted import assert_predicted
+
+from gradmem_lib.course import run_ranks
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.training.recipe import Recipe
+
+WHOLE = ("ddp", "zero1")  # what leaves the weights whole takes any module
+WHOLE_GRID = [
+    (name, {"sharding": how, "accumulation": pieces})
+    for name, how, pieces in product(MODULES, WHOLE, (1, 2))
+]
+CASES = each(3, WHOLE_GRID)  # in steps in which every module and every way comes
+
+
+def test_a_predicted_rank_of_an_own_module_is_the_tracked_one():
+    measured = run_ranks(measured_here, CASES, ranks=2, seconds=600)
+    for i, (name, fields) in enumerate(CASES):
+        rank = i % 2
+        assert predicted_for(name, fields, 2, rank) == measured[rank][i], (name, fields, rank)
+
+
+def test_what_no_rank_can_shard_is_not_predicted():
+    cases = each(3, [(name, {"sharding": how}) for name in MODULES for how in ("fsdp", "zero2")])
+    measured = run_ranks(measured_here, cases, ranks=2, seconds=600)
+    for i, (name, fields) in enumerate(cases):
+        with pytest.raises(ValueError, match="there are no layers in this") as caught:
+            predicted_for(name, fields, 2, 0)
+        assert measured[0][i] == f"ValueError: {caught.value}", name
+
+
+def test_rows_that_values_choose_are_refused():
+    batch = batch_of("experts")
+    assert_predicted(MODULES["experts"](), batch)
+    asked = {"batch": batch, "target": "cpu"}
+    for more in ({}, {"recipe": Recipe(sharding="ddp"), "ranks": 2}):
+        with pytest.raises(CannotTrace, match="has a result whose size depends on values"):
+            predict(ChosenExperts(), **asked, **more)
+    torch.manual_seed(0)
+    ChosenExperts()(batch).backward()  # it is a module that works
