@@ -91,6 +91,17 @@ def saved_by_forward_per_token(work: Work, recipe: Recipe) -> float:
     return width_of_activations(recipe) * numbers
 
 
+def copied_bytes(work: Work, recipe: Recipe) -> int:
+    """A lower bound for the bytes of autocast's copies at the end of a forward: those of trained
+    matrices in 16 bits, which it keeps until then.
+
+    A frozen weight is copied again for each product. Sharded weights are gathered layer by layer.
+    """
+    if recipe.autocast_dtype is None or work.adapts(recipe) or recipe.fully_sharded:
+        return 0
+    return recipe.autocast_dtype.itemsize * work.matrices
+
+
 def _half_of_linear_layers(work: Work) -> float:
     """Half of the numbers that go into the linear layers and come out of them, for each token."""
     return work.linear_widths * work.passed(0).vectors / 2

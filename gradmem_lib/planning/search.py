@@ -43,6 +43,7 @@ from ..units import format_bytes
 from .cards import Card
 from .cost import Cost, cost_per_token
 from .held import (
+    copied_bytes,
     input_bytes_per_token,
     overhead_bytes,
     overhead_of_prediction,
@@ -523,9 +524,11 @@ class Search:
         tokens = self.units * (self.rows // recipe.accumulation)
         # In one piece, gradients are made while activations are freed.
         gradients = held["gradients"] if recipe.accumulation > 1 else 0
+        always = held["parameters"] + held["optimizer"] + gradients
         saved = tokens * saved_bytes_per_token(self.work, recipe)
-        in_forward = held["parameters"] + held["optimizer"] + gradients + saved
-        return max(sum(held.values()), in_forward)
+        saved_by_forward = tokens * saved_by_forward_per_token(self.work, recipe)
+        end_of_forward = always + saved_by_forward + copied_bytes(self.work, recipe)
+        return max(sum(held.values()), always + saved, end_of_forward)
 
     def _bound_by_known(self, recipe: Recipe, known: Option) -> float:
         """A lower bound from the timeline of ``known``, to which ``recipe`` is comparable.
