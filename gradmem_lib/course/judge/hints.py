@@ -343,6 +343,8 @@ def _listed(names: Iterable) -> str:
 def _other_kind(got: Any, expected: Any) -> str:
     """What another kind of value shows, such as text where a number was expected."""
     got, expected = plain(got), plain(expected)
+    if isinstance(expected, bool):
+        return _instead_of_a_truth(got)
     if isinstance(expected, Real):
         return _instead_of_a_number(got, expected)
     if isinstance(expected, tuple):
@@ -350,11 +352,19 @@ def _other_kind(got: Any, expected: Any) -> str:
     return ""
 
 
+def _instead_of_a_truth(got: Any) -> str:
+    if got is None:
+        return ""
+    if not isinstance(got, Real):
+        return f"return True or False: this is {describe(got)}."
+    if got not in (0, 1):
+        return f"return True or False: this is a number, {describe(got)}."
+    return ""
+
+
 def _instead_of_a_number(got: Any, expected: Real) -> str:
     if got is None:
         return ""
-    if isinstance(expected, bool) and not isinstance(got, Real):
-        return f"return True or False: this is {describe(got)}."
     if isinstance(got, str):
         return f"return a number: this is text, {describe(got)}."
     if not isinstance(got, Real):

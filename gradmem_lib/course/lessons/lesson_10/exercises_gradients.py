@@ -152,7 +152,9 @@ def _explain_average(got, expected):
         return "each rank divides its own gradient, but nothing is added up: all_reduce first."
     if torch.allclose(first, right["gradients on rank 0"] / 3) and torch.allclose(first, last):
         return "the sum is divided twice by the number of ranks: divide once."
-    says = _why_multiple(first, last, own[2], right["gradients on rank 0"])
+    says = _why_no_sum(first, own) or _why_multiple(
+        first, last, own[2], right["gradients on rank 0"]
+    )
     if says:
         return says
     if mine["frozen weights with a gradient"]:
@@ -161,6 +163,23 @@ def _explain_average(got, expected):
             "weights that require no gradient."
         )
     return None
+
+
+def _why_no_sum(first, own: list[Tensor]) -> str:
+    """What is said if the ranks' gradients are combined by another operation than their sum."""
+    gradients = torch.stack(own)
+    for operation, combined in (
+        ("MAX", gradients.amax(0)),
+        ("MIN", gradients.amin(0)),
+        ("PRODUCT", gradients.prod(0)),
+    ):
+        for divided in (1, len(own)):
+            if torch.allclose(first, combined / divided):
+                return (
+                    f"the gradients are combined by {operation}, place by place: the mean is their "
+                    "sum (ReduceOp.SUM, the default) divided by the number of ranks."
+                )
+    return ""
 
 
 def _why_multiple(first, last, own, mean) -> str | None:

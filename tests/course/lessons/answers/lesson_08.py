@@ -862,6 +862,24 @@ WRONG["8.7"] |= {
         ),
         "queries are counted as well",
     ),
+    "logits": (
+        lambda config, rows, tokens, width: (
+            _cache(config, rows, tokens, width) + rows * tokens * config.vocab_size * width
+        ),
+        "the logits are counted too",
+    ),
+    "the last logits, in float32": (
+        lambda config, rows, tokens, width: (
+            _cache(config, rows, tokens, width) + 4 * rows * config.vocab_size
+        ),
+        "the logits are counted too",
+    ),
+    "hidden states": (
+        lambda config, rows, tokens, width: (
+            _cache(config, rows, tokens, width) + rows * tokens * config.hidden_size * width
+        ),
+        "the hidden states are counted too",
+    ),
     "heads of one number": (
         _changed_cache(lambda right, config, tokens: right // config.head_dim),
         "the width of a head is missing",
