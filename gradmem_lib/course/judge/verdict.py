@@ -491,6 +491,7 @@ def _recognised(
         or hints.not_a_number(got, wanted, tolerance)
         or _explained(exercise, got, wanted)
         or hints.nearest_mistake(got, wanted, values, tolerance)
+        or hints.without_its_fraction(got, wanted)
     )
     if says or not callable(exercise.reference):
         return says

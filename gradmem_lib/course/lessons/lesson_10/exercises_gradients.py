@@ -172,6 +172,7 @@ def _why_no_sum(first, own: list[Tensor]) -> str:
         ("MAX", gradients.amax(0)),
         ("MIN", gradients.amin(0)),
         ("PRODUCT", gradients.prod(0)),
+        ("their median", gradients.median(0).values),
     ):
         for divided in (1, len(own)):
             if torch.allclose(first, combined / divided):
@@ -283,6 +284,12 @@ def _explain_scale(got, expected):
             "a rank that has no label divides by 0: divide by the labels of all ranks, which "
             "all_reduce adds up."
         )
+    largest = {name: max(map(_count, batches)) for name, batches in _batches().items()}
+    if all(_all_are(got[name], len(each) / largest[name]) for name, each in _batches().items()):
+        return (
+            "only the labels of the rank that has most of them are counted: all_reduce adds up "
+            "those of all ranks (ReduceOp.SUM, the default)."
+        )
     for says, count in _OTHER_COUNTS.items():
         if all(_all_ranks_use(count, batches, got[name]) for name, batches in _batches().items()):
             return says
@@ -291,8 +298,11 @@ def _explain_scale(got, expected):
 
 def _all_ranks_use(count, batches, scales) -> bool:
     """Whether every rank's scale is the number of ranks over all that is counted of each rank."""
-    total = sum(count(own) for own in batches)
-    return all(math.isclose(scale * total, len(batches), rel_tol=1e-5) for scale in scales.values())
+    return _all_are(scales, len(batches) / sum(count(own) for own in batches))
+
+
+def _all_are(scales, wanted: float) -> bool:
+    return all(math.isclose(scale, wanted, rel_tol=1e-5) for scale in scales.values())
 
 
 _OWN_LABELS = (

@@ -999,3 +999,14 @@ WRONG["8.7"] |= {
     "scores": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens are squared"),
     "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
 }
+
+
+def _in_32_bits(config, rows, tokens, width):
+    return torch.tensor(_cache(config, rows, tokens, width)).to(torch.int32)
+
+
+WRONG["8.4"] |= {
+    "whole": (lambda n, o, b, s: int(2 * n / b / (o / s)), "return it with its fraction"),
+    "rounded": (lambda n, o, b, s: round(2 * n / b / (o / s)), "return it with its fraction"),
+}
+WRONG["8.7"] |= {"in 32 bits": (_in_32_bits, "wrapped around")}

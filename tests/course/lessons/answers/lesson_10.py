@@ -613,7 +613,7 @@ WRONG["10.5"] = {
     "rows": (lambda m: dist.get_world_size() / _sent(sum(len(x) for x in m)), "rows"),
     "the largest": (
         lambda m: dist.get_world_size() / _sent(_labels(m), dist.ReduceOp.MAX),
-        "for|got",
+        "of the rank that has most of them",
     ),
     "one micro-batch": (
         lambda m: dist.get_world_size() / _sent((m[0] != -100).sum()),
@@ -803,3 +803,12 @@ WRONG["10.6"] |= {
         "these are bytes",
     ),
 }
+
+
+def _median(p):
+    gradients = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(gradients, p.grad)
+    p.grad = torch.stack(gradients).median(0).values
+
+
+WRONG["10.2"] |= {"median": (_each(_median), "combined by their median")}
