@@ -256,6 +256,14 @@ WRONG["5.4"] = {
     "one backward": (_summed, "one backward at the end"),
     "labels": (partial(_log, count=lambda m: m["labels"].numel()), "padding"),
     "by K": (partial(_log, share=lambda n, ns: 1 / len(ns)), "mean of means"),
+    "by rows": (
+        lambda model, window: _log(
+            model,
+            window,
+            count=lambda m: len(m["labels"]),
+        ),
+        "weighted by their rows",
+    ),
     "whole": (partial(_log, share=lambda n, ns: 1), "K times too large"),
     "last": (partial(_log, back=lambda parts: parts[-1]), "log is"),
     "mean": (partial(_log, back=lambda parts: sum(parts) / len(parts)), "log is"),
