@@ -259,21 +259,43 @@ def wrapped_around(got: Any, expected: Any) -> str:
     remains of it differs by a multiple of 2**32.
     """
     mine = entries(got)
+    small_are_right = 0  # numbers that fit into 32 bits, and are right
+    wrapped = []
     for path, wanted in entries(expected).items():
         number = plain(mine.get(path))
-        if not isinstance(wanted, Real) or not isinstance(number, Real) or number == wanted:
+        if not isinstance(wanted, Real) or not isinstance(number, Real):
             continue
         if not float(wanted).is_integer() or not float(number).is_integer():
             continue
-        beyond = wanted >= 2**31
+        if wanted < 2**31:
+            small_are_right += bool(number == wanted != 0)
+        elif number != wanted and number < 2**32 and (int(wanted) - int(number)) % 2**32 == 0:
+            wrapped.append((number, wanted))
+    for number, wanted in wrapped:
         # A number of whole MiB that is wrong for another reason is off by 2**32 now and then.
         by_chance = number >= 0 and wanted % 2**20 == 0
-        if beyond and not by_chance and (int(wanted) - int(number)) % 2**32 == 0:
+        if not by_chance or small_are_right > 1:
             return (
                 "the number has wrapped around: 32 bits hold no more than 2,147,483,647, so count "
                 "in Python's own numbers, or in int64."
             )
     return ""
+
+
+def without_its_fraction(got: Any, expected: Any) -> str:
+    """The sentence for an answer that is always the expected number, made whole."""
+    mine = entries(got)
+    are_whole = []
+    for path, wanted in entries(expected).items():
+        number = plain(mine.get(path))
+        if not isinstance(wanted, Real) or not isinstance(number, Real):
+            return ""
+        if not math.isfinite(number) or number != int(number) or abs(number - wanted) >= 1:
+            return ""
+        are_whole.append(float(wanted).is_integer())
+    if len(are_whole) < 3 or all(are_whole):
+        return ""
+    return "the result is a whole number in every case: return it with its fraction."
 
 
 def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
@@ -343,6 +365,8 @@ def _listed(names: Iterable) -> str:
 def _other_kind(got: Any, expected: Any) -> str:
     """What another kind of value shows, such as text where a number was expected."""
     got, expected = plain(got), plain(expected)
+    if isinstance(expected, bool):
+        return _instead_of_a_truth(got)
     if isinstance(expected, Real):
         return _instead_of_a_number(got, expected)
     if isinstance(expected, tuple):
@@ -350,11 +374,19 @@ def _other_kind(got: Any, expected: Any) -> str:
     return ""
 
 
+def _instead_of_a_truth(got: Any) -> str:
+    if got is None:
+        return ""
+    if not isinstance(got, Real):
+        return f"return True or False: this is {describe(got)}."
+    if got not in (0, 1):
+        return f"return True or False: this is a number, {describe(got)}."
+    return ""
+
+
 def _instead_of_a_number(got: Any, expected: Real) -> str:
     if got is None:
         return ""
-    if isinstance(expected, bool) and not isinstance(got, Real):
-        return f"return True or False: this is {describe(got)}."
     if isinstance(got, str):
         return f"return a number: this is text, {describe(got)}."
     if not isinstance(got, Real):

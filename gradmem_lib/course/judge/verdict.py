@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from . import hints, time_limit
@@ -35,6 +36,7 @@ from .not_attempted import (
     is_open,
     is_stub_error,
 )
+from .zero_divisor import zero_divisor
 
 if TYPE_CHECKING:
     from . import side_effects
@@ -273,7 +275,8 @@ def _failure(
     limit: float,
 ) -> _Failure:
     kind, text = type(error).__name__, _one_line(_text(error))
-    line = _line_of(error, candidate)
+    own = _own_frame(error, candidate)
+    line = _shown_line(*own) if own else ""
     raised = f"{kind}: {text}" if text else kind
     hint = hints.raised(kind, _text(error), exercise.raises)
     if isinstance(error, time_limit.TooLong):
@@ -292,9 +295,13 @@ def _failure(
             f"bytes that it requested last, {error.snapshot.total:,} bytes would be live, "
             f"{error.snapshot.total - error.budget:,} too many"
         )
-    elif line:
-        zeros = _zeros(error) if isinstance(error, ZeroDivisionError) else ""
-        says = f"your code raised {kind} at {line}{zeros}" + (f": {text}" if text else "")
+    elif own:
+        says = f"your code raised {kind} at {line}"
+        divisor = zero_divisor(error, own[0]) if isinstance(error, ZeroDivisionError) else ""
+        if divisor:
+            says += f", where {divisor} is 0"
+        if text:
+            says += f": {text}"
     elif forgot_return:
         says, hint = f"{exercise.name} returned None: is a `return` missing?", ""
     elif callable(candidate):
@@ -312,36 +319,21 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def _zeros(error: BaseException) -> str:
-    """ ", where t is 0": the names that are 0 where a division by zero was raised."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    used = frame.f_code.co_varnames
-    zeros = [
-        name
-        for name in used
-        if type(value := frame.f_locals.get(name)) in (int, float) and value == 0
-    ]
-    if not zeros:
-        return ""
-    verb = "is" if len(zeros) == 1 else "are"
-    return f", where {' and '.join(zeros[:3])} {verb} 0"
-
-
-def _line_of(error: BaseException, candidate: Any) -> str:
-    """ "line 3 of its cell": how far the candidate came, in the file (or cell) that it is written
-    in; empty if nowhere.
+def _own_frame(error: BaseException, candidate: Any) -> tuple[CodeType, int] | None:
+    """How far the candidate came: the last code that ran in the file (or cell) that it is written
+    in, and the line; ``None`` if it did not run.
     """
     codes = {function.__code__ for function in functions(candidate)}
+    files = {code.co_filename for code in codes}
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = itertools.dropwhile(lambda entry: entry[0] not in codes, frames)
-    lines = [
-        (line, code.co_filename)
-        for code, line in inside
-        if code.co_filename in {own.co_filename for own in codes}
-    ]
-    if not lines:
-        return ""
-    line, file = lines[-1]
+    own = [(code, line) for code, line in inside if code.co_filename in files]
+    return own[-1] if own else None
+
+
+def _shown_line(code: CodeType, line: int) -> str:
+    """ "line 3 of its cell"."""
+    file = code.co_filename
     return f"line {line} of {os.path.basename(file) if os.path.exists(file) else 'its cell'}"
 
 
@@ -499,6 +491,7 @@ def _recognised(
         or hints.not_a_number(got, wanted, tolerance)
         or _explained(exercise, got, wanted)
         or hints.nearest_mistake(got, wanted, values, tolerance)
+        or hints.without_its_fraction(got, wanted)
     )
     if says or not callable(exercise.reference):
         return says

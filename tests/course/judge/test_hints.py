@@ -3,9 +3,12 @@ are interrupted.
 """
 
 import contextlib
+import linecache
+import operator
 import threading
 import time
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -286,3 +289,69 @@ def test_no_kind_of_result_stops_a_check():
             hints.relation({"one": got, "two": got}, {"one": expected, "two": expected}, 1e-6)
             known = [("Its own.", {"one": got}), ("The right one.", {"one": expected})]
             hints.nearest_mistake({"one": got}, {"one": expected}, known, 1e-6)
+
+
+def _over_a_helper(width, height):
+    area, i = width * height, 0
+    for i in range(2):
+        area += 1 / (i - i) if i else 0
+    return area
+
+
+def _in_place(width, height):
+    empty: list[int] = []
+    zero, area = 0, width * height
+    area //= len(
+        empty,
+    )
+    return area + zero
+
+
+def _remainder(width, height):
+    zero, sides = 0, {"width": 0}
+    return zero + width % sides["width"]
+
+
+def _a_zero_that_divides_nothing(width, height):
+    zero = 0
+    return zero + Fraction(width, 0)
+
+
+def _no_division(width, height):
+    zero = 0
+    return zero**-1
+
+
+def _elsewhere(width, height):
+    zero = 0
+    return zero + sum(map(operator.truediv, [width], [zero]))
+
+
+@pytest.mark.parametrize(
+    ("divides", "named"),
+    [
+        (_over_a_helper, ", where i - i is 0: "),
+        (_in_place, ", where len(empty) is 0: "),
+        (_remainder, ", where sides['width'] is 0: "),
+        (_a_zero_that_divides_nothing, None),
+        (_no_division, None),
+        (_elsewhere, None),
+    ],
+)
+def test_of_a_division_by_zero_the_divisor_is_named_or_nothing(divides, named):
+    line = judge(AREA, divides).line
+    assert "our code raised ZeroDivisionError at line" in line
+    if named is None:
+        assert "where" not in line
+    else:
+        assert named in line
+
+
+def test_a_divisor_in_a_notebooks_cell_is_named():
+    cell = "def area(width, height):\n    i = 0\n    é = [i]; return width / é[-1]\n"
+    name = "<ipython-input-1-zero>"
+    linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+    names: dict = {}
+    exec(compile(cell, name, "exec"), names)
+    line = judge(AREA, names["area"]).line
+    assert "ZeroDivisionError at line 3 of its cell, where é[-1] is 0: " in line

@@ -66,6 +66,34 @@ def without_the_last_update(model, optimizer, batches):
     return losses
 
 
+def in_parts(parts, factor=1.0):
+    """Three steps, each on a batch that is cut into parts of as many rows."""
+
+    def train(model, optimizer, batches):
+        losses = []
+        for ids in batches:
+            total = 0.0
+            for part in ids.chunk(parts):
+                loss = model(input_ids=part, labels=part).loss / parts
+                total += loss.item()
+                (factor * loss).backward()
+                del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total)
+        return losses
+
+    return train
+
+
+def shrinks_the_weights(model, optimizer, batches):
+    losses = in_parts(1)(model, optimizer, batches)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.999)
+    return losses
+
+
 def changes_the_arguments(arguments, gpus, fits):
     arguments.update(exercises_batch.on_one_card(arguments, gpus, fits))
     return arguments
@@ -85,6 +113,8 @@ def powers_of_two(arguments, gpus, fits):
     ("id", "answer", "said"),
     [
         ("1.6", without_the_last_update, "for afterwards"),
+        ("1.6", in_parts(2, factor=1 / 3), "the first update is 3 times too small"),
+        ("1.6", shrinks_the_weights, "weights, less what these updates make of them"),
         ("2.1", of_everybody(lesson_02.momentum), "because each parameter has its own"),
         ("2.2", of_everybody(lesson_02.second_moment), "because each parameter has its own"),
         ("2.3", of_everybody(lesson_02.adam), "because each parameter has its own"),
@@ -106,6 +136,11 @@ def test_the_answers_above_are_wrong_in_one_thing_alone():
     assert judge(get("3.6"), exercises_updates.clipped_update).outcome == PASSED
     assert judge(get("3.3"), lesson_03.accumulate).outcome == PASSED
     assert judge(get("5.1"), exercises_batch.on_one_card).outcome == PASSED
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_step_may_be_computed_in_parts_whose_rounding_differs(parts):
+    assert judge(get("1.6"), in_parts(parts)).outcome == PASSED
 
 
 @pytest.mark.parametrize("number", [np.int64, float, torch.tensor])

@@ -14,9 +14,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...judge.compare import difference, plain
-from ...judge.exercise import Exercise, Mistake, measure
-from ...judge.hints import shares, unit_of
-from ..shared.gradient_weights import ANOTHER_STEP
+from ...judge.exercise import Exercise, Mistake, Seen, measure
+from ...judge.hints import shares, times, unit_of
+from ..shared.gradient_weights import ANOTHER_STEP, before_each_update
 from ..shared.settings import flat
 from .settings import train_setting
 
@@ -493,21 +493,64 @@ def train_budget() -> int:
 def _observe_train(candidate):
     budget = train_budget()
     model, optimizer, batches = train_setting()
-    updates: list[None] = []
-    optimizer.register_step_post_hook(lambda *_: updates.append(None))
+    updates: list[list] = []  # of each update, the gradients of all parameters
+
+    def copy_gradients():
+        updates.append([_copy_outside_torch(p.grad) for p in parameters])
+
+    parameters = list(model.parameters())
+    before_each_update(optimizer, copy_gradients)
     measured = measure(
         lambda: candidate(model, optimizer, batches),
         budget=budget,
         model=model,
         optimizer=optimizer,
     )
-    moved = flat(model.parameters())
     losses = measured.value if isinstance(measured.value, (list, tuple)) else ()
-    return {
+    weights = flat(model.parameters())
+    cases = {
         "three steps": measured,
         "returned losses": {"that hang on a graph": sum(map(_hangs_on_a_graph, losses))},
-        "afterwards": {"weights": moved, "calls of optimizer.step()": len(updates)},
+        "afterwards": {
+            "calls of optimizer.step()": len(updates),
+            "gradients in each update": _with_zeros(updates),
+            "weights, less what these updates make of them": weights - _replayed(updates),
+        },
     }
+    return Seen(cases, weights=weights)
+
+
+def _copy_outside_torch(gradient: torch.Tensor | None):
+    """A copy by numpy, which the tracker does not count."""
+    return None if gradient is None else gradient.detach().float().numpy().copy()
+
+
+def _with_zeros(updates: list[list]) -> list[torch.Tensor]:
+    """The gradients of each update in a row, zeros where there is none."""
+    shapes = [p.shape for p in train_setting()[0].parameters()]
+    rows = []
+    for gradients in updates:
+        pairs = zip(gradients, shapes, strict=True)
+        rows.append(
+            flat(torch.zeros(shape) if g is None else torch.from_numpy(g) for g, shape in pairs)
+        )
+    return rows
+
+
+def _replayed(updates: list[list]) -> torch.Tensor:
+    """The weights that the given optimizer makes of these gradients.
+
+    Two ways to compute one gradient, as in one batch or in two halves, differ by rounding. AdamW
+    divides by the gradient's own size, so where a gradient is nearly zero, the rounding becomes a
+    step of up to ``lr``. Weights can't be compared with those of the reference then, but gradients
+    can, and weights with what the optimizer makes of the same gradients.
+    """
+    model, optimizer, _ = train_setting()
+    for gradients in updates:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = None if gradient is None else torch.from_numpy(gradient)
+        optimizer.step()
+    return flat(model.parameters())
 
 
 def _hangs_on_a_graph(loss) -> bool:
@@ -521,14 +564,31 @@ def _explain_train(got, expected):
         if got["three steps"].over:
             says += " Something large is alive, too: look for the names that hold it in backward."
         return says
+    mine, right = plain(got["three steps"].value), plain(expected["three steps"].value)
+    if says := _why_no_steps(got, mine, right) or _why_updates(got, expected, mine, right):
+        return says
+    all_is_right = (
+        difference(mine, right) is None
+        and difference(got["afterwards"], expected["afterwards"]) is None
+    )
+    if got["three steps"].over and all_is_right:
+        return (
+            "losses and updates are right, but something large is alive that the step does not "
+            "need. Most often a name of the loop still refers to the logits, in backward or in the "
+            "next forward."
+        )
+    return None
+
+
+def _why_no_steps(got, mine: Any, right: tuple) -> str:
+    """What is said if the optimizer does not step on each batch, or has no gradients."""
     unmoved = flat(train_setting()[0].parameters())
     steps = got["afterwards"]["calls of optimizer.step()"]
-    moves = not torch.equal(got["afterwards"]["weights"], unmoved)
+    moves = not torch.equal(got.notes["weights"], unmoved)
     if steps and not moves:
         return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
     if moves and not steps:
         return ANOTHER_STEP
-    mine, right = plain(got["three steps"].value), plain(expected["three steps"].value)
     if steps == 1 and _is_first_loss(mine, right):
         return (
             "only the first batch is used: is the return inside the loop? Make one step on each "
@@ -536,16 +596,34 @@ def _explain_train(got, expected):
         )
     if steps == 1:
         return "optimizer.step() is called only once: make one step on each batch."
-    if difference(mine, right) is not None:
-        return _why_losses(mine, right)
-    updates_are_right = difference(got["afterwards"], expected["afterwards"]) is None
-    if got["three steps"].over and updates_are_right:
-        return (
-            "losses and updates are right, but something large is alive that the step does not "
-            "need. Most often a name of the loop still refers to the logits, in backward or in the "
-            "next forward."
-        )
-    return None
+    return ""
+
+
+def _why_updates(got, expected, mine: Any, right: tuple) -> str | None:
+    """What is said of wrong losses, and of gradients that are a multiple of the right ones."""
+    # The later losses follow from the updates, but the first one is wrong for its own reason.
+    if isinstance(mine, tuple) and mine and difference(mine[0], right[0]) is None:
+        says = _why_scaled(got["afterwards"], expected["afterwards"])
+        if says:
+            return says
+    return None if difference(mine, right) is None else _why_losses(mine, right)
+
+
+def _why_scaled(mine: dict, right: dict) -> str:
+    """What is said if the first update's gradient is a multiple of the right one."""
+    each = "gradients in each update"
+    if not mine[each]:
+        return ""
+    first, wanted = mine[each][0], right[each][0]
+    ratio = (first @ wanted / wanted.square().sum()).item()
+    if ratio == 0 or difference(ratio, 1.0, 1e-3) is None:
+        return ""
+    if difference(first / ratio, wanted) is not None:
+        return ""
+    return (
+        f"the gradient of the first update is {times(ratio)}: call backward on the loss as the "
+        "model returns it, and leave its gradient as it is."
+    )
 
 
 def _is_first_loss(mine: Any, right: tuple) -> bool:

@@ -262,7 +262,7 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
     v, old = state["v"], state["v"].clone()
     state["t"] += 1
     square = grad if "not squared" in wrong else grad * grad
-    square = grad.abs() if "absolute" in wrong else square
+    square = grad.abs() if {"absolute", "absolute, with a root"} & wrong else square
     share = _one_of({"sum": 1.0, "all": 1.0, "swapped": beta}, wrong, 1 - beta)
     v.mul_(_one_of({"swapped": 1 - beta, "all": 1.0}, wrong, beta)).add_(square, alpha=share)
     if "variance" in wrong:
@@ -322,6 +322,9 @@ SECOND_MOMENT = {
         "v averages the gradient's magnitude: it must average its square, and the root "
         "comes afterwards."
     ),
+    "absolute, with a root": (
+        "v averages the gradient's magnitude: it must average its square, grad * grad."
+    ),
     "variance": (
         "the square of the mean is subtracted from v (a variance): here v is the average of the "
         "square alone."
@@ -333,8 +336,8 @@ SECOND_MOMENT = {
 }
 
 
-def _correction(beta: float, t: int, wrong: set) -> float:
-    if "t is a factor" in wrong:
+def _correction(of: str, beta: float, t: int, wrong: set) -> float:
+    if {"t is a factor", f"t is a factor for {of}"} & wrong:
         return 1 - beta * t
     if "power of the whole" in wrong:
         return (1 - beta) ** t
@@ -383,7 +386,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         grad = grad + weight_decay * begin
     if "decay constant" in wrong:
         p.sub_(lr * weight_decay)
-    elif not _SHRINKS_LATER & wrong:
+    elif not _SHRINKS_LATER & wrong and not (state and "decay once" in wrong):
         p.mul_(factor)
     if not state:
         state["t"] = 0
@@ -404,7 +407,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         grad if "not squared" in wrong else grad * grad,
         alpha=1.0 if "sums" in wrong else 1 - second,
     )
-    c1, c2 = _correction(first, t, wrong), _correction(second, t, wrong)
+    c1, c2 = _correction("m", first, t, wrong), _correction("v", second, t, wrong)
     c1, c2 = _corrections(c1, c2, wrong)
     if "stored" in wrong:
         m.div_(c1), v.div_(c2)
@@ -505,6 +508,7 @@ ADAM = {
         "the corrections are multiplied in: m and v are too small, so divide by 1 - beta**t."
     ),
     "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
+    "t is a factor for m": "beta1 is multiplied by t: the correction has a power, 1 - beta1**t.",
     "t is a factor": "beta is multiplied by t: the correction has a power, 1 - beta**t.",
     "power of the whole": (
         "the power is taken of (1 - beta): it belongs to beta alone, 1 - beta**t."
@@ -522,6 +526,7 @@ ADAMW = ADAM | {
     "decay constant": (
         "a constant is subtracted, not a share of p: shrink p by the factor 1 - lr * weight_decay."
     ),
+    "decay once": "p is decayed in the first step alone: every step shrinks it.",
     "decay twice": "p is decayed twice, before the step and after it.",
     "decay both ways": (
         "the decay acts twice: p shrinks, and weight_decay * p is added to the gradient too. Leave "

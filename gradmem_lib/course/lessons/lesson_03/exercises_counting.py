@@ -5,6 +5,7 @@ log.
 from __future__ import annotations
 
 import math
+import statistics
 from ast import literal_eval
 
 import torch
@@ -122,7 +123,45 @@ _UNITS = tuple(([float(i == j) for i in range(3)], [2, 5, 3]) for j in range(3))
 _ALL = ([1.0, 1.0, 1.0], [2, 5, 3])
 
 
+_LOGGED = calls(
+    ([2.0, 4.0], [10, 30]),
+    ([3.0, 1.0, 2.5], [5, 0, 20]),
+    ([2.5, 3.5], [8, 8]),
+    hidden=(*_UNITS, _ALL, ([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])),
+)
+
+
+def _of_each_item(means: list[float], counts: list[int]) -> list[float]:
+    """The mean of its micro-batch for each item."""
+    return [mean for mean, count in zip(means, counts, strict=True) for _ in range(count)]
+
+
+_PICKED = (
+    ("median", statistics.median),
+    ("median", statistics.median_low),
+    ("median", statistics.median_high),
+    ("largest", max),
+    ("smallest", min),
+)
+
+
+def _no_average(got) -> str:
+    """What is said of one of the means, picked by its size."""
+    for name, pick in _PICKED:
+        of_means = _LOGGED(lambda means, counts, pick=pick: pick(means))
+        of_items = _LOGGED(lambda means, counts, pick=pick: pick(_of_each_item(means, counts)))
+        for what, picked in (("the means", of_means), ("all items' means", of_items)):
+            if difference(got, picked) is None:
+                return (
+                    f"this is the {name} of {what}: the loss to log is an average, in which each "
+                    "mean counts as often as it has items."
+                )
+    return ""
+
+
 def _explain_logged(got, expected):
+    if says := _no_average(got):
+        return says
     shares = [got[f"({means}, {counts})"] for means, counts in _UNITS]
     if not all(isinstance(plain(share), (int, float)) for share in shares):
         return None
@@ -307,12 +346,7 @@ EXERCISES = (
         minutes=3,
         trains="weighting what is logged as what is trained",
         reference=window_loss,
-        observe=calls(
-            ([2.0, 4.0], [10, 30]),
-            ([3.0, 1.0, 2.5], [5, 0, 20]),
-            ([2.5, 3.5], [8, 8]),
-            hidden=(*_UNITS, _ALL, ([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])),
-        ),
+        observe=_LOGGED,
         explain=_explain_logged,
         mistakes=(
             Mistake(

@@ -314,6 +314,21 @@ def _why_rates(rates, right) -> str | None:
             f"the warm-up takes {_counted(warm)}, but should take {wanted}: the fraction "
             "`warmup` of all updates."
         )
+    return _why_fall(rates, right, warm)
+
+
+def _why_fall(rates: torch.Tensor, right: torch.Tensor, warm: int) -> str:
+    """What is said of rates that are wrong after the warm-up."""
+    if (rates[warm:] == rates[warm]).all():
+        return (
+            "after the warm-up the learning rate stays as it is: it must fall to 0, in a straight "
+            "line."
+        )
+    if not _is_straight(rates[warm:]):
+        return (
+            "after the warm-up the learning rate does not fall in a straight line: take as much "
+            "from it after each update, as get_linear_schedule_with_warmup does."
+        )
     if rates[-1] > right[-1] * 1.01:
         return (
             "the schedule is too long: the epoch ends before the learning rate has fallen; the "
@@ -323,6 +338,14 @@ def _why_rates(rates, right) -> str | None:
         "the schedule ends before the epoch: its length is the number of updates, and it steps "
         "once for each."
     )
+
+
+def _is_straight(rates: torch.Tensor) -> bool:
+    """Whether the rates, from the highest one on, fall by equal steps until they are zero."""
+    falls = rates[:-1] - rates[1:]
+    # Where the schedule ends between two updates, the last step before zero is smaller.
+    falls = falls[: int((rates > 0).sum()) - 1]
+    return bool(torch.allclose(falls, falls[:1].expand_as(falls), rtol=1e-3))
 
 
 EXERCISES = (

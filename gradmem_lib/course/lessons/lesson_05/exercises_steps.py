@@ -381,8 +381,9 @@ EXERCISES = (
                 "mean of means, both",
                 _logs(_mean, share=lambda count, counts: 1 / len(counts)),
                 (
-                    "dividing by K makes the gradient and the log a mean of means: weight each "
-                    "micro-batch by its share of the tokens."
+                    "all micro-batches of as many rows have the same weight (divided by K, or "
+                    "weighted by their rows), which makes the gradient and the log a mean of "
+                    "means: weight each micro-batch by its share of the tokens."
                 ),
             ),
             Mistake(

@@ -414,8 +414,8 @@ EXERCISES = (
                 "free alone",
                 partial(_reads, wrong="free alone"),
                 (
-                    "in_pieces uses only the card's free bytes: the idle blocks of this process "
-                    "can be added to them."
+                    "in_pieces is False in every case here, as `free >= asked` is in every such "
+                    "error: the idle blocks of this process can be added to the card's free bytes."
                 ),
             ),
             Mistake(
@@ -438,8 +438,8 @@ EXERCISES = (
                 "too little free",
                 partial(_reads, wrong="too little free"),
                 (
-                    "in_pieces asks whether too little is free, which is true in every such error: "
-                    "compare the requested bytes with free and idle bytes together."
+                    "in_pieces is True in every case here, as `asked > free` is in every such "
+                    "error: compare the requested bytes with free and idle bytes together."
                 ),
             ),
         ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -14,6 +15,7 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....units import parse_bytes
 from ...judge.compare import plain
 from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen, calls, measure
+from ...judge.hints import shares
 from ...material import models
 from ..shared.settings import quietly
 
@@ -235,16 +237,51 @@ def cache_configs() -> dict:
 
 @quietly
 def _observe_cache(candidate):
-    asked = (("Llama-2-7B", 1, 2048, 2), ("Llama-2-70B", 32, 2048, 2), ("Qwen3-0.6B", 3, 500, 4))
-    found = {
-        f"{name}, {rows} x {tokens:,} tokens, {width} bytes a number": candidate(
-            cache_configs()[name], rows, tokens, width
-        )
-        for name, rows, tokens, width in asked
-    }
-    return found | {
-        HiddenCase("70B in 8 bits"): candidate(cache_configs()["Llama-2-70B"], 5, 77, 1)
-    }
+    found = {}
+    for name, rows, tokens, width in (
+        ("Llama-2-7B", 1, 2048, 2),
+        ("Llama-2-70B", 32, 2048, 2),
+        ("Qwen3-0.6B", 3, 500, 4),
+    ):
+        case = f"{name}, {rows} x {tokens:,} tokens, {width} bytes a number"
+        found[case] = candidate(cache_configs()[name], rows, tokens, width)
+    hidden = HiddenCase("70B in 8 bits")
+    found[hidden] = candidate(cache_configs()["Llama-2-70B"], 5, 77, 1)
+    return found
+
+
+# What else a forward computes for each token, which no later token needs: how many numbers.
+_NOT_KEPT = (
+    ("logits", lambda config: config.vocab_size),
+    ("hidden states", lambda config: config.hidden_size),
+    ("hidden states", lambda config: config.hidden_size * config.num_hidden_layers),
+)
+
+
+def _not_kept(numbers, all_tokens: bool, given_width: bool):
+    """The bytes of so many ``numbers`` for each token, or for the last one alone."""
+
+    def nbytes(config, rows, tokens, bytes_per_number):
+        count = rows * numbers(config)
+        if all_tokens:
+            count *= tokens
+        if given_width:
+            count *= bytes_per_number
+        return count
+
+    return nbytes
+
+
+def _counted_too(got, expected) -> str:
+    """What is said if something is added that is no key and no value."""
+    for (what, numbers), *how in product(_NOT_KEPT, (True, False), (True, False)):
+        found = shares(got, expected, _observe_cache(_not_kept(numbers, *how)))
+        if found is not None and found[0] == 1 and found[1] > 0:
+            return (
+                f"the {what} are counted too: each token has its own, and no later token needs "
+                "them. Only keys and values are kept."
+            )
+    return ""
 
 
 def _explain_cache(got, expected):
@@ -252,7 +289,7 @@ def _explain_cache(got, expected):
     for each in (1, 2, 4, 8):
         if got == _observe_cache(_cache(each=lambda given, each=each: each)):
             return f"this assumes {each} bytes a number: use bytes_per_number."
-    return None
+    return _counted_too(got, expected)
 
 
 EXERCISES = (

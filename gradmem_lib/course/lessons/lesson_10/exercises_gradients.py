@@ -152,7 +152,9 @@ def _explain_average(got, expected):
         return "each rank divides its own gradient, but nothing is added up: all_reduce first."
     if torch.allclose(first, right["gradients on rank 0"] / 3) and torch.allclose(first, last):
         return "the sum is divided twice by the number of ranks: divide once."
-    says = _why_multiple(first, last, own[2], right["gradients on rank 0"])
+    says = _why_no_sum(first, own) or _why_multiple(
+        first, last, own[2], right["gradients on rank 0"]
+    )
     if says:
         return says
     if mine["frozen weights with a gradient"]:
@@ -161,6 +163,24 @@ def _explain_average(got, expected):
             "weights that require no gradient."
         )
     return None
+
+
+def _why_no_sum(first, own: list[Tensor]) -> str:
+    """What is said if the ranks' gradients are combined by another operation than their sum."""
+    gradients = torch.stack(own)
+    for operation, combined in (
+        ("MAX", gradients.amax(0)),
+        ("MIN", gradients.amin(0)),
+        ("PRODUCT", gradients.prod(0)),
+        ("their median", gradients.median(0).values),
+    ):
+        for divided in (1, len(own)):
+            if torch.allclose(first, combined / divided):
+                return (
+                    f"the gradients are combined by {operation}, place by place: the mean is their "
+                    "sum (ReduceOp.SUM, the default) divided by the number of ranks."
+                )
+    return ""
 
 
 def _why_multiple(first, last, own, mean) -> str | None:
@@ -264,6 +284,12 @@ def _explain_scale(got, expected):
             "a rank that has no label divides by 0: divide by the labels of all ranks, which "
             "all_reduce adds up."
         )
+    largest = {name: max(map(_count, batches)) for name, batches in _batches().items()}
+    if all(_all_are(got[name], len(each) / largest[name]) for name, each in _batches().items()):
+        return (
+            "only the labels of the rank that has most of them are counted: all_reduce adds up "
+            "those of all ranks (ReduceOp.SUM, the default)."
+        )
     for says, count in _OTHER_COUNTS.items():
         if all(_all_ranks_use(count, batches, got[name]) for name, batches in _batches().items()):
             return says
@@ -272,8 +298,11 @@ def _explain_scale(got, expected):
 
 def _all_ranks_use(count, batches, scales) -> bool:
     """Whether every rank's scale is the number of ranks over all that is counted of each rank."""
-    total = sum(count(own) for own in batches)
-    return all(math.isclose(scale * total, len(batches), rel_tol=1e-5) for scale in scales.values())
+    return _all_are(scales, len(batches) / sum(count(own) for own in batches))
+
+
+def _all_are(scales, wanted: float) -> bool:
+    return all(math.isclose(scale, wanted, rel_tol=1e-5) for scale in scales.values())
 
 
 _OWN_LABELS = (

@@ -386,3 +386,29 @@ RIGHT["2.4"] |= {
     "detached": _flattened(lambda p: p.detach()),
     "one axis more": _flattened(lambda p: p.unsqueeze(0)),
 }
+
+
+def _by_magnitude(p, grad, state, lr, beta, eps):
+    v = state["v"] = beta * state.get("v", 0.0) + (1 - beta) * grad.abs()
+    p -= lr * grad / (v.sqrt() + eps)
+
+
+def _t_times_beta1(p, grad, state, lr, beta1, beta2, eps):
+    t = state["t"] = state.get("t", 0) + 1
+    m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * grad
+    v = state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * grad**2
+    p -= lr * (m / (1 - beta1 * t)) / ((v / (1 - beta2**t)).sqrt() + eps)
+
+
+def _decays_once(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    if not state:
+        p *= 1 - lr * weight_decay
+    t = state["t"] = state.get("t", 0) + 1
+    m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * grad
+    v = state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * grad**2
+    p -= lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
+
+
+WRONG["2.2"] |= {"magnitudes": (_by_magnitude, "averages the gradient's magnitude")}
+WRONG["2.3"] |= {"beta1 times t": (_t_times_beta1, "beta1 is multiplied by t")}
+WRONG["2.4"] |= {"decays once": (_decays_once, "in the first step alone")}

@@ -298,9 +298,16 @@ RIGHT["3.5"] = {
 }
 WRONG["3.5"] = {
     "mean": (lambda means, counts: np.mean(means), "without weights|same weight"),
-    "median": (lambda means, counts: sorted(means)[len(means) // 2], "window_loss"),
+    "median": (
+        lambda means, counts: sorted(means)[len(means) // 2],
+        "this is the median of the means",
+    ),
+    "median of items": (
+        lambda means, counts: np.median(np.repeat(means, counts)),
+        "this is the median of all items' means",
+    ),
     "sum": (lambda means, counts: np.dot(means, counts), "divide it by their number"),
-    "largest": (lambda means, counts: max(means), "window_loss"),
+    "largest": (lambda means, counts: max(means), "this is the largest of the means"),
     "pairs": (lambda means, counts: list(zip(means, counts, strict=True)), "one number"),
     "by K": (lambda means, counts: np.dot(means, counts) / len(counts), "divided by K"),
     "first": (lambda means, counts: means[0], "only the first micro-batch"),

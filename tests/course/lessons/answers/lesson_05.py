@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from gradmem_lib import LoRALinear, checkpoint_layers
 from gradmem_lib.course.lessons.lesson_05.exercises_leak import train_on
@@ -255,6 +256,14 @@ WRONG["5.4"] = {
     "one backward": (_summed, "one backward at the end"),
     "labels": (partial(_log, count=lambda m: m["labels"].numel()), "padding"),
     "by K": (partial(_log, share=lambda n, ns: 1 / len(ns)), "mean of means"),
+    "by rows": (
+        lambda model, window: _log(
+            model,
+            window,
+            count=lambda m: len(m["labels"]),
+        ),
+        "weighted by their rows",
+    ),
     "whole": (partial(_log, share=lambda n, ns: 1), "K times too large"),
     "last": (partial(_log, back=lambda parts: parts[-1]), "log is"),
     "mean": (partial(_log, back=lambda parts: sum(parts) / len(parts)), "log is"),
@@ -880,3 +889,28 @@ WRONG["5.11"] |= {
     "read to its end": (answer(2, _read_to_its_end), _READ_AGAIN),
 }
 RIGHT["5.11"] |= {"loaded twice, from its beginning": answer(2, partial(_loads_twice, back=True))}
+
+
+def _falls_by(schedule):
+    """One epoch with this schedule: (optimizer, updates of the warm-up, updates in all)."""
+
+    def train_epoch(optimizer, micro_batches, window, warmup, accumulate):
+        updates = math.ceil(len(micro_batches) / window)
+        scheduler = schedule(optimizer, round(warmup * updates), updates)
+        for start in range(0, len(micro_batches), window):
+            accumulate(micro_batches[start : start + window])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    return train_epoch
+
+
+def _constant(optimizer, warm, updates):
+    return get_constant_schedule_with_warmup(optimizer, warm)
+
+
+WRONG["5.3"] |= {
+    "a cosine": (_falls_by(get_cosine_schedule_with_warmup), "not fall in a straight line"),
+    "constant": (_falls_by(_constant), "stays as it is"),
+}

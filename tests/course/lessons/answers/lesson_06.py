@@ -52,7 +52,16 @@ WRONG["6.1"] = {
         "allocated|this process",
     ),
     "idle alone": (partial(_error, pieces=lambda asked, t, f, i: i >= asked), "free"),
-    "always": (partial(_error, pieces=lambda asked, t, f, i: True), "True whatever|in_pieces"),
+    "always": (partial(_error, pieces=lambda asked, t, f, i: True), "is True in every case"),
+    "never": (partial(_error, pieces=lambda asked, t, f, i: False), "is False in every case"),
+    "a sum": (
+        partial(_error, pieces=lambda asked, t, f, i: f + i + asked),
+        "return True or False: this is a number",
+    ),
+    "a sum, as a truth": (
+        partial(_error, pieces=lambda asked, t, f, i: bool(f + i + asked)),
+        "is True in every case",
+    ),
     "too little free": (
         partial(_error, pieces=lambda asked, t, f, i: asked > f),
         "every such error|asked",

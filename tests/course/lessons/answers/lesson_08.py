@@ -862,6 +862,24 @@ WRONG["8.7"] |= {
         ),
         "queries are counted as well",
     ),
+    "logits": (
+        lambda config, rows, tokens, width: (
+            _cache(config, rows, tokens, width) + rows * tokens * config.vocab_size * width
+        ),
+        "the logits are counted too",
+    ),
+    "the last logits, in float32": (
+        lambda config, rows, tokens, width: (
+            _cache(config, rows, tokens, width) + 4 * rows * config.vocab_size
+        ),
+        "the logits are counted too",
+    ),
+    "hidden states": (
+        lambda config, rows, tokens, width: (
+            _cache(config, rows, tokens, width) + rows * tokens * config.hidden_size * width
+        ),
+        "the hidden states are counted too",
+    ),
     "heads of one number": (
         _changed_cache(lambda right, config, tokens: right // config.head_dim),
         "the width of a head is missing",
@@ -981,3 +999,14 @@ WRONG["8.7"] |= {
     "scores": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens are squared"),
     "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
 }
+
+
+def _in_32_bits(config, rows, tokens, width):
+    return torch.tensor(_cache(config, rows, tokens, width)).to(torch.int32)
+
+
+WRONG["8.4"] |= {
+    "whole": (lambda n, o, b, s: int(2 * n / b / (o / s)), "return it with its fraction"),
+    "rounded": (lambda n, o, b, s: round(2 * n / b / (o / s)), "return it with its fraction"),
+}
+WRONG["8.7"] |= {"in 32 bits": (_in_32_bits, "wrapped around")}

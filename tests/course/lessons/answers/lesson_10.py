@@ -171,6 +171,10 @@ def _sum(p):
     dist.all_reduce(p.grad)
 
 
+def _product(p):
+    dist.all_reduce(p.grad, op=dist.ReduceOp.PRODUCT)
+
+
 def _mean(p):
     dist.all_reduce(p.grad)
     p.grad /= dist.get_world_size()
@@ -221,7 +225,15 @@ WRONG["10.2"] = {
     "weights too": (_each(lambda p: (_mean(p), dist.all_reduce(p.data))), "weights"),
     "a step": (_each(_step), "weights"),
     "one rank": (_only_one_rank, "same calls"),
-    "largest": (_each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)), "for|got|tensor"),
+    "largest": (_each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)), "combined by MAX"),
+    "smallest": (
+        _each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MIN)),
+        "combined by MIN",
+    ),
+    "product, divided": (
+        _each(lambda p: (_product(p), p.grad.div_(dist.get_world_size()))),
+        "combined by PRODUCT",
+    ),
     "None": (lambda model: [_mean(p) for p in model.parameters()], "None"),
     "copied, and left": (
         _each(lambda p: p.grad.clone()),
@@ -601,7 +613,7 @@ WRONG["10.5"] = {
     "rows": (lambda m: dist.get_world_size() / _sent(sum(len(x) for x in m)), "rows"),
     "the largest": (
         lambda m: dist.get_world_size() / _sent(_labels(m), dist.ReduceOp.MAX),
-        "for|got",
+        "of the rank that has most of them",
     ),
     "one micro-batch": (
         lambda m: dist.get_world_size() / _sent((m[0] != -100).sum()),
@@ -791,3 +803,12 @@ WRONG["10.6"] |= {
         "these are bytes",
     ),
 }
+
+
+def _median(p):
+    gradients = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(gradients, p.grad)
+    p.grad = torch.stack(gradients).median(0).values
+
+
+WRONG["10.2"] |= {"median": (_each(_median), "combined by their median")}
