@@ -356,6 +356,18 @@ def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activati
         )
 
 
+def test_by_its_sizes_autocast_holds_its_copies_of_trained_matrices(searching):
+    """At the end of a forward there are all of them, beside gradients that wait."""
+    search = searching(seq_len=16)
+    work, recipe = search.work, replace(BF16, precision="autocast-bf16", accumulation=4)
+    everything = sum(resident_bytes(work, recipe).values())
+    least = search._lower_bound(recipe)
+    assert everything + 2 * work.matrices <= least <= search.option(recipe).prediction.peak.total
+    for one in (replace(recipe, precision="bf16"), replace(recipe, lora_rank=8)):
+        saved = saved_bytes_per_token(work, one) * 16
+        assert search._lower_bound(one) == sum(resident_bytes(work, one).values()) + saved
+
+
 def test_the_lightest_is_the_lightest_of_all(searching):
     """One that steps after backward, and one that steps in it, by trying every way of every
     family.
