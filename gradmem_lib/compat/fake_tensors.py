@@ -19,10 +19,9 @@ NO_VALUES = (
 )
 
 
-def stands_for_no_memory(tensor: Tensor) -> bool:
-    """Whether the tensor that a fake one stands for has no memory.
-
-    It is on the device meta, or it is made of the zeros of forward-mode differentiation.
+def is_fake_without_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is fake, and the real one would have no memory: it is on the device meta,
+    or consists of the zeros of forward-mode differentiation.
     """
     if type(tensor) is not FakeTensor:
         return False

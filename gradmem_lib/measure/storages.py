@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..compat.fake_tensors import stands_for_no_memory
+from ..compat.fake_tensors import is_fake_without_memory
 from ..compat.tensors import inner_tensors, inside_transform, sparse_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -78,7 +78,7 @@ def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
     For a wrapper without a storage of its own, they are the storages of the tensors inside it.
     """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
-        if type(value) not in _PLAIN and stands_for_no_memory(value):
+        if type(value) not in _PLAIN and is_fake_without_memory(value):
             return ()
         try:  # the code of `own_storage`, without a call, since every operation runs this
             storage = value.untyped_storage()

@@ -92,14 +92,17 @@ def saved_by_forward_per_token(work: Work, recipe: Recipe) -> float:
 
 
 def copied_bytes(work: Work, recipe: Recipe) -> int:
-    """A lower bound for the bytes of autocast's copies at the end of a forward: those of trained
-    matrices in 16 bits, which it keeps until then.
+    """A lower bound for the bytes of autocast's copies at the end of a forward.
 
-    A frozen weight is copied again for each product. Sharded weights are gathered layer by layer.
+    Autocast copies each trained matrix once, to 16 bits, and keeps the copy until the forward ends.
+    A frozen one is copied again for each product, and sharded ones are gathered layer by layer.
+    Where a row is more than tokens, it is not known which layers run: 0.
     """
     if recipe.autocast_dtype is None or work.adapts(recipe) or recipe.fully_sharded:
         return 0
-    return recipe.autocast_dtype.itemsize * work.matrices
+    if work.row is not None:
+        return 0
+    return recipe.autocast_dtype.itemsize * work.trained_matrices
 
 
 def _half_of_linear_layers(work: Work) -> float:

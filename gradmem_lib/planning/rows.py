@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensorMode
 from ..compat.trees import tree_map
+from ..prediction.caches import without_new_entries
+from ..prediction.closures import variables_put_back
 from ..techniques.layers import Named, find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.module_state import left_as_it_was
@@ -157,9 +159,11 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
     ``watch`` is active meanwhile. Raises ``ValueError`` if the forward fails.
     """
     with ExitStack() as stack:
-        # A forward may keep what it computes, for the next one (a mask, the bias of positions). A
-        # real step could not use what has been computed from fake tensors.
+        # A forward may keep a mask or a bias for the next one. Made from fake tensors, it would
+        # break the next real step.
         stack.enter_context(left_as_it_was(together))
+        stack.enter_context(without_new_entries(together))
+        stack.enter_context(variables_put_back(together))
         stack.enter_context(without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -524,11 +524,13 @@ class Search:
         tokens = self.units * (self.rows // recipe.accumulation)
         # In one piece, gradients are made while activations are freed.
         gradients = held["gradients"] if recipe.accumulation > 1 else 0
-        always = held["parameters"] + held["optimizer"] + gradients
+        before = held["parameters"] + held["optimizer"] + gradients
         saved = tokens * saved_bytes_per_token(self.work, recipe)
         saved_by_forward = tokens * saved_by_forward_per_token(self.work, recipe)
-        end_of_forward = always + saved_by_forward + copied_bytes(self.work, recipe)
-        return max(sum(held.values()), always + saved, end_of_forward)
+        end_of_forward = before + saved_by_forward + copied_bytes(self.work, recipe)
+        in_forward_or_backward = max(before + saved, end_of_forward)
+        after_backward = sum(held.values())
+        return max(in_forward_or_backward, after_backward)
 
     def _bound_by_known(self, recipe: Recipe, known: Option) -> float:
         """A lower bound from the timeline of ``known``, to which ``recipe`` is comparable.

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ class Work:
     def has_layers(self) -> bool:
         """Whether there are layers that may run again. A model that takes tokens alone has them."""
         return self.row is None or bool(self.row.layers)
+
+    @cached_property
+    def trained_matrices(self) -> int:
+        """The entries of the linear layers' weights that are trained, without the head. A weight of
+        two layers counts once.
+        """
+        found = {}
+        for layer in linear_layers(self.source.skeleton).values():
+            if layer.weight.requires_grad:
+                found[id(layer.weight)] = layer.weight.numel()
+        return sum(found.values())
 
     def units_of_row(self, seq_len: int | None) -> int:
         """How many of what costs are counted for a row has: its tokens, or 1."""

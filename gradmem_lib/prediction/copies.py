@@ -36,9 +36,10 @@ def fake_copy(
     ``keep``: for a ``ModuleList`` or ``Sequential`` of layers, the number of its first layers to
     copy. The copy gets the same checkpoints that ``checkpoint_layers`` has put on the model.
 
-    ``without_graph``: gets the fakes of tensors that the model has computed from others, as
-    ``torch.nn.utils.weight_norm`` keeps a weight. Their graphs are not copied, so that a step is
-    right only after the model has computed them anew. Without this list, such a model is refused.
+    ``without_graph``: a list to be filled with references to the copies of tensors that have a
+    graph, such as the weight that ``torch.nn.utils.weight_norm`` keeps. The graphs are not copied,
+    so a step is right only after the model has computed these tensors again. If it is ``None``,
+    such a model is refused.
     """
     keep = keep or {}
     memo: dict[int, Any] = {}
@@ -72,8 +73,12 @@ def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
         return
     memo[id(parameter)] = made = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
     if parameter.grad is not None:  # which stays where the parameter is frozen
-        if not parameter.grad.is_leaf:  # of a backward with create_graph=True
-            raise has_no_graph("a parameter's .grad", parameter.grad)
+        if not parameter.grad.is_leaf:
+            raise CannotTrace(
+                f"the .grad of a parameter of shape {tuple(parameter.shape)} has a graph, as after "
+                "backward with create_graph=True, which a prediction does not have: call "
+                "optimizer.zero_grad() before you predict"
+            )
         made.grad = _fake_like(parameter.grad, bases)
 
 
@@ -181,12 +186,13 @@ class _Copying(torch.overrides.TorchFunctionMode):
         memo[id(tensor)] = fake = _fake_like(tensor, self.bases, self.where)
         if tensor.requires_grad and not tensor.is_leaf:
             if self.without_graph is None:
-                raise has_no_graph(self.where, tensor)
+                raise missing_graph_error(self.where, tensor)
             self.without_graph.append(ref(fake))
         return fake
 
 
-def has_no_graph(where: str, tensor: Tensor) -> CannotTrace:
+def missing_graph_error(where: str, tensor: Tensor) -> CannotTrace:
+    """The refusal of a ``tensor`` in ``where``, which has been computed from others."""
     return CannotTrace(
         f"{where} holds a tensor of shape {tuple(tensor.shape)} that has been computed from "
         "others, whose graph a prediction does not have: detach it, or compute it in the module's "

@@ -233,7 +233,7 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
 
         Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype.
         """
-        # PyTorch's cache would keep the first storage, and forget that zeros have no memory.
+        # PyTorch's cache would keep the first storage. And it would give memory to zeros.
         has_zeros = any(is_zero_tensor(tensor) for tensor in tensors_in((args, kwargs)))
         self.cache_enabled = func not in operators.set_storage and not has_zeros
         if func is not operators.grouped_mm or args[0].dtype == torch.bfloat16:
@@ -288,7 +288,7 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         if type(value) is not FakeTensor or value.fake_mode is not self:
             return False
         if is_zero_tensor(value):
-            return False  # operators treat it otherwise than a tensor of that shape
+            return False  # operators treat such zeros differently from an ordinary tensor
         return value.constant is None and not value.is_complex()
 
 

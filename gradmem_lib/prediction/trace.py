@@ -35,7 +35,7 @@ from .changed_views import ChangedViews
 from .chunks import FewChunks
 from .closures import variables_put_back
 from .configs import example_batch
-from .copies import fake_batch, fake_copy, has_no_graph
+from .copies import fake_batch, fake_copy, missing_graph_error
 from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .garbage import without_collections
@@ -171,7 +171,8 @@ class _FakeStep:
         self.views = views
         self.is_steady = False
         self.changes_views = False
-        # see `fake_copy`: of a user's module only, whose warm-up is a whole step
+        # Copies of tensors without their graph (see `fake_copy`). Only a user's module may have
+        # them, since its warm-up is a whole step, which replaces them.
         self.without_graph: list[ref[Tensor]] | None = None
         if question.source.is_user_module:
             self.without_graph = []
@@ -299,7 +300,7 @@ class _FakeStep:
         for reference in self.without_graph or ():
             tensor = reference()
             if tensor is not None:
-                raise has_no_graph("the model", tensor)
+                raise missing_graph_error("the model", tensor)
 
     def record(self, micro_batches: int | None, few_chunks: bool) -> Trace | None:
         """The trace of a step, or of its first ``micro_batches``.

@@ -45,8 +45,8 @@ def check_pieces_add_up(
         check_pieces_add_up(model, next(split(batch, 4)), loss_and_count, reduction="mean")
 
     It costs three forwards of at most these rows: in eval mode, without gradients, with a few other
-    numbers in the trained weights, and unseen by a tracker. Afterwards the weights, the random
-    numbers and the model's mode are as before. ``loss_and_count`` is called three times (before a
+    numbers in the trained weights, and unseen by a tracker. Afterwards the model and the random
+    numbers are as before. ``loss_and_count`` is called three times (before a
     refusal up to eight times, and after a ``RuntimeError`` of its own once more, with gradients),
     with what it does besides.
 
@@ -170,8 +170,9 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
 
 @contextmanager
 def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """In the block, there are no gradients, no dropout and no tracker. Afterwards all is as before,
-    also what a forward has changed (``left_as_it_was``), if the model is not sharded.
+    """In the block, there are no gradients, no dropout and no tracker. Afterwards all is as before:
+    what a forward has changed in the model is put back (``left_as_it_was``), except if the model is
+    sharded.
 
     The block gets a set, which collects the dtype of each autocast that a module is called in.
     """
@@ -182,16 +183,18 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         if torch.is_autocast_enabled(kind):
             autocasts.add(torch.get_autocast_dtype(kind))
 
-    training = [module for module in model.modules() if module.training]
+    before = set(model.modules())
+    training = [module for module in before if module.training]
     cuda = [device_of(model)] if kind == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
     # For every module, since the loss may call a wrapper around the model.
     hook = register_module_forward_pre_hook(note_autocast)
-    # FSDP keeps what it has gathered in attributes of its own.
+    # FSDP keeps what it has gathered in attributes of its own, which must not be put back.
     state = nullcontext() if is_sharded(model) else left_as_it_was(model)
     try:
         with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), state:
-            model.eval()
+            for module in before:
+                module.training = False  # a module's own eval() may do more, as loralib's merges
             yield autocasts
     finally:
         hook.remove()
@@ -200,6 +203,9 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
         for module in training:
             module.training = True
         for module in model.modules():
+            for child in module.children():
+                if child not in before:  # made in a forward of a sharded model
+                    child.train(module.training)
             if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
                 module.reshard()
 

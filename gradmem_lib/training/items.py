@@ -150,10 +150,14 @@ def forget(model: nn.Module) -> None:
 
 
 def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
-    """Whether there are numbers to compute with: a prediction has shapes and no values."""
-    # Its weights may be sharded, and its batch is not.
-    tensors = (*model.parameters(), *tensors_in(micro_batches))
-    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+    """Whether there are numbers to compute with. A prediction has shapes and no values, and so has
+    a batch on the device meta.
+    """
+    in_batch = list(tensors_in(micro_batches))
+    if any(tensor.is_meta for tensor in in_batch):
+        return False
+    # The weights may be sharded, and the batch is not.
+    return not any(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *in_batch))
 
 
 def _refusal(

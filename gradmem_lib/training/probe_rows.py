@@ -42,7 +42,7 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-    chosen = _unlike_each_other(micro_batches, size)
+    chosen = _chosen_rows(micro_batches, size)
     if not chosen:  # no row has labels
         chosen = [next(split(micro_batches[0], 1))]
     if len(chosen) == 1:
@@ -57,14 +57,15 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     return groups
 
 
-def _unlike_each_other(micro_batches: Sequence[Any], size: int) -> list[Any]:
-    """The first rows with labels, as ``_labelled_rows`` has them, and those that have something
-    which these do not have.
+def _chosen_rows(micro_batches: Sequence[Any], size: int) -> list[Any]:
+    """The first rows with labels, and then rows with something that these do not have
+    (``unlike_rows``).
     """
     labelled = [number for number, row in enumerate(_rows(micro_batches)) if has_labels(row)]
-    first = _labelled_rows(micro_batches, size)
-    others = unlike_rows(micro_batches, first, labelled, MOST_UNLIKE)
-    return _numbered(micro_batches, [*first, *others][: MOST_CLASSES + MOST_UNLIKE])
+    first_numbers = _labelled_rows(micro_batches, size)
+    other_numbers = unlike_rows(micro_batches, first_numbers, labelled, MOST_UNLIKE)
+    numbers = [*first_numbers, *other_numbers]
+    return _numbered(micro_batches, numbers[: MOST_CLASSES + MOST_UNLIKE])
 
 
 def some_rows(micro_batches: Sequence[Any]) -> Any:

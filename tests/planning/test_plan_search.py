@@ -362,7 +362,11 @@ def test_by_its_sizes_autocast_holds_its_copies_of_trained_matrices(searching):
     work, recipe = search.work, replace(BF16, precision="autocast-bf16", accumulation=4)
     everything = sum(resident_bytes(work, recipe).values())
     least = search._lower_bound(recipe)
-    assert everything + 2 * work.matrices <= least <= search.option(recipe).prediction.peak.total
+    assert (
+        everything + 2 * work.trained_matrices
+        <= least
+        <= search.option(recipe).prediction.peak.total
+    )
     for one in (replace(recipe, precision="bf16"), replace(recipe, lora_rank=8)):
         saved = saved_bytes_per_token(work, one) * 16
         assert search._lower_bound(one) == sum(resident_bytes(work, one).values()) + saved

@@ -1,11 +1,15 @@
 """What a forward changes besides its result is put back after a question."""
 
+from collections import deque
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gradmem_lib import Recipe
 from gradmem_lib.techniques.module_state import left_as_it_was
+from gradmem_lib.techniques.pieces import as_in_evaluation
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.step import step
 
@@ -63,7 +67,7 @@ def test_it_is_as_before_after_an_error_too():
     assert model.kept() == before
 
 
-def test_no_more_is_copied_than_the_trained_weights_have():
+def test_no_more_is_copied_than_twice_the_trained_weights():
     model = nn.Linear(4, 4)
     model.register_buffer("table", torch.zeros(1000))
     model.register_buffer("expanded", torch.zeros(1).expand(1000))
@@ -73,6 +77,68 @@ def test_no_more_is_copied_than_the_trained_weights_have():
         model.count += 1
     assert model.count == 0
     assert model.table[0] == 1  # as the docstring says
+
+
+class Momentum(nn.Module):
+    """As in MoCo: a second encoder follows the trained one, and its outputs wait in queues."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.keys = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.queue, self.kept = deque(maxlen=4), {"keys": []}
+        self.register_buffer("norms", torch.zeros(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            for key, weight in zip(self.keys.parameters(), self.encoder.parameters(), strict=True):
+                key.mul_(0.9).add_(weight, alpha=0.1)
+            keys = self.keys(x)
+            self.queue.append(keys)
+            self.kept["keys"].append(keys)
+            self.norms.data.mul_(0.9).add_(keys.norm(dim=0))  # a write that changes no version
+            self.encoder.weight.data = F.normalize(self.encoder.weight.data)
+        return (self.encoder(x) * keys).sum(1).mean()
+
+
+def test_averaged_weights_and_queues_are_as_before():
+    model = Momentum()
+    model(torch.randn(3, 8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    memory = model.encoder.weight.data_ptr()
+    with left_as_it_was(model):
+        model(torch.randn(2, 8))
+        assert len(model.queue) == 2 and model.encoder.weight.data_ptr() != memory
+        assert any(not value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert model.encoder.weight.data_ptr() == memory
+    assert len(model.queue) == len(model.kept["keys"]) == 1 and model.queue.maxlen == 4
+
+
+class Merges(nn.Module):
+    """As loralib's layers: in eval mode, the adapter is part of the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.adapter = nn.Parameter(torch.ones(2, 2))
+        self.merged = False
+
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.weight.data += -self.adapter if mode else self.adapter
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return F.linear(x, self.weight if self.merged else self.weight + self.adapter)
+
+
+def test_an_eval_of_a_modules_own_is_not_called():
+    model = Merges().train()
+    with as_in_evaluation(model):
+        assert not model.training and not model.merged
+        assert model(torch.ones(1, 2)).tolist() == [[4, 4]]
+    assert model.training and not model.merged and (model.weight == 1).all()
 
 
 def test_a_step_in_pieces_keeps_what_its_own_micro_batches_leave():

@@ -267,13 +267,17 @@ def wrapped_around(got: Any, expected: Any) -> str:
             continue
         if not float(wanted).is_integer() or not float(number).is_integer():
             continue
+        is_right = number == wanted
+        in_32_bits = -(2**31) <= number < 2**32
         if wanted < 2**31:
-            small_are_right += bool(number == wanted != 0)
-        elif number != wanted and number < 2**32 and (int(wanted) - int(number)) % 2**32 == 0:
+            if is_right and wanted != 0:
+                small_are_right += 1
+        elif not is_right and in_32_bits and (int(wanted) - int(number)) % 2**32 == 0:
             wrapped.append((number, wanted))
     for number, wanted in wrapped:
         # A number of whole MiB that is wrong for another reason is off by 2**32 now and then.
         by_chance = number >= 0 and wanted % 2**20 == 0
+        # Where small numbers are right, the large one is not wrong for another reason.
         if not by_chance or small_are_right > 1:
             return (
                 "the number has wrapped around: 32 bits hold no more than 2,147,483,647, so count "
@@ -293,7 +297,8 @@ def without_its_fraction(got: Any, expected: Any) -> str:
         if not math.isfinite(number) or number != int(number) or abs(number - wanted) >= 1:
             return ""
         are_whole.append(float(wanted).is_integer())
-    if len(are_whole) < 3 or all(are_whole):
+    is_constant = len({plain(number) for number in mine.values()}) == 1
+    if len(are_whole) < 3 or all(are_whole) or is_constant:
         return ""
     return "the result is a whole number in every case: return it with its fraction."
 
@@ -366,7 +371,7 @@ def _other_kind(got: Any, expected: Any) -> str:
     """What another kind of value shows, such as text where a number was expected."""
     got, expected = plain(got), plain(expected)
     if isinstance(expected, bool):
-        return _instead_of_a_truth(got)
+        return _instead_of_a_bool(got)
     if isinstance(expected, Real):
         return _instead_of_a_number(got, expected)
     if isinstance(expected, tuple):
@@ -374,7 +379,7 @@ def _other_kind(got: Any, expected: Any) -> str:
     return ""
 
 
-def _instead_of_a_truth(got: Any) -> str:
+def _instead_of_a_bool(got: Any) -> str:
     if got is None:
         return ""
     if not isinstance(got, Real):

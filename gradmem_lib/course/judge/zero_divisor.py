@@ -15,8 +15,8 @@ _DIVISIONS = (ast.Div, ast.FloorDiv, ast.Mod)
 def zero_divisor(error: ZeroDivisionError, code: CodeType) -> str:
     """The source text of the divisor that was 0 in ``code``, such as "len(counts)".
 
-    Empty where ``code`` has not raised the error itself, where it is no division that raised it (a
-    call may have, or ``0 ** -1``), where the divisor is a plain number, or without a source.
+    Empty in four cases: other code raised the error; no division did (but a call, or ``0 ** -1``);
+    the divisor is a plain number; or there is no source.
     """
     raised_at = error.__traceback__
     while raised_at is not None and raised_at.tb_next is not None:
@@ -39,8 +39,9 @@ def zero_divisor(error: ZeroDivisionError, code: CodeType) -> str:
 def _expression_at(raised_at: TracebackType) -> ast.AST | None:
     """The expression (or ``a /= b``) whose instruction raised the error."""
     code = raised_at.tb_frame.f_code
-    # Two bytes for each instruction, and a position for each instruction.
-    first, last, begin, end = next(islice(code.co_positions(), raised_at.tb_lasti // 2, None))
+    # Two bytes for each instruction, and a position for each: line, end line, column, end column.
+    position = next(islice(code.co_positions(), raised_at.tb_lasti // 2, None))
+    linecache.checkcache(code.co_filename)  # a file may have been changed since it was read
     source = "".join(linecache.getlines(code.co_filename, raised_at.tb_frame.f_globals))
     try:
         tree = ast.parse(source)
@@ -49,11 +50,7 @@ def _expression_at(raised_at: TracebackType) -> ast.AST | None:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.BinOp, ast.AugAssign)):
             continue
-        if (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == (
-            first,
-            last,
-            begin,
-            end,
-        ):
+        of_node = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+        if of_node == position:
             return node
     return None
