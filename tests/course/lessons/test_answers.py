@@ -114,7 +114,7 @@ def powers_of_two(arguments, gpus, fits):
     [
         ("1.6", without_the_last_update, "for afterwards"),
         ("1.6", in_parts(2, factor=1 / 3), "the first update is 3 times too small"),
-        ("1.6", shrinks_the_weights, "weights, less what these updates make of them"),
+        ("1.6", shrinks_the_weights, "weights minus a replay of these updates"),
         ("2.1", of_everybody(lesson_02.momentum), "because each parameter has its own"),
         ("2.2", of_everybody(lesson_02.second_moment), "because each parameter has its own"),
         ("2.3", of_everybody(lesson_02.adam), "because each parameter has its own"),

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import shares, times, unit_of
-from ..shared.gradient_weights import ANOTHER_STEP, before_each_update
+from ..shared.gradient_weights import ANOTHER_STEP, before_each_update, why_clipped
 from ..shared.settings import flat
 from .settings import train_setting
 
@@ -514,7 +514,7 @@ def _observe_train(candidate):
         "afterwards": {
             "calls of optimizer.step()": len(updates),
             "gradients in each update": _with_zeros(updates),
-            "weights, less what these updates make of them": weights - _replayed(updates),
+            "weights minus a replay of these updates": weights - _replayed(updates),
         },
     }
     return Seen(cases, weights=weights)
@@ -530,10 +530,13 @@ def _with_zeros(updates: list[list]) -> list[torch.Tensor]:
     shapes = [p.shape for p in train_setting()[0].parameters()]
     rows = []
     for gradients in updates:
-        pairs = zip(gradients, shapes, strict=True)
-        rows.append(
-            flat(torch.zeros(shape) if g is None else torch.from_numpy(g) for g, shape in pairs)
-        )
+        tensors = []
+        for gradient, shape in zip(gradients, shapes, strict=True):
+            if gradient is None:
+                tensors.append(torch.zeros(shape))
+            else:
+                tensors.append(torch.from_numpy(gradient))
+        rows.append(flat(tensors))
     return rows
 
 
@@ -610,11 +613,13 @@ def _why_updates(got, expected, mine: Any, right: tuple) -> str | None:
 
 
 def _why_scaled(mine: dict, right: dict) -> str:
-    """What is said if the first update's gradient is a multiple of the right one."""
+    """What is said if the first update's gradient is clipped, or a multiple of the right one."""
     each = "gradients in each update"
     if not mine[each]:
         return ""
     first, wanted = mine[each][0], right[each][0]
+    if says := why_clipped(first, wanted):
+        return says
     ratio = (first @ wanted / wanted.square().sum()).item()
     if ratio == 0 or difference(ratio, 1.0, 1e-3) is None:
         return ""
@@ -622,7 +627,7 @@ def _why_scaled(mine: dict, right: dict) -> str:
         return ""
     return (
         f"the gradient of the first update is {times(ratio)}: call backward on the loss as the "
-        "model returns it, and leave its gradient as it is."
+        "model returns it, and do not change the gradients."
     )
 
 

@@ -154,7 +154,7 @@ def _no_average(got) -> str:
             if difference(got, picked) is None:
                 return (
                     f"this is the {name} of {what}: the loss to log is an average, in which each "
-                    "mean counts as often as it has items."
+                    "mean is weighted by its number of items."
                 )
     return ""
 

@@ -381,9 +381,8 @@ EXERCISES = (
                 "mean of means, both",
                 _logs(_mean, share=lambda count, counts: 1 / len(counts)),
                 (
-                    "all micro-batches of as many rows have the same weight (divided by K, or "
-                    "weighted by their rows), which makes the gradient and the log a mean of "
-                    "means: weight each micro-batch by its share of the tokens."
+                    "the losses are divided by K, or weighted by their rows. So gradient and log "
+                    "are a mean of means: weight each micro-batch by its share of the tokens."
                 ),
             ),
             Mistake(

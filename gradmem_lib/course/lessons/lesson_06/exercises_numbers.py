@@ -414,8 +414,8 @@ EXERCISES = (
                 "free alone",
                 partial(_reads, wrong="free alone"),
                 (
-                    "in_pieces is False in every case here, as `free >= asked` is in every such "
-                    "error: the idle blocks of this process can be added to the card's free bytes."
+                    "in_pieces is always False here, since `free >= asked` is false in every "
+                    "out-of-memory error: add the idle blocks of this process to the free bytes."
                 ),
             ),
             Mistake(
@@ -438,8 +438,9 @@ EXERCISES = (
                 "too little free",
                 partial(_reads, wrong="too little free"),
                 (
-                    "in_pieces is True in every case here, as `asked > free` is in every such "
-                    "error: compare the requested bytes with free and idle bytes together."
+                    "in_pieces is always True here, since `asked > free` is true in every "
+                    "out-of-memory error: compare the requested bytes with free and idle bytes "
+                    "together."
                 ),
             ),
         ),
