@@ -52,19 +52,19 @@ WRONG["6.1"] = {
         "allocated|this process",
     ),
     "idle alone": (partial(_error, pieces=lambda asked, t, f, i: i >= asked), "free"),
-    "always": (partial(_error, pieces=lambda asked, t, f, i: True), "is True in every case"),
-    "never": (partial(_error, pieces=lambda asked, t, f, i: False), "is False in every case"),
+    "always": (partial(_error, pieces=lambda asked, t, f, i: True), "is always True"),
+    "never": (partial(_error, pieces=lambda asked, t, f, i: False), "is always False"),
     "a sum": (
         partial(_error, pieces=lambda asked, t, f, i: f + i + asked),
         "return True or False: this is a number",
     ),
     "a sum, as a truth": (
         partial(_error, pieces=lambda asked, t, f, i: bool(f + i + asked)),
-        "is True in every case",
+        "is always True",
     ),
     "too little free": (
         partial(_error, pieces=lambda asked, t, f, i: asked > f),
-        "every such error|asked",
+        "every out-of-memory error|asked",
     ),
     "to the byte": (
         partial(_error, pieces=lambda asked, t, f, i: f + i > asked),
