@@ -40,7 +40,7 @@ from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpoin
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
 from .layers import Named, find_layers
 from .schedules import Schedule, first_layers, segments_for, total_layers
-from .segments import Chain, Handover
+from .segments import Chain, Handover, version_of
 
 
 def checkpoint_layers(
@@ -205,12 +205,13 @@ class _LayerCalls:
         if self.keep_last and stop == len(self.layers) and isinstance(segment, int):
             return self.chain.call_layer(i, x, rest)  # kept: nothing runs again
         if i == start:
+            self._refuse_skipped(i, x, before)
             out = self._run_segment(segment, start, stop, x, rest)
         else:  # the segment has run: hand its output on
             self._refuse_unless_continued(i, start, x, rest, before)
             out, rest = before.out, before.rest
         if i + 1 < stop:
-            self.handover = Handover(i + 1, out, rest)
+            self.handover = Handover(i + 1, out, rest, version_of(self.chain.hidden(out)))
         return out
 
     def _run_segment(
@@ -252,6 +253,17 @@ class _LayerCalls:
                 f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
                 "in order, each with the last one's output and the same other arguments: begin a "
                 f"new segment at layer {i}, or use every=1"
+            )
+
+    def _refuse_skipped(self, i: int, x: Any, before: Handover | None) -> None:
+        """Refuse a call that begins a segment with the output of one that has not been called to
+        its end: that output is of layers that the model leaves out.
+        """
+        if before is not None and x is self.chain.hidden(before.out):
+            raise RuntimeError(
+                f"layer {i} was given the output of layer {before.next_layer - 1}, and layer "
+                f"{before.next_layer}, which is in the same segment, has run already: a segment "
+                "runs all of its layers, so where the model leaves some out, use every=1"
             )
 
     def _problem(self, i: int, x: Any, rest: tuple, before: Handover | None) -> str | None:
@@ -305,7 +317,7 @@ class _LayerCalls:
         """The output of layer ``i``, without a graph; its bytes go into the measurement."""
         continues = self._problem(i, x, rest, before) is None
         out = self.measurement.call_layer(i, x, rest, continues=continues)
-        self.handover = Handover(i + 1, out, rest)
+        self.handover = Handover(i + 1, out, rest, version_of(self.chain.hidden(out)))
         return out
 
     def _measure_in_order(self, i: int, x: Any, rest: tuple) -> None:

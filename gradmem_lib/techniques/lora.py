@@ -91,23 +91,28 @@ class LoRALinear(nn.Module):
         return self.base
 
 
-@torch.no_grad()
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a linear layer; ``None`` for other modules.
 
     A subclass of ``nn.Linear`` with a forward of its own is tried on one row: a router returns a
-    pair, and is not a linear layer.
+    pair, and is not a linear layer, and neither is one that needs more than its input.
     """
     if isinstance(module, nn.Linear):
-        custom_forward = type(module).forward is not nn.Linear.forward
-        if custom_forward and not isinstance(
-            module.forward(module.weight.new_zeros(1, module.in_features)), Tensor
-        ):
+        if type(module).forward is not nn.Linear.forward and not _returns_a_tensor(module):
             return None
         return module.in_features, module.out_features
     if isinstance(module, hf_class("Conv1D")):
         return tuple(module.weight.shape)
     return None
+
+
+@torch.no_grad()
+def _returns_a_tensor(module: nn.Linear) -> bool:
+    one_row = module.weight.new_zeros(1, module.in_features)
+    try:
+        return isinstance(module.forward(one_row), Tensor)
+    except Exception:  # its own code may raise anything
+        return False
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

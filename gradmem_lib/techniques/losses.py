@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..compat.data_parallel import inside_wrapper
 from ..names import IGNORED
 
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
@@ -51,7 +52,9 @@ def takes_argument(model: nn.Module, name: str) -> bool:
         arguments = inspect.signature(model.forward).parameters
         if name in arguments:
             return True
-        inside = getattr(model, "module", None) or getattr(model, "base_model", None)
+        inside = inside_wrapper(model)
+        if inside is model:
+            inside = getattr(model, "base_model", None)
         if not isinstance(inside, nn.Module) or inside is model:
             return False
         model = inside

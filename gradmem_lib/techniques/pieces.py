@@ -250,7 +250,7 @@ def _first_numbers(parameter: nn.Parameter) -> torch.Tensor | None:
     """The first numbers of a trained weight, as a view; ``None`` for any other kind of weight."""
     data = parameter.data
     plain = type(data) is torch.Tensor and data.is_floating_point() and data.is_contiguous()
-    if not parameter.requires_grad or not plain or not data.dim():
+    if not parameter.requires_grad or not plain or not data.dim() or not data.numel():
         return None
     return data.view(-1)[:CHANGED_NUMBERS]
 

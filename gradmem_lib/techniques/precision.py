@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,11 @@ class MasterAdamW(KeepsStateDtypes):
         self.foreach, self.fused = foreach, fused
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for p in with_gradient:
@@ -72,6 +77,7 @@ class MasterAdamW(KeepsStateDtypes):
             else:
                 for p in with_gradient:
                     self._update_masters([p], group)
+        return loss
 
     def _update_masters(self, parameters: list[Tensor], group: dict) -> None:
         from torch.optim.adamw import adamw

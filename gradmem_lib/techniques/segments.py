@@ -109,6 +109,7 @@ class Handover(NamedTuple):
     next_layer: int
     out: Any  # the output
     rest: tuple  # the other arguments
+    version: int  # of the output's hidden state
 
     def problem(self, chain: Chain, i: int, x: Any, rest: tuple) -> str | None:
         """Why a call of layer ``i`` with input ``x`` does not continue here; None if it does."""
@@ -116,6 +117,8 @@ class Handover(NamedTuple):
             return "was called out of order"
         if chain.has_extra_outputs(self.out) or x is not chain.hidden(self.out):
             return f"was given something else than the output of layer {i - 1}"
+        if version_of(x) != self.version:
+            return f"was given the output of layer {i - 1}, changed in place"
         if not same_arguments(rest, self.rest):
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None

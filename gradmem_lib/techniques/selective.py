@@ -21,6 +21,8 @@ from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensor
 from ..compat.modules import original_call, override_call
 from ..compat.operators import schema
+from ..compat.tensors import version
+from ..compat.trees import tree_leaves
 from ..hf_names import PARTS
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
@@ -28,6 +30,11 @@ from .call_overrides import CallOverride, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
 from .layers import Named, find_layers
 
+CHANGED_ARGUMENT = (
+    "what this {} was called with was changed in place later, and its checkpoint would compute it "
+    "again from the changed values: make a new tensor (x = x + y in place of x += y), or leave the "
+    "checkpoint of this part out"
+)
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
@@ -113,7 +120,16 @@ class Part(CallOverride):
         options = {}
         if self.keeps_products:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, Policy())
-        return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **options)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        versions = [version(tensor) for tensor in tensors]
+
+        def run_unchanged():
+            """Called again in backward, with the same tensors."""
+            if [version(tensor) for tensor in tensors] != versions:
+                raise RuntimeError(CHANGED_ARGUMENT.format(type(self.module).__name__))
+            return run(*args, **kwargs)
+
+        return checkpoint(run_unchanged, use_reentrant=False, **options)
 
 
 class Tiled(CallOverride):

@@ -21,6 +21,8 @@ def split(batch: Any, size: int) -> Iterator[Any]:
         raise ValueError(
             f"cannot cut {rows} rows into micro-batches of {size}: each has at least one row"
         )
+    if size < rows:
+        _refuse_lists_of_rows(batch, rows)
     return (_rows_of(batch, start, start + size) for start in range(0, rows, size))
 
 
@@ -30,6 +32,8 @@ def split_evenly(batch: Any, pieces: int) -> Iterator[Any]:
     """
     rows = count_rows(batch)
     pieces = max(1, min(pieces, rows))
+    if pieces > 1:
+        _refuse_lists_of_rows(batch, rows)
     size, longer = divmod(rows, pieces)
     start = 0
     for number in range(pieces):
@@ -63,6 +67,28 @@ def count_rows(batch: Any) -> int:
             "accumulate_gradients"
         )
     return rows.pop()
+
+
+def _refuse_lists_of_rows(batch: Any, rows: int) -> None:
+    """Raise ``ValueError`` for a list or tuple of as many other values as the tensors have rows:
+    each micro-batch would get all of them.
+    """
+    entries = as_dict(batch)
+    if isinstance(entries, dict):
+        named = list(entries.items())
+    elif isinstance(entries, list | tuple):
+        named = list(enumerate(entries))
+    else:
+        named = []
+    for name, value in named:
+        if not isinstance(value, list | tuple) or len(value) != rows or rows == 1:
+            continue
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"the batch's entry {name!r} is a {type(value).__name__} of {rows} values beside "
+                f"tensors of {rows} rows, and only tensors are cut: make it a tensor, leave it "
+                "out, or cut the batch yourself, and give the pieces to accumulate_gradients"
+            )
 
 
 def _rows_of(batch: Any, start: int, end: int) -> Any:

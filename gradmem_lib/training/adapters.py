@@ -1,6 +1,7 @@
 """Finds LoRA's additions in a trained model, merges them, and saves them in PEFT's format."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -114,8 +115,8 @@ def _check_calls(added: dict[str, LoRALinear]) -> None:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Write LoRA's additions into the weights, in place. Returns ``model`` as an ordinary model, to
-    save and load anywhere.
+    """Write LoRA's additions into the weights, in place, or into a copy of a weight that another
+    module has too. Returns ``model`` as an ordinary model, to save and load anywhere.
 
     For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4
     bits, whose rounding would lose them.
@@ -126,6 +127,10 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter)
     )
     # those in 4 bits come first: they are refused before anything changes
+    owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, module in layers:
+        if owners[id(module.base.weight)] > 1:  # an embedding, say, has it too, and keeps it
+            own_weight = module.base.weight.detach().clone()
+            module.base.weight = nn.Parameter(own_weight, requires_grad=False)
         replace_module(model, name, module.merged())
     return model

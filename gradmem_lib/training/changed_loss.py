@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ..compat.data_parallel import inside_wrapper
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import as_in_evaluation, rounding
 from ..techniques.shared_statistics import batch_norms
-from .item_rules import unwrapped
 from .items import forget, have_values
 from .probe import loss_and_error
 from .probe_rows import some_rows
@@ -35,7 +35,7 @@ class LossBeforeTheWindow:
         how: str,
         processes: Processes,
     ):
-        self.model, self.loss_of = unwrapped(model), loss_of
+        self.model, self.loss_of = inside_wrapper(model), loss_of
         self.how, self.processes = how, processes
         self.limit = 0.0  # two losses are the same if they are so near, relative
         self.rows = None  # what is asked; None: nothing can be

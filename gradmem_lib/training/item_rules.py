@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat.data_parallel import inside_wrapper
 from ..compat.transformers_models import inside_peft
 from ..hf_names import IGNORED_PIXEL
 from ..names import IGNORED
@@ -153,7 +154,7 @@ def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
     Where the rule does not apply, it is the number of labels if each pixel has one, and otherwise
     that of rows. It is 1 for a batch that has no rows either.
     """
-    inside = inside_peft(unwrapped(model))
+    inside = inside_peft(inside_wrapper(model))
     found = labels_of(batch)
     rules = [rule, rows]
     if found is not None and found.dim() > 2:
@@ -163,11 +164,6 @@ def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
         if count is not None:
             return count
     return 1
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``DistributedDataParallel``."""
-    return model.module if isinstance(getattr(model, "module", None), nn.Module) else model
 
 
 def has_labels(batch: Any) -> bool:

@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from ..compat.data_parallel import inside_wrapper
 from ..compat.fake_tensors import FakeTensor
 from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
-from .item_rules import RULES, Rule, has_labels, unwrapped
+from .item_rules import RULES, Rule, has_labels
 from .probe import Answer, ProbeRows, ask, differs_from_itself
 from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
 
@@ -72,7 +73,7 @@ def find_rule(
     Raises ``ValueError`` if no rule is right: pieces of such a loss do not add up to it. Warns if
     one is almost right, and rounding does not explain the difference.
     """
-    inner = unwrapped(model)
+    inner = inside_wrapper(model)
     processes = processes or Processes()
     if key is not None and was_asked(inner, key):
         found = _found[inner][key]
@@ -141,12 +142,12 @@ def _as_many_as_others(groups: list[Any], processes: Processes) -> list[Any]:
 
 def was_asked(model: nn.Module, key: Any) -> bool:
     """Whether ``find_rule`` has found the rule of this model and key."""
-    return key in _found.get(unwrapped(model), {})
+    return key in _found.get(inside_wrapper(model), {})
 
 
 def forget(model: nn.Module) -> None:
     """Ask ``model`` again if it is trained again."""
-    _found.pop(unwrapped(model), None)
+    _found.pop(inside_wrapper(model), None)
 
 
 def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensor
 from ..compat.modules import hook_counts
@@ -16,7 +17,7 @@ from ..compat.transformers_models import inside_peft
 from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
-from .item_rules import Rule, count_by, labels, predicted_tokens, unwrapped
+from .item_rules import Rule, count_by, labels, predicted_tokens
 from .tiny import VOCABULARY, tiny_model
 
 
@@ -37,7 +38,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     """Raise ``ValueError`` if ``how`` cuts a batch whose flags, or the model's, say that losses of
     pieces do not add up to the batch's. What they do not say, ``find_rule`` asks the model.
     """
-    config = getattr(inside_peft(unwrapped(model)), "config", None)
+    config = getattr(inside_peft(inside_wrapper(model)), "config", None)
     given = {}
     if isinstance(batch, Mapping):
         given = {key: value for key, value in batch.items() if value is not None}
@@ -80,7 +81,7 @@ def predicts_next_token(model: nn.Module) -> bool:
     """Whether ``model`` is what transformers makes of its config as a causal language model, or a
     subclass of it. Vision-language models are; encoder-decoder pairs are not.
     """
-    model = inside_peft(unwrapped(model))
+    model = inside_peft(inside_wrapper(model))
     config = getattr(model, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False):
         return False

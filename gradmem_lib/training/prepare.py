@@ -65,27 +65,29 @@ def prepare(
             f"this {type(model).__name__} is trained by several processes together already: "
             "load the model again, and prepare it once"
         )
-    undo = ExitStack()
-    change_model(model, recipe)
-    set_checkpointing(model, recipe, undo)
-    if recipe.sharding is not None:  # after checkpoints: a recomputed layer is gathered again
-        model = shard(
-            model,
-            recipe.sharding,
-            mesh=mesh,
-            compute_dtype=recipe.gathered_dtype,
-            offload=recipe.offloads_shards,
-            layers=recipe.layers,
-        )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not recipe.in_backward:
-        return Prepared(model, make_optimizer(trained, recipe, lr, mesh), undo)
-    optimizers = []
-    for parameter in trained:
-        optimizers.append(make_optimizer([parameter], recipe, lr))
-        hook = parameter.register_post_accumulate_grad_hook(partial(_step_and_free, optimizers[-1]))
-        undo.callback(hook.remove)
-    return Prepared(model, optimizers, undo)
+    with ExitStack() as undo:  # closed after an error
+        change_model(model, recipe)
+        set_checkpointing(model, recipe, undo)
+        if recipe.sharding is not None:  # after checkpoints: a recomputed layer is gathered again
+            model = shard(
+                model,
+                recipe.sharding,
+                mesh=mesh,
+                compute_dtype=recipe.gathered_dtype,
+                offload=recipe.offloads_shards,
+                layers=recipe.layers,
+            )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not recipe.in_backward:
+            optimizer = make_optimizer(trained, recipe, lr, mesh)
+            return Prepared(model, optimizer, undo.pop_all())
+        optimizers = []
+        for parameter in trained:
+            optimizers.append(make_optimizer([parameter], recipe, lr))
+            step_and_free = partial(_step_and_free, optimizers[-1])
+            hook = parameter.register_post_accumulate_grad_hook(step_and_free)
+            undo.callback(hook.remove)
+        return Prepared(model, optimizers, undo.pop_all())
 
 
 def left_in_eval_mode(model: nn.Module) -> list[nn.Module]:

@@ -169,14 +169,16 @@ def fewer_labels(model: nn.Module, batch: Any, ignored_labels: bool) -> Iterator
     different means.
 
     Once -100 takes the place of labels, if the model takes ``ignored_labels``; and once the padding
-    token.
+    token, if it is a label that the model takes: on a card, another one ends the process.
     """
     labels = whole_labels(batch)  # rows x tokens
     if labels is None or labels.dim() != 2 or labels.shape[1] < 4:
         return
     config = getattr(model, "config", None)
     padding = getattr(config, "pad_token_id", None) or 0
-    replacements = [IGNORED, padding] if ignored_labels else [padding]
+    replacements = [IGNORED] if ignored_labels else []
+    if 0 <= padding <= _largest_label(model, labels):
+        replacements.append(padding)
     positions = labels[0].ne(IGNORED).nonzero().flatten().tolist()
     last = max(positions, default=0)
     for replacement in replacements:
@@ -185,3 +187,13 @@ def fewer_labels(model: nn.Module, batch: Any, ignored_labels: bool) -> Iterator
         # prediction for the first label, so there must be two.
         fewer[0, max(2, last // 3) :] = replacement
         yield with_labels(batch, fewer)
+
+
+def _largest_label(model: nn.Module, labels: Tensor) -> int:
+    """The last word of a language model's output layer, or else the largest label of the batch."""
+    head = None
+    if hasattr(model, "get_output_embeddings"):
+        head = model.get_output_embeddings()
+    if head is not None:
+        return len(head.weight) - 1
+    return int(labels.max())

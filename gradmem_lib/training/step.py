@@ -3,8 +3,16 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +80,8 @@ def step(
 
     Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
     step (``find_rule``), is not a mean over labels or rows, as with CLIP; or if the forwards of
-    that step have changed what the loss reads, such as a queue (``LossBeforeTheWindow``).
+    that step have changed what the loss reads, such as a queue (``LossBeforeTheWindow``). After an
+    error, no gradients are left.
     """
     if loss is None:
         check_own_loss(model, batch, recipe)
@@ -90,6 +99,8 @@ def step(
 
     rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, _identity(loss))
     counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
+    if loss is not None and not _how_cut(recipe):
+        counts = [1]  # the loss may be a mean of anything, and is not weighed
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
@@ -101,7 +112,7 @@ def step(
 
     if scaler is None and recipe.scales_loss:
         scaler = _FixedScale(2.0**12)
-    with closing(offload_hooks):
+    with _no_gradients_after_an_error(model), closing(offload_hooks):
         result = accumulate_gradients(
             zip(parts[:micro_batches], counts, strict=True),
             loss_and_count,
@@ -111,14 +122,24 @@ def step(
             scaler=scaler,
             float32_sums=recipe.float32_sums,
         )
-    if loss_before is not None:
-        loss_before.check()
+        if loss_before is not None:
+            loss_before.check()
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
         _update(optimizer, scaler)
         if not keep_gradients:
             optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
+
+
+@contextmanager
+def _no_gradients_after_an_error(model: nn.Module) -> Iterator[None]:
+    """The next step would add to the gradients of a part of a window."""
+    try:
+        yield
+    except BaseException:
+        model.zero_grad(set_to_none=True)
+        raise
 
 
 def _ask(
@@ -187,21 +208,28 @@ def _identity(loss: Callable | None) -> tuple:
     """
     code = getattr(loss, "__code__", None)
     if code is None:
-        return (loss,)
+        return (loss if type(loss).__hash__ else id(loss),)  # a dataclass has no hash
     found: list[Any] = [code]
     for value in _read_from_around(loss):
         if isinstance(value, str | bool):
             found.append(value)
         elif isinstance(value, nn.Module):
-            found.append(id(value))
+            found.append(ref(value))  # which does not keep it, and differs from that of a later one
         elif hasattr(value, "__code__"):
             found.append(value.__code__)
     return tuple(found)
 
 
 def _read_from_around(loss: Any) -> Iterator[Any]:
-    """What a function reads that it was not given: its object, variables around it, defaults."""
-    yield getattr(loss, "__self__", None)
+    """What a function reads that it was not given: its object or the attributes of it, variables
+    around it, those of its file that it names, and defaults.
+    """
+    owner = getattr(loss, "__self__", None)
+    yield owner
+    if not isinstance(owner, nn.Module):
+        yield from getattr(owner, "__dict__", {}).values()
+    for name in loss.__code__.co_names:
+        yield loss.__globals__.get(name)
     for cell in loss.__closure__ or ():
         with suppress(ValueError):  # a variable that has no value yet
             yield cell.cell_contents

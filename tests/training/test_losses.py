@@ -171,8 +171,7 @@ def test_labels_that_usually_count(model, counted):
     """
     labels = torch.tensor([[7, 5, 2, -100], [1, -100, -100, 9]])
     assert count_items(model, {"labels": labels}) == counted
-    wrapped = torch.nn.Module()
-    wrapped.module = model  # as DistributedDataParallel has it
+    wrapped = torch.nn.DataParallel(model)  # which has it as DistributedDataParallel has
     assert count_items(wrapped, {"labels": labels}) == counted
     assert count_items(model, {"labels": [1, 2], "input_ids": torch.zeros(3, 4)}) == 3  # rows
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1

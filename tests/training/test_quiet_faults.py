@@ -1,0 +1,314 @@
+"""Programs that trained with wrong gradients, or left something behind, without a word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib import Recipe, accumulate_gradients, split
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.lora import add_lora
+from gradmem_lib.techniques.precision import MasterAdamW
+from gradmem_lib.techniques.selective import checkpoint_parts
+from gradmem_lib.training.adapters import merge_adapters
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.probe_rows import fewer_labels
+from gradmem_lib.training.step import step
+
+PLAIN = Recipe(precision=None, attention=None)
+IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
+
+
+def rows(n: int = 4) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(n, 4, generator=generator),
+        "labels": torch.arange(n) % 3,
+    }
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# A model that calls a part of it `module`.
+
+
+class ComparesRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 3)
+
+    def forward(self, x):
+        scores = self.module(x)
+        return scores - scores.mean(0)
+
+
+class HasABackbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.head(self.module(x)), labels)
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["labels"])
+
+
+def test_a_model_with_a_part_called_module_is_asked_as_a_whole():
+    model = ComparesRows()
+    with pytest.raises(ValueError, match="no mean over labels or rows"):
+        step(model, sgd(model), rows(), IN_TWO, loss=cross_entropy)
+    whole = HasABackbone()
+    step(whole, sgd(whole), rows(), IN_TWO)
+
+
+# A loss that is another one in the next step.
+
+
+class Job:
+    def __init__(self, criterion):
+        self.criterion = criterion
+
+    def loss(self, model, batch):
+        return self.criterion(model(batch["x"]), batch["labels"])
+
+
+criterion: nn.Module = nn.CrossEntropyLoss()
+
+
+def global_loss(model, batch):
+    return criterion(model(batch["x"]), batch["labels"])
+
+
+def test_another_criterion_is_another_loss(monkeypatch):
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]))
+    model = nn.Linear(4, 3)
+    step(model, sgd(model), rows(), IN_TWO, loss=Job(nn.CrossEntropyLoss()).loss)
+    with pytest.raises(ValueError, match="weighs classes"):
+        step(model, sgd(model), rows(), IN_TWO, loss=Job(weighted).loss)
+
+    step(model, sgd(model), rows(), IN_TWO, loss=global_loss)
+    monkeypatch.setitem(globals(), "criterion", weighted)
+    with pytest.raises(ValueError, match="weighs classes"):
+        step(model, sgd(model), rows(), IN_TWO, loss=global_loss)
+
+
+@dataclass
+class Focal:
+    gamma: float
+
+    def __call__(self, model, batch):
+        entropy = F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
+        return ((1 - (-entropy).exp()) ** self.gamma * entropy).mean()
+
+
+def test_a_loss_without_a_hash_is_taken():
+    model, loss = nn.Linear(4, 3), Focal(2.0)
+    for _ in range(2):
+        step(model, sgd(model), rows(), IN_TWO, loss=loss)
+
+
+# What is left after an error.
+
+
+class FailsAtTheSecond(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        if self.training and (x == rows()["x"][-1]).all(1).any():
+            raise MemoryError("the second micro-batch does not fit")
+        return self.linear(x)
+
+
+def test_no_gradients_are_left_after_an_error():
+    model = FailsAtTheSecond()
+    with pytest.raises(MemoryError):
+        step(model, sgd(model), rows(), IN_TWO, loss=cross_entropy)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_nothing_stays_installed_if_an_optimizer_cannot_be_made():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)])
+    recipe = Recipe(precision=None, attention=None, checkpointing=2)
+    with pytest.raises(ValueError, match="learning rate"):
+        prepare(model, recipe, lr=-1.0)
+    prepare(model, recipe, lr=1e-3).undo.close()
+
+
+# Checkpoints around layers that are called in other ways.
+
+
+class Layers(nn.Module):
+    def __init__(self, between=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.between = between
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if self.between == "left out" and number == 2:
+                continue
+            x_before, x = x, layer(x)
+            if self.between == "added in place":
+                x += x_before
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("between", "says"),
+    [("left out", "has run already"), ("added in place", "changed in place")],
+)
+def test_a_segment_whose_layers_are_not_called_in_a_row_is_refused(between, says):
+    model = Layers(between)
+    with checkpoint_layers(model.layers, 3), pytest.raises(RuntimeError, match=says):
+        model(torch.randn(2, 4))
+    with checkpoint_layers(model.layers, 1):
+        model(torch.randn(2, 4)).backward()
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.mlp, self.in_place = Mlp(), in_place
+
+    def forward(self, x):
+        x = x * 1.0
+        if self.in_place:
+            x += self.mlp(x)
+            return x
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_checkpointed_part_was_called_with_may_not_change(in_place):
+    blocks = nn.Sequential(Block(in_place), Block(in_place))
+    x = torch.randn(2, 4)
+    with checkpoint_parts(blocks, Mlp), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = blocks(x).square().mean()
+        if in_place:
+            with pytest.raises(RuntimeError, match="changed in place later"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+# Adapters.
+
+
+class Tied(nn.Module):
+    """As nanoGPT ties its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.embed.weight = self.head.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def test_a_merged_head_leaves_the_embedding_as_it_is():
+    model, ids = Tied(), torch.arange(9)[None]
+    add_lora(model, 2)
+    nn.init.normal_(model.head.B)
+    before = model(ids)
+    merge_adapters(model)
+    torch.testing.assert_close(model(ids), before)
+
+
+class NeedsMore(nn.Linear):
+    def forward(self, x, residual):
+        return super().forward(x) + residual
+
+
+def test_a_layer_that_needs_more_than_its_input_is_no_linear_layer():
+    model = nn.ModuleDict({"q": nn.Linear(4, 4), "o": NeedsMore(4, 4)})
+    assert add_lora(model, 2) == 1
+
+
+# Batches and labels.
+
+
+class TokenClassifier(nn.Module):
+    class config:  # of a base whose padding token is no class
+        pad_token_id = 50_283
+
+
+def test_a_model_is_asked_only_about_labels_that_it_has():
+    labels = torch.arange(12).view(2, 6) % 3
+    for changed in fewer_labels(TokenClassifier(), {"labels": labels}, True):
+        assert changed["labels"].max() <= 2
+
+
+WITH_LISTS = [
+    (["a", "b", "c"], torch.arange(3)),
+    {"x": torch.arange(3), "w": [1.0, 2.0, 3.0]},
+]
+
+
+@pytest.mark.parametrize("batch", WITH_LISTS)
+def test_a_list_with_a_value_for_each_row_is_refused(batch):
+    with pytest.raises(ValueError, match="only tensors are cut"):
+        next(split(batch, 1))
+    next(split(batch, 3))  # in one piece, it need not be cut
+
+
+def test_what_is_no_list_of_rows_goes_into_each_micro_batch():
+    pieces = list(split({"x": torch.arange(4), "size": [224, 224], "flag": True}, 2))
+    assert [piece["size"] for piece in pieces] == [[224, 224]] * 2
+
+
+def test_a_batch_in_one_piece_needs_no_labels_that_count():
+    model, batch = nn.Linear(4, 3), rows()
+    batch["labels"] = torch.full((4,), -100)
+    loss = step(model, sgd(model), batch, PLAIN, loss=lambda m, b: m(b["x"]).square().mean())
+    assert loss > 0
+
+
+def test_an_empty_layer_is_no_obstacle():
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3))
+    step(model, sgd(model), rows(), IN_TWO, loss=cross_entropy)
+
+
+def test_a_closure_computes_the_gradients_of_the_master_weights():
+    model = nn.Linear(4, 3).bfloat16()
+    optimizer, before = MasterAdamW(model.parameters(), lr=0.1), model.weight.clone()
+
+    def closure():
+        loss = model(rows()["x"].bfloat16()).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert not model.weight.equal(before)
+
+
+def test_gradients_of_pieces_are_still_added_up():
+    """The whole batch's, by PyTorch alone."""
+    model, batch = nn.Linear(4, 3), rows()
+    cross_entropy(model, batch).backward()
+    whole = model.weight.grad.clone()
+    model.zero_grad()
+    pieces = [(piece, len(piece["labels"])) for piece in split(batch, 1)]
+    accumulate_gradients(
+        pieces, lambda pair: (cross_entropy(model, pair[0]), pair[1]), reduction="mean"
+    )
+    torch.testing.assert_close(model.weight.grad, whole)
