@@ -259,7 +259,7 @@ def wrapped_around(got: Any, expected: Any) -> str:
     remains of it differs by a multiple of 2**32.
     """
     mine = entries(got)
-    small_are_right = 0  # numbers that fit into 32 bits, and are right
+    small_right, small_wrong = 0, 0  # numbers that fit into 32 bits; zeros show nothing
     wrapped = []
     for path, wanted in entries(expected).items():
         number = plain(mine.get(path))
@@ -270,15 +270,15 @@ def wrapped_around(got: Any, expected: Any) -> str:
         is_right = number == wanted
         in_32_bits = -(2**31) <= number < 2**32
         if wanted < 2**31:
-            if is_right and wanted != 0:
-                small_are_right += 1
+            small_right += is_right and wanted != 0
+            small_wrong += not is_right
         elif not is_right and in_32_bits and (int(wanted) - int(number)) % 2**32 == 0:
             wrapped.append((number, wanted))
     for number, wanted in wrapped:
         # A number of whole MiB that is wrong for another reason is off by 2**32 now and then.
         by_chance = number >= 0 and wanted % 2**20 == 0
-        # Where small numbers are right, the large one is not wrong for another reason.
-        if not by_chance or small_are_right > 1:
+        # Where all small numbers are right, the large one is not wrong for another reason.
+        if not by_chance or (small_right > 1 and not small_wrong):
             return (
                 "the number has wrapped around: 32 bits hold no more than 2,147,483,647, so count "
                 "in Python's own numbers, or in int64."
