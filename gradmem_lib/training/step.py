@@ -99,8 +99,6 @@ def step(
 
     rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, _identity(loss))
     counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
-    if loss is not None and not _how_cut(recipe):
-        counts = [1]  # the loss may be a mean of anything, and is not weighed
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered

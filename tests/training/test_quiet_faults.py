@@ -19,7 +19,6 @@ from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.probe_rows import fewer_labels
 from gradmem_lib.training.step import step
 
-PLAIN = Recipe(precision=None, attention=None)
 IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
 
 
@@ -274,13 +273,6 @@ def test_a_list_with_a_value_for_each_row_is_refused(batch):
 def test_what_is_no_list_of_rows_goes_into_each_micro_batch():
     pieces = list(split({"x": torch.arange(4), "size": [224, 224], "flag": True}, 2))
     assert [piece["size"] for piece in pieces] == [[224, 224]] * 2
-
-
-def test_a_batch_in_one_piece_needs_no_labels_that_count():
-    model, batch = nn.Linear(4, 3), rows()
-    batch["labels"] = torch.full((4,), -100)
-    loss = step(model, sgd(model), batch, PLAIN, loss=lambda m, b: m(b["x"]).square().mean())
-    assert loss > 0
 
 
 def test_an_empty_layer_is_no_obstacle():
