@@ -202,10 +202,11 @@ class _LayerCalls:
         if self.segments is None and not self.per_layer_this_forward:
             self._choose_schedule(partial(self._measure_in_order, i, x, rest))
         segment, start, stop = self._segment_of(i)
+        if i == start:
+            self._refuse_skipped(i, x, before)
         if self.keep_last and stop == len(self.layers) and isinstance(segment, int):
             return self.chain.call_layer(i, x, rest)  # kept: nothing runs again
         if i == start:
-            self._refuse_skipped(i, x, before)
             out = self._run_segment(segment, start, stop, x, rest)
         else:  # the segment has run: hand its output on
             self._refuse_unless_continued(i, start, x, rest, before)

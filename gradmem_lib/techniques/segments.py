@@ -125,5 +125,9 @@ class Handover(NamedTuple):
 
 
 def version_of(x: Any) -> int:
-    """How often the tensor was changed in place; 0 for something else."""
-    return version(x) if isinstance(x, Tensor) else 0
+    """How often the tensor was changed in place; 0 for something else, and for a tensor of
+    ``torch.inference_mode``, which does not count it.
+    """
+    if not isinstance(x, Tensor) or x.is_inference():
+        return 0
+    return version(x)

@@ -21,7 +21,6 @@ from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensor
 from ..compat.modules import original_call, override_call
 from ..compat.operators import schema
-from ..compat.tensors import version
 from ..compat.trees import tree_leaves
 from ..hf_names import PARTS
 from ..names import SELECTIVE, check_choice
@@ -29,6 +28,7 @@ from ..units import check_positive_int
 from .call_overrides import CallOverride, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
 from .layers import Named, find_layers
+from .segments import version_of
 
 CHANGED_ARGUMENT = (
     "what this {} was called with was changed in place later, and its checkpoint would compute it "
@@ -120,12 +120,12 @@ class Part(CallOverride):
         options = {}
         if self.keeps_products:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, Policy())
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        versions = [version(tensor) for tensor in tensors]
+        values = tree_leaves((args, kwargs))
+        versions = [version_of(value) for value in values]
 
         def run_unchanged():
-            """Called again in backward, with the same tensors."""
-            if [version(tensor) for tensor in tensors] != versions:
+            """Called again in backward, with the same values."""
+            if [version_of(value) for value in values] != versions:
                 raise RuntimeError(CHANGED_ARGUMENT.format(type(self.module).__name__))
             return run(*args, **kwargs)
 

@@ -168,8 +168,10 @@ class Layers(nn.Module):
 )
 def test_a_segment_whose_layers_are_not_called_in_a_row_is_refused(between, says):
     model = Layers(between)
-    with checkpoint_layers(model.layers, 3), pytest.raises(RuntimeError, match=says):
-        model(torch.randn(2, 4))
+    for keep_last in (False, True):
+        checkpoints = checkpoint_layers(model.layers, 3, keep_last=keep_last)
+        with checkpoints, pytest.raises(RuntimeError, match=says):
+            model(torch.randn(2, 4))
     with checkpoint_layers(model.layers, 1):
         model(torch.randn(2, 4)).backward()
 
