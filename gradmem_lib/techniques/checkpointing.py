@@ -71,6 +71,10 @@ def checkpoint_layers(
             itself.
         layers: of any model, the names of its lists of layers, as ``Recipe`` takes them.
 
+    The first layer of a segment runs all of it, and the others hand on its output. Calls that do
+    not fit are refused. But it is not seen if a forward ends inside a segment, or collects the
+    outputs there, which are all the segment's: checkpoint such layers one by one (``every=1``).
+
     Modules, parameters and state dicts do not change, and layers in eval mode or without gradients
     run as before. Hooks on a layer fire each time that it runs (the last layer of a recomputation
     stops early, once nothing more is needed). In training, an empty key-value cache is left out
