@@ -47,6 +47,14 @@ def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _is_instance_norm(module: nn.Module) -> bool:
+    """Whether ``module`` normalizes each row by itself in training. The running statistics that it
+    may keep are read in evaluation only.
+    """
+    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    return module.training and isinstance(module, kinds)
+
+
 class ChangedBuffers:
     """Notices buffers that a forward in training has changed.
 
@@ -70,7 +78,7 @@ class ChangedBuffers:
         have_a_warning = {name for name, _ in batch_norms(self.model)}
         found = {}
         for name, module in self.model.named_modules():
-            if name in have_a_warning:
+            if name in have_a_warning or _is_instance_norm(module):
                 continue
             for buffer_name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():

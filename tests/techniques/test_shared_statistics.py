@@ -103,3 +103,18 @@ def test_in_eval_mode_nothing_changes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulated(model)
+
+
+def test_an_instance_norm_normalizes_each_row_by_itself():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Unflatten(1, (2, 3)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(6, 5),
+    ).double()
+    expected = full(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = accumulated(model)
+    assert (found - expected).norm() <= 1e-12 * expected.norm()
