@@ -101,10 +101,12 @@ def is_unused(done: ForwardPass, facts: Facts) -> bool:
     """Whether it is known that no backward goes through this forward."""
     if done.used:
         return False
-    if done.step < facts.steps - 1:
-        return True  # the optimizer has stepped twice since then
     if facts.ended and _trains(facts):
         return True
+    if _backward_may_come(done, facts):
+        return False
+    if done.step < facts.steps - 1:
+        return True  # the optimizer has stepped twice since then
     if _is_new_to_the_training(done, facts):
         return True
     # Another call of this line was never used.
@@ -112,6 +114,18 @@ def is_unused(done: ForwardPass, facts: Facts) -> bool:
         if _calls_the_same(other, done) and other.step < facts.steps - 1 and not other.used:
             return True
     return False
+
+
+def _backward_may_come(done: ForwardPass, facts: Facts) -> bool:
+    """Whether a run that was stopped before its end would have gone back through this forward, as
+    far as one can tell: its optimizer has still to step for the first time (a generator's, after
+    the discriminator's steps), or an earlier call of this line was used.
+    """
+    if facts.ended:
+        return False
+    if done.waits_for_step:
+        return True
+    return any(other.used and _calls_the_same(other, done) for other in facts.forwards)
 
 
 def _calls_the_same(other: ForwardPass, done: ForwardPass) -> bool:
@@ -130,7 +144,8 @@ def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
 
     If there is an optimizer and the run goes on, its first backward may still come.
     """
-    if _trains(facts) or (facts.optimized is not None and not facts.ended):
+    optimizer_waits = facts.optimized is not None or done.waits_for_step
+    if _trains(facts) or (optimizer_waits and not facts.ended):
         return False
     return any(_calls_the_same(other, done) for other in facts.forwards)
 
@@ -152,7 +167,7 @@ def kept_graph(facts: Facts) -> Cause | None:
     for done in facts.of_models:
         # Graphs of older steps are left to the causes of growth.
         is_recent = done.step >= facts.peak.step - 1
-        finished = done.turn < facts.peak.turn and done.used and not done.differentiable
+        finished = done.turn < facts.peak.turn and _is_finished_at_peak(done, facts)
         # If the graph were free, almost nothing of what the forward has made would be there.
         most_is_there = 2 * done.inside_at_peak > done.made > 0
         if finished and is_recent and most_is_there:
@@ -218,7 +233,14 @@ def leftovers(facts: Facts) -> Cause | None:
 def _finished_before(turn: int, facts: Facts) -> bool:
     """Whether a backward has been through all forwards of a turn, and needs them no more."""
     of_turn = [done for done in facts.of_models if done.turn == turn]
-    return all(done.used and not done.differentiable for done in of_turn if done.has_graph)
+    return all(_is_finished_at_peak(done, facts) for done in of_turn if done.has_graph)
+
+
+def _is_finished_at_peak(done: ForwardPass, facts: Facts) -> bool:
+    """Whether a backward went through this forward in an earlier turn than the peak's, and no
+    second one needs its graph. A generator's graph may wait while the critic steps several times.
+    """
+    return done.used and done.used_in_turn < facts.peak.turn and not done.differentiable
 
 
 def finished_forwards(facts: Facts) -> Cause | None:
@@ -271,7 +293,7 @@ def _finished_turns(facts: Facts) -> set[int]:
     for done in facts.of_models:
         if done.step != facts.peak.step or done.turn >= facts.peak.turn:
             continue
-        if done.used and not done.differentiable:
+        if _is_finished_at_peak(done, facts):
             finished.add(done.turn)
         else:
             needed.add(done.turn)

@@ -91,16 +91,16 @@ def _outer_forwards(facts: Facts) -> list[ForwardPass]:
 
 
 def _loss_between(before: ForwardPass, after: ForwardPass, facts: Facts) -> bool:
-    """Whether bytes came or went between two forwards, other than by forwards of models.
+    """Whether a loss was computed between two forwards, or in the first of them.
 
-    They come if the loss is computed there. They go if the model computes the loss itself, and the
-    rest of its outputs is dropped.
+    In between, it has nodes that are of no model. If the model computes it, the rest of what the
+    model has returned is dropped. An input that is made for the next forward is neither.
     """
     order = facts.of_models
-    change = after.live_before - before.live_after
+    nodes = after.nodes[0] - before.nodes[1]
     for done in order[order.index(before) + 1 : order.index(after)]:
-        change -= done.live_after - done.live_before
-    return change != 0
+        nodes -= done.nodes[1] - done.nodes[0]
+    return nodes > 0 or before.drops_results
 
 
 def chained_forwards(facts: Facts) -> Cause | None:

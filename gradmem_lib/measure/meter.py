@@ -25,7 +25,7 @@ from .moments import Pass
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import Recording, is_result
+from .recording import Entry, Recording, is_result
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
@@ -57,6 +57,9 @@ class Meter(ParameterMeter):
         super().__init__(model, optimizers, recording, after_sample)
         self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self._thread = threading.get_ident()
+        # The latest call of an outermost module, and by address the storages that it has returned.
+        self._latest: Pass | None = None
+        self._results: dict[Any, Entry] = {}
         self._turn_of_batch = -1  # the latest turn that has said how large its batch is
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
@@ -154,6 +157,7 @@ class Meter(ParameterMeter):
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
             recording.drain()  # what was freed since the last operation is not live before this
+            self._note_dropped_results()
             if with_grad:
                 self.begin_step()
             weight = next(module.parameters(), None)
@@ -206,17 +210,27 @@ class Meter(ParameterMeter):
         recording, forward = self.recording, self.position.open
         if forward is None:
             return
-        returned = 0
+        self._latest, self._results = forward, {}
         with self.lock:
             recording.drain()
             for tensor in tensors_in((out,)):
                 for storage in storages_of(tensor):
-                    entry = recording.live.get(storage_key(storage))
+                    key = storage_key(storage)
+                    entry = recording.live.get(key)
                     if entry is None or entry.sample < forward.first_sample or is_result(entry):
                         continue  # not made in this forward, or seen already
                     entry.is_result = True
-                    returned += entry.nbytes
+                    self._results[key] = entry
+            returned = sum(entry.nbytes for entry in self._results.values())
             self.position.end_forward(recording.total, recording.count, returned)
+
+    def _note_dropped_results(self) -> None:
+        """Note of the latest call whether something that it has returned is gone by now."""
+        if self._latest is not None:
+            live = self.recording.live
+            kept = [live.get(key) is entry for key, entry in self._results.items()]
+            self._latest.drops_results = not all(kept)
+        self._latest, self._results = None, {}
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""
@@ -247,31 +261,29 @@ class Meter(ParameterMeter):
         return frozenset(name for name, p in named if id(p) in taken) or None
 
     def mark_passes(self) -> None:
-        """Note which forwards are of modules whose parameters need gradients for no optimizer."""
-        taken = self._ids_in_optimizers()
-        found: dict[int, bool] = {}
+        """Note of each forward whether an optimizer has its module's weights, and has stepped."""
+        taken, stepped = self._ids_in_optimizers(), ids_of_parameters(self.stepped)
+        found: dict[int, tuple[bool, bool]] = {}
         for done in self.position.passes:
             module = done.module() if done.module is not None else None
             if module is None:
                 continue
             if id(module) not in found:
-                trained = [p for p in module.parameters() if p.requires_grad]
-                found[id(module)] = bool(trained) and not any(id(p) in taken for p in trained)
-            done.for_no_optimizer = found[id(module)]
+                trained = {id(p) for p in module.parameters() if p.requires_grad}
+                for_none = bool(trained) and trained.isdisjoint(taken)
+                waits = not trained.isdisjoint(taken) and trained.isdisjoint(stepped)
+                found[id(module)] = for_none, waits
+            done.for_no_optimizer, done.waits_for_step = found[id(module)]
 
     def _ids_in_optimizers(self) -> set[int]:
-        known = {*self.optimizers, *self.waiting_optimizers}
-        groups = [group for optimizer in known for group in optimizer.param_groups]
-        return {id(parameter) for group in groups for parameter in group["params"]}
+        return ids_of_parameters({*self.optimizers, *self.waiting_optimizers})
 
     def find_waiting_optimizers(self) -> None:
         """Find the optimizers that have not stepped so far. It takes about as long as a garbage
         collection.
 
-        A diagnosis of a run that ends before its first step has no other way to know them.
+        A diagnosis of a run that ends before they step has no other way to know them.
         """
-        if self.recording.step or self.position.has_stepped:
-            return
         for value in gc.get_objects():
             if issubclass(type(value), Optimizer):
                 self.waiting_optimizers.add(value)
@@ -298,6 +310,12 @@ class Meter(ParameterMeter):
 def has_parameters(module: nn.Module) -> bool:
     """Whether ``module`` has parameters. A loss has none: its weights of classes are a buffer."""
     return next(iter(module.parameters()), None) is not None
+
+
+def ids_of_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The addresses of all parameters that ``optimizers`` have."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def name_of(owner: Owner, names: dict[int, str]) -> str:

@@ -59,6 +59,9 @@ class Pass:
     differentiable: bool = False
     module: weakref.ref[nn.Module] | None = None
     for_no_optimizer: bool = False
+    waits_for_step: bool = False
+    used_in_turn: int = -1
+    drops_results: bool = False
     number: int = 0
 
 
@@ -79,7 +82,7 @@ class Position:
         self._of_models: deque[Pass] = deque(maxlen=KEPT_PASSES)
         self._of_losses: deque[Pass] = deque(maxlen=KEPT_PASSES)  # and of other modules w/o weights
         self.open: Pass | None = None  # the call that runs
-        # With gradients, of this step and the one before, and no backward so far; in order.
+        # The latest with gradients, and no backward so far; in order.
         self._unused: list[Pass] = []
 
     @property
@@ -121,10 +124,8 @@ class Position:
         new = int(self.has_stepped)
         if new:
             self.has_stepped = False
-            # The graph of the step that ends may still be used: a generator's, after the
-            # discriminator's step.
-            latest = self._unused[-1].step if self._unused else 0
-            self._unused = [done for done in self._unused if done.step == latest]
+            # A graph may be used after other steps: a generator's, after those of the critic.
+            del self._unused[:-KEPT_PASSES]
         return new
 
     def begin_forward(self, new: Pass) -> None:
@@ -161,6 +162,6 @@ class Position:
         index = bisect_right(self._unused, number, key=lambda done: done.first) - 1
         if index >= 0 and number < self._unused[index].last:
             done = self._unused.pop(index)
-            done.used = True
+            done.used, done.used_in_turn = True, self.turn
             # a gradient with a graph of its own (create_graph=True) needs this one once more
             done.differentiable = torch.is_grad_enabled()

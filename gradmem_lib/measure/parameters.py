@@ -43,6 +43,7 @@ class ParameterMeter(OperationMeter):
         self.model = model
         # weak, since the program may drop them
         self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))
+        self.stepped = weakref.WeakSet[Optimizer]()  # those that have stepped inside the block
         self.exit_stack = ExitStack()  # what is undone at the end of the block
         self._names: dict[int, str] = {}  # of parameters, by their address
         # Handles of our hooks, by the parameter's address. A weak reference to the parameter would
@@ -156,6 +157,7 @@ class ParameterMeter(OperationMeter):
 
     def after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         with self.lock:
+            self.stepped.add(optimizer)
             self._tag_states(optimizer)
             self.position.end_step()
 

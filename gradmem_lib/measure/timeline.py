@@ -93,6 +93,10 @@ class ForwardPass(NamedTuple):
     module that has some; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how many turns
     were finished. ``differentiable``: the backward that used it has built a graph itself.
     ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one of them.
+    ``waits_for_step``: an optimizer has some of them, and none that has has stepped so far.
+    ``used_in_turn``: the turn of the first backward that went through it; -1 if none has.
+    ``drops_results``: when the next call began, something that this one had returned was gone.
+    ``nodes``: autograd's numbers for the nodes of its graph, the first and the one after the last.
     ``number``: the same for all calls of one module. ``samples``: as in ``Holder``, of the call.
 
     Three fields are bytes, and what the call has returned is in none of them. ``made``: what was
@@ -118,6 +122,10 @@ class ForwardPass(NamedTuple):
     turn: int = 0
     differentiable: bool = False
     for_no_optimizer: bool = False
+    waits_for_step: bool = False
+    used_in_turn: int = -1
+    drops_results: bool = False
+    nodes: tuple[int, int] = (0, 0)
     number: int = 0
     samples: tuple[int, int] = (0, 0)
 

@@ -245,6 +245,10 @@ class MemoryTracker:
                         turn=done.turn,
                         differentiable=done.differentiable,
                         for_no_optimizer=done.for_no_optimizer,
+                        waits_for_step=done.waits_for_step,
+                        used_in_turn=done.used_in_turn,
+                        drops_results=done.drops_results,
+                        nodes=(done.first, done.last or next_sequence_nr()),
                         number=done.number,
                         samples=(done.first_sample, done.end_sample or self._recording.count),
                     )
@@ -360,6 +364,8 @@ class MemoryTracker:
         self._interrupted = exc is not None
         try:
             self._undo.close()
+            if self._interrupted:
+                self._meter.find_waiting_optimizers()
             if isinstance(exc, torch.OutOfMemoryError):
                 # A notebook keeps the last exception. Its traceback keeps the local variables of
                 # every frame, and so the tensors that did not fit.

@@ -92,7 +92,7 @@ class Session:
         self.is_finished = True
         try:
             if self.tracker is not None:
-                self.tracker.end(error)
+                self.tracker.end(error, goes_on=goes_on)
             self._report(GOES_ON if goes_on else _how_it_ended(error), _explained(error))
         except Exception as problem:  # the program's exit status stays its own
             self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")

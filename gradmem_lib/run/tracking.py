@@ -226,11 +226,13 @@ class ScriptTracker(MemoryTracker):
         if snapshot:
             self.recording.history = History()
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None, *, goes_on: bool = False) -> None:
+        """``error`` ended the program. ``goes_on``: the program runs on without being measured."""
         self.device = self._recording.device  # which may have become an accelerator
         self.meter.find_waiting_optimizers()
         self.__exit__(None, None, None)
-        self._interrupted = isinstance(error, Exception)  # an exit of the script is none
+        at_its_end = error is None or isinstance(error, SystemExit)
+        self._interrupted = goes_on or not at_its_end
         with self.meter.lock:
             last = self._recording.next_window()
             self.meter.steps.add(last, self._recording.total, self.steps)

@@ -1,0 +1,162 @@
+"""A training that is stopped between a forward and its backward is not told that its graph or its
+gradients are for nothing: what would have come is not known. An evaluation's graph is still named.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib import MemoryTracker, diagnose
+from gradmem_lib.run.tracking import ScriptTracker
+
+ROWS = 512
+UNUSED = "A forward's graph is never used"
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAt:
+    """Raises ``error`` at its ``number``-th call."""
+
+    def __init__(self, number: int, error: type[BaseException] = Stop):
+        self.left, self.error = number, error
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+def net(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i in range(len(sizes) - 1):
+        layers += [nn.Linear(sizes[i], sizes[i + 1]), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), foreach=False)
+
+
+def gan(stop, critic_steps=1):
+    """The generator's graph waits while the critic steps."""
+    generator, critic = net(16, 64, 64, 32), net(32, 64, 64, 1)
+    of_generator, of_critic = adam(generator), adam(critic)
+    for _ in range(3):
+        fake = generator(torch.randn(ROWS, 16))
+        stop()
+        for _ in range(critic_steps):
+            loss = critic(fake.detach()).mean() - critic(torch.randn(ROWS, 32)).mean()
+            stop()
+            of_critic.zero_grad()
+            loss.backward()
+            of_critic.step()
+        loss = -critic(fake).mean()
+        stop()
+        of_generator.zero_grad()
+        loss.backward()
+        of_generator.step()
+
+
+def wasserstein(stop):
+    gan(stop, critic_steps=4)
+
+
+def views(stop):
+    """Several forwards by one line, and one loss that compares their outputs."""
+    model = net(32, 64, 64, 8)
+    optimizer = adam(model)
+    for _ in range(3):
+        z = [model(torch.randn(ROWS, 32)) for _ in range(5)]
+        stop()
+        sum((a - b).square().mean() for a in z for b in z).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rare_steps(stop):
+    """The head steps after each window, the encoder after every second one."""
+    encoder, head = net(32, 64, 64, 8), nn.Linear(8, 4)
+    of_encoder, of_head = adam(encoder), adam(head)
+    for window in range(4):
+        for _ in range(2):
+            labels = torch.randint(0, 4, (ROWS,))
+            loss = F.cross_entropy(head(encoder(torch.randn(ROWS, 32))), labels)
+            stop()
+            loss.backward()
+        of_head.step()
+        of_head.zero_grad()
+        if window % 2:
+            of_encoder.step()
+            of_encoder.zero_grad()
+
+
+def measured(program, stop) -> ScriptTracker:
+    """``program`` under the tracker of ``gradmem run``, until it ends or ``stop`` raises an
+    error.
+    """
+    tracker = ScriptTracker(None)
+    tracker.__enter__()
+    error = None
+    try:
+        program(stop)
+    except (Stop, KeyboardInterrupt) as raised:
+        error = raised
+    tracker.end(error)
+    return tracker
+
+
+@pytest.mark.parametrize("program", [gan, wasserstein, views, rare_steps])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7])
+def test_what_would_have_come_is_not_known(program, number):
+    at_ctrl_c = measured(program, StopAt(number, KeyboardInterrupt))
+    assert [cause.name for cause in diagnose(at_ctrl_c).causes] == []
+
+
+@pytest.mark.parametrize("program", [gan, wasserstein, views, rare_steps])
+def test_the_whole_program_has_no_such_cause_either(program):
+    assert [cause.name for cause in diagnose(measured(program, lambda: None)).causes] == []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("program", [gan, wasserstein, rare_steps])
+def test_after_the_given_steps_a_script_goes_on(program, steps):
+    tracker = ScriptTracker(None)
+    tracker.meter.limit = steps
+    tracker.meter.at_limit = lambda: tracker.end(goes_on=True)
+    tracker.__enter__()
+    program(lambda: None)
+    assert tracker.steps == steps
+    assert [cause.name for cause in diagnose(tracker).causes] == []
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_a_tracker_knows_the_optimizers_of_a_block_that_an_error_ends(number):
+    tracker = MemoryTracker(live=False)
+    with pytest.raises(Stop), tracker:
+        gan(StopAt(number))
+    assert [cause.name for cause in diagnose(tracker).causes] == []
+
+
+def test_an_evaluation_with_a_graph_is_named_though_the_run_is_stopped_in_it():
+    def program(stop):
+        model = net(32, 64, 64, 8)
+        optimizer = adam(model)
+        for _ in range(3):
+            F.mse_loss(model(torch.randn(ROWS, 32)), torch.randn(ROWS, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outputs = []
+        for _ in range(4):
+            outputs.append(model(torch.randn(4 * ROWS, 32)))
+            stop()
+
+    for number in (1, 3):
+        tracker = measured(program, StopAt(number, KeyboardInterrupt))
+        assert [cause.name for cause in diagnose(tracker).causes][:1] == [UNUSED]
