@@ -142,11 +142,8 @@ def generation_cache(facts: Facts) -> Cause | None:
 
 def evaluation_batch(facts: Facts) -> Cause | None:
     """A forward without gradients is the peak by itself, and nothing grows."""
-    if facts.peak.moment != EVALUATION:
-        return None
-    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
-    largest = max(passes, key=lambda p: p.peak, default=None)
-    if largest is None or largest.peak < facts.peak.total:
+    largest = facts.forward_without_gradients
+    if largest is None:
         return None
     nbytes = largest.peak - largest.live_before
     if nbytes < WORTH * facts.peak.total:
@@ -155,12 +152,21 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
         f"{format_bytes(largest.live_before)} that were live before it."
     )
-    remedy = (
-        "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
-        "training's own batch does not change this."
-    )
+    if facts.may_be_of_a_step:
+        name = "A forward without gradients is the peak"
+        remedy = (
+            "give it fewer rows at a time. If each step has it (a teacher, a frozen encoder), "
+            "smaller micro-batches do that; or compute its outputs once, before the training. If "
+            "it is an evaluation: per_device_eval_batch_size in a Trainer."
+        )
+    else:
+        name = "An evaluation is the peak"
+        remedy = (
+            "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
+            "training's own batch does not change this."
+        )
     return Cause(
-        "An evaluation is the peak",
+        name,
         nbytes,
         evidence,
         remedy,

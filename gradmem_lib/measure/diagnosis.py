@@ -47,6 +47,7 @@ OF_THE_TRAINED = {"gradients": PHASES, "optimizer": PHASES, "temporaries": STEP}
 FUSED = "an optimizer that works in place (fused)"
 SGD = "SGD, with momentum or without"
 CHUNKS = "the loss in chunks"
+MICRO_BATCHES = "smaller micro-batches, or shorter rows"
 TECHNIQUES = (  # the cheapest first
     Technique(FUSED, "nothing", {"temporaries": STEP}),
     Technique(
@@ -57,7 +58,7 @@ TECHNIQUES = (  # the cheapest first
         of_the_step=True,
     ),
     Technique(
-        "smaller micro-batches, or shorter rows",
+        MICRO_BATCHES,
         "little time, while they keep the card busy",
         OF_THE_BATCH,
         of_the_step=True,
@@ -208,7 +209,7 @@ def lowest_peaks(facts: Facts) -> dict[str, int]:
 def applies(technique: Technique, facts: Facts) -> bool:
     """Whether the technique can be applied to this peak, as far as the facts say."""
     if technique.of_the_step and facts.outside_of_training:
-        return False
+        return technique.name == MICRO_BATCHES and facts.may_be_of_a_step
     if facts.holders is None or facts.structure is None:
         return True
     if technique.name == SGD and facts.had_optimizer_step:

@@ -20,6 +20,8 @@ FIRST_READ_PARAMETER = "first read as a parameter"
 READ_IN_PARTS = "first read in parts"
 # The ``Holder.module`` of what a model was called with.
 INPUTS = "inputs"
+CALLS_OF_A_STEP = 2  # a step may call its teacher for two views of the rows; more is a loop
+MOST_STEPS = 3 / 4
 OF_A_TRAINING_STEP = (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP)
 
 
@@ -67,6 +69,36 @@ class Facts:
     def outside_of_training(self) -> bool:
         """Whether the peak is known to be outside of a training step."""
         return self.peak.moment in (BETWEEN_STEPS, EVALUATION)
+
+    @cached_property
+    def forward_without_gradients(self) -> ForwardPass | None:
+        """The forward without gradients that is the peak, if one is."""
+        if self.peak.moment != EVALUATION:
+            return None
+        passes = [p for p in self.forwards if not p.with_grad and p.step == self.peak.step]
+        largest = max(passes, key=lambda p: p.peak, default=None)
+        return largest if largest is not None and largest.peak >= self.peak.total else None
+
+    @property
+    def may_be_of_a_step(self) -> bool:
+        """Whether the peak is a forward without gradients that training steps may have each time,
+        as a teacher's or a frozen encoder's: not known to be an evaluation's.
+        """
+        return self.forward_without_gradients is not None and not self._is_an_evaluation
+
+    @cached_property
+    def _is_an_evaluation(self) -> bool:
+        """Whether most training steps go without the forward that is the peak, or one step has it
+        again and again, more often than it trains.
+        """
+        done = self.forward_without_gradients
+        trained = [self.time_of_forward(p) for p in self.of_models if p.used]
+        called = [self.time_of_forward(p) for p in self.forwards if is_called_again(done, p)]
+        now = self.time_of_forward(done)
+        if called.count(now) > max(trained.count(now), CALLS_OF_A_STEP):
+            return True
+        steps = set(trained)
+        return bool(steps) and len(steps - set(called)) >= MOST_STEPS * len(steps)
 
     @property
     def had_backward(self) -> bool:
@@ -127,6 +159,10 @@ class Facts:
             return holder.step
         return holder.turn
 
+    def time_of_forward(self, done: ForwardPass) -> int:
+        """The step (or turn) of a forward."""
+        return done.step if self.has_optimizer else done.turn
+
     @cached_property
     def of_models(self) -> list[ForwardPass]:
         """The forwards without those of losses and other modules that have no weights."""
@@ -174,6 +210,14 @@ class Facts:
             return False
         as_a_parameter = holder.shape in self.structure.shapes.values()
         return holder.shape[-1] in self.structure.outputs and not as_a_parameter
+
+
+def is_called_again(done: ForwardPass, other: ForwardPass) -> bool:
+    """Whether ``other`` is a call of the same module by the same line, with gradients or without as
+    ``done`` is. So is ``done`` itself.
+    """
+    is_same = (other.line, other.number) == (done.line, done.number)
+    return is_same and other.with_grad == done.with_grad
 
 
 def total(holders: Iterable[Holder]) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
 from gradmem_lib.measure.causes import CAUSES, LAST_RESORTS
-from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, TECHNIQUES
+from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, MICRO_BATCHES, TECHNIQUES
 from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.units import format_bytes
 
@@ -41,6 +41,7 @@ LOGITS = "The logits are the largest part"
 SCORES = "Attention stores its scores"
 IDLE = "Checkpointing is on and does nothing"
 EVALUATION = "An evaluation is the peak"
+IN_EACH_STEP = "A forward without gradients is the peak"
 GENERATION = "Generation keeps keys and values"
 KEPT = "A graph is kept after its backward"
 FOR_NOBODY = "Gradients are computed for no optimizer"
@@ -185,6 +186,8 @@ HAVE = {
     tensors.nearest_neighbours: EXPANDED,
     tensors.volume_of_windows: EXPANDED,
     tensors.larger_validation: EVALUATION,
+    tensors.validation_in_each_step: IN_EACH_STEP,
+    tensors.teacher_in_each_step: IN_EACH_STEP,
     tensors.beams: GENERATION,
     tensors.pseudo_labels: DATA,
     tensors.scores_of_all_items: LOGITS,
@@ -296,7 +299,7 @@ DO_NOT_HAVE = [
     (around.tasks_added_up, WAIT),
 ]
 # A smaller evaluation or generation, or a narrower second model, may still be the largest part.
-REMAIN = (EVALUATION, GENERATION, SECOND, GRADIENTS, OF_ROWS)
+REMAIN = (EVALUATION, IN_EACH_STEP, GENERATION, SECOND, GRADIENTS, OF_ROWS)
 # How much memory these remedies need is not known from the run, and nothing is said of it: that of
 # an attention that stores no scores, of one layer that is recomputed, of a graph that ends earlier,
 # of the gradients that the backward has made when the peak moves to a later layer.
@@ -342,7 +345,7 @@ OF_ORDINARY_STEPS = {
     "weight_tying": {LOGITS},
     "gradients_a_sample": {OF_ROWS},
     "frozen_base_with_lora": {WIDE},
-    "distillation": {WIDE, EVALUATION},
+    "distillation": {WIDE, IN_EACH_STEP},
     "reptile": {COPIED},
     "sharpness_aware": {DIRECTIONS},
     "sharpness_aware_by_swaps": {GRADIENTS},
@@ -410,6 +413,14 @@ def test_the_line_is_the_one_that_keeps_the_tensor_alive():
         text = file.read().splitlines()[line.line - 1]
     assert line.file.endswith("oom_programs.py") and "kept.append" in text and "y.clone()" in text
     assert "128.00 KiB a step: float32 512 × 64 (clone)" in str(found)
+
+
+def test_micro_batches_help_a_teacher_and_not_an_evaluation():
+    found = diagnose(tensors.teacher_in_each_step())
+    assert MICRO_BATCHES in found.helps and "smaller micro-batches do that" in str(found)
+    lowered = tensors.teacher_in_each_step(remedied=True).peak.total
+    assert found.lowest[MICRO_BATCHES] <= lowered < found.peak.total / 2
+    assert MICRO_BATCHES in diagnose(tensors.larger_validation()).cannot_help
 
 
 def test_the_growth_is_that_of_the_list_at_the_peak():

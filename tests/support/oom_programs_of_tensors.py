@@ -269,17 +269,41 @@ def distances_to_codes(remedied=False):
 # Evaluations
 
 
-def larger_validation(remedied=False):
+def larger_validation(remedied=False, each=4):
+    """After every fourth step."""
     net, x = Net(), torch.randn(64, 64)
     optimizer = sgd(net)
 
     def step(i):
         updated(net(x).square().mean(), optimizer)
-        with torch.no_grad():
-            for part in torch.randn(1024, 64).split(64 if remedied else 512):
-                net(part).square().mean()
+        if i % each == each - 1:
+            with torch.no_grad():
+                for part in torch.randn(1024, 64).split(64 if remedied else 512):
+                    net(part).square().mean()
 
-    return trained(net, optimizer, step, steps=3)
+    return trained(net, optimizer, step, steps=2 * each)
+
+
+def validation_in_each_step(remedied=False):
+    """Its calls look like those of a teacher."""
+    return larger_validation(remedied, each=1)
+
+
+def teacher_in_each_step(remedied=False):
+    """The remedy: micro-batches, for the teacher too."""
+    student, teacher, x = Net(16), Net().requires_grad_(False), torch.randn(2048, 64)
+    optimizer = sgd(student)
+
+    def step(i):
+        for part in x.split(256 if remedied else 2048):
+            with torch.no_grad():
+                wanted = teacher(part).softmax(-1)
+            loss = (student(part).softmax(-1) - wanted).square().sum() / len(x)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(student, optimizer, step, steps=3)
 
 
 class Attends(nn.Module):
