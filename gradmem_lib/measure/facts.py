@@ -30,7 +30,7 @@ class Facts:
     """``peak`` is always there, and a prediction has ``rows`` as well. A tracker has all facts."""
 
     peak: MemorySnapshot
-    # All moments, int64 (samples, 9 or 11), as in ``Timeline``.
+    # All moments since ``reset_peak()``, int64 (samples, 9 or 11), as in ``Timeline``.
     rows: np.ndarray | None = None
     # The number of the sample in each of ``rows``, as in ``Holder.samples``.
     samples: np.ndarray | None = None
@@ -75,9 +75,12 @@ class Facts:
         """The forward without gradients that is the peak, if one is."""
         if self.peak.moment != EVALUATION:
             return None
-        passes = [p for p in self.forwards if not p.with_grad and p.step == self.peak.step]
-        largest = max(passes, key=lambda p: p.peak, default=None)
-        return largest if largest is not None and largest.peak >= self.peak.total else None
+        for done in self.forwards:
+            # Before a reset_peak() there may have been larger ones.
+            is_the_peak = (done.step, done.peak) == (self.peak.step, self.peak.total)
+            if is_the_peak and not done.with_grad:
+                return done
+        return None
 
     @property
     def may_be_of_a_step(self) -> bool:

@@ -420,10 +420,12 @@ class MemoryTracker:
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
     def _facts(self, peak: MemorySnapshot, holders: list[Holder]) -> Facts:
+        samples = self._recording.sample_numbers()
+        since_reset = samples >= self._recording.since
         return Facts(
             peak,
-            rows=self._recording.rows(),
-            samples=self._recording.sample_numbers(),
+            rows=self._recording.rows()[since_reset],
+            samples=samples[since_reset],
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=holders,

@@ -152,6 +152,43 @@ def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
     assert "sum over tokens" not in str(found)
 
 
+def ordinary_steps(net: nn.Module, optimizer) -> None:
+    for _ in range(3):
+        net(torch.randn(64, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def validation(net: nn.Module, optimizer) -> None:
+    ordinary_steps(net, optimizer)
+    with torch.no_grad():
+        for _ in range(3):
+            net(torch.randn(256, 64))
+
+
+@pytest.mark.parametrize("what", [ordinary_steps, validation])
+def test_after_a_reset_only_what_follows_counts(what):
+    """As in a tracker that begins there."""
+    net = programs.Net()
+    optimizer = programs.adamw(net)
+    ordinary_steps(net, optimizer)
+    with MemoryTracker(net, optimizer, live=False) as begun_later:
+        what(net, optimizer)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        net(torch.randn(2048, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            net(torch.randn(4096, 64))
+        tracker.reset_peak()
+        what(net, optimizer)
+    found, expected = diagnose(tracker), diagnose(begun_later)
+    assert found.peak.by_category == expected.peak.by_category
+    assert found.lowest == expected.lowest
+    found_causes = [(cause.name, cause.limit) for cause in found.causes]
+    assert found_causes == [(cause.name, cause.limit) for cause in expected.causes]
+
+
 def test_what_has_no_peak_is_refused():
     with pytest.raises(TypeError, match="diagnose was given Linear: give a MemoryTracker"):
         diagnose(nn.Linear(2, 2))
