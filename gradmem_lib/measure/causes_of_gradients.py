@@ -176,4 +176,5 @@ def gradients_of_the_step_before(facts: Facts) -> Cause | None:
         "call optimizer.zero_grad() right after optimizer.step(), not before the next backward, "
         "and leave set_to_none as it is (True)."
     )
-    return Cause("Gradients wait during the next forward", nbytes, evidence, remedy)
+    name = "Gradients wait during the next forward"
+    return Cause(name, nbytes, evidence, remedy, holders=old, needed_in="step")

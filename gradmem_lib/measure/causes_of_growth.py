@@ -56,7 +56,7 @@ def growing_bytes(facts: Facts) -> Cause | None:
     )
     remedy = _remedy_of_growth(holders, facts)
     lines = lines_of_results(holders, facts)
-    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing=holders)
+    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, needed_in=facts.unit)
     last_batch = _last_batch(growing, facts)
     if SHORTER_HISTORY in remedy:
         condition = f"If the history has {HISTORY} steps"

@@ -135,19 +135,26 @@ def wide_weights(facts: Facts) -> Cause | None:
     """Weights in float64, or frozen ones in float32."""
     if facts.structure is None:
         return None
-    double, frozen = 0, 0
+    of_double = list[Holder]()
+    of_frozen = list[Holder]()
     for holder in facts.at_peak:
         dtype = facts.structure.dtypes.get(holder.module)
         if holder.category != "parameters":
             continue
         if dtype is torch.float64:
-            double += holder.nbytes
+            of_double.append(holder)
         elif dtype is torch.float32 and holder.module not in facts.structure.trained:
-            frozen += holder.nbytes
+            of_frozen.append(holder)
+    name = "Weights are wider than needed"
+    condition = "If these weights are half as wide"
+    double, frozen = total(of_double), total(of_frozen)
     if double >= WORTH * facts.peak.total:
         evidence = f"{format_bytes(double)} of weights are in float64."
         remedy = f"model.float() halves them, to {format_bytes(double // 2)}, and all that follows."
-        return Cause("Weights are wider than needed", double // 2, evidence, remedy)
+        stays = double - double // 2
+        return Cause(
+            name, double, evidence, remedy, holders=of_double, stays=stays, condition=condition
+        )
     if frozen < DOMINATES * facts.peak.total:
         return None
     evidence = f"{format_bytes(frozen)} of frozen weights are in float32."
@@ -155,7 +162,10 @@ def wide_weights(facts: Facts) -> Cause | None:
         "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
         f"dtype=torch.bfloat16, which leaves {format_bytes(frozen // 2)} of these bytes."
     )
-    return Cause("Weights are wider than needed", frozen // 2, evidence, remedy)
+    stays = frozen - frozen // 2
+    return Cause(
+        name, frozen, evidence, remedy, holders=of_frozen, stays=stays, condition=condition
+    )
 
 
 def double_tensors(facts: Facts) -> Cause | None:
@@ -166,21 +176,24 @@ def double_tensors(facts: Facts) -> Cause | None:
     for holder in facts.at_peak:
         if holder.dtype is torch.float64 and holder.category != "optimizer":
             double.append(holder)
-    nbytes = total(double) // 2
-    if nbytes < WORTH * facts.peak.total:
+    nbytes = total(double)
+    if nbytes // 2 < WORTH * facts.peak.total:
         return None
     evidence = (
-        f"{format_bytes(total(double))} at the peak are in float64, though no weight is. What is "
+        f"{format_bytes(nbytes)} at the peak are in float64, though no weight is. What is "
         "computed from a float64 tensor and a float32 one is float64."
     )
     remedy = (
-        "numpy's numbers are float64 by default: torch.from_numpy(array).float(), or "
+        "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
         "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them."
     )
     # Lines of data come first: float64 most often begins there.
     data = [holder for holder in double if holder.category == "other"]
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
-    return Cause("Tensors are in float64", nbytes, evidence, remedy, lines, double)
+    name = "Tensors are in float64"
+    stays = nbytes - nbytes // 2
+    condition = "If these tensors are in float32"
+    return Cause(name, nbytes, evidence, remedy, lines, double, stays=stays, condition=condition)
 
 
 def _copies(facts: Facts) -> list[list[Holder]]:

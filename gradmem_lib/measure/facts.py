@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -34,6 +34,8 @@ class Facts:
     samples: np.ndarray | None = None
     # The storages that were alive at the peak, largest first; ``None`` if they are not known.
     holders: Sequence[Holder] | None = None
+    # The storages that were freed last, without those that were alive at the peak.
+    past: Callable[[], Sequence[Holder]] = tuple
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 

@@ -37,7 +37,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -373,6 +373,9 @@ class MemoryTracker:
                 self._optimized = self._meter.optimized()
                 self._meter.mark_passes()
                 self._closed = True
+                named = self._meter.module_names()
+                for entry in self._recording.past:
+                    entry.module = name_of(entry.module, named)
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -421,6 +424,7 @@ class MemoryTracker:
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=holders,
+            past=self._past_holders(),
             forwards=self.forwards,
             steps=self.steps,
             turns=self._recording.turns,
@@ -431,6 +435,14 @@ class MemoryTracker:
             recomputed=self._meter.recomputed,
             untrained=self._meter.untrained(),
         )
+
+    def _past_holders(self) -> Callable[[], list[Holder]]:
+        """The storages that were freed last and were not alive at the peak, when they are asked
+        for: a live plot does without them.
+        """
+        at_peak = {id(entry) for entry in self._recording.run_peak.freed_since}
+        past = [entry for entry in self._recording.past if id(entry) not in at_peak]
+        return lambda: self._holders_of(past)
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
