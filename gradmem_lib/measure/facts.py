@@ -60,6 +60,11 @@ class Facts:
     def at_peak(self) -> Sequence[Holder]:
         return self.holders or ()
 
+    @cached_property
+    def freed(self) -> Sequence[Holder]:
+        """The storages that were freed last, as far as they were not alive at the peak."""
+        return self.past()
+
     @property
     def activations(self) -> list[Holder]:
         """The activations at the peak."""
