@@ -65,6 +65,7 @@ from .meter import Meter, name_of
 from .moments import Pass
 from .recording import NO_CATEGORY, Entry, Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
+from .storages import tensors_to_watch
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 
@@ -322,15 +323,18 @@ class MemoryTracker:
         with self._meter.lock:
             return self._recording.next_window()
 
-    def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
+    def watch(self, tensors: Any, category: str) -> None:
         """Count ``tensors`` under ``category``.
 
-        Use it for states and buffers that no module or optimizer owns.
+        Use it for states and buffers that no module or optimizer owns. ``tensors``: a tensor, a
+        module (its parameters and buffers), or a collection of them, however deep. Of a mapping,
+        its values count; numbers and text among them are passed over. Raises ``TypeError`` for
+        anything else, and for a collection without a tensor.
         """
         check_choice("category", category, CATEGORIES)
+        found = tensors_to_watch(tensors)
         with self._meter.lock:
-            tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
-            self._recording.tag(tensors, CATEGORIES.index(category), "watched")
+            self._recording.tag(found, CATEGORIES.index(category), "watched")
             self._meter.sample()
 
     @classmethod
