@@ -41,8 +41,8 @@ class Entry(weakref.ref):
 
     Few entries have these, so there are functions that ask for them. ``expanded``: it is several
     times larger than all that it was computed from. ``is_result``: an outermost module has returned
-    it. ``source``: the category of all that it was computed from between steps. ``stop``: the first
-    sample without it, if it was freed.
+    it. ``source``: the category of all that it was computed from outside of modules. ``stop``: the
+    first sample without it, if it was freed.
     """
 
     __slots__ = (

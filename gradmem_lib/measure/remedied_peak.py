@@ -172,12 +172,11 @@ class _Ends:
         self.turns, self.begins = list(begins), list(begins.values())
 
     def __call__(self, holder: Holder) -> int:
+        after_the_run = int(self.samples[-1]) + 1
         if self.needed_in == "step":
             later = int(np.searchsorted(self.steps, holder.step, side="right"))
-            known, begins = len(self.steps), self.samples
-        elif self.needed_in == "turn":
+            return int(self.samples[later]) if later < len(self.steps) else after_the_run
+        if self.needed_in == "turn":
             later = bisect_right(self.turns, holder.turn)
-            known, begins = len(self.turns), self.begins
-        else:
-            return 0
-        return int(begins[later]) if later < known else int(self.samples[-1]) + 1
+            return self.begins[later] if later < len(self.turns) else after_the_run
+        return 0
