@@ -39,6 +39,9 @@ class Cause:
     growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
     # How many of the bytes the remedy needs as well, at most; ``None`` if that is not known.
     stays: int | None = 0
+    # "step" or "turn" if the step (or turn) that made these storages needs them: they can go when
+    # it has ended. Empty if they can go at once.
+    needed_in: str = ""
     # The first words of ``limit``: how far the remedy goes.
     condition: str = "Without these bytes"
     # A sentence on the peak with the remedy, where the peak does not go down by all of ``nbytes``.

@@ -43,7 +43,7 @@ from .causes_of_weights import (
     second_model,
     wide_weights,
 )
-from .facts import Facts
+from .facts import Facts, total
 from .remedied_peak import limit_of
 
 SMALL = 0.1  # of the peak
@@ -93,17 +93,25 @@ def find_causes(facts: Facts) -> list[Cause]:
     """The causes that the facts show, in the order of ``CAUSES``; small ones come last."""
     if not facts.peak.total:
         return []
-    found = []
+    found: list[Cause] = []
     for find in CAUSES:
         cause = find(facts)
-        if cause is not None:
-            found.append(cause)
+        if cause is None or (find is leftovers and _are_named_already(cause, found)):
+            continue  # "left over" would only give another remedy for the same tensors
+        found.append(cause)
     for find in LAST_RESORTS:
         cause = find(facts)
         if cause is not None and not found:
             found.append(cause)
     limited = [replace(cause, limit=limit_of(cause, facts)) for cause in found]
     return sorted(limited, key=lambda cause: _is_small(cause, facts))
+
+
+def _are_named_already(cause: Cause, found: list[Cause]) -> bool:
+    """Whether the causes ``found`` have named almost all tensors of ``cause``."""
+    named = {id(holder) for other in found for holder in other.holders}
+    new = [holder for holder in cause.holders if id(holder) not in named]
+    return total(new) < SMALL * cause.nbytes
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

@@ -20,6 +20,7 @@ from .cause import (
     lines_of,
     lines_of_forwards,
 )
+from .causes_of_weights import copies_of_weights
 from .facts import BETWEEN_STEPS, INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
 from .timeline import BY, STEP, TOTAL, Holder
 
@@ -30,9 +31,10 @@ MOST = 0.5  # of the peak: half of it
 
 def waiting_data(facts: Facts) -> Cause | None:
     """A data set, a replay buffer or a row of batches on the device."""
+    copied = {id(holder) for copy in copies_of_weights(facts) for holder in copy}
     kinds = defaultdict[tuple, list[Holder]](list)
     for holder in facts.at_peak:
-        is_data = holder.category == "other" and holder.op
+        is_data = holder.category == "other" and holder.op and id(holder) not in copied
         if is_data and not facts.of_another_model(holder) and not is_copy_of_a_storage(holder):
             kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
     waiting: list[Holder] = []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
+
+from ..names import MOMENTS
 from ..units import format_bytes
 from .cause import (
     ALMOST_ALL,
@@ -18,7 +21,7 @@ from .cause import (
     pieces_of,
 )
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
-from .timeline import Holder
+from .timeline import MOMENT, STEP, Holder
 
 # Of the parameters' bytes: one number for each weight has as many, two have twice as many.
 ONE_FOR_EACH = 1.5
@@ -130,8 +133,7 @@ def gradients_set_to_zero(facts: Facts) -> Cause | None:
     """Gradients of earlier steps, as zeros, in layers that the backward has not come to yet."""
     if facts.peak.moment != IN_BACKWARD:
         return None
-    # A layer's own output is there until the backward comes to the layer.
-    waiting = {holder.module for holder in facts.activations if holder.module}
+    waiting = _layers_that_wait(facts)
     zeros = []
     for holder in facts.at_peak:
         layer = holder.module.rpartition(".")[0]  # a gradient has the name of its parameter
@@ -151,6 +153,36 @@ def gradients_set_to_zero(facts: Facts) -> Cause | None:
         "with False, the gradients stay as zeros, beside all activations."
     )
     return Cause("Gradients stay as zeros", nbytes, evidence, remedy, stays=None)
+
+
+def _layers_that_wait(facts: Facts) -> set[str]:
+    """The modules to which the peak's backward has not come yet.
+
+    A backward takes the operations of its forward from the last one to the first. So while it needs
+    a tensor, it has not come to what ran before this tensor was made. It needs those that it frees
+    later.
+    """
+    needed = 0
+    for holder in facts.activations:
+        of_this_turn = holder.turn == facts.peak.turn and holder.made_in == TRAINING_FORWARD
+        if of_this_turn and holder.module and _is_freed_in_backward(holder, facts):
+            needed = max(needed, holder.samples[0])
+    last_ran = dict[str, int]()  # the sample in which a module has made its last tensor
+    for holder in (*facts.at_peak, *facts.freed):
+        if holder.turn == facts.peak.turn and holder.made_in == TRAINING_FORWARD:
+            last_ran[holder.module] = max(last_ran.get(holder.module, 0), holder.samples[0])
+    return {module for module, sample in last_ran.items() if module and sample <= needed}
+
+
+def _is_freed_in_backward(holder: Holder, facts: Facts) -> bool:
+    """Whether the peak's backward frees it after the peak. In a run that was interrupted there, all
+    but the model's result count, since a variable may hold that.
+    """
+    if facts.samples is None or holder.samples[1] > facts.samples[-1]:
+        return not facts.ended and not holder.is_result
+    row = facts.rows[np.searchsorted(facts.samples, holder.samples[1])]
+    in_backward = MOMENTS[row[MOMENT]] == IN_BACKWARD
+    return in_backward and row[STEP] == facts.peak.step
 
 
 def gradients_of_the_step_before(facts: Facts) -> Cause | None:
@@ -176,4 +208,5 @@ def gradients_of_the_step_before(facts: Facts) -> Cause | None:
         "call optimizer.zero_grad() right after optimizer.step(), not before the next backward, "
         "and leave set_to_none as it is (True)."
     )
-    return Cause("Gradients wait during the next forward", nbytes, evidence, remedy)
+    name = "Gradients wait during the next forward"
+    return Cause(name, nbytes, evidence, remedy, holders=old, needed_in="step")

@@ -6,6 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
+
+import numpy as np
 
 from ..units import format_bytes
 from .cause import (
@@ -21,7 +24,7 @@ from .cause import (
 from .causes_of_evaluation import evaluation_results
 from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
 from .made_by_forwards import lines_of_results
-from .timeline import Holder, Turn
+from .timeline import STEP, Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
 GROWS = 0.001
@@ -56,7 +59,7 @@ def growing_bytes(facts: Facts) -> Cause | None:
     )
     remedy = _remedy_of_growth(holders, facts)
     lines = lines_of_results(holders, facts)
-    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing=holders)
+    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, needed_in=facts.unit)
     last_batch = _last_batch(growing, facts)
     if SHORTER_HISTORY in remedy:
         condition = f"If the history has {HISTORY} steps"
@@ -106,13 +109,13 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
         if belongs_to_training(kind[0]):
             newest = max(map(facts.time_of, kind))  # the ones in use
             kind = [holder for holder in kind if facts.time_of(holder) < newest]
-        if _from_first_to_last(kind, facts):
+        if _goes_on_for_ever(kind, facts):
             growing.append(kind)
     return growing
 
 
-def _from_first_to_last(holders: list[Holder], facts: Facts) -> bool:
-    """Whether they come from several steps, with the first and the last ones among them.
+def _goes_on_for_ever(holders: list[Holder], facts: Facts) -> bool:
+    """Whether they come from several steps until the last ones, and none of them was ever dropped.
 
     A window for an average keeps the last n of something. It does not grow for ever, since the
     first ones are gone. Neither does a list of the first n, such as examples for a picture.
@@ -121,9 +124,38 @@ def _from_first_to_last(holders: list[Holder], facts: Facts) -> bool:
     if len(steps) < OLD_STEPS:
         return False
     gap = max(after - before for before, after in pairwise(steps))  # more than 1: every n steps
-    begins_early = steps[0] <= gap
     goes_on = facts.peak_time - steps[-1] <= gap + 1  # the peak's own step may keep nothing so far
-    return begins_early and goes_on
+    begins_early = steps[0] <= gap
+    return goes_on and (begins_early or _none_was_dropped(holders, facts))
+
+
+def _none_was_dropped(holders: list[Holder], facts: Facts) -> bool:
+    """Whether ``holders``, which begin late, are known to be no window: it drops an old one for
+    each new one.
+    """
+    oldest = min(holder.samples[0] for holder in holders)
+    known_from = min((holder.samples[1] for holder in facts.freed), default=oldest + 1)
+    if facts.samples is None or known_from > oldest:
+        return False
+    dropped_later = [holder for holder in holders if holder.samples[1] <= facts.samples[-1]]
+    if 0 < len(dropped_later) < len(holders):
+        return False
+    for freed in facts.freed:
+        # What lives until the next step is a variable that is overwritten then.
+        if _same_code(freed, holders[0]) and _time_at(freed.samples[1], facts) - 1 > (
+            facts.time_of(freed)
+        ):
+            return False
+    return True
+
+
+def _time_at(sample: int, facts: Facts) -> float:
+    """How many steps (or turns) were finished at a sample; infinite if that is not known."""
+    if facts.has_optimizer:
+        row = min(int(np.searchsorted(facts.samples, sample)), len(facts.samples) - 1)
+        return int(facts.rows[row, STEP])
+    begun = [done.turn for done in facts.forwards if done.samples[0] <= sample]
+    return begun[-1] if begun else inf
 
 
 def _remedy_of_growth(holders: list[Holder], facts: Facts) -> str:
@@ -194,41 +226,45 @@ def _have_shapes_of_parameters(holders: list[Holder], facts: Facts) -> bool:
 
 def growing_tensor(facts: Facts) -> Cause | None:
     """One tensor that a longer one replaces in each step, as ``torch.cat([history, new])`` does."""
-    starts = _beginnings_of_steps(facts)
+    survivors = []
+    for holder in facts.at_peak:
+        # A batch is made before the step that it belongs to, but it is no sum of earlier ones.
+        joined = holder.op == "aten.cat" and not belongs_to_training(holder)
+        survived = facts.time_of(holder) == facts.peak_time - 1
+        if joined and survived:
+            survivors.append(holder)
+    if not survivors:
+        return None
+    old = max(survivors, key=lambda holder: holder.nbytes)
+    # Pictures show its growth: in each step, another tensor was this one.
+    replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
+    begins = min((facts.time_of(holder) for holder in replaced), default=facts.peak_time)
+    starts = _beginnings_of_steps(facts, begins)
     if len(starts) <= OLD_STEPS:
         return None
     rises = [after.live > before.live for before, after in pairwise(starts)]
     growth = starts[-1].live - starts[0].live
     if sum(rises) < ALMOST_ALL * len(rises) or growth < WORTH * facts.peak.total:
         return None
-    survivors = []
-    for holder in facts.at_peak:
-        # A batch is made before the step that it belongs to, but it is no sum of earlier ones.
-        joined = holder.op == "aten.cat" and not belongs_to_training(holder)
-        survived = facts.time_of(holder) == facts.peak_time - 1
-        if joined and survived and holder.nbytes >= growth // 2:
-            survivors.append(holder)
-    if not survivors:
+    if old.nbytes < growth // 2:
         return None
-    old = max(survivors, key=lambda holder: holder.nbytes)
     holders = [old]
     for holder in facts.at_peak:
         is_longer = _same_code(holder, old) and holder.nbytes > old.nbytes
         if is_longer and facts.time_of(holder) == facts.peak_time:
             holders.append(holder)  # the longer one, which is being made
     each = growth // (len(starts) - 1)
+    first = starts[0].step if facts.has_optimizer else starts[0].number
     evidence = (
         f"{format_bytes(total(holders))} at the peak are a tensor that becomes longer in each "
         f"{facts.unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
-        f"{format_bytes(starts[0].live)} were live when the second {facts.unit} began, and "
+        f"{format_bytes(starts[0].live)} were live when {facts.unit} {first + 1} began, and "
         f"{format_bytes(starts[-1].live)} when the peak's began."
     )
     remedy = (
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
-    # Pictures show its growth: in each step, another tensor was this one.
-    replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
     growing = [*replaced, *holders]
     nbytes, lines = total(holders), lines_of(holders)
     return Cause(GROWTH, nbytes, evidence, remedy, lines, holders, growing)
@@ -239,14 +275,16 @@ def _same_code(one: Holder, other: Holder) -> bool:
     return (one.line, one.op, one.dtype) == (other.line, other.op, other.dtype)
 
 
-def _beginnings_of_steps(facts: Facts) -> list[Turn]:
-    """The first turn of each step from the second step on, until the peak. The first step makes
-    the optimizer's states.
+def _beginnings_of_steps(facts: Facts, first: int) -> list[Turn]:
+    """The first turn of each step from ``first`` on, and from the second step on, until the peak.
+    The first step makes the optimizer's states.
     """
     starts: list[Turn] = []
     for turn in facts.turns:
         by_step = facts.has_optimizer
         new = not starts or not by_step or turn.step > starts[-1].step
-        if turn.number <= facts.peak.turn and new and (turn.step > 0 or not by_step):
+        time = turn.step if by_step else turn.number
+        late_enough = time >= first and (turn.step > 0 or not by_step)
+        if turn.number <= facts.peak.turn and new and late_enough:
             starts.append(turn)
     return starts

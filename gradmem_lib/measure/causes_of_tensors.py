@@ -292,4 +292,5 @@ def dense_embedding_gradient(facts: Facts) -> Cause | None:
         "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares."
     )
     name = "The gradient of an embedding is the largest part"
-    return Cause(name, nbytes, evidence, remedy, holders=gradients)
+    # A sparse gradient has a row for each entry of a batch: it may have more than the table has.
+    return Cause(name, nbytes, evidence, remedy, holders=gradients, stays=None)

@@ -20,26 +20,39 @@ from .cause import (
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
 from .timeline import Holder
 
+CALLED_IN_EACH_STEP = (
+    "each step calls another model. If it follows the trained one (a target network, a teacher of "
+    "averaged weights), the step needs it: keep it in a narrower dtype (copy.to(torch.bfloat16) "
+    "halves float32), or move it to the card for its forward alone. "
+)
 MOMENTUM = 1.1  # numbers for each weight, with some numbers for the optimizer itself
 
 
 def copy_in_another_module(facts: Facts) -> Cause | None:
     """Parameters of another module, with the shapes of the tracked model's."""
-    copies = [c for c in _copies(facts) if facts.of_another_model(c[0])]
-    remedy = (
-        "for an EMA, keep the averaged weights on the host (.to('cpu')). For a reference model or "
-        "a teacher, compute its outputs once before the training (precompute_ref_log_probs=True in "
-        "trl), or train with LoRA, where the model without its adapters is the reference."
+    copies = [c for c in copies_of_weights(facts) if facts.of_another_model(c[0])]
+    if _calls_another_model(facts):
+        remedy = CALLED_IN_EACH_STEP
+    else:
+        remedy = "for an EMA, keep the averaged weights on the host (.to('cpu')). "
+    remedy += (
+        "For a reference model or a teacher that never changes, compute its outputs once before "
+        "the training (precompute_ref_log_probs=True in trl), or train with LoRA, where the model "
+        "without its adapters is the reference."
     )
     return _copied(copies, facts, "parameters of a module that is not the tracked one", remedy)
 
 
 def loaded_copy(facts: Facts) -> Cause | None:
     """A loaded checkpoint that stays alive after resume."""
-    copies = [c for c in _copies(facts) if c[0].step < 0 and not facts.of_another_model(c[0])]
+    copies = []
+    for copy in copies_of_weights(facts):
+        if copy[0].step < 0 and not facts.of_another_model(copy[0]):
+            copies.append(copy)
     remedy = (
-        "if this is a loaded checkpoint, load it to the host (torch.load(..., "
-        "map_location='cpu')), and `del` it after load_state_dict."
+        "averaged weights (an EMA) can be on the host, and take parameter.detach().cpu() there. A "
+        "loaded checkpoint is loaded to the host (torch.load(..., map_location='cpu')), and a `del`"
+        " of it comes after load_state_dict."
     )
     return _copied(copies, facts, "tensors that were there before this run read them", remedy)
 
@@ -47,14 +60,15 @@ def loaded_copy(facts: Facts) -> Cause | None:
 def copy_made_here(facts: Facts) -> Cause | None:
     """A deepcopy, a clone of the state dict, an EMA's store(), a merge."""
     copies = []
-    for copy in _copies(facts):
+    for copy in copies_of_weights(facts):
         first = copy[0]
         # random numbers of the same shapes, for one step, are no copy
         is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
         is_kept = is_copied or facts.time_of(first) < facts.peak_time
         if first.step >= 0 and is_kept and not facts.of_another_model(first):
             copies.append(copy)
-    remedy = (
+    remedy = CALLED_IN_EACH_STEP if _calls_another_model(facts) else ""
+    remedy += (
         "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written "
         "or restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all "
         "hold the weights twice."
@@ -66,7 +80,7 @@ def second_model(facts: Facts) -> Cause | None:
     """Parameters of a module that is not the tracked one, with other shapes."""
     if facts.structure is None or not facts.structure.shapes:
         return None
-    copied = {id(holder) for copy in _copies(facts) for holder in copy}
+    copied = {id(holder) for copy in copies_of_weights(facts) for holder in copy}
     holders = []
     for holder in facts.at_peak:
         foreign = facts.of_another_model(holder) and holder.category == "other"
@@ -135,19 +149,26 @@ def wide_weights(facts: Facts) -> Cause | None:
     """Weights in float64, or frozen ones in float32."""
     if facts.structure is None:
         return None
-    double, frozen = 0, 0
+    of_double = list[Holder]()
+    of_frozen = list[Holder]()
     for holder in facts.at_peak:
         dtype = facts.structure.dtypes.get(holder.module)
         if holder.category != "parameters":
             continue
         if dtype is torch.float64:
-            double += holder.nbytes
+            of_double.append(holder)
         elif dtype is torch.float32 and holder.module not in facts.structure.trained:
-            frozen += holder.nbytes
+            of_frozen.append(holder)
+    name = "Weights are wider than needed"
+    condition = "If these weights are half as wide"
+    double, frozen = total(of_double), total(of_frozen)
     if double >= WORTH * facts.peak.total:
         evidence = f"{format_bytes(double)} of weights are in float64."
         remedy = f"model.float() halves them, to {format_bytes(double // 2)}, and all that follows."
-        return Cause("Weights are wider than needed", double // 2, evidence, remedy)
+        stays = double - double // 2
+        return Cause(
+            name, double, evidence, remedy, holders=of_double, stays=stays, condition=condition
+        )
     if frozen < DOMINATES * facts.peak.total:
         return None
     evidence = f"{format_bytes(frozen)} of frozen weights are in float32."
@@ -155,7 +176,10 @@ def wide_weights(facts: Facts) -> Cause | None:
         "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
         f"dtype=torch.bfloat16, which leaves {format_bytes(frozen // 2)} of these bytes."
     )
-    return Cause("Weights are wider than needed", frozen // 2, evidence, remedy)
+    stays = frozen - frozen // 2
+    return Cause(
+        name, frozen, evidence, remedy, holders=of_frozen, stays=stays, condition=condition
+    )
 
 
 def double_tensors(facts: Facts) -> Cause | None:
@@ -166,24 +190,27 @@ def double_tensors(facts: Facts) -> Cause | None:
     for holder in facts.at_peak:
         if holder.dtype is torch.float64 and holder.category != "optimizer":
             double.append(holder)
-    nbytes = total(double) // 2
-    if nbytes < WORTH * facts.peak.total:
+    nbytes = total(double)
+    if nbytes // 2 < WORTH * facts.peak.total:
         return None
     evidence = (
-        f"{format_bytes(total(double))} at the peak are in float64, though no weight is. What is "
+        f"{format_bytes(nbytes)} at the peak are in float64, though no weight is. What is "
         "computed from a float64 tensor and a float32 one is float64."
     )
     remedy = (
-        "numpy's numbers are float64 by default: torch.from_numpy(array).float(), or "
+        "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
         "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them."
     )
     # Lines of data come first: float64 most often begins there.
     data = [holder for holder in double if holder.category == "other"]
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
-    return Cause("Tensors are in float64", nbytes, evidence, remedy, lines, double)
+    name = "Tensors are in float64"
+    stays = nbytes - nbytes // 2
+    condition = "If these tensors are in float32"
+    return Cause(name, nbytes, evidence, remedy, lines, double, stays=stays, condition=condition)
 
 
-def _copies(facts: Facts) -> list[list[Holder]]:
+def copies_of_weights(facts: Facts) -> list[list[Holder]]:
     """Groups of tensors with the shapes of all parameters, each made by one line in one step.
 
     The parameters of another model, whose layers have a line each, are one group.
@@ -197,6 +224,7 @@ def _copies(facts: Facts) -> list[list[Holder]]:
         is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
         of_gradients = holder.computed_from == "gradients"
         can_be = holder.category == "other" or _is_copy_to_go_back_to(holder, twice)
+        can_be = can_be or _is_copy_with_a_graph(holder, facts)
         if is_data or of_gradients or not can_be:
             continue
         if holder.module in facts.untrained:
@@ -223,6 +251,28 @@ def _is_copy_to_go_back_to(holder: Holder, twice: set[str]) -> bool:
     return holder.category == "optimizer" or holder.module in twice
 
 
+def _is_copy_with_a_graph(holder: Holder, facts: Facts) -> bool:
+    """Whether code outside of all modules has computed it with a graph, and it is still there in
+    another turn: an average without ``detach``. In its own turn, a forward may have used it.
+    """
+    if holder.category != "activations" or holder.module:
+        return False
+    return holder.turn < facts.peak.turn
+
+
+def _calls_another_model(facts: Facts) -> bool:
+    """Whether several steps call a model that none of them trains: a target network, a teacher."""
+    trained = {done.number for done in facts.of_models if done.used}
+    steps = defaultdict[int, set[int]](set)
+    for done in facts.of_models:
+        is_a_part = facts.structure is not None and any(
+            name.startswith(f"{done.module}.") for name in facts.structure.shapes
+        )
+        if done.number not in trained and not is_a_part:
+            steps[done.number].add(done.step)
+    return any(len(of_one) > 1 for of_one in steps.values())
+
+
 def _copied(copies: list[list[Holder]], facts: Facts, words: str, remedy: str) -> Cause | None:
     holders = [holder for copy in copies for holder in copy]
     nbytes = total(holders)
@@ -231,7 +281,12 @@ def _copied(copies: list[list[Holder]], facts: Facts, words: str, remedy: str) -
     how_many = "a second copy" if len(copies) == 1 else f"{len(copies)} more copies"
     evidence = f"{format_bytes(nbytes)} at the peak are {how_many} of the model's weights, {words}."
     name = "The weights are there more than once"
-    return Cause(name, nbytes, evidence, remedy, lines_of(holders), holders)
+    lines = lines_of(holders)
+    if not remedy.startswith(CALLED_IN_EACH_STEP):
+        return Cause(name, nbytes, evidence, remedy, lines, holders)
+    stays = nbytes - nbytes // 2
+    condition = "If this copy is half as wide"
+    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
 
 
 def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holder]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -36,6 +36,8 @@ class Facts:
     samples: np.ndarray | None = None
     # The storages that were alive at the peak, largest first; ``None`` if they are not known.
     holders: Sequence[Holder] | None = None
+    # The storages that were freed last, without those that were alive at the peak.
+    past: Callable[[], Sequence[Holder]] = tuple
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
@@ -59,6 +61,11 @@ class Facts:
     @cached_property
     def at_peak(self) -> Sequence[Holder]:
         return self.holders or ()
+
+    @cached_property
+    def freed(self) -> Sequence[Holder]:
+        """The storages that were freed last, as far as they were not alive at the peak."""
+        return self.past()
 
     @property
     def activations(self) -> list[Holder]:

@@ -246,10 +246,14 @@ class OperationMeter:
         autograd keep a Python number for it?
         """
         self._note_expansion(entry, args)
+        # A copy of the weights that is made with a graph looks like a forward without modules.
+        in_no_module = entry.moment == TRAINING_FORWARD and not self.stack
+        outside = entry.moment == BETWEEN_STEPS or in_no_module
+        if outside and not operators.reads_only_a_shape(entry.op):
+            entry.source = self._category_of_reads(args)
         if entry.moment == BETWEEN_STEPS:
-            if not operators.reads_only_a_shape(entry.op):
-                entry.source = self._category_of_reads(args)
-        elif entry.op is operators.multiply or entry.op is operators.divide:
+            return
+        if entry.op is operators.multiply or entry.op is operators.divide:
             # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.
             by_a_number = not isinstance(args[1], torch.Tensor)
             if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
@@ -290,7 +294,7 @@ class OperationMeter:
                 if entry is None:
                     return NO_CATEGORY
                 category = entry.category
-                if category == names.OTHER:
+                if category in (names.OTHER, names.ACTIVATIONS):
                     category = source_of(entry)
                 if category not in (names.GRADIENTS, names.PARAMETERS):
                     return NO_CATEGORY

@@ -24,6 +24,7 @@ BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
 MAX_TURNS = 1024
 MAX_JOINED = 1024
+MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
 EXISTED = -1  # the step of a storage that was there before its first use
 NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
@@ -40,8 +41,8 @@ class Entry(weakref.ref):
 
     Few entries have these, so there are functions that ask for them. ``expanded``: it is several
     times larger than all that it was computed from. ``is_result``: an outermost module has returned
-    it. ``source``: the category of all that it was computed from between steps. ``stop``: the first
-    sample without it, if it was freed after the peak or is a joined tensor.
+    it. ``source``: the category of all that it was computed from outside of modules. ``stop``: the
+    first sample without it, if it was freed.
     """
 
     __slots__ = (
@@ -126,6 +127,8 @@ class Recording:
         self.freed: deque[Entry] = deque()
         # The joined tensors that are freed: a longer one may have replaced each of them.
         self.joined: deque[Entry] = deque(maxlen=MAX_JOINED)
+        # The storages that were freed last: a remedy may act on those that look like the peak's.
+        self.past: deque[Entry] = deque(maxlen=MAX_PAST)
         self._queue_freed = self.freed.append
         self.total = 0
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
@@ -226,12 +229,12 @@ class Recording:
         self._lifetimes += (entry.sample, self.count, entry.nbytes, entry.category)
         if len(self._lifetimes) >= 4 * MAX_PENDING_LIFETIMES:
             self._flush()
+        entry.stop = self.count
+        self.past.append(entry)
         if entry.op is operators.join:
-            entry.stop = self.count
             self.joined.append(entry)
         for peak in (self.run_peak, self.window_peak):
             if entry.sample <= peak.sample:
-                entry.stop = self.count
                 peak.freed_since.append(entry)
         self.after_free(entry)
 

@@ -1,22 +1,24 @@
 """How high the peak is at most when the remedy of a cause is applied.
 
-Where a cause's bytes go, another moment may become the peak. So the bytes are taken away from every
-moment of the run in which they can go, and the highest total that remains is the new peak. When in
-doubt, bytes count as needed: the peak with the remedy may be lower than what is said here, and not
-higher.
+Where a cause's bytes go, another moment may become the peak. So they are taken away from every
+moment of the run in which they are sure to go, and the highest total that remains is the new peak.
+Sure are the tensors that the cause names, and those of other steps that the same line has made in a
+forward like theirs. All other bytes count as needed, for an ordinary step has activations as well:
+the peak with the remedy may be lower than what is said here, and not higher.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import numpy as np
 
-from ..names import CATEGORIES, MOMENTS
+from ..names import MOMENTS
 from ..units import format_bytes
 from .cause import WORTH, Cause, within
-from .facts import IN_BACKWARD, Facts
-from .timeline import BY, MOMENT, STEP, TOTAL, Holder
+from .facts import EVALUATION, Facts
+from .timeline import MOMENT, STEP, TOTAL, Holder
 
 
 def limit_of(cause: Cause, facts: Facts) -> str:
@@ -41,10 +43,12 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     """The peak in bytes, at most, when the remedy of ``cause`` is applied, and its moment."""
     goes = cause.nbytes - (cause.stays or 0)
     left, moment = facts.peak.total - goes, facts.peak.moment
-    if facts.samples is None or not cause.holders:
+    if facts.samples is None:
         return left, moment  # nothing is known of the other moments
-    # In no moment does the remedy take away more bytes than at the peak.
-    taken_away = np.clip(_can_go(cause, facts), 0, goes)
+    if cause.holders:
+        taken_away = _taken_away(cause, facts)
+    else:
+        taken_away = _of_whole_calls(cause, facts)
     remaining = facts.rows[:, TOTAL] - taken_away
     highest = int(remaining.argmax())
     if remaining[highest] > left:
@@ -52,69 +56,127 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     return left, moment
 
 
-def _can_go(cause: Cause, facts: Facts) -> np.ndarray:
-    """The bytes that the remedy can take away at each of ``facts.rows``, at most: int64 (samples,).
-
-    They are the bytes of the categories that it acts on, without those that it does not reach.
+def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
+    """The bytes that the remedy is sure to take away at each of ``facts.rows``, and never more than
+    at the peak: int64 (samples,).
     """
-    categories = _categories_touched(cause)
-    columns = [CATEGORIES.index(category) for category in categories]
-    can_go = facts.rows[:, BY][:, columns].sum(axis=1)
-    # What was there at the peak, and is not of the cause, stays.
-    of_the_cause = {id(holder) for holder in cause.holders}
-    others = []
+    stays = cause.stays or 0
+    named = list({id(holder): holder for holder in (*cause.holders, *cause.growing)}.values())
+    needed_in = cause.needed_in
+    if any(h.category == "activations" and h.turn < facts.peak.turn for h in named):
+        needed_in = needed_in or "turn"  # the backward of their own turn may have needed them
+    of_the_named = _bytes_alive(named, facts, needed_in) - stays
+    # Of tensors like the named ones, as many stay as at the peak: the batch in use, the first of
+    # several forwards.
+    place_of = _Places(facts)
+    places = {place_of(holder) for holder in named}
+    alike = [holder for holder in (*facts.at_peak, *facts.freed) if place_of(holder) in places]
+    also_stay = -cause.nbytes
     for holder in facts.at_peak:
-        if holder.category in categories and id(holder) not in of_the_cause:
-            others.append(holder)
-    can_go -= _bytes_alive(others, facts)
-    # What the peak's backward needs after the cause's bytes are free, it needs with the remedy too.
-    are_free = _bytes_alive(cause.holders, facts) == 0
-    can_go[_in_backward_of_peak(facts) & are_free] = 0
-    return can_go
+        if place_of(holder) in places and not _is_needed_at_peak(holder, needed_in, facts):
+            also_stay += holder.nbytes
+    of_all_alike = _bytes_alive(alike, facts, needed_in) - stays - max(also_stay, 0)
+    return np.clip(np.maximum(of_the_named, of_all_alike), 0, cause.nbytes - stays)
 
 
-def _categories_touched(cause: Cause) -> set[str]:
-    """The categories of the bytes that go with the cause's own bytes."""
-    categories = {holder.category for holder in cause.holders}
-    if any(_may_have_a_gradient(holder) for holder in cause.holders):
-        # Where an activation goes, its gradient and what is computed from it go as well.
-        categories |= {"activations", "temporaries", "other"}
-    return categories
+def _is_needed_at_peak(holder: Holder, needed_in: str, facts: Facts) -> bool:
+    """Whether the peak is in the step (or turn) that has made ``holder`` and needs it."""
+    if needed_in == "turn":
+        return holder.turn >= facts.peak.turn
+    return needed_in == "step" and holder.step >= facts.peak.step
 
 
-def _may_have_a_gradient(holder: Holder) -> bool:
-    """Whether a backward may make a gradient of this tensor."""
-    if holder.category not in ("activations", "temporaries"):
-        return False
-    return holder.dtype is None or holder.dtype.is_floating_point
+class _Places:
+    """Where in a program a storage was made: by which line and operation, in which shape, and in
+    which forward or after it. A function that is called by the training and by an evaluation has
+    made storages in two places.
+    """
+
+    def __init__(self, facts: Facts):
+        self.forwards = facts.forwards
+        self.begins = [done.samples[0] for done in facts.forwards]
+
+    def __call__(self, holder: Holder) -> tuple:
+        begun = bisect_right(self.begins, holder.samples[0])
+        if not begun and self.forwards:
+            # Before the first forward that is known: it may be of any forward of a long run.
+            call: object = id(holder)
+        elif not begun:
+            call = None
+        else:
+            done = self.forwards[begun - 1]
+            inside = holder.samples[0] < done.samples[1]
+            kind = (done.with_grad, done.has_graph, done.used, done.differentiable, done.chained)
+            call = (inside, done.line, done.number, *kind)
+        made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
+        return (*made, holder.category, call)
 
 
-def _bytes_alive(holders: Iterable[Holder], facts: Facts) -> np.ndarray:
+def _of_whole_calls(cause: Cause, facts: Facts) -> np.ndarray:
+    """The bytes that a remedy without named tensors takes away at each of ``facts.rows``: int64
+    (samples,).
+
+    It is about all of the peak's step. At a peak in an evaluation it is about each call like the
+    peak's, and the same part of what each of them needs goes.
+    """
+    goes = cause.nbytes - (cause.stays or 0)
+    taken_away = np.zeros(len(facts.rows), dtype=np.int64)
+    if facts.peak.moment != EVALUATION:
+        of_the_step = facts.rows[:, STEP] == facts.peak.step
+        taken_away[of_the_step & (facts.rows[:, MOMENT] != MOMENTS.index(EVALUATION))] = goes
+        return taken_away
+    passes = [done for done in facts.forwards if not done.with_grad]
+    of_the_step = [done for done in passes if done.step == facts.peak.step]
+    largest = max(of_the_step, key=lambda done: done.peak, default=None)
+    for done in passes:
+        if (done.line, done.number) != (largest.line, largest.number):
+            continue
+        inside = (facts.samples >= done.samples[0]) & (facts.samples < done.samples[1])
+        needed = np.maximum(facts.rows[inside, TOTAL] - done.live_before, 0)
+        taken_away[inside] = needed * (goes / cause.nbytes)
+    return taken_away
+
+
+def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str = "") -> np.ndarray:
     """The bytes of ``holders`` at each of ``facts.rows``, or less: int64 (samples,).
 
     A long run keeps one sample of several. A row then stands for all samples between the rows on
-    its two sides, and a holder counts in it only if it was alive in all of these samples.
+    its two sides, and a holder counts in it only if it was alive in all of these samples. It does
+    not count in the step (or turn) that made it, if it is ``needed_in`` that.
     """
     samples = facts.samples
     sample_before = np.concatenate(([-1], samples[:-1]))
     sample_after = np.concatenate((samples[1:], samples[-1:] + 1))
-    nbytes = np.zeros(len(samples), dtype=np.int64)
+    end_of_its_own = _Ends(needed_in, facts)
+    change = np.zeros(len(samples) + 1, dtype=np.int64)
     for holder in holders:
         first, stop = holder.samples  # alive in first, ..., stop - 1
-        alive_throughout = (first <= sample_before + 1) & (sample_after <= stop)
-        nbytes[alive_throughout] += holder.nbytes
-    return nbytes
+        first = max(first, end_of_its_own(holder))
+        begins = np.searchsorted(sample_before, first - 1)
+        ends = np.searchsorted(sample_after, stop, side="right")
+        if begins < ends:
+            change[begins] += holder.nbytes
+            change[ends] -= holder.nbytes
+    return change.cumsum()[:-1]
 
 
-def _in_backward_of_peak(facts: Facts) -> np.ndarray:
-    """Which of ``facts.rows`` are of the backward of the peak's turn: bool (samples,)."""
-    begun, ended = 0, np.inf  # from the last forward of this turn to the first one of a later turn
-    for done in facts.forwards:
-        if done.turn == facts.peak.turn:
-            begun = max(begun, done.samples[0])
-        elif done.turn > facts.peak.turn:
-            ended = min(ended, done.samples[0])
-    of_step = facts.rows[:, STEP] == facts.peak.step
-    of_turn = (facts.samples >= begun) & (facts.samples < ended)
-    in_backward = facts.rows[:, MOMENT] == MOMENTS.index(IN_BACKWARD)
-    return of_step & of_turn & in_backward
+class _Ends:
+    """The first sample that is known to come after the step (or turn) that made a storage."""
+
+    def __init__(self, needed_in: str, facts: Facts):
+        self.needed_in, self.samples = needed_in, facts.samples
+        self.steps = facts.rows[:, STEP]
+        begins = dict[int, int]()  # of each turn, as far as its forwards are known
+        for done in facts.forwards:
+            begins.setdefault(done.turn, done.samples[0])
+        self.turns, self.begins = list(begins), list(begins.values())
+
+    def __call__(self, holder: Holder) -> int:
+        after_the_run = int(self.samples[-1]) + 1
+        if self.needed_in == "step":
+            later = int(np.searchsorted(self.steps, holder.step, side="right"))
+            return int(self.samples[later]) if later < len(self.steps) else after_the_run
+        if self.needed_in == "turn":
+            later = bisect_right(self.turns, holder.turn)
+            return self.begins[later] if later < len(self.turns) else after_the_run
+        return 0

@@ -72,6 +72,43 @@ def tensors_held(owner: Any) -> Iterator[torch.Tensor]:
             waiting += getattr(value, "__dict__", {}).values()
 
 
+def tensors_to_watch(given: Any) -> list[torch.Tensor]:
+    """The tensors of a tensor, a module, or a collection of them, however deep.
+
+    Raises ``TypeError`` for anything else, and for a collection that is not empty and has none.
+    """
+    expected = (
+        "tracker.watch takes a tensor, a torch.nn.Module, or a collection of them (a list, a dict "
+        "such as state_dict(), a generator)"
+    )
+    is_text = isinstance(given, (str, bytes))
+    if is_text or not isinstance(given, (torch.Tensor, torch.nn.Module, Iterable)):
+        raise TypeError(f"{expected}, and was given {type(given).__name__}")
+    found: list[torch.Tensor] = []
+    passed_over = set[str]()
+    waiting = [given]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, torch.nn.Module):
+            found += [*value.parameters(), *value.buffers()]
+        elif isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
+            passed_over.add(type(value).__name__)  # an optimizer's states have numbers as well
+        elif isinstance(value, Iterable):
+            waiting.extend(value)
+        else:
+            raise TypeError(
+                f"{expected}, and was given a {type(given).__name__} with a {type(value).__name__}"
+            )
+    if passed_over and not found:
+        names = ", ".join(sorted(passed_over))
+        raise TypeError(f"{expected}, and was given a {type(given).__name__} with {names} only")
+    return found
+
+
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
     """The storages of a tensor, or of all tensors in a list, tuple or dict.
 

@@ -51,9 +51,10 @@ class Holder(NamedTuple):
     many turns were finished when it was made, or first read. ``expanded``: a forward has made it,
     and it is several times larger than all that the operation has read (and that was no weight).
     ``made_in``: the moment in which it was made, or first read. ``is_result``: an outermost module
-    has returned it. ``computed_from``: "gradients" or "parameters" if it was made between steps and
-    nothing else went into it, and otherwise empty. A copy of a gradient counts as a gradient.
-    ``samples``: the recording's first sample with it, and the first one without it.
+    has returned it. ``computed_from``: "gradients" or "parameters" if it was made between steps, or
+    with a graph outside of all modules, and nothing else went into it; otherwise empty. A copy of a
+    gradient counts as a gradient. ``samples``: the recording's first sample with it, and the first
+    one without it.
     """
 
     nbytes: int

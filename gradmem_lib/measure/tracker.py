@@ -37,7 +37,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ from .meter import Meter, name_of
 from .moments import Pass
 from .recording import NO_CATEGORY, Entry, Recording, is_expanded, is_result, source_of
 from .source_lines import source_line
+from .storages import tensors_to_watch
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 
@@ -326,15 +327,18 @@ class MemoryTracker:
         with self._meter.lock:
             return self._recording.next_window()
 
-    def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
+    def watch(self, tensors: Any, category: str) -> None:
         """Count ``tensors`` under ``category``.
 
-        Use it for states and buffers that no module or optimizer owns.
+        Use it for states and buffers that no module or optimizer owns. ``tensors``: a tensor, a
+        module (its parameters and buffers), or a collection of them, however deep. Of a mapping,
+        its values count; numbers and text among them are passed over. Raises ``TypeError`` for
+        anything else, and for a collection without a tensor.
         """
         check_choice("category", category, CATEGORIES)
+        found = tensors_to_watch(tensors)
         with self._meter.lock:
-            tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
-            self._recording.tag(tensors, CATEGORIES.index(category), "watched")
+            self._recording.tag(found, CATEGORIES.index(category), "watched")
             self._meter.sample()
 
     @classmethod
@@ -379,6 +383,9 @@ class MemoryTracker:
                 self._optimized = self._meter.optimized()
                 self._meter.mark_passes()
                 self._closed = True
+                named = self._meter.module_names()
+                for entry in self._recording.past:
+                    entry.module = name_of(entry.module, named)
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -429,6 +436,7 @@ class MemoryTracker:
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=holders,
+            past=self._past_holders(),
             forwards=self.forwards,
             steps=self.steps,
             turns=self._recording.turns,
@@ -439,6 +447,14 @@ class MemoryTracker:
             recomputed=self._meter.recomputed,
             untrained=self._meter.untrained(),
         )
+
+    def _past_holders(self) -> Callable[[], list[Holder]]:
+        """The storages that were freed last and were not alive at the peak, when they are asked
+        for: a live plot does without them.
+        """
+        at_peak = {id(entry) for entry in self._recording.run_peak.freed_since}
+        past = [entry for entry in self._recording.past if id(entry) not in at_peak]
+        return lambda: self._holders_of(past)
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter

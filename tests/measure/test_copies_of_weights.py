@@ -1,0 +1,168 @@
+"""Weights that are there twice: averages in a dict, with and without a graph, target networks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from gradmem_lib import MemoryTracker, diagnose
+from gradmem_lib.measure.remedied_peak import peak_without
+
+COPIED = "The weights are there more than once"
+DATA = "Data waits on the device"
+LEFT = "Tensors of the step before are still there"
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(6):  # of one shape: a dict of their clones looks like a list of batches
+        layers += [nn.Linear(256, 256), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def clones(model, detach=True):
+    if detach:
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def in_place(model, average):
+    for name, parameter in model.named_parameters():
+        average[name].lerp_(parameter, 0.1)
+
+
+@torch.no_grad()
+def replaced(model, average):
+    for name, parameter in model.named_parameters():
+        average[name] = average[name] * 0.9 + parameter * 0.1
+
+
+def replaced_with_a_graph(model, average):
+    for name, parameter in model.named_parameters():
+        average[name] = average[name].detach() * 0.9 + parameter * 0.1
+
+
+def average_of(update, made_before=False, detach=True, steps=5) -> MemoryTracker:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    average = clones(model, detach) if made_before else None
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        if average is None:
+            average = clones(model, detach)
+        for _ in range(steps):
+            model(torch.randn(64, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if update is not None:
+                update(model, average)
+    return tracker
+
+
+def without_an_average() -> int:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(5):
+            model(torch.randn(64, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker.peak.total
+
+
+@pytest.mark.parametrize("update", [in_place, replaced])
+@pytest.mark.parametrize("made_before", [False, True], ids=["made in the run", "made before"])
+def test_an_average_in_a_dict_is_a_copy_of_the_weights(update, made_before):
+    before = diagnose(average_of(update, made_before))
+    names = [cause.name for cause in before.causes]
+    assert names[0] == COPIED, before
+    assert not {DATA, LEFT} & set(names)
+    weights = sum(p.nbytes for p in net().parameters())
+    assert before.causes[0].nbytes >= 0.99 * weights
+    assert "averaged weights" in before.causes[0].remedy or "EMA" in before.causes[0].remedy
+    promised, _ = peak_without(before.causes[0], before.facts)
+    assert without_an_average() <= promised
+
+
+@pytest.mark.parametrize("update", [None, in_place, replaced_with_a_graph])
+@pytest.mark.parametrize("made_before", [False, True], ids=["made in the run", "made before"])
+def test_an_average_with_a_graph_is_no_rest_of_a_step(update, made_before):
+    """Where its own turn is over, it is a copy of the weights, and not left over."""
+    before = diagnose(average_of(update, made_before, detach=False))
+    names = [cause.name for cause in before.causes]
+    assert not {DATA, LEFT} & set(names)
+    kept = [h for h in before.facts.activations if not h.module and h.turn < before.peak.turn]
+    if sum(holder.nbytes for holder in kept) > 1000:  # more than a loss
+        assert names[0] == COPIED
+
+
+def test_weights_in_another_dtype_that_a_step_computes_with_are_no_copy():
+    """A variable keeps them until the next step, but each step needs them."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(4):
+            narrow = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
+            x = torch.randn(512, 256, dtype=torch.bfloat16)
+            torch.func.functional_call(model, narrow, x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    diagnosis = diagnose(tracker)
+    if tracker.peak.turn == 0:
+        assert COPIED not in [cause.name for cause in diagnosis.causes]
+
+
+def q_learning(called: bool, narrow: bool = False) -> MemoryTracker:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    target = copy.deepcopy(model).requires_grad_(False)
+    if narrow:
+        target.to(torch.bfloat16)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(5):
+            x, value = torch.randn(64, 256), 0
+            if called:
+                with torch.no_grad():
+                    value = target(x.to(target[0].weight.dtype)).float().amax(1, keepdim=True)
+            (model(x) - value).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for old, new in zip(target.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new.to(old.dtype), 0.05)
+            del x, value
+    return tracker
+
+
+def test_a_target_network_that_each_step_calls_gets_a_remedy_that_keeps_it():
+    before = diagnose(q_learning(called=True))
+    [cause] = [cause for cause in before.causes if cause.name == COPIED]
+    assert cause.remedy.startswith("each step calls another model")
+    promised, _ = peak_without(cause, before.facts)
+    assert q_learning(called=True, narrow=True).peak.total <= promised < before.peak.total
+
+
+def test_an_average_in_a_module_that_no_step_calls_can_be_on_the_host():
+    [cause] = [c for c in diagnose(q_learning(called=False)).causes if c.name == COPIED]
+    assert cause.remedy.startswith("for an EMA, keep the averaged weights on the host")
+
+
+def test_an_evaluation_of_the_model_itself_is_no_target_network():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    best = clones(model)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(4):
+            model(torch.randn(64, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(8, 256))
+                model[0](torch.randn(8, 256))
+            in_place(model, best)
+    [cause] = [c for c in diagnose(tracker).causes if c.name == COPIED]
+    assert "each step calls another model" not in cause.remedy

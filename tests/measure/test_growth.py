@@ -1,0 +1,181 @@
+"""Bytes that grow from a late step on, and what only looks like it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from gradmem_lib import MemoryTracker, diagnose
+from gradmem_lib.measure.causes_of_growth import GROWTH
+from gradmem_lib.measure.remedied_peak import peak_without
+
+STEPS = 16
+
+
+def run(keep, optimizer_class=torch.optim.Adam, evaluate_every=0) -> MemoryTracker:
+    """Training steps. ``keep(i, outputs)`` is called at the end of each, with its outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for i in range(STEPS):
+            out = model(torch.randn(256, 64))
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep(i, out.detach())
+            del out
+    return tracker
+
+
+def after_a_warm_up():
+    kept = []
+
+    def keep(i, out):
+        if i >= 4:
+            kept.append(out.clone())
+
+    return keep
+
+
+def from_the_first_evaluation_on():
+    """A best score is known from the first evaluation on; worse outputs are kept."""
+    kept, evaluations = {}, []
+
+    def keep(i, out):
+        if i % 5 == 4:
+            evaluations.append(out.abs().max().item())
+        if evaluations:
+            kept[i] = out.clone()
+
+    return keep
+
+
+def every_second_step_late():
+    kept = []
+
+    def keep(i, out):
+        if i > 6 and i % 2:
+            kept.append(out * 2)
+
+    return keep
+
+
+def joined_late():
+    history = []
+
+    def keep(i, out):
+        if i == 5:
+            history.append(out.clone())
+        if i > 5:
+            history[0] = torch.cat([history[0], out])
+
+    return keep
+
+
+def late_window():
+    kept = deque(maxlen=4)
+
+    def keep(i, out):
+        if i >= 6:
+            kept.append(out.clone())
+
+    return keep
+
+
+def full_replay_buffer():
+    kept = deque(maxlen=8)
+    return lambda i, out: kept.append(out.clone())
+
+
+def cache_that_stops():
+    kept = {}
+
+    def keep(i, out):
+        if 4 <= i < 9:
+            kept[i] = out.clone()
+
+    return keep
+
+
+def buffer_made_late():
+    made = []
+
+    def keep(i, out):
+        if i == 6:
+            made.append(torch.zeros(4096, 64))
+        if made:
+            made[0][i * 256 : (i + 1) * 256] = out
+
+    return keep
+
+
+def snapshots_that_are_replaced():
+    """Every third step puts a new tensor in the place of the one before the last."""
+    kept = deque(maxlen=3)
+
+    def keep(i, out):
+        if i > 3 and i % 3 == 0:
+            kept.append(out.clone())
+
+    return keep
+
+
+def variables_of_three_steps():
+    state = {}
+
+    def keep(i, out):
+        state["oldest"], state["old"] = state.get("old"), state.get("new")
+        state["new"] = out.clone()
+
+    return keep
+
+
+@pytest.mark.parametrize(
+    "program",
+    [after_a_warm_up, from_the_first_evaluation_on, every_second_step_late, joined_late],
+    ids=lambda program: program.__name__,
+)
+def test_a_leak_that_begins_late_is_named(program):
+    before = diagnose(run(program()))
+    cause = before.causes[0]
+    assert cause.name == GROWTH, before
+    ordinary = run(lambda i, out: None).peak.total
+    assert ordinary <= peak_without(cause, before.facts)[0] < before.peak.total
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        late_window,
+        full_replay_buffer,
+        cache_that_stops,
+        buffer_made_late,
+        snapshots_that_are_replaced,
+        variables_of_three_steps,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_what_does_not_go_on_for_ever_is_no_leak(program):
+    assert GROWTH not in [cause.name for cause in diagnose(run(program())).causes]
+
+
+def test_states_made_late_are_no_leak():
+    """A layer after the other is unfrozen: each makes its states in a step of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for i in range(STEPS):
+            if i >= 4 and i % 2 == 0:
+                model[7 - (i - 4) // 2].requires_grad_(True)
+            out = model(torch.randn(8, 64, requires_grad=True))
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del out
+    assert GROWTH not in [cause.name for cause in diagnose(tracker).causes]
