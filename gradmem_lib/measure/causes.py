@@ -96,8 +96,9 @@ def find_causes(facts: Facts) -> list[Cause]:
     found: list[Cause] = []
     for find in CAUSES:
         cause = find(facts)
-        if cause is None or (find is leftovers and _are_named_already(cause, found)):
-            continue  # "left over" would only give another remedy for the same tensors
+        says_the_least = find in (waiting_data, leftovers)
+        if cause is None or (says_the_least and _are_named_already(cause, found)):
+            continue  # it would only give another remedy for the same tensors
         found.append(cause)
     for find in LAST_RESORTS:
         cause = find(facts)

@@ -165,12 +165,13 @@ def one_line(facts: Facts) -> Cause | None:
 
 def one_large_step(facts: Facts) -> Cause | None:
     """One step that needs much more than the others: its batch has longer rows."""
-    if facts.rows is None or facts.rows.shape[1] <= STEP:
+    if facts.samples is None or facts.rows.shape[1] <= STEP:
         return None  # the steps are not known
     if facts.peak.moment not in OF_A_TRAINING_STEP:
         return None
     steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
-    peaks = [int(totals[steps == step].max()) for step in sorted(set(steps.tolist()))]
+    numbers = sorted(set(steps.tolist()))
+    peaks = [int(totals[steps == step].max()) for step in numbers]
     if len(peaks) < STEPS_TO_COMPARE or not facts.has_backward_in_step(facts.peak.step):
         return None
     usual = int(statistics.median(peaks))
@@ -179,7 +180,11 @@ def one_large_step(facts: Facts) -> Cause | None:
     if _bytes_of_unused_graphs(facts) > WORTH * facts.peak.total:
         return None  # no batch makes these
     nbytes = facts.peak.total - usual
-    next_largest = max(peak for peak in peaks if peak < OUTLIER * usual)
+    others = [n for n in range(len(numbers)) if numbers[n] != facts.peak.step]
+    next_one = max(others, key=lambda n: peaks[n])
+    next_largest = peaks[next_one]
+    of_the_next = steps == numbers[next_one]
+    came_later = _made_since(int(facts.samples[of_the_next][totals[of_the_next].argmax()]), facts)
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
     of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
     evidence = (
@@ -194,8 +199,20 @@ def one_large_step(facts: Facts) -> Cause | None:
     lines = lines_of_forwards(forwards)
     name = "One step needs much more than the others"
     condition = "If its rows are no longer than those of the next largest step"
-    stays = next_largest - usual
+    stays = min(next_largest + came_later - usual, nbytes)
     return Cause(name, nbytes, evidence, remedy, lines, stays=stays, condition=condition)
+
+
+def _made_since(sample: int, facts: Facts) -> int:
+    """The bytes at the peak that earlier steps have made, and that were not there at ``sample``:
+    an optimizer's states, what is kept.
+    """
+    nbytes = 0
+    for holder in facts.at_peak:
+        was_there = holder.samples[0] <= sample < holder.samples[1]
+        if holder.step < facts.peak.step and not was_there:
+            nbytes += holder.nbytes
+    return nbytes
 
 
 def _bytes_of_unused_graphs(facts: Facts) -> int:

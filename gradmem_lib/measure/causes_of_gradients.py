@@ -168,7 +168,7 @@ def _layers_that_wait(facts: Facts) -> set[str]:
         if of_this_turn and holder.module and _is_freed_in_backward(holder, facts):
             needed = max(needed, holder.samples[0])
     last_ran = dict[str, int]()  # the sample in which a module has made its last tensor
-    for holder in (*facts.at_peak, *facts.freed):
+    for holder in (*facts.at_peak, *facts.others):
         if holder.turn == facts.peak.turn and holder.made_in == TRAINING_FORWARD:
             last_ran[holder.module] = max(last_ran.get(holder.module, 0), holder.samples[0])
     return {module for module, sample in last_ran.items() if module and sample <= needed}

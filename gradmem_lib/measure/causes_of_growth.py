@@ -106,11 +106,13 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
             kinds[holder.line, holder.op, holder.dtype].append(holder)
     growing = []
     for kind in kinds.values():
+        old = kind
         if belongs_to_training(kind[0]):
             newest = max(map(facts.time_of, kind))  # the ones in use
-            kind = [holder for holder in kind if facts.time_of(holder) < newest]
-        if _goes_on_for_ever(kind, facts):
-            growing.append(kind)
+            old = [holder for holder in kind if facts.time_of(holder) < newest]
+        are_several = len(set(map(facts.time_of, old))) >= OLD_STEPS
+        if are_several and _goes_on_for_ever(kind, facts):
+            growing.append(old)
     return growing
 
 
@@ -121,8 +123,6 @@ def _goes_on_for_ever(holders: list[Holder], facts: Facts) -> bool:
     first ones are gone. Neither does a list of the first n, such as examples for a picture.
     """
     steps = sorted({facts.time_of(holder) for holder in holders})
-    if len(steps) < OLD_STEPS:
-        return False
     gap = max(after - before for before, after in pairwise(steps))  # more than 1: every n steps
     goes_on = facts.peak_time - steps[-1] <= gap + 1  # the peak's own step may keep nothing so far
     begins_early = steps[0] <= gap
@@ -134,17 +134,19 @@ def _none_was_dropped(holders: list[Holder], facts: Facts) -> bool:
     each new one.
     """
     oldest = min(holder.samples[0] for holder in holders)
-    known_from = min((holder.samples[1] for holder in facts.freed), default=oldest + 1)
-    if facts.samples is None or known_from > oldest:
+    if facts.samples is None:
+        return False
+    freed = [holder for holder in facts.others if holder.samples[1] <= facts.samples[-1]]
+    known_from = min((holder.samples[1] for holder in freed), default=oldest + 1)
+    if known_from > oldest:
         return False
     dropped_later = [holder for holder in holders if holder.samples[1] <= facts.samples[-1]]
     if 0 < len(dropped_later) < len(holders):
         return False
-    for freed in facts.freed:
+    for holder in freed:
         # What lives until the next step is a variable that is overwritten then.
-        if _same_code(freed, holders[0]) and _time_at(freed.samples[1], facts) - 1 > (
-            facts.time_of(freed)
-        ):
+        steps_alive = _time_at(holder.samples[1], facts) - facts.time_of(holder)
+        if _same_code(holder, holders[0]) and steps_alive > 1:
             return False
     return True
 

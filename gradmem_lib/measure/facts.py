@@ -36,8 +36,8 @@ class Facts:
     samples: np.ndarray | None = None
     # The storages that were alive at the peak, largest first; ``None`` if they are not known.
     holders: Sequence[Holder] | None = None
-    # The storages that were freed last, without those that were alive at the peak.
-    past: Callable[[], Sequence[Holder]] = tuple
+    # Finds the storages that were not alive at the peak: those freed last, and those made later.
+    find_others: Callable[[], Sequence[Holder]] = tuple
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
@@ -63,9 +63,9 @@ class Facts:
         return self.holders or ()
 
     @cached_property
-    def freed(self) -> Sequence[Holder]:
-        """The storages that were freed last, as far as they were not alive at the peak."""
-        return self.past()
+    def others(self) -> Sequence[Holder]:
+        """The storages that were not alive at the peak, as far as they are known."""
+        return self.find_others()
 
     @property
     def activations(self) -> list[Holder]:

@@ -70,7 +70,7 @@ def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
     # several forwards.
     place_of = _Places(facts)
     places = {place_of(holder) for holder in named}
-    alike = [holder for holder in (*facts.at_peak, *facts.freed) if place_of(holder) in places]
+    alike = [holder for holder in (*facts.at_peak, *facts.others) if place_of(holder) in places]
     also_stay = -cause.nbytes
     for holder in facts.at_peak:
         if place_of(holder) in places and not _is_needed_at_peak(holder, needed_in, facts):

@@ -277,7 +277,7 @@ class MemoryTracker:
     def facts(self) -> Facts:
         """What ``diagnose`` has to know of the peak."""
         with self._meter.lock:
-            return self._facts(self.peak, self.holders())
+            return self._facts(self.peak, self._recording.entries(self._recording.run_peak))
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -426,7 +426,8 @@ class MemoryTracker:
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
-    def _facts(self, peak: MemorySnapshot, holders: list[Holder]) -> Facts:
+    def _facts(self, peak: MemorySnapshot, entries: list[Entry]) -> Facts:
+        """``entries``: the storages that were alive at ``peak``."""
         samples = self._recording.sample_numbers()
         since_reset = samples >= self._recording.since
         return Facts(
@@ -435,8 +436,8 @@ class MemoryTracker:
             samples=samples[since_reset],
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
-            holders=holders,
-            past=self._past_holders(),
+            holders=self._holders_of(entries),
+            find_others=self._others(entries),
             forwards=self.forwards,
             steps=self.steps,
             turns=self._recording.turns,
@@ -448,13 +449,14 @@ class MemoryTracker:
             untrained=self._meter.untrained(),
         )
 
-    def _past_holders(self) -> Callable[[], list[Holder]]:
-        """The storages that were freed last and were not alive at the peak, when they are asked
-        for: a live plot does without them.
+    def _others(self, at_peak: Iterable[Entry]) -> Callable[[], list[Holder]]:
+        """The storages that were not alive at the peak, as far as they are known, when they are
+        asked for: a live plot does without them.
         """
-        at_peak = {id(entry) for entry in self._recording.run_peak.freed_since}
-        past = [entry for entry in self._recording.past if id(entry) not in at_peak]
-        return lambda: self._holders_of(past)
+        alive_then = {id(entry) for entry in at_peak}
+        known = [*self._recording.past, *self._recording.live.values()]
+        others = [entry for entry in known if id(entry) not in alive_then]
+        return lambda: self._holders_of(others)
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
@@ -465,7 +467,7 @@ class MemoryTracker:
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             snapshot, holders = recording.now(), self._holders()
-            facts = self._facts(snapshot, holders)
+            facts = self._facts(snapshot, recording.entries())
             raise BudgetExceeded(self.budget, allocated, what, snapshot, holders, facts)
         # Autograd's own threads must not talk to the front end.
         in_own_thread = threading.get_ident() == self._thread

@@ -179,3 +179,21 @@ def test_states_made_late_are_no_leak():
             optimizer.zero_grad()
             del out
     assert GROWTH not in [cause.name for cause in diagnose(tracker).causes]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_states_of_optimizers_that_are_made_every_second_step(keeps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    old = []
+    with MemoryTracker(model, live=False) as tracker:
+        for i in range(STEPS):
+            if i % 2 == 0:
+                optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 / (i + 1))
+                if keeps:
+                    old.append(optimizer)
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    causes = [cause.name for cause in diagnose(tracker).causes]
+    assert (GROWTH in causes) == keeps

@@ -98,6 +98,47 @@ def data_beside_an_evaluation(remedied: bool) -> MemoryTracker:
     return tracker
 
 
+def one_long_row_after_the_states(remedied: bool) -> MemoryTracker:
+    """The next largest step is the first one, which had no optimizer states yet."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    longest = 1024 if remedied else 4096
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for rows in (1024, 64, 64, 64, 64, longest, 64):
+            train(model, optimizer, rows)
+    return tracker
+
+
+def best_weights_of_two_epochs(remedied: bool) -> MemoryTracker:
+    """The second copy is made after the peak, and takes the place of the first one."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    best = {}
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for step in range(6):
+            train(model, optimizer, rows=32)
+            if step in (1, 3) and not remedied:
+                best = {name: p.detach().clone() for name, p in model.named_parameters()}
+    del best
+    return tracker
+
+
+def outputs_of_uneven_batches(remedied: bool) -> MemoryTracker:
+    """Outputs are kept; the largest of them belongs to a step that needs it."""
+    model = nn.Linear(256, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = []
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for rows in (512, 512, 1280, *([512] * 8), 768):
+            outputs = model(torch.randn(rows, 256))
+            outputs.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(outputs.mean().item() if remedied else outputs.detach())
+            del outputs
+    return tracker
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -105,6 +146,9 @@ def data_beside_an_evaluation(remedied: bool) -> MemoryTracker:
         logits_of_one_batch,
         losses_kept_before_a_large_step,
         data_beside_an_evaluation,
+        one_long_row_after_the_states,
+        best_weights_of_two_epochs,
+        outputs_of_uneven_batches,
     ],
     ids=lambda program: program.__name__,
 )
@@ -114,3 +158,27 @@ def test_the_promised_peak_holds_beside_other_moments(program):
     promised, _ = peak_without(cause, before.facts)
     measured = program(remedied=True).peak.total
     assert measured <= promised <= before.peak.total, before
+
+
+def test_a_copy_that_is_replaced_after_the_peak_is_taken_away_as_well():
+    before = diagnose(best_weights_of_two_epochs(remedied=False))
+    promised, _ = peak_without(before.causes[0], before.facts)
+    assert promised == best_weights_of_two_epochs(remedied=True).peak.total
+
+
+def test_a_batch_that_a_kept_graph_needs_is_no_data_that_waits():
+    model = mlp(layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    penalty = 0
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(10):
+            x = torch.randn(256, 256)
+            loss = model(x).square().mean()
+            penalty = penalty + model(x[:64]).abs().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    names = [cause.name for cause in diagnose(tracker).causes]
+    assert names[0] == "Bytes grow from step to step"
+    assert "Data waits on the device" not in names
