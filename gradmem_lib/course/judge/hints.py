@@ -80,9 +80,9 @@ def nearest_mistake(
     """The sentence of the known mistake that ``got`` makes, perhaps beside another one.
 
     ``got`` must agree with the mistake at every place where the mistake is wrong, and at its own
-    first wrong place. So for an answer with two mistakes, the first one is named. ``known`` are
-    (sentence, what the mistake does). The result is empty if none fits. ``all_of_it``: nearly all
-    that is wrong in ``got`` is this mistake.
+    first wrong place. So for an answer with two mistakes, the first one is named. A truth (True or
+    False) must agree in every case. ``known`` are (sentence, what the mistake does). The result is
+    empty if none fits. ``all_of_it``: nearly all that is wrong in ``got`` is this mistake.
     """
     mine, wanted = entries(got), entries(expected)
     wrong = _wrong_places(mine, wanted, tolerance)
@@ -91,7 +91,8 @@ def nearest_mistake(
     for says, value in known:
         theirs = entries(value)
         theirs_wrong = _wrong_places(theirs, wanted, tolerance)
-        if not theirs_wrong or not _agree(mine, theirs, theirs_wrong, tolerance):
+        places = _with_all_truths(theirs_wrong, wanted)
+        if not theirs_wrong or not _agree(mine, theirs, places, tolerance):
             continue
         if theirs_wrong[0] != wrong[0]:
             continue
@@ -100,6 +101,20 @@ def nearest_mistake(
         if len(theirs_wrong) > most:
             best, most = says, len(theirs_wrong)
     return best
+
+
+def _with_all_truths(places: list[Path], wanted: dict[Path, Any]) -> list[Path]:
+    """``places``, and for each truth among them this entry of all other cases.
+
+    A truth that is wrong can have only one value. So two answers that are both wrong in some cases
+    agree in these, whatever they do.
+    """
+    truths = {path[1:] for path in places if isinstance(wanted[path], bool)}
+    more = []
+    for path, value in wanted.items():
+        if isinstance(value, bool) and path[1:] in truths and path not in places:
+            more.append(path)
+    return places + more
 
 
 def _agree(
