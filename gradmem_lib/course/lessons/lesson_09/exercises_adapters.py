@@ -12,6 +12,7 @@ from torch import nn
 
 from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, calls, measure
+from ..shared.gradient_weights import factor_between
 
 NF4_CASES = (1000, 64, 256), (4096 * 11008, 64, 256), (77, 16, 3)
 NF4_HIDDEN = (455, 10, 4), (64 * 256, 64, 256)
@@ -201,10 +202,10 @@ def _why_added(got, expected) -> str | None:
         added, wanted = (seen[case].get("what A and B add") for seen in (got, expected))
         if added is None or wanted is None:
             continue
-        factor = (added * wanted).sum() / wanted.square().sum()
-        if difference(added, factor * wanted, 1e-4):
+        factor = factor_between(added, wanted, 1e-4)
+        if factor is None:
             return None
-        factors.append(factor.item())
+        factors.append(factor)
     wrong = [factor for factor in factors if abs(factor - 1) > 1e-3]
     if not wrong:
         return None

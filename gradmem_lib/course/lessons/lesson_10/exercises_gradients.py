@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ....names import IGNORED
 from ...judge.compare import plain
 from ...judge.exercise import Exercise, HiddenCase, Mistake
+from ..shared.gradient_weights import factor_between
 from ..shared.settings import flat
 from .thread_ranks import APART, on_ranks
 
@@ -194,20 +195,16 @@ def _why_multiple(first, last, own, mean) -> str | None:
             "only rank 0 has the mean: reduce leaves the sum on one rank, and all_reduce leaves "
             "it on all of them."
         )
-    shares = [(each @ mean / mean.square().sum()).item() for each in (first, last)]
-    multiple = all(
-        torch.allclose(each, share * mean)
-        for each, share in zip((first, last), shares, strict=True)
-    )
-    if not multiple or all(abs(share - 1) < 1e-6 for share in shares):
+    factors = [factor_between(each, mean) for each in (first, last)]
+    if None in factors or all(abs(factor - 1) < 1e-6 for factor in factors):
         return None
-    if abs(shares[0] - shares[1]) > 1e-6:
+    if abs(factors[0] - factors[1]) > 1e-6:
         return (
             "the ranks divide the sum by different numbers: each divides by the number of ranks, "
             "dist.get_world_size()."
         )
     return (
-        f"with 3 ranks the gradients are {shares[0]:.3g} times the mean: divide their sum by the "
+        f"with 3 ranks the gradients are {factors[0]:.3g} times the mean: divide their sum by the "
         "number of ranks, dist.get_world_size()."
     )
 
