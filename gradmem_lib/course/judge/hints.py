@@ -307,6 +307,8 @@ def without_its_fraction(got: Any, expected: Any) -> str:
     if len(numbers) < max(3, len(theirs)):
         return ""
     for number, wanted in numbers:
+        if isinstance(number, bool):  # a truth is no number that was made whole
+            return ""
         if not float(number).is_integer() or abs(number - wanted) >= 1:
             return ""
     is_constant = len({number for number, _ in numbers}) == 1
@@ -337,6 +339,9 @@ def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
         return None
     left = numpy.array([[float(term[case]) for term in terms] for case in cases])
     right = numpy.array(numbers, dtype=float)
+    # Each case counts the same, so that those of small numbers are not lost beside large ones.
+    size = numpy.maximum(abs(left).max(axis=1), 1.0)
+    left, right = left / size[:, None], right / size
     found = numpy.linalg.lstsq(left, right, rcond=None)[0]
     off = abs(left @ found - right).max()
     return [round(float(c), 9) for c in found] if off <= 1e-9 * max(1.0, abs(right).max()) else None
@@ -407,6 +412,8 @@ def _instead_of_a_number(got: Any, expected: Real) -> str:
         return ""
     if isinstance(got, str):
         return f"return a number: this is text, {describe(got)}."
+    if isinstance(got, bool):
+        return f"return a number: this is {got}."
     if not isinstance(got, Real):
         return f"return one number: this is {describe(got)}."
     if math.isnan(got) and not math.isnan(expected):
