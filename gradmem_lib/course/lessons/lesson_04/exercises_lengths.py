@@ -79,6 +79,24 @@ def _explain_peak(got, expected):
         )
     if all(got[case] == (len(m) - 1) * x + m[-1] * a for case, (m, a, x) in cases.items()):
         return "this uses only the last segment: an earlier, longer one may need more."
+    return _too_many_layers(got, cases)
+
+
+def _too_many_layers(got, cases) -> str | None:
+    """What is said if each segment counts one layer more, or the segment before it too."""
+    one_more, two_segments = {}, {}
+    for case, (lengths, a, x) in cases.items():
+        before = [0, *lengths[:-1]]
+        places = list(enumerate(zip(lengths, before, strict=True)))
+        one_more[case] = max(i * x + (m + 1) * a for i, (m, _) in places)
+        two_segments[case] = max(i * x + (m + last) * a for i, (m, last) in places)
+    if got == one_more:
+        return "one layer too many: a segment of m layers that runs again keeps m * a."
+    if got == two_segments:
+        return (
+            "two segments are counted in full at once: what a segment keeps is freed in its "
+            "backward, before the next one runs again."
+        )
     return None
 
 

@@ -546,3 +546,23 @@ WRONG["4.6"] |= {
     "a logarithm": (_clamped(lambda n, a, x: math.log2(n)), "the logarithm of n"),
     "how many segments": (lambda *given: -(-given[0] // _least(*given)), "number of segments"),
 }
+
+
+def _at_most(layers):
+    """``layers``: of segment i, from all lengths."""
+    return lambda lengths, a, x: max(i * x + layers(lengths, i) * a for i in range(len(lengths)))
+
+
+RIGHT["4.5"] |= {
+    "sorted": lambda lengths, a, x: sorted(i * x + m * a for i, m in enumerate(lengths))[-1],
+    "tensors": lambda lengths, a, x: (
+        torch.tensor(lengths) * a + torch.arange(len(lengths)) * x
+    ).max(),
+}
+WRONG["4.5"] |= {
+    "one layer more": (_at_most(lambda lengths, i: lengths[i] + 1), "one layer too many"),
+    "with the one before": (
+        _at_most(lambda lengths, i: sum(lengths[max(0, i - 1) : i + 1])),
+        "two segments are counted in full at once",
+    ),
+}
