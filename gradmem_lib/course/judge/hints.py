@@ -80,9 +80,9 @@ def nearest_mistake(
     """The sentence of the known mistake that ``got`` makes, perhaps beside another one.
 
     ``got`` must agree with the mistake at every place where the mistake is wrong, and at its own
-    first wrong place. So for an answer with two mistakes, the first one is named. ``known`` are
-    (sentence, what the mistake does). The result is empty if none fits. ``all_of_it``: nearly all
-    that is wrong in ``got`` is this mistake.
+    first wrong place. So for an answer with two mistakes, the first one is named. A truth (True or
+    False) must agree in every case. ``known`` are (sentence, what the mistake does). The result is
+    empty if none fits. ``all_of_it``: nearly all that is wrong in ``got`` is this mistake.
     """
     mine, wanted = entries(got), entries(expected)
     wrong = _wrong_places(mine, wanted, tolerance)
@@ -91,7 +91,8 @@ def nearest_mistake(
     for says, value in known:
         theirs = entries(value)
         theirs_wrong = _wrong_places(theirs, wanted, tolerance)
-        if not theirs_wrong or not _agree(mine, theirs, theirs_wrong, tolerance):
+        places = _with_all_truths(theirs_wrong, wanted)
+        if not theirs_wrong or not _agree(mine, theirs, places, tolerance):
             continue
         if theirs_wrong[0] != wrong[0]:
             continue
@@ -100,6 +101,20 @@ def nearest_mistake(
         if len(theirs_wrong) > most:
             best, most = says, len(theirs_wrong)
     return best
+
+
+def _with_all_truths(places: list[Path], wanted: dict[Path, Any]) -> list[Path]:
+    """``places``, and for each truth among them this entry of all other cases.
+
+    A truth that is wrong can have only one value. So two answers that are both wrong in some cases
+    agree in these, whatever they do.
+    """
+    truths = {path[1:] for path in places if isinstance(wanted[path], bool)}
+    more = []
+    for path, value in wanted.items():
+        if isinstance(value, bool) and path[1:] in truths and path not in places:
+            more.append(path)
+    return places + more
 
 
 def _agree(
@@ -150,9 +165,7 @@ def _numbers_in_both(mine: Mapping, theirs: Mapping) -> list[tuple[Real, Real]]:
     """(number of the answer, number of the reference) where both have a number at a place."""
     numbers = []
     for path, value in theirs.items():
-        if path not in mine:
-            continue
-        number, wanted = plain(mine[path]), plain(value)
+        number, wanted = plain(mine.get(path)), plain(value)
         if isinstance(number, Real) and isinstance(wanted, Real):
             numbers.append((number, wanted))
     return numbers
@@ -235,14 +248,15 @@ def other_unit(got: Any, expected: Any) -> str:
 
     Only whole numbers are bytes, as floats too; truths beside them are not looked at.
     """
-    mine = entries(got)
-    ratios = []
+    theirs = {}
     for path, wanted in entries(expected).items():
-        number = mine.get(path)
-        if isinstance(wanted, bool):
-            continue
-        if not isinstance(wanted, Real) or not isinstance(number, Real):
-            return ""
+        if not isinstance(wanted, bool):
+            theirs[path] = wanted
+    numbers = _numbers_in_both(entries(got), theirs)
+    if len(numbers) < len(theirs):
+        return ""
+    ratios = []
+    for number, wanted in numbers:
         if not float(wanted).is_integer():
             return ""
         if wanted:
@@ -258,21 +272,15 @@ def wrapped_around(got: Any, expected: Any) -> str:
     """The sentence for a number of bytes that does not fit into a whole number of 32 bits: what
     remains of it differs by a multiple of 2**32.
     """
-    mine = entries(got)
-    small_right, small_wrong = 0, 0  # numbers that fit into 32 bits; zeros show nothing
     wrapped = []
-    for path, wanted in entries(expected).items():
-        number = plain(mine.get(path))
-        if not isinstance(wanted, Real) or not isinstance(number, Real):
-            continue
+    small_right, small_wrong = 0, 0  # numbers that fit into 32 bits; zeros show nothing
+    for number, wanted in _numbers_in_both(entries(got), entries(expected)):
         if not float(wanted).is_integer() or not float(number).is_integer():
             continue
-        is_right = number == wanted
-        in_32_bits = -(2**31) <= number < 2**32
         if wanted < 2**31:
-            small_right += is_right and wanted != 0
-            small_wrong += not is_right
-        elif not is_right and in_32_bits and (int(wanted) - int(number)) % 2**32 == 0:
+            small_right += number == wanted != 0
+            small_wrong += number != wanted
+        elif number != wanted and _same_32_bits(number, wanted):
             wrapped.append((number, wanted))
     for number, wanted in wrapped:
         # A number of whole MiB that is wrong for another reason is off by 2**32 now and then.
@@ -286,19 +294,26 @@ def wrapped_around(got: Any, expected: Any) -> str:
     return ""
 
 
+def _same_32_bits(number: Real, wanted: Real) -> bool:
+    """Whether ``number`` is what 32 bits, with a sign or without, hold of ``wanted``."""
+    fits = -(2**31) <= number < 2**32
+    return fits and (int(wanted) - int(number)) % 2**32 == 0
+
+
 def without_its_fraction(got: Any, expected: Any) -> str:
     """The sentence for an answer that is always the expected number, made whole."""
-    mine = entries(got)
-    are_whole = []
-    for path, wanted in entries(expected).items():
-        number = plain(mine.get(path))
-        if not isinstance(wanted, Real) or not isinstance(number, Real):
+    theirs = entries(expected)
+    numbers = _numbers_in_both(entries(got), theirs)
+    if len(numbers) < max(3, len(theirs)):
+        return ""
+    for number, wanted in numbers:
+        if isinstance(number, bool):  # a truth is no number that was made whole
             return ""
-        if not math.isfinite(number) or number != int(number) or abs(number - wanted) >= 1:
+        if not float(number).is_integer() or abs(number - wanted) >= 1:
             return ""
-        are_whole.append(float(wanted).is_integer())
-    is_constant = len({plain(number) for number in mine.values()}) == 1
-    if len(are_whole) < 3 or all(are_whole) or is_constant:
+    is_constant = len({number for number, _ in numbers}) == 1
+    should_be_whole = all(float(wanted).is_integer() for _, wanted in numbers)
+    if is_constant or should_be_whole:
         return ""
     return "the result is a whole number in every case: return it with its fraction."
 
@@ -324,6 +339,9 @@ def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
         return None
     left = numpy.array([[float(term[case]) for term in terms] for case in cases])
     right = numpy.array(numbers, dtype=float)
+    # Each case counts the same, so that those of small numbers are not lost beside large ones.
+    size = numpy.maximum(abs(left).max(axis=1), 1.0)
+    left, right = left / size[:, None], right / size
     found = numpy.linalg.lstsq(left, right, rcond=None)[0]
     off = abs(left @ found - right).max()
     return [round(float(c), 9) for c in found] if off <= 1e-9 * max(1.0, abs(right).max()) else None
@@ -394,6 +412,8 @@ def _instead_of_a_number(got: Any, expected: Real) -> str:
         return ""
     if isinstance(got, str):
         return f"return a number: this is text, {describe(got)}."
+    if isinstance(got, bool):
+        return f"return a number: this is {got}."
     if not isinstance(got, Real):
         return f"return one number: this is {describe(got)}."
     if math.isnan(got) and not math.isnan(expected):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import os
 import random
 import re
@@ -325,10 +324,14 @@ def _own_frame(error: BaseException, candidate: Any) -> tuple[CodeType, int] | N
     """
     codes = {function.__code__ for function in functions(candidate)}
     files = {code.co_filename for code in codes}
-    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    inside = itertools.dropwhile(lambda entry: entry[0] not in codes, frames)
-    own = [(code, line) for code, line in inside if code.co_filename in files]
-    return own[-1] if own else None
+    has_begun = False  # frames before the candidate's are of this file, or of the exercise's
+    last = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        has_begun = has_begun or code in codes
+        if has_begun and code.co_filename in files:
+            last = (code, line)  # the candidate itself, or a helper beside it
+    return last
 
 
 def _shown_line(code: CodeType, line: int) -> str:

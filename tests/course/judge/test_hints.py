@@ -291,6 +291,23 @@ def test_no_kind_of_result_stops_a_check():
             hints.nearest_mistake({"one": got}, {"one": expected}, known, 1e-6)
 
 
+def test_a_mistake_in_truths_is_named_only_if_it_has_the_same_truths_in_every_case():
+    names = ["one", "two", "three", "four", "five", "six"]
+    expected = dict(zip(names, [False, False, False, False, True, True], strict=True))
+    known = [("It is always True.", dict.fromkeys(names, True))]
+    mostly = dict.fromkeys(names, True) | {"six": False}
+    for all_of_it in (True, False):
+        says = hints.nearest_mistake(mostly, expected, known, 1e-6, all_of_it=all_of_it)
+        assert says == ""
+    with_a_number = {name: {"enough": True, "bytes": 1} for name in names}
+    expected_too = {name: {"enough": truth, "bytes": 2} for name, truth in expected.items()}
+    both_known = [
+        ("It is always True.", {name: {"enough": True, "bytes": 2} for name in names}),
+    ]
+    says = hints.nearest_mistake(with_a_number, expected_too, both_known, 1e-6)
+    assert says == "It is always True."
+
+
 def _over_a_helper(width, height):
     area, i = width * height, 0
     for i in range(2):

@@ -16,7 +16,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...judge.compare import difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import shares, times, unit_of
-from ..shared.gradient_weights import ANOTHER_STEP, before_each_update, why_clipped
+from ..shared.gradient_weights import (
+    ANOTHER_STEP,
+    before_each_update,
+    factor_between,
+    why_clipped,
+)
 from ..shared.settings import flat
 from .settings import train_setting
 
@@ -620,13 +625,11 @@ def _why_scaled(mine: dict, right: dict) -> str:
     first, wanted = mine[each][0], right[each][0]
     if says := why_clipped(first, wanted):
         return says
-    ratio = (first @ wanted / wanted.square().sum()).item()
-    if ratio == 0 or difference(ratio, 1.0, 1e-3) is None:
-        return ""
-    if difference(first / ratio, wanted) is not None:
+    factor = factor_between(first, wanted)
+    if not factor or difference(factor, 1.0, 1e-3) is None:
         return ""
     return (
-        f"the gradient of the first update is {times(ratio)}: call backward on the loss as the "
+        f"the gradient of the first update is {times(factor)}: call backward on the loss as the "
         "model returns it, and do not change the gradients."
     )
 

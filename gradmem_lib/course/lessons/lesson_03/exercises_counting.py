@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from ast import literal_eval
+from functools import partial
 
 import torch
 
@@ -131,27 +132,38 @@ _LOGGED = calls(
 )
 
 
+def _each_mean(means: list[float], counts: list[int]) -> list[float]:
+    return means
+
+
 def _of_each_item(means: list[float], counts: list[int]) -> list[float]:
-    """The mean of its micro-batch for each item."""
-    return [mean for mean, count in zip(means, counts, strict=True) for _ in range(count)]
+    """For each item, the mean of its micro-batch."""
+    found = []
+    for mean, count in zip(means, counts, strict=True):
+        found += [mean] * count
+    return found
 
 
-_PICKED = (
+_PICKS = (
     ("median", statistics.median),
     ("median", statistics.median_low),
     ("median", statistics.median_high),
     ("largest", max),
     ("smallest", min),
 )
+_FROM = (("the means", _each_mean), ("all items' means", _of_each_item))
+
+
+def _picked(pick, values, means: list[float], counts: list[int]) -> float:
+    """One of some values, in place of their average."""
+    return pick(values(means, counts))
 
 
 def _no_average(got) -> str:
     """What is said of one of the means, picked by its size."""
-    for name, pick in _PICKED:
-        of_means = _LOGGED(lambda means, counts, pick=pick: pick(means))
-        of_items = _LOGGED(lambda means, counts, pick=pick: pick(_of_each_item(means, counts)))
-        for what, picked in (("the means", of_means), ("all items' means", of_items)):
-            if difference(got, picked) is None:
+    for name, pick in _PICKS:
+        for what, values in _FROM:
+            if difference(got, _LOGGED(partial(_picked, pick, values))) is None:
                 return (
                     f"this is the {name} of {what}: the loss to log is an average, in which each "
                     "mean is weighted by its number of items."

@@ -79,6 +79,24 @@ def _explain_peak(got, expected):
         )
     if all(got[case] == (len(m) - 1) * x + m[-1] * a for case, (m, a, x) in cases.items()):
         return "this uses only the last segment: an earlier, longer one may need more."
+    return _too_many_layers(got, cases)
+
+
+def _too_many_layers(got, cases) -> str | None:
+    """What is said if each segment counts one layer more, or the segment before it too."""
+    one_more, two_segments = {}, {}
+    for case, (lengths, a, x) in cases.items():
+        before = [0, *lengths[:-1]]
+        places = list(enumerate(zip(lengths, before, strict=True)))
+        one_more[case] = max(i * x + (m + 1) * a for i, (m, _) in places)
+        two_segments[case] = max(i * x + (m + last) * a for i, (m, last) in places)
+    if got == one_more:
+        return "one layer too many: a segment of m layers that runs again keeps m * a."
+    if got == two_segments:
+        return (
+            "two segments are counted in full at once: what a segment keeps is freed in its "
+            "backward, before the next one runs again."
+        )
     return None
 
 
@@ -167,11 +185,67 @@ _SWAPPED = (
 )
 
 
+# What k is, where it comes from another formula: (the length before it is rounded, sentence).
+_OTHER_LENGTHS = (
+    (lambda n, a, x: n * x / a, "the root is missing: this is n · x / a, and k is its root."),
+    (
+        lambda n, a, x: a / x,
+        "this is a / x, which does not depend on n: more layers need longer segments.",
+    ),
+    (
+        lambda n, a, x: 2 * math.sqrt(n * x / a),
+        "this is twice √(n · x / a): the two costs are equal at the root itself.",
+    ),
+    (
+        lambda n, a, x: math.log2(n),
+        "this is the logarithm of n: the two costs are equal at √(n · x / a).",
+    ),
+)
+
+
+def _why_other_length(lengths) -> str | None:
+    """What is said of lengths that come from another formula in every case, however rounded."""
+    cases = [(int(k), *_CHAINS[name]) for name, k in lengths.items()]
+    for formula, says in _OTHER_LENGTHS:
+        if all(_rounds(formula(n, a, x), k, n) for k, n, a, x in cases):
+            return says
+    if all(_is_number_of_segments(*case) for case in cases):
+        return "this is n / k, the number of segments: return the length of one."
+    if all(_has_highest_peak(*case) for case in cases):
+        return "these lengths have the highest peak of all: take one with the lowest."
+    return None
+
+
+def _peaks(n: int, a: int, x: int) -> dict[int, int]:
+    """The peak of each length."""
+    return {k: kept_at_peak(uniform_segments(n, k), a, x) for k in range(1, n + 1)}
+
+
+def _is_number_of_segments(k: int, n: int, a: int, x: int) -> bool:
+    """Whether ``k`` is how many segments there are, for one of the best lengths."""
+    peaks = _peaks(n, a, x)
+    best = [length for length, peak in peaks.items() if peak == min(peaks.values())]
+    return k in [len(uniform_segments(n, length)) for length in best]
+
+
+def _has_highest_peak(k: int, n: int, a: int, x: int) -> bool:
+    peaks = _peaks(n, a, x)
+    return peaks[k] == max(peaks.values())
+
+
+def _rounds(length: float, k: float, n: int) -> bool:
+    """Whether ``k`` is ``length``, rounded in any way, and brought within 1 to n."""
+    return any(k == min(n, max(1, way(length))) for way in (math.floor, round, math.ceil))
+
+
 def _explain_length(got, expected):
     if _one_too_small(got.notes["lengths"], expected):
         return (
             "each length is one too small: a list counts its places from 0, and lengths begin at 1."
         )
+    peaks = {name: case["peak with your k"] for name, case in expected.items()}
+    if got.notes["lengths"] == peaks:
+        return "this is the lowest peak, in bytes: return the length k that has it."
     for name in expected:
         what = got[name]["what is no length from 1 to n"]
         if what == "None":
@@ -187,6 +261,8 @@ def _explain_length(got, expected):
             "this is √n, which is right where a layer keeps no more than its input: with a > x, "
             "segments must be shorter."
         )
+    if says := _why_other_length(got.notes["lengths"]):
+        return says
     peak = "peak with your k"
     name = next(name for name in expected if got[name][peak] != expected[name][peak])
     n, a, x = _CHAINS[name]

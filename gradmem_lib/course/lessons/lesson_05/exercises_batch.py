@@ -289,6 +289,12 @@ def _counted(n: int) -> str:
     return f"{n} update{'s' * (n != 1)}"
 
 
+_NEXT_RATE = (
+    "each update has the learning rate of the next one, as if the schedule stepped before the "
+    "optimizer: optimizer first, so that the first rate is used."
+)
+
+
 def _why_rates(rates, right) -> str | None:
     if len(rates) != len(right) or torch.allclose(rates, right):
         return None
@@ -305,9 +311,11 @@ def _why_rates(rates, right) -> str | None:
     if rates[0] > 0 and not warm:
         return "there is no warm-up: the first update already has the whole learning rate."
     if torch.allclose(rates[:-1], right[1:]):
+        return _NEXT_RATE
+    if rates[0] > 0:
         return (
-            "the schedule steps before the optimizer, so the first learning rate is never used: "
-            "optimizer first."
+            f"the warm-up begins at {rates[0] / right.max():.3g} of the learning rate: it begins "
+            "at 0, so the first update has a learning rate of 0."
         )
     if warm != wanted:
         return (
@@ -456,10 +464,7 @@ EXERCISES = (
             Mistake(
                 "schedule first",
                 _epoch(first=True),
-                (
-                    "the schedule steps before the optimizer, so the first learning rate is never "
-                    "used and each update has the next one's: optimizer first."
-                ),
+                _NEXT_RATE,
             ),
             Mistake(
                 "last window not counted",

@@ -9,9 +9,9 @@ from ast import literal_eval
 from functools import partial
 
 from ....units import GiB, MiB
-from ...judge.compare import describe, difference
+from ...judge.compare import describe, difference, plain
 from ...judge.exercise import Exercise, HiddenCase, Mistake, calls
-from ...judge.hints import nearest_mistake
+from ...judge.hints import nearest_mistake, shares
 
 
 def read_error(asked, total, free, process, allocated, idle) -> dict:
@@ -44,43 +44,103 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
 
 
 def _explain_error(got, expected):
-    """What is said if one entry is wrong in the same way in every case."""
-    right = {case: read_error(*literal_eval(case)) for case in expected}
-    for entry, wrong_formula, says in (
-        (
-            "others",
-            lambda n: n["total"] - n["process"],
-            "the others' memory includes the card's free bytes: no process holds these, so "
-            "subtract them too.",
-        ),
-        (
-            "others",
-            lambda n: n["total"] - n["free"] - n["process"] - n["idle"],
-            "the idle blocks are subtracted from the others' memory: they belong to this process, "
-            "whose bytes are subtracted already.",
-        ),
-        (
-            "context",
-            lambda n: n["process"] - n["allocated"] + n["idle"],
-            "the idle blocks are added to the context: PyTorch has reserved these, so subtract "
-            "them.",
-        ),
-        (
-            "in_pieces",
-            lambda n: n["free"] + n["idle"] > n["asked"],
-            "exactly as many bytes as were requested are enough: compare by >=.",
-        ),
-    ):
-        wrong = {case: right[case] | {entry: wrong_formula(_by_name(case))} for case in expected}
-        if got == wrong:
-            return says
+    """What is said of the first wrong entry, if it is wrong in the same way in every case."""
+    numbers = {case: _by_name(case) for case in expected}
+    for entry in ("context", "others", "in_pieces"):
+        mine = {case: got[case][entry] for case in expected}
+        right = {case: expected[case][entry] for case in expected}
+        if not difference(mine, right):
+            continue
+        if entry == "in_pieces":
+            return _why_pieces(mine, right)
+        return _why_sum(entry, mine, numbers)
     return None
+
+
+# What is added (1) and subtracted (-1) for an entry.
+_SUMS = {
+    "context": {"process": 1, "allocated": -1, "idle": -1},
+    "others": {"total": 1, "free": -1, "process": -1},
+}
+_NAMES = ("asked", "total", "free", "process", "allocated", "idle")
+_ENTRIES = {"context": "the context", "others": "the others' memory"}
+_WHY_NOT = {
+    "context": {
+        "asked": "the driver refused these bytes, so no process holds them.",
+        "total": "the context is a part of what this process has in use.",
+        "free": "no process holds these bytes.",
+    },
+    "others": {
+        "asked": "the driver refused these bytes, so no process holds them.",
+        "allocated": "they belong to this process, whose bytes are subtracted as a whole.",
+        "idle": "they belong to this process, whose bytes are subtracted as a whole.",
+    },
+}
+_WHY = {
+    "context": {
+        "process": "begin with what this process has in use.",
+        "allocated": "the tensors are no part of the context, so subtract them.",
+        "idle": "PyTorch has reserved these, so subtract them.",
+    },
+    "others": {
+        "total": "begin with all that the card has.",
+        "free": "no process holds these, so subtract them.",
+        "process": "subtract all that this process has in use.",
+    },
+}
+_WORDS = {
+    "asked": "the requested bytes",
+    "total": "the card's capacity",
+    "free": "the card's free bytes",
+    "process": "this process's bytes",
+    "allocated": "the allocated bytes",
+    "idle": "the idle blocks",
+}
+
+
+def _why_sum(entry: str, mine: dict, numbers: dict) -> str | None:
+    """What is said of a sum of the six numbers: which of them is in it, and should not be, or is
+    not in it as it should.
+    """
+    terms = [{case: given[name] for case, given in numbers.items()} for name in _NAMES]
+    found = shares(mine, *terms)
+    if found is None or any(times != round(times) for times in found):
+        return None
+    if all(times == -_SUMS[entry].get(name, 0) for name, times in zip(_NAMES, found, strict=True)):
+        return f"{_ENTRIES[entry]} has the wrong sign: the subtraction is turned round."
+    for name, times in zip(_NAMES, found, strict=True):
+        should = _SUMS[entry].get(name, 0)
+        if times != should:
+            why = _WHY[entry][name] if should else _WHY_NOT[entry][name]
+            verb = "is" if name == "total" else "are"
+            return f"{_WORDS[name]} {verb} {_done(times, should)} {_ENTRIES[entry]}: {why}"
+    return None
+
+
+def _done(times: float, should: int) -> str:
+    """What is done to a number that is in a sum ``times`` times, but ``should`` times."""
+    if times == 0:
+        return "not subtracted from" if should < 0 else "missing from"
+    if abs(times) > 1:
+        return f"counted {abs(times):g} times in"
+    return "added to" if times > 0 else "subtracted from"
+
+
+def _why_pieces(mine: dict, right: dict) -> str | None:
+    """In which cases ``in_pieces`` is the wrong way, if it is a truth in all of them."""
+    if not all(plain(truth) in (True, False) for truth in mine.values()):
+        return None
+    wrong = []
+    if any(mine[case] and not right[case] for case in right):
+        wrong.append("True in a case where free and idle bytes together are too few")
+    if any(right[case] and not mine[case] for case in right):
+        wrong.append("False in a case where free and idle bytes together are enough")
+    return f"in_pieces is {', and '.join(wrong)}: compare their sum with `asked`."
 
 
 def _by_name(case: str) -> dict[str, int]:
     """The six numbers of an error's case."""
-    names = ("asked", "total", "free", "process", "allocated", "idle")
-    return dict(zip(names, literal_eval(case), strict=True))
+    return dict(zip(_NAMES, literal_eval(case), strict=True))
 
 
 def _error(asked, total, context, allocated, idle, others=0) -> tuple[int, ...]:
@@ -414,8 +474,8 @@ EXERCISES = (
                 "free alone",
                 partial(_reads, wrong="free alone"),
                 (
-                    "in_pieces is always False here, since `free >= asked` is false in every "
-                    "out-of-memory error: add the idle blocks of this process to the free bytes."
+                    "in_pieces is always False here, as `free >= asked` is in every out-of-memory "
+                    "error: add the idle blocks of this process to the free bytes."
                 ),
             ),
             Mistake(
@@ -438,9 +498,8 @@ EXERCISES = (
                 "too little free",
                 partial(_reads, wrong="too little free"),
                 (
-                    "in_pieces is always True here, since `asked > free` is true in every "
-                    "out-of-memory error: compare the requested bytes with free and idle bytes "
-                    "together."
+                    "in_pieces is always True here, as `asked > free` is in every out-of-memory "
+                    "error: compare the requested bytes with free and idle bytes together."
                 ),
             ),
         ),

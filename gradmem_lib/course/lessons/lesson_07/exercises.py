@@ -84,11 +84,20 @@ def _explain_lost(got, expected):
     are_whole = all(float(share).is_integer() for share in got.values())
     if are_whole and max(got.values()) > 1:
         return "this counts the lost numbers: divide by how many were not zero to get their share."
+    if not difference(got, _observe_lost(_scaled_twice)):
+        return "the scale is used twice: multiply by it once."
+    for digits in range(6):
+        if got == {case: round(share, digits) for case, share in expected.items()}:
+            return "the share is rounded: return it with all its digits."
     for says, shares in _OTHER_SHARES.items():
         for count, among in shares:
             if not difference(got, _observe_lost(_share(count, among))):
                 return says
     return None
+
+
+def _scaled_twice(gradients, dtype, scale):
+    return lost(gradients, dtype, scale * scale)
 
 
 def _share(count, among):
@@ -117,6 +126,14 @@ def _of_finite_stored(gradients, stored, lost_ones):
     return lost_ones & stored.isfinite()
 
 
+def _of_zero(gradients, stored, lost_ones):
+    return (stored == 0) | ~stored.isfinite()
+
+
+def _not_zero(gradients, stored):
+    return gradients != 0
+
+
 def _finite_given(gradients, stored):
     return (gradients != 0) & gradients.isfinite()
 
@@ -127,12 +144,19 @@ def _finite_stored(gradients, stored):
 
 _OTHER_SHARES = {
     (
+        "numbers that were 0 already are counted among the lost ones: count only those that were "
+        "not zero before."
+    ): ((_of_zero, _not_zero),),
+    ("this divides by the number of rows: divide by how many numbers were not zero."): (
+        (_lost_ones, lambda gradients, stored: torch.ones(len(gradients))),
+    ),
+    (
         "numbers that are inf or nan before the cast are left out: they are not zero, so count "
         "them among all numbers, and among the lost ones."
     ): (
         (_of_finite_given, _finite_given),
         (_lost_ones, _finite_given),
-        (_of_finite_given, lambda gradients, stored: gradients != 0),
+        (_of_finite_given, _not_zero),
     ),
     (
         "nan is left out: it is not zero, and it is lost, so count it above and below the fraction "
@@ -662,8 +686,8 @@ EXERCISES = (
                 "scaled late",
                 _lost(early=False),
                 (
-                    "the scale comes after the cast: a number that became 0 stays 0; scale before "
-                    "you store."
+                    "the scale comes after the cast, or is taken off again: scale before you "
+                    "store, and look at what is stored."
                 ),
             ),
             Mistake(

@@ -5,8 +5,7 @@ a key-value cache.
 from __future__ import annotations
 
 import math
-from functools import cache
-from itertools import product
+from functools import cache, partial
 
 import torch
 
@@ -256,31 +255,29 @@ _NOT_KEPT = (
     ("hidden states", lambda config: config.hidden_size),
     ("hidden states", lambda config: config.hidden_size * config.num_hidden_layers),
 )
+# Of which tokens, and in how many bytes: those that are given, or always as many (float32, say).
+_AMOUNTS = (
+    lambda rows, tokens, width: rows * tokens * width,
+    lambda rows, tokens, width: rows * tokens,
+    lambda rows, tokens, width: rows * width,  # of each row's last token alone
+    lambda rows, tokens, width: rows,
+)
 
 
-def _not_kept(numbers, all_tokens: bool, given_width: bool):
-    """The bytes of so many ``numbers`` for each token, or for the last one alone."""
-
-    def nbytes(config, rows, tokens, bytes_per_number):
-        count = rows * numbers(config)
-        if all_tokens:
-            count *= tokens
-        if given_width:
-            count *= bytes_per_number
-        return count
-
-    return nbytes
+def _not_kept(numbers, amount, config, rows, tokens, width):
+    return numbers(config) * amount(rows, tokens, width)
 
 
 def _counted_too(got, expected) -> str:
     """What is said if something is added that is no key and no value."""
-    for (what, numbers), *how in product(_NOT_KEPT, (True, False), (True, False)):
-        found = shares(got, expected, _observe_cache(_not_kept(numbers, *how)))
-        if found is not None and found[0] == 1 and found[1] > 0:
-            return (
-                f"the {what} are counted too: each token has its own, and no later token needs "
-                "them. Only keys and values are kept."
-            )
+    for what, numbers in _NOT_KEPT:
+        for amount in _AMOUNTS:
+            found = shares(got, expected, _observe_cache(partial(_not_kept, numbers, amount)))
+            if found is not None and found[0] == 1 and found[1] > 0:
+                return (
+                    f"the {what} are counted too: each token has its own, and no later token needs "
+                    "them. Only keys and values are kept."
+                )
     return ""
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, calls, measure
+from ...judge.hints import shares
+from ..shared.gradient_weights import factor_between
 
 NF4_CASES = (1000, 64, 256), (4096 * 11008, 64, 256), (77, 16, 3)
 NF4_HIDDEN = (455, 10, 4), (64 * 256, 64, 256)
@@ -201,10 +203,10 @@ def _why_added(got, expected) -> str | None:
         added, wanted = (seen[case].get("what A and B add") for seen in (got, expected))
         if added is None or wanted is None:
             continue
-        factor = (added * wanted).sum() / wanted.square().sum()
-        if difference(added, factor * wanted, 1e-4):
+        factor = factor_between(added, wanted, 1e-4)
+        if factor is None:
             return None
-        factors.append(factor.item())
+        factors.append(factor)
     wrong = [factor for factor in factors if abs(factor - 1) > 1e-3]
     if not wrong:
         return None
@@ -234,27 +236,84 @@ def _nf4(*, first=2, second=1, scale=4, mean=4, up=lambda n, by: -(-n // by), of
     return wrong
 
 
+# The parts of a matrix in NF4, in the order of ``_parts``: (bytes of one, what it is, why).
+_BYTES = (
+    (1, "each pair of numbers", "two numbers of 4 bits share one byte"),
+    (1, "each block's absmax", "double quantization makes it one byte"),
+    (4, "each group's scale", "it is a float32, of 4 bytes"),
+    (4, "the mean of all absmax values", "it is a float32, of 4 bytes"),
+)
+
+
+def _parts(numbers, block, group) -> tuple[int, ...]:
+    """How many pairs of numbers, blocks, groups and means there are."""
+    blocks = -(-numbers // block)
+    return -(-numbers // 2), blocks, -(-blocks // group), 1
+
+
+# Other numbers of blocks and groups: (sentence, how many there are).
+_OTHER_BLOCKS = (
+    (
+        "one block too many is counted where the last one is full, and so is one group: "
+        "-(-a // b) rounds up, and a // b + 1 adds one always.",
+        lambda numbers, block, group: (numbers // block + 1, (numbers // block + 1) // group + 1),
+    ),
+    (
+        "a block is made of bytes here: it is made of numbers, of which two share a byte.",
+        lambda numbers, block, group: _parts(-(-numbers // 2), block, group)[1:3],
+    ),
+)
+
+
 def _explain_nf4(got, expected):
     over = [mine - right for mine, right in zip(got.values(), expected.values(), strict=True)]
-    blocks = [-(-numbers // block) for numbers, block, _ in (*NF4_CASES, *NF4_HIDDEN)]
-    groups = [
-        -(-count // group)
-        for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_HIDDEN), strict=True)
-    ]
-    if over == [-count for count in blocks]:
-        return "each block's absmax is missing, one byte."
-    if over == [3 * count for count in blocks]:
-        return "a block's absmax has 4 bytes here: double quantization makes it one."
-    if over in ([-4 * count for count in groups], [-3 * count for count in groups]):
-        return "each group's scale is a float32, of 4 bytes."
-    if over == [-3] * len(over):
-        return "the mean is a float32, of 4 bytes."
-    if min(over) >= -8 and max(over) <= 0:
+    if min(over) >= -8 and max(over) <= 0 and len(set(over)) > 1:
         return (
             "bytes are lost in rounding: an odd number, a last block and a last group that are "
             "not full count too, so round up each."
         )
+    cases = dict(zip(expected, (*NF4_CASES, *NF4_HIDDEN), strict=True))
+    return _why_blocks(got, cases) or _why_bytes(got, over, cases)
+
+
+def _why_blocks(got, cases) -> str | None:
+    """What is said if there are more or fewer blocks, or groups, than should be."""
+    for says, count in _OTHER_BLOCKS:
+        nbytes = []
+        for numbers, block, group in cases.values():
+            blocks, groups = count(numbers, block, group)
+            nbytes.append(-(-numbers // 2) + blocks + 4 * groups + 4)
+        if list(got.values()) == nbytes:
+            return says
     return None
+
+
+def _why_bytes(got, over: list, cases) -> str | None:
+    """Which part has other bytes than it should, if it has the same in every case. ``over``: the
+    bytes that are too many, of each case.
+    """
+    of_a_number = set()  # its bytes, if all else is right
+    for extra, given in zip(over, cases.values(), strict=True):
+        of_a_number.add(round((extra + _parts(*given)[0]) / given[0], 6))
+    if len(of_a_number) == 1 and of_a_number != {0}:
+        return (
+            f"a number has {_bytes(of_a_number.pop())} here: two numbers of 4 bits share one byte."
+        )
+    terms = [{case: _parts(*given)[i] for case, given in cases.items()} for i in range(len(_BYTES))]
+    found = shares(got, *terms)
+    if found is None:
+        return None
+    for nbytes, (right, what, why) in zip(found, _BYTES, strict=True):
+        nbytes = round(nbytes, 4)
+        if nbytes == 0:
+            return f"{what} is missing: {why}."
+        if nbytes != right:
+            return f"{what} has {_bytes(nbytes)} here: {why}."
+    return None
+
+
+def _bytes(number: float) -> str:
+    return f"{number:g} byte{'s' * (number != 1)}"
 
 
 EXERCISES = (

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ....names import IGNORED
 from ...judge.compare import plain
 from ...judge.exercise import Exercise, HiddenCase, Mistake
+from ..shared.gradient_weights import factor_between
 from ..shared.settings import flat
 from .thread_ranks import APART, on_ranks
 
@@ -194,20 +195,16 @@ def _why_multiple(first, last, own, mean) -> str | None:
             "only rank 0 has the mean: reduce leaves the sum on one rank, and all_reduce leaves "
             "it on all of them."
         )
-    shares = [(each @ mean / mean.square().sum()).item() for each in (first, last)]
-    multiple = all(
-        torch.allclose(each, share * mean)
-        for each, share in zip((first, last), shares, strict=True)
-    )
-    if not multiple or all(abs(share - 1) < 1e-6 for share in shares):
+    factors = [factor_between(each, mean) for each in (first, last)]
+    if None in factors or all(abs(factor - 1) < 1e-6 for factor in factors):
         return None
-    if abs(shares[0] - shares[1]) > 1e-6:
+    if abs(factors[0] - factors[1]) > 1e-6:
         return (
             "the ranks divide the sum by different numbers: each divides by the number of ranks, "
             "dist.get_world_size()."
         )
     return (
-        f"with 3 ranks the gradients are {shares[0]:.3g} times the mean: divide their sum by the "
+        f"with 3 ranks the gradients are {factors[0]:.3g} times the mean: divide their sum by the "
         "number of ranks, dist.get_world_size()."
     )
 
@@ -290,15 +287,62 @@ def _explain_scale(got, expected):
             "only the labels of the rank that has most of them are counted: all_reduce adds up "
             "those of all ranks (ReduceOp.SUM, the default)."
         )
-    for says, count in _OTHER_COUNTS.items():
-        if all(_all_ranks_use(count, batches, got[name]) for name, batches in _batches().items()):
-            return says
+    return _why_ranks(got) or _why_count(got) or _why_apart(got)
+
+
+def _why_ranks(got) -> str | None:
+    """What is said if the labels are right, and the same number stands over them in each case."""
+    numbers = []
+    for name, batches in _batches().items():
+        labels = sum(map(_count, batches))
+        numbers += [scale * labels for scale in got[name].values()]
+    if numbers[0] and all(math.isclose(number, numbers[0], rel_tol=1e-5) for number in numbers):
+        return (
+            f"this factor is {numbers[0]:.4g} / labels, however many ranks there are: use "
+            "dist.get_world_size()."
+        )
     return None
 
 
-def _all_ranks_use(count, batches, scales) -> bool:
-    """Whether every rank's scale is the number of ranks over all that is counted of each rank."""
-    return _all_are(scales, len(batches) / sum(count(own) for own in batches))
+def _why_count(got) -> str | None:
+    """What is said if every rank divides by the same number in each case, but by that of something
+    else than labels.
+    """
+    batches = _batches()
+    for _, says, count in _COUNTS:
+        # Each of these may come with another mistake: the number of ranks once less, or twice.
+        for power in (1, 0, -1, 2):
+            if all(
+                _all_are(got[name], _factor(count, each, power)) for name, each in batches.items()
+            ):
+                return says
+    for name, each in batches.items():
+        first = next(iter(got[name].values()))
+        if not first or not _all_are(got[name], first):
+            return None
+        divisor, labels = len(each) / first, sum(map(_count, each))
+        if not math.isclose(divisor, labels, rel_tol=1e-5) and not isinstance(name, HiddenCase):
+            return (
+                f"this factor is {len(each)} ranks / {divisor:.6g}, but all ranks together have "
+                f"{labels} labels that are not -100: look at what is counted, and at the ranks."
+            )
+    return None
+
+
+def _why_apart(got) -> str | None:
+    for scales in got.values():
+        if not _all_are(scales, next(iter(scales.values()))):
+            return (
+                "the ranks return different factors: a label counts the same on every rank, so "
+                "all of them divide by the labels of all ranks."
+            )
+    return None
+
+
+def _factor(count, batches, power: int) -> float:
+    """The number of ranks, to some power, over all that is counted of each rank."""
+    total = sum(map(count, batches))
+    return len(batches) ** power / total if total else math.inf
 
 
 def _all_are(scales, wanted: float) -> bool:
@@ -319,16 +363,103 @@ _MICRO_BATCHES = (
 )
 
 
-_OTHER_COUNTS = {
+def _in_each(count):
+    """What is counted of one micro-batch's labels, added up over a rank's."""
+    return lambda micro_batches: sum(int(count(labels)) for labels in micro_batches)
+
+
+# What is counted in place of the labels: (name, sentence, the number for a rank's micro-batches).
+_COUNTS = (
     (
-        "a rank without a label counts as one label: it adds nothing, so add up the labels as they "
-        "are, and divide by the sum."
-    ): lambda micro_batches: max(1, _count(micro_batches)),
+        "all labels",
+        "labels of -100 are counted: they have no loss.",
+        _in_each(torch.numel),
+    ),
     (
-        "a micro-batch without a label counts as one label: it adds nothing to the loss."
-    ): lambda micro_batches: sum(max(1, _count([labels])) for labels in micro_batches),
-    _MICRO_BATCHES: len,
-}
+        "shifted",
+        (
+            "the first label of each row is left out: these labels are not shifted, and "
+            "every one that is not -100 counts."
+        ),
+        _in_each(lambda labels: (labels[..., 1:] != IGNORED).sum()),
+    ),
+    (
+        "shifted to the left",
+        (
+            "the last label of each row is left out: these labels are not shifted, and "
+            "every one that is not -100 counts."
+        ),
+        _in_each(lambda labels: (labels[..., :-1] != IGNORED).sum()),
+    ),
+    (
+        "rows",
+        (
+            "rows are counted: the loss is a sum over labels, and rows have different "
+            "numbers of them."
+        ),
+        _in_each(len),
+    ),
+    (
+        "longest rows",
+        (
+            "the longest row of each micro-batch is counted: the loss is a sum over the labels of "
+            "all rows."
+        ),
+        _in_each(lambda labels: labels.shape[-1]),
+    ),
+    (
+        "last",
+        "only one micro-batch is counted: the update uses all of them.",
+        lambda mine: _count(mine[-1:]),
+    ),
+    (
+        "first",
+        "only one micro-batch is counted: the update uses all of them.",
+        lambda mine: _count(mine[:1]),
+    ),
+    (
+        "no label 0",
+        "labels of 0 are left out: 0 is a token, and only -100 does not count.",
+        _in_each(lambda labels: (labels > 0).sum()),
+    ),
+    (
+        "not zero",
+        (
+            "labels of -100 are counted, and those of 0 are not: 0 is a token, and only -100 "
+            "does not count."
+        ),
+        _in_each(torch.count_nonzero),
+    ),
+    (
+        "turned round",
+        "only labels of -100 are counted: these do not count, and all others do.",
+        _in_each(lambda labels: (labels == IGNORED).sum()),
+    ),
+    (
+        "token ids",
+        "the token ids are added up: their number is needed, not their sum.",
+        _in_each(lambda labels: labels[labels != IGNORED].sum()),
+    ),
+    (
+        "different tokens",
+        "each token counts once, however often it is there: every label that is not -100 counts.",
+        _in_each(lambda labels: labels[labels != IGNORED].unique().numel()),
+    ),
+    (
+        "at least one label of a rank",
+        (
+            "a rank without a label counts as one label: it adds nothing, so add up the labels as "
+            "they are, and divide by the sum."
+        ),
+        lambda mine: max(1, _count(mine)),
+    ),
+    (
+        "at least one label of a micro-batch",
+        "a micro-batch without a label counts as one label: it adds nothing to the loss.",
+        _in_each(lambda labels: max(1, _count([labels]))),
+    ),
+    ("micro-batches", _MICRO_BATCHES, len),
+)
 _APART = (
     (
         rf"{APART}|equal size|must match",
@@ -463,48 +594,7 @@ EXERCISES = (
                 _scaled(scale=lambda own, total, mine: 1 / (total * dist.get_world_size())),
                 "this divides by the number of ranks, but averaging does so too: multiply by it.",
             ),
-            Mistake(
-                "all labels",
-                _scaled(count=lambda mine: sum(labels.numel() for labels in mine)),
-                "labels of -100 are counted: they have no loss.",
-            ),
-            Mistake(
-                "shifted",
-                _scaled(
-                    count=lambda mine: sum(
-                        int((labels[..., 1:] != IGNORED).sum()) for labels in mine
-                    )
-                ),
-                (
-                    "the first label of each row is left out: these labels are not shifted, and "
-                    "every one that is not -100 counts."
-                ),
-            ),
-            Mistake(
-                "rows",
-                _scaled(count=lambda mine: sum(len(labels) for labels in mine)),
-                (
-                    "rows are counted: the loss is a sum over labels, and rows have different "
-                    "numbers of them."
-                ),
-            ),
-            Mistake(
-                "last",
-                _scaled(count=lambda mine: _count(mine[-1:])),
-                "only one micro-batch is counted: the update uses all of them.",
-            ),
-            Mistake(
-                "first",
-                _scaled(count=lambda mine: _count(mine[:1])),
-                "only one micro-batch is counted: the update uses all of them.",
-            ),
-            Mistake(
-                "no label 0",
-                _scaled(
-                    count=lambda mine: sum(int((labels > 0).sum()) for labels in mine),
-                ),
-                "labels of 0 are left out: 0 is a token, and only -100 does not count.",
-            ),
+            *(Mistake(name, _scaled(count=count), says) for name, says, count in _COUNTS),
             Mistake(
                 "ranks twice",
                 _scaled(scale=lambda own, total, mine: dist.get_world_size() ** 2 / total),

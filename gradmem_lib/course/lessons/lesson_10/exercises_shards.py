@@ -22,6 +22,7 @@ from ...judge.compare import Measured, difference
 from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen
 from ...machine.compat import enable_checkpointing
 from ...material import models
+from ..shared.gradient_weights import factor_between
 from ..shared.settings import flat, quietly
 from .thread_ranks import APART, on_ranks
 
@@ -275,24 +276,16 @@ def _why_gradient(mine: Tensor, right: Tensor) -> str:
     """What is said of a shard's gradient that is wrong."""
     if not len(mine) or not mine.any():
         return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
-    times = _times(mine, right)
-    if times is not None:
+    factor = factor_between(mine, right)
+    if factor is not None:
         return (
-            f"the shard's gradient is {times:.3g} times what it should be: it is this rank's rows "
+            f"the shard's gradient is {factor:.3g} times what it should be: it is this rank's rows "
             "of the mean over the ranks, and own_mean divides by the ranks already."
         )
     return (
         "the shard's gradient is wrong: it is this rank's rows of the mean over all ranks "
         "of d_out.T @ x."
     )
-
-
-def _times(mine: Tensor, right: Tensor) -> float | None:
-    """The factor between two gradients, if it is the same everywhere."""
-    if mine.shape != right.shape:
-        return None
-    factor = (mine @ right / right.square().sum()).item()  # the best one, by least squares
-    return factor if difference(mine, factor * right) is None else None
 
 
 def wrap(model, mesh):

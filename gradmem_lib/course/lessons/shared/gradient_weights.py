@@ -36,6 +36,14 @@ def weights_of(
     return [float(w) for w in found] if off <= slack * max(abs(right).max(), 1e-12) else None
 
 
+def factor_between(
+    gradient: torch.Tensor, wanted: torch.Tensor, slack: float = 1e-5
+) -> float | None:
+    """The f with gradient = f * wanted; ``None`` if no factor holds everywhere."""
+    weights = weights_of(gradient.flatten(), [wanted.flatten()], slack)
+    return weights[0] if weights else None
+
+
 def before_each_update(optimizer: torch.optim.Optimizer, look: Callable[[], None]):
     """``look()`` before the optimizer changes the weights, and after the closure that ``step()``
     may have been given, which is where some answers compute their gradients. Returns the handle of

@@ -364,7 +364,7 @@ WRONG["1.7"] = {
     ),
     "norm as RMS": (
         _table(ln_1=lambda t, x, h, s: x + t, ln_2=lambda t, x, h, s: x + t),
-        "norm",
+        "a LayerNorm keeps its input, and for each token a mean and",
     ),
     "mlp's input twice": (_table(mlp__c_proj=lambda t, x, h, s: x), "c_proj"),
     "no second norm": (_table(ln_2=lambda t, x, h, s: 0), "ln_2"),

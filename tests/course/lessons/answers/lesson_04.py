@@ -516,3 +516,53 @@ def _backward_after_the_block(layers, x):
 
 
 RIGHT["4.7"] |= {"backward after the block": _backward_after_the_block}
+
+
+def _least(n, a, x, *, of=min, peak=False):
+    """The length with the lowest peak, or that peak."""
+    peaks = {}
+    for k in range(n, 0, -1):
+        segments = [k] * (n // k) + [n % k] * (n % k > 0)
+        peaks[k] = max(i * x + m * a for i, m in enumerate(segments))
+    best = of(peaks, key=peaks.get)
+    return peaks[best] if peak else best
+
+
+def _clamped(length):
+    return lambda n, a, x: min(n, max(1, round(length(n, a, x))))
+
+
+RIGHT["4.6"] |= {
+    "from the longest one": _least,
+    "a number of numpy": lambda *given: np.int32(_least(*given)),
+    "two costs": lambda n, a, x: min(range(1, n + 1), key=lambda k: n / k * x + k * a),
+}
+WRONG["4.6"] |= {
+    "the peak": (partial(_least, peak=True), "this is the lowest peak, in bytes"),
+    "the highest": (partial(_least, of=max), "the highest peak of all"),
+    "no root": (_clamped(lambda n, a, x: n * x / a), "the root is missing"),
+    "bytes in boundaries": (_clamped(lambda n, a, x: a / x), "does not depend on n"),
+    "twice the root": (_clamped(lambda n, a, x: math.sqrt(4 * n * x / a)), r"twice √"),
+    "a logarithm": (_clamped(lambda n, a, x: math.log2(n)), "the logarithm of n"),
+    "how many segments": (lambda *given: -(-given[0] // _least(*given)), "number of segments"),
+}
+
+
+def _at_most(layers):
+    """``layers``: of segment i, from all lengths."""
+    return lambda lengths, a, x: max(i * x + layers(lengths, i) * a for i in range(len(lengths)))
+
+
+RIGHT["4.5"] |= {
+    "sorted": lambda lengths, a, x: sorted(i * x + m * a for i, m in enumerate(lengths))[-1],
+    "tensors": lambda lengths, a, x: (
+        torch.tensor(lengths) * a + torch.arange(len(lengths)) * x
+    ).max(),
+}
+WRONG["4.5"] |= {
+    "one layer more": (_at_most(lambda lengths, i: lengths[i] + 1), "one layer too many"),
+    "with the one before": (
+        _at_most(lambda lengths, i: sum(lengths[max(0, i - 1) : i + 1])),
+        "two segments are counted in full at once",
+    ),
+}

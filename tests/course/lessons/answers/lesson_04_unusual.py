@@ -305,13 +305,13 @@ RIGHT["4.6"] = {
 WRONG["4.6"] = {
     "the peak": (
         lambda n, a, x: min(kept_at_peak(uniform_segments(n, k), a, x) for k in range(1, n + 1)),
-        "k is 15,000",
+        "this is the lowest peak, in bytes",
     ),
     "largest": (
         lambda n, a, x: max(
             range(1, n + 1), key=lambda k: kept_at_peak(uniform_segments(n, k), a, x)
         ),
-        "too short",
+        "the highest peak of all",
     ),
     "an index": (
         lambda n, a, x: int(

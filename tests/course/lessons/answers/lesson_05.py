@@ -914,3 +914,33 @@ WRONG["5.3"] |= {
     "a cosine": (_falls_by(get_cosine_schedule_with_warmup), "not fall in a straight line"),
     "constant": (_falls_by(_constant), "stays as it is"),
 }
+
+
+def _climbs_by(rate):
+    """``rate``: of an update of the warm-up, from its number and the warm-up's length."""
+
+    def schedule(optimizer, warm, updates):
+        def share(update):
+            if update < warm:
+                return rate(update, warm)
+            return (updates - update) / (updates - warm)
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+    return _falls_by(schedule)
+
+
+WRONG["5.3"] |= {
+    "a warm-up from 1 / w": (
+        _climbs_by(lambda update, warm: (update + 1) / warm),
+        "the warm-up begins at 0.5 of the learning rate: it begins at 0",
+    ),
+    "a warm-up from 1 / (w + 1)": (
+        _climbs_by(lambda update, warm: (update + 1) / (warm + 1)),
+        "the warm-up begins at 0.333 of the learning rate",
+    ),
+    "a warm-up from a tenth": (
+        _climbs_by(lambda update, warm: max(update / warm, 0.1)),
+        "the warm-up begins at 0.1 of the learning rate",
+    ),
+}

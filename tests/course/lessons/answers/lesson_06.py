@@ -760,3 +760,48 @@ WRONG["6.6"] |= {
     "a list": (lambda *given: [_first_enough(*given)], "return text: one of"),
     "its place": (lambda *given: ORDER.index(_first_enough(*given)), "return text: one of"),
 }
+
+
+def _wrong_entry(name, formula):
+    """``formula`` is of the six numbers: requested, capacity, free, process, allocated, idle."""
+    return lambda *six: _error(*six) | {name: formula(*six)}
+
+
+WRONG["6.1"] |= {
+    "free, idle and requested bytes added": (
+        _wrong_entry("others", lambda a, t, f, p, al, i: t - (f + i + a)),
+        "the requested bytes are subtracted from the others' memory: the driver refused",
+    ),
+    "requested bytes in the context": (
+        _wrong_entry("context", lambda a, t, f, p, al, i: p - al - i + a),
+        "the requested bytes are added to the context: the driver refused",
+    ),
+    "free bytes in the context": (
+        _wrong_entry("context", lambda a, t, f, p, al, i: p + f - al - i),
+        "the card's free bytes are added to the context",
+    ),
+    "tensors in the context": (
+        _wrong_entry("context", lambda a, t, f, p, al, i: p - i),
+        "the allocated bytes are not subtracted from the context",
+    ),
+    "turned round": (
+        _wrong_entry("context", lambda a, t, f, p, al, i: al + i - p),
+        "the context has the wrong sign",
+    ),
+    "the process twice": (
+        _wrong_entry("others", lambda a, t, f, p, al, i: t - f - 2 * p),
+        "this process's bytes are counted 2 times",
+    ),
+    "all three added, in bytes": (
+        _wrong_entry("in_pieces", lambda a, t, f, p, al, i: f + i + a),
+        "return True or False: this is a number",
+    ),
+    "what is left of the card": (
+        _wrong_entry("in_pieces", lambda a, t, f, p, al, i: t - p >= a),
+        "in_pieces is True in a case where .* too few, and False in a case where .* enough",
+    ),
+    "requested bytes beside the free ones": (
+        _wrong_entry("in_pieces", lambda a, t, f, p, al, i: f + a <= i),
+        "in_pieces is False in a case where .* enough: compare",
+    ),
+}

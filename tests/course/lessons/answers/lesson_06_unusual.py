@@ -31,8 +31,8 @@ WRONG["6.1"] = {
         ),
         "look like GiB",
     ),
-    "free alone": (_read(in_pieces=lambda a, t, f, p, al, i: f >= a), "only the card's free bytes"),
-    "the whole card": (_read(in_pieces=lambda a, t, f, p, al, i: t >= a), "in every such error"),
+    "free alone": (_read(in_pieces=lambda a, t, f, p, al, i: f >= a), "always False here"),
+    "the whole card": (_read(in_pieces=lambda a, t, f, p, al, i: t >= a), "always True here"),
     "others with context": (
         _read(others=lambda a, t, f, p, al, i: t - f - al - i),
         "this process's context",
@@ -172,7 +172,7 @@ WRONG["6.6"] = {
 
 
 WRONG["6.1"] |= {
-    "more than": (_read(in_pieces=lambda a, t, f, p, al, i: f + i > a), "compare by >="),
+    "more than": (_read(in_pieces=lambda a, t, f, p, al, i: f + i > a), "compare with >="),
     "idle blocks added": (
         _read(context=lambda a, t, f, p, al, i: p - al + i),
         "added to the context",
@@ -192,4 +192,3 @@ WRONG["6.2"] |= {
         "the optimizer's step is left out",
     ),
 }
-WRONG["6.6"] |= {}

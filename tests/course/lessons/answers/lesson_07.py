@@ -4,6 +4,7 @@ import copy
 import math
 from functools import partial
 
+import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
@@ -614,4 +615,50 @@ WRONG["7.5"] |= {
     "times 4": (_scaler(grows=4), "goes from 65,536 to 262,144: double it"),
     "a quarter": (_scaler(shrinks=4), "goes from 1,024 to 256: halve it"),
     "half as much again": (_scaler(grows=1.5), "goes from 65,536 to 98,304: double it"),
+}
+
+
+def _are_lost(gradients, dtype, scale, *, zeros=False):
+    stored = (gradients * scale).to(dtype)
+    gone = (stored == 0) | ~stored.isfinite()
+    return gone if zeros else gone & (gradients != 0)
+
+
+def _share_of(gradients, dtype, scale, **how):
+    return (_are_lost(gradients, dtype, scale, **how).sum() / gradients.count_nonzero()).item()
+
+
+def _one_less_what_stays(gradients, dtype, scale):
+    given = gradients[gradients != 0]
+    stored = (given * scale).to(dtype).double()
+    return 1 - (stored.isfinite() & (stored != 0)).double().mean()
+
+
+def _number_by_number(gradients, dtype, scale):
+    given = [number for number in gradients.flatten().tolist() if number != 0]
+    stored = [torch.tensor(number).mul(scale).to(dtype).item() for number in given]
+    return np.mean([not math.isfinite(number) or number == 0 for number in stored])
+
+
+RIGHT["7.1"] |= {
+    "one less what stays": _one_less_what_stays,
+    "number by number": _number_by_number,
+}
+WRONG["7.1"] |= {
+    "zeros among the lost": (partial(_share_of, zeros=True), "0 already are counted among"),
+    "scaled twice": (lambda g, d, s: _share_of(g, d, s * s), "the scale is used twice"),
+    "two digits": (lambda *given: round(_share_of(*given), 2), "the share is rounded"),
+    "of the rows": (
+        lambda g, d, s: _are_lost(g, d, s).sum().item() / len(g),
+        "divides by the number of rows",
+    ),
+    "in percent": (lambda *given: 100 * _share_of(*given), "100 times too large"),
+    "whether any": (lambda *given: _share_of(*given) > 0, "return a number: this is True"),
+    "scaled back": (
+        lambda g, d, s: (
+            ((((g * s).to(d) / s == 0) | ~((g * s).to(d) / s).isfinite()) & (g != 0)).sum()
+            / g.count_nonzero()
+        ),
+        "taken off again",
+    ),
 }

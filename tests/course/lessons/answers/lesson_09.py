@@ -961,9 +961,9 @@ WRONG["9.6"] |= {
     "halves cut": (_nf4_by_parts(half=lambda n: n // 2), "bytes are lost in rounding"),
     "blocks cut": (_nf4_by_parts(blocks=int.__floordiv__), "bytes are lost in rounding"),
     "groups cut": (_nf4_by_parts(groups=int.__floordiv__), "bytes are lost in rounding"),
-    "mean in a byte": (_nf4_by_parts(mean=1), "the mean is a float32"),
-    "scale in a byte": (_nf4_by_parts(scale=1), "each group's scale is a float32"),
-    "absmax of 4 bytes": (_nf4_by_parts(absmax=4), "a block's absmax has 4 bytes"),
+    "mean in a byte": (_nf4_by_parts(mean=1), "absmax values has 1 byte here: it is a float32"),
+    "scale in a byte": (_nf4_by_parts(scale=1), "each group's scale has 1 byte here: it is"),
+    "absmax of 4 bytes": (_nf4_by_parts(absmax=4), "each block's absmax has 4 bytes"),
     "no absmax": (_nf4_by_parts(absmax=0), "each block's absmax is missing"),
 }
 
@@ -1654,4 +1654,35 @@ WRONG["9.3"] |= {
     "the parameter's own": (_lion_with(_of_the_parameter), NOT_ALONE),
     "a dict of the module": (_lion_with(_of_the_module), NOT_ALONE),
     "another copy": (_lion_with(_of_state, _keeps_another), "stays alive after the step, outside"),
+}
+
+
+def _nf4_of(pairs=1, absmax=1, scale=4, mean=4, *, number=0, blocks=_up):
+    """The bytes of each part of a matrix in NF4; ``number``: of each number beside its pair's."""
+
+    def nf4_bytes(numbers, block, group):
+        n = blocks(numbers, block)
+        parts = pairs * _up(numbers, 2), absmax * n, scale * blocks(n, group), mean
+        return sum(parts) + number * numbers
+
+    return nf4_bytes
+
+
+RIGHT["9.6"] |= {
+    "a sum of parts": _nf4_of(),
+    "divmod": _nf4_of(blocks=lambda a, b: divmod(a, b)[0] + bool(a % b)),
+    "a tensor": lambda *given: torch.tensor(_nf4_of()(*given)),
+}
+WRONG["9.6"] |= {
+    "no byte for a pair": (_nf4_of(0), "each pair of numbers is missing"),
+    "four bytes for a number": (_nf4_of(0, number=4), "a number has 4 bytes here"),
+    "a mean for each group": (_nf4_of(scale=8, mean=0), "each group's scale has 8 bytes"),
+    "a scale of half a byte": (_nf4_of(absmax=0.5), "each block's absmax has 0.5 bytes"),
+    "a mean of two": (_nf4_of(mean=2), "mean of all absmax values has 2 bytes"),
+    "pairs alone": (_nf4_of(absmax=0, scale=0, mean=0), "each block's absmax is missing"),
+    "always one more": (_nf4_of(blocks=lambda a, b: a // b + 1), "where the last one is full"),
+    "blocks of bytes": (
+        lambda n, block, group: _nf4_of()(_up(n, 2), block, group) + _up(n, 2) - _up(_up(n, 2), 2),
+        "a block is made of bytes here",
+    ),
 }

@@ -812,3 +812,31 @@ def _median(p):
 
 
 WRONG["10.2"] |= {"median": (_each(_median), "combined by their median")}
+
+
+def _each_label(count):
+    """The right factor for what is counted of each micro-batch's labels."""
+    return _over_all(lambda micro_batches: sum(int(count(labels)) for labels in micro_batches))
+
+
+WRONG["10.5"] |= {
+    "those that do not count": (_each_label(lambda x: (x == -100).sum()), "only labels of -100"),
+    "not zero": (_each_label(torch.count_nonzero), "of -100 are counted, and those of 0"),
+    "their sum": (_each_label(lambda x: x[x != -100].sum()), "token ids are added up"),
+    "different ones": (_each_label(lambda x: len({*x[x >= 0].tolist()})), "each token counts once"),
+    "places of a row": (_each_label(lambda x: x.shape[1]), "the longest row of each"),
+    "without the last place": (_each_label(lambda x: (x[:, :-1] >= 0).sum()), "the last label of"),
+    "one more": (
+        _each_label(lambda x: (x >= 0).sum() + 1),
+        "this factor is 2 ranks / 25, but all ranks together have 23 labels",
+    ),
+    "rows, not averaged": (lambda mine: 1 / _sent(sum(map(len, mine))).item(), "rows are counted"),
+    "one rank less": (
+        lambda mine: (dist.get_world_size() - 1) * _over_all(_not_ignored)(mine),
+        "look at what is counted, and at the ranks",
+    ),
+    "its own number": (
+        lambda mine: (dist.get_rank() + 1) * _over_all(_not_ignored)(mine),
+        "the ranks return different factors",
+    ),
+}
