@@ -63,9 +63,9 @@ def _needed_by_another(last: ForwardPass, each: int, facts: Facts) -> int:
     result of the forward before. ``each``: the bytes of a result of ``last``.
     """
     most = 0
-    for done in facts.forwards:
+    for done in facts.evaluations:
         has_ended = done.live_after > 0
-        if done is last or done.with_grad or not has_ended:
+        if done is last or not has_ended:
             continue
         returned = done.live_after - done.live_before - done.made
         inside = done.peak - done.live_after  # free when it ended
@@ -144,7 +144,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
     """A forward without gradients is the peak by itself, and nothing grows."""
     if facts.peak.moment != EVALUATION:
         return None
-    passes = [p for p in facts.forwards if not p.with_grad and p.step == facts.peak.step]
+    passes = [p for p in facts.evaluations if p.step == facts.peak.step]
     largest = max(passes, key=lambda p: p.peak, default=None)
     if largest is None or largest.peak < facts.peak.total:
         return None
@@ -178,8 +178,7 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     """
     if not facts.outside_of_training:
         return []
-    passes = [p for p in facts.of_models if not p.with_grad and p.step == facts.peak.step]
-    passes = [p for p in passes if p.peak <= facts.peak.total]  # not from before a reset_peak()
+    passes = [p for p in facts.evaluations if p.has_weights and p.step == facts.peak.step]
     rows: list[list[ForwardPass]] = []
     for done in passes:
         previous = rows[-1][-1] if rows else None

@@ -28,17 +28,19 @@ class Facts:
     """``peak`` is always there, and a prediction has ``rows`` as well. A tracker has all facts."""
 
     peak: MemorySnapshot
-    # All moments, int64 (samples, 9 or 11), as in ``Timeline``.
+    # All moments since the last ``reset_peak()``, int64 (samples, 9 or 11), as in ``Timeline``.
     rows: np.ndarray | None = None
     # The number of the sample in each of ``rows``, as in ``Holder.samples``.
     samples: np.ndarray | None = None
+    # The number of the first sample since the last ``reset_peak()``.
+    first_sample: int = 0
     # The storages that were alive at the peak, largest first; ``None`` if they are not known.
     holders: Sequence[Holder] | None = None
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
-    # What the script did, as in ``MemoryTracker``. ``turns``: where training forwards began after a
-    # backward. ``moments``: those that have occurred.
+    # What the script did, as in ``MemoryTracker``, also before a ``reset_peak()``. ``turns``: where
+    # training forwards began after a backward. ``moments``: those that have occurred.
     forwards: Sequence[ForwardPass] = ()
     steps: int = 0
     turns: Sequence[Turn] = ()
@@ -131,6 +133,16 @@ class Facts:
     def of_models(self) -> list[ForwardPass]:
         """The forwards without those of losses and other modules that have no weights."""
         return [done for done in self.forwards if done.has_weights]
+
+    @cached_property
+    def evaluations(self) -> list[ForwardPass]:
+        """The forwards without gradients that ran since the last ``reset_peak()``."""
+        found = []
+        for done in self.forwards:
+            ended_before = done.live_after > 0 and done.samples[1] <= self.first_sample
+            if not done.with_grad and not ended_before:
+                found.append(done)
+        return found
 
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)

@@ -317,6 +317,9 @@ class MemoryTracker:
         """
         with self._meter.lock:
             self._recording.restart()
+            forward = self._meter.position.open
+            if forward is not None:
+                forward.peak = self._recording.total
 
     def window_peak(self) -> MemorySnapshot:
         """The peak since the last call, or since the beginning.
@@ -420,10 +423,14 @@ class MemoryTracker:
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
     def _facts(self, peak: MemorySnapshot, holders: list[Holder]) -> Facts:
+        samples = self._recording.sample_numbers()
+        # Totals from before a reset_peak() say nothing about this peak.
+        counts = samples >= self._recording.restarted_at
         return Facts(
             peak,
-            rows=self._recording.rows(),
-            samples=self._recording.sample_numbers(),
+            rows=self._recording.rows()[counts],
+            samples=samples[counts],
+            first_sample=self._recording.restarted_at,
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=holders,
