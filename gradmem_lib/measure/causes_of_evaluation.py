@@ -17,6 +17,11 @@ from .cause import (
 )
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import lines_of_results
+from .parts_of_the_step import (
+    is_part_of_the_step,
+    largest_evaluation,
+    may_be_part_of_the_step,
+)
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
@@ -142,11 +147,8 @@ def generation_cache(facts: Facts) -> Cause | None:
 
 def evaluation_batch(facts: Facts) -> Cause | None:
     """A forward without gradients is the peak by itself, and nothing grows."""
-    if facts.peak.moment != EVALUATION:
-        return None
-    passes = [p for p in facts.evaluations if p.step == facts.peak.step]
-    largest = max(passes, key=lambda p: p.peak, default=None)
-    if largest is None or largest.peak < facts.peak.total:
+    largest = largest_evaluation(facts)
+    if largest is None:
         return None
     nbytes = largest.peak - largest.live_before
     if nbytes < WORTH * facts.peak.total:
@@ -155,12 +157,19 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
         f"{format_bytes(largest.live_before)} that were live before it."
     )
-    remedy = (
-        "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
-        "training's own batch does not change this."
-    )
+    if is_part_of_the_step(largest, facts):
+        name = "A model without gradients is the peak of the step"
+        remedy = (
+            "it runs as often as a training forward, so give it fewer rows at a time: smaller "
+            "micro-batches, or parts of the batch (torch.chunk) in this forward alone."
+        )
+    else:
+        name = "An evaluation is the peak"
+        remedy = "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer."
+        if not may_be_part_of_the_step(largest, facts):
+            remedy += " The training's own batch does not change this."
     return Cause(
-        "An evaluation is the peak",
+        name,
         nbytes,
         evidence,
         remedy,

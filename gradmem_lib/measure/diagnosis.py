@@ -20,6 +20,7 @@ from .cause import LINES, WORTH, Cause, in_words, within
 from .causes import find_causes
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
+from .parts_of_the_step import peak_is_of_a_frozen_part
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -208,7 +209,7 @@ def lowest_peaks(facts: Facts) -> dict[str, int]:
 def applies(technique: Technique, facts: Facts) -> bool:
     """Whether the technique can be applied to this peak, as far as the facts say."""
     if technique.of_the_step and facts.outside_of_training:
-        return False
+        return peak_is_of_a_frozen_part(facts)
     if facts.holders is None or facts.structure is None:
         return True
     if technique.name == SGD and facts.had_optimizer_step:

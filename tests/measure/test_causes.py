@@ -41,6 +41,7 @@ LOGITS = "The logits are the largest part"
 SCORES = "Attention stores its scores"
 IDLE = "Checkpointing is on and does nothing"
 EVALUATION = "An evaluation is the peak"
+FROZEN_PART = "A model without gradients is the peak of the step"
 GENERATION = "Generation keeps keys and values"
 KEPT = "A graph is kept after its backward"
 FOR_NOBODY = "Gradients are computed for no optimizer"
@@ -342,7 +343,7 @@ OF_ORDINARY_STEPS = {
     "weight_tying": {LOGITS},
     "gradients_a_sample": {OF_ROWS},
     "frozen_base_with_lora": {WIDE},
-    "distillation": {WIDE, EVALUATION},
+    "distillation": {WIDE, FROZEN_PART},
     "reptile": {COPIED},
     "sharpness_aware": {DIRECTIONS},
     "sharpness_aware_by_swaps": {GRADIENTS},
