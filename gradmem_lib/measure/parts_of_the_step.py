@@ -12,6 +12,7 @@ from .facts import EVALUATION, Facts
 from .timeline import ForwardPass
 
 TIMES = 2  # of a part of the step, so many calls at least
+IN_A_ROW = 2  # of one line with a batch, at most; more may be a generation or a validation's loop
 
 
 def largest_evaluation(facts: Facts) -> ForwardPass | None:
@@ -41,7 +42,10 @@ def is_part_of_the_step(done: ForwardPass, facts: Facts) -> bool:
     calls = [other for other in facts.forwards if _is_same_call(other, done)]
     if is_trained or len(calls) < TIMES:
         return False
-    return any(calls and min(calls) > 0 for calls in _calls_between(done, facts))
+    for between in _calls_between(done, facts):
+        if between and min(between) > 0 and max(between) <= IN_A_ROW:
+            return True
+    return False
 
 
 def may_be_part_of_the_step(done: ForwardPass, facts: Facts) -> bool:

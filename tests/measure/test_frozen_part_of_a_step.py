@@ -94,6 +94,17 @@ def generation_after_each_step(small, wide, optimizer, steps):
                 x = small(x)
 
 
+def samples_of_an_average_after_each_step(small, wide, optimizer, steps):
+    for _ in range(steps):
+        small(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            x = torch.randn(ROWS, 16)
+            for _ in range(5):
+                x = wide(x)
+
+
 @pytest.mark.parametrize("run", [teacher_first, teacher_second, encoder_of_a_diffusion])
 def test_micro_batches_lower_what_a_frozen_part_needs(run):
     tracker = measured(run)
@@ -110,7 +121,12 @@ def test_micro_batches_lower_what_a_frozen_part_needs(run):
 
 @pytest.mark.parametrize(
     "run",
-    [validation_each_two_steps, teacher_of_the_whole_batch, generation_after_each_step],
+    [
+        validation_each_two_steps,
+        teacher_of_the_whole_batch,
+        generation_after_each_step,
+        samples_of_an_average_after_each_step,
+    ],
 )
 def test_what_does_not_run_with_each_batch_is_an_evaluation(run):
     diagnosis = Diagnosis(measured(run, steps=6).facts)
