@@ -29,6 +29,9 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or type(module).__name__ == "OptimizedModule"
 
 
+# What blocks that run have still to begin, at the first call of torch.compile.
+_waiting: list[Callable[[], None]] = []
+
 INSIDE_OF_COND = "cond.<locals>._cond_op_wrapper"  # the function that torch.cond compiles
 
 
@@ -37,44 +40,58 @@ def watch_compiled_calls(notify: Callable[[str], None], *, run_eagerly: bool) ->
     """While the block runs, a call of a compiled function calls ``notify(its name)``.
 
     ``run_eagerly``: it then runs uncompiled. Otherwise ``notify`` has to raise an error.
+    """
+    undo, compiler = ExitStack(), torch.compile
+
+    def begin() -> None:
+        _watch_stance(notify, run_eagerly, undo)
+
+    def compile_first(*args, **kwargs):
+        # `from torch import compile` may outlive the block: it begins what waits now, if anything
+        while _waiting:
+            _waiting.pop()()
+        return compiler(*args, **kwargs)
+
+    def stop_waiting() -> None:
+        if begin in _waiting:
+            _waiting.remove(begin)
+        if torch.compile is compile_first:  # and not a function that the script has put there
+            torch.compile = compiler
+
+    if "torch._dynamo.eval_frame" in sys.modules:
+        begin()
+    else:  # the import takes seconds, and nothing can be compiled before it
+        _waiting.append(begin)
+        torch.compile = compile_first
+        undo.callback(stop_waiting)
+    with undo:
+        yield
+
+
+def _watch_stance(notify: Callable[[str], None], run_eagerly: bool, undo: ExitStack) -> None:
+    """Begin to watch what compiled functions ask, until ``undo`` is closed.
 
     A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to
     do. What ``torch.cond`` compiles may run uncompiled under ``no_grad``. With gradients, the
     tensors that its branches close over would get none.
     """
-    undo, compiler = ExitStack(), torch.compile
+    eval_frame: Any = import_module("torch._dynamo.eval_frame")
+    before = eval_frame._callback_from_stance
+    switched_off = runs_eagerly()  # by the program itself
+    if run_eagerly and not switched_off:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def install() -> None:
-        eval_frame: Any = import_module("torch._dynamo.eval_frame")
-        before = eval_frame._callback_from_stance
-        switched_off = runs_eagerly()  # by the program itself
-        if run_eagerly and not switched_off:
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+    def callback_from_stance(callback):
+        if run_eagerly:
+            skipped = switched_off
+        else:
+            skipped = runs_eagerly()
+        if callback is None or callback is False or skipped:
+            return before(callback)
+        name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
+        if name != INSIDE_OF_COND or torch.is_grad_enabled():
+            notify(name)
+        return None
 
-        def callback_from_stance(callback):
-            if run_eagerly:
-                skipped = switched_off
-            else:
-                skipped = runs_eagerly()
-            if callback is None or callback is False or skipped:
-                return before(callback)
-            name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
-            if name != INSIDE_OF_COND or torch.is_grad_enabled():
-                notify(name)
-            return None
-
-        eval_frame._callback_from_stance = callback_from_stance
-        undo.callback(setattr, eval_frame, "_callback_from_stance", before)
-
-    def compile_first(*args, **kwargs):
-        torch.compile = compiler
-        install()
-        return compiler(*args, **kwargs)
-
-    if "torch._dynamo.eval_frame" in sys.modules:
-        install()
-    else:  # the import takes seconds, and nothing can be compiled before it
-        torch.compile = compile_first
-        undo.callback(setattr, torch, "compile", compiler)
-    with undo:
-        yield
+    eval_frame._callback_from_stance = callback_from_stance
+    undo.callback(setattr, eval_frame, "_callback_from_stance", before)

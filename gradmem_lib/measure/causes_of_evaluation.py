@@ -17,6 +17,7 @@ from .cause import (
 )
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import lines_of_results
+from .parts_of_the_step import largest_evaluation, may_be_part_of_the_step
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
@@ -63,9 +64,9 @@ def _needed_by_another(last: ForwardPass, each: int, facts: Facts) -> int:
     result of the forward before. ``each``: the bytes of a result of ``last``.
     """
     most = 0
-    for done in facts.forwards:
+    for done in facts.evaluations:
         has_ended = done.live_after > 0
-        if done is last or done.with_grad or not has_ended:
+        if done is last or not has_ended:
             continue
         returned = done.live_after - done.live_before - done.made
         inside = done.peak - done.live_after  # free when it ended
@@ -142,7 +143,7 @@ def generation_cache(facts: Facts) -> Cause | None:
 
 def evaluation_batch(facts: Facts) -> Cause | None:
     """A forward without gradients is the peak by itself, and nothing grows."""
-    largest = facts.forward_without_gradients
+    largest = largest_evaluation(facts)
     if largest is None:
         return None
     nbytes = largest.peak - largest.live_before
@@ -152,7 +153,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         f"one forward without gradients needs {format_bytes(nbytes)}, on top of the "
         f"{format_bytes(largest.live_before)} that were live before it."
     )
-    if facts.may_be_of_a_step:
+    if may_be_part_of_the_step(largest, facts):
         name = "A forward without gradients is the peak"
         remedy = (
             "give it fewer rows at a time. If each step has it (a teacher, a frozen encoder), "
@@ -163,7 +164,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         name = "An evaluation is the peak"
         remedy = (
             "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
-            "training's own batch does not change this."
+            "training's micro-batches do not change this."
         )
     return Cause(
         name,
@@ -184,8 +185,7 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     """
     if not facts.outside_of_training:
         return []
-    passes = [p for p in facts.of_models if not p.with_grad and p.step == facts.peak.step]
-    passes = [p for p in passes if p.peak <= facts.peak.total]  # not from before a reset_peak()
+    passes = [p for p in facts.evaluations if p.has_weights and p.step == facts.peak.step]
     rows: list[list[ForwardPass]] = []
     for done in passes:
         previous = rows[-1][-1] if rows else None

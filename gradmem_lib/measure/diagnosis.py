@@ -20,6 +20,7 @@ from .cause import LINES, WORTH, Cause, in_words, within
 from .causes import find_causes
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
+from .parts_of_the_step import peak_may_be_of_the_step
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -209,7 +210,7 @@ def lowest_peaks(facts: Facts) -> dict[str, int]:
 def applies(technique: Technique, facts: Facts) -> bool:
     """Whether the technique can be applied to this peak, as far as the facts say."""
     if technique.of_the_step and facts.outside_of_training:
-        return technique.name == MICRO_BATCHES and facts.may_be_of_a_step
+        return technique.name == MICRO_BATCHES and peak_may_be_of_the_step(facts)
     if facts.holders is None or facts.structure is None:
         return True
     if technique.name == SGD and facts.had_optimizer_step:

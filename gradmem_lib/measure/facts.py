@@ -20,8 +20,6 @@ FIRST_READ_PARAMETER = "first read as a parameter"
 READ_IN_PARTS = "first read in parts"
 # The ``Holder.module`` of what a model was called with.
 INPUTS = "inputs"
-CALLS_OF_A_STEP = 2  # a step may call its teacher for two views of the rows; more is a loop
-MOST_STEPS = 3 / 4
 OF_A_TRAINING_STEP = (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP)
 
 
@@ -30,10 +28,12 @@ class Facts:
     """``peak`` is always there, and a prediction has ``rows`` as well. A tracker has all facts."""
 
     peak: MemorySnapshot
-    # All moments since ``reset_peak()``, int64 (samples, 9 or 11), as in ``Timeline``.
+    # All moments since the last ``reset_peak()``, int64 (samples, 9 or 11), as in ``Timeline``.
     rows: np.ndarray | None = None
     # The number of the sample in each of ``rows``, as in ``Holder.samples``.
     samples: np.ndarray | None = None
+    # The number of the first sample since the last ``reset_peak()``.
+    first_sample: int = 0
     # The storages that were alive at the peak, largest first; ``None`` if they are not known.
     holders: Sequence[Holder] | None = None
     # Finds the storages that were not alive at the peak: those freed last, and those made later.
@@ -41,8 +41,8 @@ class Facts:
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
-    # What the script did, as in ``MemoryTracker``. ``turns``: where training forwards began after a
-    # backward. ``moments``: those that have occurred.
+    # What the script did, as in ``MemoryTracker``, also before a ``reset_peak()``. ``turns``: where
+    # training forwards began after a backward. ``moments``: those that have occurred.
     forwards: Sequence[ForwardPass] = ()
     steps: int = 0
     turns: Sequence[Turn] = ()
@@ -76,39 +76,6 @@ class Facts:
     def outside_of_training(self) -> bool:
         """Whether the peak is known to be outside of a training step."""
         return self.peak.moment in (BETWEEN_STEPS, EVALUATION)
-
-    @cached_property
-    def forward_without_gradients(self) -> ForwardPass | None:
-        """The forward without gradients that is the peak, if one is."""
-        if self.peak.moment != EVALUATION:
-            return None
-        for done in self.forwards:
-            # Before a reset_peak() there may have been larger ones.
-            is_the_peak = (done.step, done.peak) == (self.peak.step, self.peak.total)
-            if is_the_peak and not done.with_grad:
-                return done
-        return None
-
-    @property
-    def may_be_of_a_step(self) -> bool:
-        """Whether the peak is a forward without gradients that training steps may have each time,
-        as a teacher's or a frozen encoder's: not known to be an evaluation's.
-        """
-        return self.forward_without_gradients is not None and not self._is_an_evaluation
-
-    @cached_property
-    def _is_an_evaluation(self) -> bool:
-        """Whether most training steps go without the forward that is the peak, or one step has it
-        again and again, more often than it trains.
-        """
-        done = self.forward_without_gradients
-        trained = [self.time_of_forward(p) for p in self.of_models if p.used]
-        called = [self.time_of_forward(p) for p in self.forwards if is_called_again(done, p)]
-        now = self.time_of_forward(done)
-        if called.count(now) > max(trained.count(now), CALLS_OF_A_STEP):
-            return True
-        steps = set(trained)
-        return bool(steps) and len(steps - set(called)) >= MOST_STEPS * len(steps)
 
     @property
     def had_backward(self) -> bool:
@@ -169,14 +136,20 @@ class Facts:
             return holder.step
         return holder.turn
 
-    def time_of_forward(self, done: ForwardPass) -> int:
-        """The step (or turn) of a forward."""
-        return done.step if self.has_optimizer else done.turn
-
     @cached_property
     def of_models(self) -> list[ForwardPass]:
         """The forwards without those of losses and other modules that have no weights."""
         return [done for done in self.forwards if done.has_weights]
+
+    @cached_property
+    def evaluations(self) -> list[ForwardPass]:
+        """The forwards without gradients that ran since the last ``reset_peak()``."""
+        found = []
+        for done in self.forwards:
+            ended_before = done.live_after > 0 and done.samples[1] <= self.first_sample
+            if not done.with_grad and not ended_before:
+                found.append(done)
+        return found
 
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)
@@ -220,14 +193,6 @@ class Facts:
             return False
         as_a_parameter = holder.shape in self.structure.shapes.values()
         return holder.shape[-1] in self.structure.outputs and not as_a_parameter
-
-
-def is_called_again(done: ForwardPass, other: ForwardPass) -> bool:
-    """Whether ``other`` is a call of the same module by the same line, with gradients or without as
-    ``done`` is. So is ``done`` itself.
-    """
-    is_same = (other.line, other.number) == (done.line, done.number)
-    return is_same and other.with_grad == done.with_grad
 
 
 def total(holders: Iterable[Holder]) -> int:

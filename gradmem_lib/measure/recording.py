@@ -140,7 +140,7 @@ class Recording:
         # Where training goes on with batches of another size: (operation, rows of the batch)
         self.batches: list[tuple[int, int]] = []
         self.count = 0  # samples so far
-        self.since = 0  # the first sample that may be the peak
+        self.restarted_at = 0  # the first sample that `run_peak` may be
         self.run_peak, self.window_peak = Peak(), Peak()
         self.moment_peaks: dict[int, int] = {}  # of the moments since the last reset
         self.moments_seen = set[int]()
@@ -398,7 +398,8 @@ class Recording:
 
     def restart(self) -> None:
         """Forget all peaks, and start from the bytes that are live now."""
-        self.run_peak, self.since = Peak(), self.count
+        self.run_peak = Peak()
+        self.restarted_at = self.count
         self.next_window()
         self.moment_peaks = {}
 

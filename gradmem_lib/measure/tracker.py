@@ -318,6 +318,9 @@ class MemoryTracker:
         """
         with self._meter.lock:
             self._recording.restart()
+            forward = self._meter.position.open
+            if forward is not None:
+                forward.peak = self._recording.total
 
     def window_peak(self) -> MemorySnapshot:
         """The peak since the last call, or since the beginning.
@@ -429,11 +432,13 @@ class MemoryTracker:
     def _facts(self, peak: MemorySnapshot, entries: list[Entry]) -> Facts:
         """``entries``: the storages that were alive at ``peak``."""
         samples = self._recording.sample_numbers()
-        since_reset = samples >= self._recording.since
+        # Totals from before a reset_peak() say nothing about this peak.
+        since_reset = samples >= self._recording.restarted_at
         return Facts(
             peak,
             rows=self._recording.rows()[since_reset],
             samples=samples[since_reset],
+            first_sample=self._recording.restarted_at,
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=self._holders_of(entries),
