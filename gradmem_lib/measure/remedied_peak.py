@@ -18,6 +18,7 @@ from ..names import MOMENTS
 from ..units import format_bytes
 from .cause import WORTH, Cause, within
 from .facts import EVALUATION, Facts
+from .parts_of_the_step import largest_evaluation
 from .timeline import MOMENT, STEP, TOTAL, Holder
 
 
@@ -125,11 +126,9 @@ def _of_whole_calls(cause: Cause, facts: Facts) -> np.ndarray:
         of_the_step = facts.rows[:, STEP] == facts.peak.step
         taken_away[of_the_step & (facts.rows[:, MOMENT] != MOMENTS.index(EVALUATION))] = goes
         return taken_away
-    passes = [done for done in facts.forwards if not done.with_grad]
-    of_the_step = [done for done in passes if done.step == facts.peak.step]
-    largest = max(of_the_step, key=lambda done: done.peak, default=None)
-    for done in passes:
-        if (done.line, done.number) != (largest.line, largest.number):
+    largest = largest_evaluation(facts)
+    for done in facts.evaluations:
+        if largest is None or (done.line, done.number) != (largest.line, largest.number):
             continue
         inside = (facts.samples >= done.samples[0]) & (facts.samples < done.samples[1])
         needed = np.maximum(facts.rows[inside, TOTAL] - done.live_before, 0)
