@@ -85,6 +85,17 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     evaluation_batch,
 )
 
+# They say that a kind of tensor is large; another cause may say of the same ones why they stay.
+OF_SIZE = (
+    wide_weights,
+    double_tensors,
+    repeated_rows,
+    dense_embedding_gradient,
+    eager_scores,
+    large_logits,
+    expanded_tensors,
+)
+
 # They say the least: they are looked for where nothing else was found.
 LAST_RESORTS = (one_tensor, one_line)
 
@@ -94,12 +105,15 @@ def find_causes(facts: Facts) -> list[Cause]:
     if not facts.peak.total:
         return []
     found: list[Cause] = []
+    kept: list[Cause] = []  # those that say why tensors are there
     for find in CAUSES:
         cause = find(facts)
-        says_the_least = find in (waiting_data, leftovers)
-        if cause is None or (says_the_least and _are_named_already(cause, found)):
+        says_little = find in (waiting_data, leftovers)
+        if cause is None or (says_little and _are_named_already(cause, kept)):
             continue  # it would only give another remedy for the same tensors
         found.append(cause)
+        if find not in OF_SIZE:
+            kept.append(cause)
     for find in LAST_RESORTS:
         cause = find(facts)
         if cause is not None and not found:

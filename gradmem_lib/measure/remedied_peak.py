@@ -10,6 +10,7 @@ the peak with the remedy may be lower than what is said here, and not higher.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..units import format_bytes
 from .cause import WORTH, Cause, within
 from .facts import EVALUATION, Facts
 from .parts_of_the_step import largest_evaluation
-from .timeline import MOMENT, STEP, TOTAL, Holder
+from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder
 
 
 def limit_of(cause: Cause, facts: Facts) -> str:
@@ -64,8 +65,10 @@ def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
     stays = cause.stays or 0
     named = list({id(holder): holder for holder in (*cause.holders, *cause.growing)}.values())
     needed_in = cause.needed_in
-    if any(h.category == "activations" and h.turn < facts.peak.turn for h in named):
-        needed_in = needed_in or "turn"  # the backward of their own turn may have needed them
+    turns = {holder.turn for holder in named if holder.category == "activations"}
+    if turns and max(turns) < facts.peak.turn:
+        # All were left by earlier turns, whose own backwards may have needed them.
+        needed_in = needed_in or "turn"
     of_the_named = _bytes_alive(named, facts, needed_in) - stays
     # Of tensors like the named ones, as many stay as at the peak: the batch in use, the first of
     # several forwards.
@@ -94,8 +97,13 @@ class _Places:
     """
 
     def __init__(self, facts: Facts):
-        self.forwards = facts.forwards
+        self.facts, self.forwards = facts, facts.forwards
         self.begins = [done.samples[0] for done in facts.forwards]
+        # For each call (a module and a line): whether backwards went through its earlier forwards.
+        self.used_before = defaultdict[tuple, set[bool]](set)
+        for done in facts.forwards:
+            if done.has_graph and done.turn < facts.peak.turn:
+                self.used_before[done.line, done.number].add(done.used)
 
     def __call__(self, holder: Holder) -> tuple:
         begun = bisect_right(self.begins, holder.samples[0])
@@ -107,10 +115,19 @@ class _Places:
         else:
             done = self.forwards[begun - 1]
             inside = holder.samples[0] < done.samples[1]
-            kind = (done.with_grad, done.has_graph, done.used, done.differentiable, done.chained)
+            used = self._is_used(done)
+            kind = (done.with_grad, done.has_graph, used, done.differentiable, done.chained)
             call = (inside, done.line, done.number, *kind)
         made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
         return (*made, holder.category, call)
+
+    def _is_used(self, done: ForwardPass) -> bool:
+        """Whether a backward goes through a forward. If the run was stopped before it came, that is
+        taken from the earlier forwards of the same call, which have to agree.
+        """
+        if done.used or self.facts.ended or done.turn < self.facts.peak.turn:
+            return done.used
+        return self.used_before[done.line, done.number] == {True}
 
 
 def _of_whole_calls(cause: Cause, facts: Facts) -> np.ndarray:
