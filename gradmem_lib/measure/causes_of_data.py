@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from math import ceil
 
 from ..names import CATEGORIES
@@ -15,6 +15,7 @@ from .cause import (
     MANY,
     WORTH,
     Cause,
+    belongs_to_training,
     in_words,
     is_copy_of_a_storage,
     lines_of,
@@ -177,14 +178,18 @@ def one_large_step(facts: Facts) -> Cause | None:
     usual = int(statistics.median(peaks))
     if facts.peak.total < OUTLIER * usual:
         return None
+    nbytes = facts.peak.total - usual
     if _bytes_of_unused_graphs(facts) > WORTH * facts.peak.total:
         return None  # no batch makes these
-    nbytes = facts.peak.total - usual
-    others = [n for n in range(len(numbers)) if numbers[n] != facts.peak.step]
-    next_one = max(others, key=lambda n: peaks[n])
-    next_largest = peaks[next_one]
-    of_the_next = steps == numbers[next_one]
-    came_later = _made_since(int(facts.samples[of_the_next][totals[of_the_next].argmax()]), facts)
+    if _kept_from_earlier_steps(facts) > nbytes / 2 or _has_more_forwards(facts):
+        return None  # it is not the batch that is larger
+    of_step = dict(zip(numbers, peaks, strict=True))
+    del of_step[facts.peak.step]
+    next_step = max(of_step, key=lambda step: of_step[step])
+    next_largest = of_step[next_step]
+    rows_of_next = steps == next_step
+    sample_of_next = facts.samples[rows_of_next][totals[rows_of_next].argmax()]
+    came_later = _made_since(int(sample_of_next), facts)
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
     of_shape = f", with a batch of {in_words(inputs[0])}" if inputs else ""
     evidence = (
@@ -213,6 +218,25 @@ def _made_since(sample: int, facts: Facts) -> int:
         if holder.step < facts.peak.step and not was_there:
             nbytes += holder.nbytes
     return nbytes
+
+
+def _kept_from_earlier_steps(facts: Facts) -> int:
+    """The bytes at the peak that earlier steps have made, without what a training has anyway.
+
+    A batch is made before its step begins, so the step before does not count.
+    """
+    nbytes = 0
+    for holder in facts.at_peak:
+        if 0 <= holder.step < facts.peak.step - 1 and not belongs_to_training(holder):
+            nbytes += holder.nbytes
+    return nbytes
+
+
+def _has_more_forwards(facts: Facts) -> bool:
+    """Whether the peak's step has more training forwards than any other step that is known."""
+    forwards = Counter(done.step for done in facts.of_models if done.has_graph)
+    of_the_peak = forwards.pop(facts.peak.step, 0)
+    return bool(forwards) and of_the_peak > max(forwards.values())
 
 
 def _bytes_of_unused_graphs(facts: Facts) -> int:

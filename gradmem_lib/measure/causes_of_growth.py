@@ -133,20 +133,20 @@ def _none_was_dropped(holders: list[Holder], facts: Facts) -> bool:
     """Whether ``holders``, which begin late, are known to be no window: it drops an old one for
     each new one.
     """
-    oldest = min(holder.samples[0] for holder in holders)
     if facts.samples is None:
         return False
     freed = [holder for holder in facts.others if holder.samples[1] <= facts.samples[-1]]
-    known_from = min((holder.samples[1] for holder in freed), default=oldest + 1)
-    if known_from > oldest:
-        return False
+    oldest = min(holder.samples[0] for holder in holders)
+    if not freed or min(holder.samples[1] for holder in freed) > oldest:
+        return False  # what was freed before they began is not known
     dropped_later = [holder for holder in holders if holder.samples[1] <= facts.samples[-1]]
-    if 0 < len(dropped_later) < len(holders):
-        return False
+    if dropped_later and len(dropped_later) < len(holders):
+        return False  # a window: some of them went, and not all at once as at the end of an epoch
     for holder in freed:
+        if not _same_code(holder, holders[0]):
+            continue
         # What lives until the next step is a variable that is overwritten then.
-        steps_alive = _time_at(holder.samples[1], facts) - facts.time_of(holder)
-        if _same_code(holder, holders[0]) and steps_alive > 1:
+        if _time_at(holder.samples[1], facts) - facts.time_of(holder) > 1:
             return False
     return True
 

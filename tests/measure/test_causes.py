@@ -417,6 +417,26 @@ def test_the_line_is_the_one_that_keeps_the_tensor_alive():
     assert "128.00 KiB a step: float32 512 × 64 (clone)" in str(found)
 
 
+@pytest.mark.parametrize("leak", ["features of ten steps", "forwards without a backward"])
+def test_a_step_with_more_than_its_batch_is_not_blamed_on_the_batch(leak):
+    net, x, kept = programs.Net(), torch.randn(256, 64), []
+    optimizer = programs.adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for i in range(30):
+            if leak == "forwards without a backward" and i == 20:
+                kept = [net(x).square().mean() for _ in range(20)]
+            out = net(x)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if leak == "features of ten steps" and 10 <= i < 20:
+                kept.append(out.detach().repeat(1, 8))
+            if i == 20:
+                kept.clear()
+    names = [cause.name for cause in diagnose(tracker).causes]
+    assert "One step needs much more than the others" not in names
+
+
 def test_micro_batches_help_a_teacher_and_not_an_evaluation():
     found = diagnose(tensors.teacher_in_each_step())
     assert MICRO_BATCHES in found.helps and "smaller micro-batches do that" in str(found)
