@@ -50,9 +50,9 @@ def loaded_copy(facts: Facts) -> Cause | None:
         if copy[0].step < 0 and not facts.of_another_model(copy[0]):
             copies.append(copy)
     remedy = (
-        "averaged weights (an EMA) can be on the host, and take parameter.detach().cpu() there. A "
-        "loaded checkpoint is loaded to the host (torch.load(..., map_location='cpu')), and a `del`"
-        " of it comes after load_state_dict."
+        "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')),"
+        " and `del` it after load_state_dict. If it is an average of the weights (an EMA), keep it "
+        "there: parameter.detach().cpu()."
     )
     return _copied(copies, facts, "tensors that were there before this run read them", remedy)
 
