@@ -51,9 +51,13 @@ def loaded_copy(facts: Facts) -> Cause | None:
             copies.append(copy)
     remedy = (
         "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')),"
-        " and `del` it after load_state_dict. If it is an average of the weights (an EMA), keep it "
-        "there: parameter.detach().cpu()."
+        " and `del` it after load_state_dict."
     )
+    if facts.peak_time > 0:  # before the first step has ended, nothing is averaged
+        remedy += (
+            " If it is an average of the weights (an EMA), keep it on the host: "
+            "parameter.detach().cpu()."
+        )
     return _copied(copies, facts, "tensors that were there before this run read them", remedy)
 
 
