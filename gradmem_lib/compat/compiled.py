@@ -49,7 +49,7 @@ def watch_compiled_calls(notify: Callable[[str], None], *, run_eagerly: bool) ->
     def compile_first(*args, **kwargs):
         # `from torch import compile` may outlive the block: it begins what waits now, if anything
         while _waiting:
-            _waiting.pop()()
+            _waiting.pop(0)()  # the outermost block first
         return compiler(*args, **kwargs)
 
     def stop_waiting() -> None:

@@ -40,7 +40,8 @@ class Cause:
     # How many of the bytes the remedy needs as well, at most; ``None`` if that is not known.
     stays: int | None = 0
     # "step" or "turn" if the step (or turn) that made these storages needs them: they can go when
-    # it has ended. Empty if they can go at once.
+    # it has ended. "round" if they are in use until others take their place, as the weights of a
+    # model until the next model is trained. Empty if they can go at once.
     needed_in: str = ""
     # The first words of ``limit``: how far the remedy goes.
     condition: str = "Without these bytes"
@@ -58,6 +59,17 @@ class Cause:
 
 def belongs_to_training(holder: Holder) -> bool:
     return holder.category in ("parameters", "gradients", "optimizer")
+
+
+def place_in_training(holder: Holder) -> tuple:
+    """For a weight, a gradient or an optimizer's state: the same for those that are in use one
+    after another.
+    """
+    if holder.category == "parameters":
+        # of models of several rounds; the parameters of one model are made at the same time
+        return "parameters", holder.line, holder.shape, holder.dtype
+    # one parameter has gradients or states of several steps
+    return holder.category, holder.module, holder.shape, holder.dtype
 
 
 def is_copy_of_a_storage(holder: Holder) -> bool:

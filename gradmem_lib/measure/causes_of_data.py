@@ -26,6 +26,7 @@ from .facts import BETWEEN_STEPS, INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Fac
 from .timeline import BY, STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
+LARGER = 1.2  # times the median of what the steps are given; some layers need the cube of that
 STEPS_TO_COMPARE = 4
 MOST = 0.5  # of the peak: half of it
 
@@ -183,6 +184,8 @@ def one_large_step(facts: Facts) -> Cause | None:
         return None  # no batch makes these
     if _kept_from_earlier_steps(facts) > nbytes / 2 or _has_more_forwards(facts):
         return None  # it is not the batch that is larger
+    if not _may_have_a_larger_batch(facts):
+        return None  # it does something else, such as a penalty on gradients, or trains more layers
     of_step = dict(zip(numbers, peaks, strict=True))
     del of_step[facts.peak.step]
     next_step = max(of_step, key=lambda step: of_step[step])
@@ -237,6 +240,20 @@ def _has_more_forwards(facts: Facts) -> bool:
     forwards = Counter(done.step for done in facts.of_models if done.has_graph)
     of_the_peak = forwards.pop(facts.peak.step, 0)
     return bool(forwards) and of_the_peak > max(forwards.values())
+
+
+def _may_have_a_larger_batch(facts: Facts) -> bool:
+    """Whether a model was given more in the peak's step than in most others, or it is not known
+    what it was given.
+    """
+    largest = defaultdict[int, int](int)  # of each step
+    for done in facts.of_models:
+        if done.has_graph:
+            largest[done.step] = max(largest[done.step], done.given)
+    of_the_peak = largest.pop(facts.peak.step, 0)
+    if not of_the_peak or not largest:
+        return True
+    return of_the_peak >= LARGER * statistics.median(largest.values())
 
 
 def _bytes_of_unused_graphs(facts: Facts) -> int:

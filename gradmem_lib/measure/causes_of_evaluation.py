@@ -86,13 +86,13 @@ def results_in_training(facts: Facts) -> Cause | None:
     for holder in facts.at_peak:
         if holder.made_in == EVALUATION and holder.category == "temporaries":
             kinds[_kind(holder)].append(holder)
-    left, nbytes = [], 0
+    left, in_use = [], 0
     for kind in kinds.values():
         left += kind
-        nbytes += total(kind)
         if len(kind) >= MANY:
-            nbytes -= kind[0].nbytes  # the last one may be in use, and all are equally large
-    if nbytes < DOMINATES * facts.peak.total:
+            in_use += kind[0].nbytes  # the last one may be; all of a kind are equally large
+    nbytes = total(left)
+    if nbytes - in_use < DOMINATES * facts.peak.total:
         return None
     words = list(dict.fromkeys(in_words(holder) for holder in left))
     evidence = (
@@ -111,6 +111,8 @@ def results_in_training(facts: Facts) -> Cause | None:
         remedy,
         lines_of_results(left, facts),
         left,
+        stays=in_use,
+        condition="If only the last one of each kind is kept",
     )
 
 

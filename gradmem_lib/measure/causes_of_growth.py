@@ -20,6 +20,7 @@ from .cause import (
     in_words,
     larger_than_its_tensor,
     lines_of,
+    place_in_training,
 )
 from .causes_of_evaluation import evaluation_results
 from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
@@ -59,7 +60,8 @@ def growing_bytes(facts: Facts) -> Cause | None:
     )
     remedy = _remedy_of_growth(holders, facts)
     lines = lines_of_results(holders, facts)
-    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, needed_in=facts.unit)
+    needed_in = "round" if any(map(belongs_to_training, holders)) else facts.unit
+    cause = Cause(GROWTH, nbytes, evidence, remedy, lines, holders, holders, needed_in=needed_in)
     last_batch = _last_batch(growing, facts)
     if SHORTER_HISTORY in remedy:
         condition = f"If the history has {HISTORY} steps"
@@ -95,12 +97,8 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
     for holder in facts.at_peak:
         if not 0 <= facts.time_of(holder) < facts.peak_time:
             continue  # it was there before the first step, or is of the peak's own step
-        if holder.category in ("gradients", "optimizer"):
-            # one parameter has gradients or states of several steps
-            kinds[holder.category, holder.module, holder.shape, holder.dtype].append(holder)
-        elif holder.category == "parameters":
-            # models of earlier rounds; the parameters of one model are made at the same time
-            kinds["parameters", holder.line, holder.shape, holder.dtype].append(holder)
+        if belongs_to_training(holder):
+            kinds[place_in_training(holder)].append(holder)
         else:
             # In a cache, each tensor may have another shape.
             kinds[holder.line, holder.op, holder.dtype].append(holder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from itertools import pairwise
 
@@ -79,7 +80,24 @@ def _alive_together(facts: Facts) -> list[ForwardPass]:
     if all(done.differentiable for done in found) and not _outer_forwards(facts):
         return []  # gradients have been taken already
     # Without losses in between, one loss takes all outputs.
-    return found if any(_loss_between(*pair, facts) for pair in pairwise(found)) else []
+    losses = _samples_of_losses(facts)
+    return found if any(_has_a_loss(*pair, losses) for pair in pairwise(found)) else []
+
+
+def _samples_of_losses(facts: Facts) -> list[int]:
+    """The first sample of each loss that is known, in order: one number with a graph, which a model
+    has returned or which was made outside of models.
+    """
+    samples = []
+    for holder in (*facts.at_peak, *facts.others):
+        if holder.category != "activations" or holder.shape != ():
+            continue
+        made = holder.samples[0]
+        last = facts.last_begun(made)
+        inside = last is not None and last.has_weights and made < last.samples[1]
+        if holder.is_result or not inside:
+            samples.append(made)
+    return sorted(samples)
 
 
 def _outer_forwards(facts: Facts) -> list[ForwardPass]:
@@ -90,17 +108,13 @@ def _outer_forwards(facts: Facts) -> list[ForwardPass]:
     return [p for p in facts.of_models if p.step == facts.peak.step and not p.differentiable]
 
 
-def _loss_between(before: ForwardPass, after: ForwardPass, facts: Facts) -> bool:
-    """Whether a loss was computed between two forwards, or in the first of them.
+def _has_a_loss(before: ForwardPass, after: ForwardPass, losses: list[int]) -> bool:
+    """Whether a loss was computed in the first of two forwards, or between them. Features that are
+    averaged there, for one loss of all forwards, and an input of the next forward are none.
 
-    In between, it has nodes that are of no model. If the model computes it, the rest of what the
-    model has returned is dropped. An input that is made for the next forward is neither.
+    ``losses``: as ``_samples_of_losses`` gives them.
     """
-    order = facts.of_models
-    nodes = after.nodes[0] - before.nodes[1]
-    for done in order[order.index(before) + 1 : order.index(after)]:
-        nodes -= done.nodes[1] - done.nodes[0]
-    return nodes > 0 or before.drops_results
+    return bisect_left(losses, before.samples[0]) < bisect_left(losses, after.samples[0])
 
 
 def chained_forwards(facts: Facts) -> Cause | None:

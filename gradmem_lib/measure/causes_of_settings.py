@@ -52,10 +52,10 @@ def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
 
 
 def _is_unwanted(holder: Holder, facts: Facts) -> bool:
-    """Whether it is the gradient of a parameter that no optimizer has, or that was frozen later."""
+    """Whether it is the gradient of a parameter that no optimizer has."""
     if holder.category != "gradients" or holder.module not in facts.structure.shapes:
         return False
-    return holder.module not in facts.structure.trained & facts.optimized
+    return holder.module not in facts.optimized
 
 
 def _is_left(holder: Holder, facts: Facts, shapes: set) -> bool:

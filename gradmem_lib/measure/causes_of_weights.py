@@ -161,7 +161,7 @@ def wide_weights(facts: Facts) -> Cause | None:
             continue
         if dtype is torch.float64:
             of_double.append(holder)
-        elif dtype is torch.float32 and holder.module not in facts.structure.trained:
+        elif dtype is torch.float32 and holder.module not in facts.trained:
             of_frozen.append(holder)
     name = "Weights are wider than needed"
     condition = "If these weights are half as wide"
@@ -256,12 +256,13 @@ def _is_copy_to_go_back_to(holder: Holder, twice: set[str]) -> bool:
 
 
 def _is_copy_with_a_graph(holder: Holder, facts: Facts) -> bool:
-    """Whether code outside of all modules has computed it with a graph, and it is still there in
-    another turn: an average without ``detach``. In its own turn, a forward may have used it.
+    """Whether code outside of all modules has computed it from weights with a graph, and it is
+    still there in another turn: an average without ``detach``. In its own turn, a forward may have
+    used it.
     """
-    if holder.category != "activations" or holder.module:
+    if holder.category != "activations" or holder.computed_from != "parameters":
         return False
-    return holder.turn < facts.peak.turn
+    return not holder.module and holder.turn < facts.peak.turn
 
 
 def _calls_another_model(facts: Facts) -> bool:
@@ -269,10 +270,7 @@ def _calls_another_model(facts: Facts) -> bool:
     trained = {done.number for done in facts.of_models if done.used}
     steps = defaultdict[int, set[int]](set)
     for done in facts.of_models:
-        is_a_part = facts.structure is not None and any(
-            name.startswith(f"{done.module}.") for name in facts.structure.shapes
-        )
-        if done.number not in trained and not is_a_part:
+        if done.number not in trained and not done.has_tracked_weights:
             steps[done.number].add(done.step)
     return any(len(of_one) > 1 for of_one in steps.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,12 +94,34 @@ class Facts:
         totals = self.rows[np.isin(self.rows[:, MOMENT], codes), TOTAL]
         return int(totals.max(initial=0))
 
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The names of the model's parameters that are trained.
+
+        A GAN switches ``requires_grad`` of its critic off for a part of each step, and a run may
+        end in that part. So a parameter also counts if an optimizer has it, and it had a gradient
+        in the second half of the run.
+        """
+        if self.structure is None:
+            return frozenset()
+        names = set(self.structure.trained)
+        middle = 0
+        if self.samples is not None:
+            middle = (self.first_sample + int(self.samples[-1])) // 2
+        for holder in (*self.at_peak, *self.others):
+            is_gradient = holder.category == "gradients" and holder.module in self.structure.shapes
+            if is_gradient and holder.samples[1] > middle:
+                names.add(holder.module)
+        if self.optimized is not None:
+            names &= self.structure.trained | self.optimized
+        return frozenset(names)
+
     def gradients_to_come(self) -> int:
         """The bytes of gradients of the trained parameters that are not there at the peak."""
         if self.structure is None:
             return 0
         nbytes = 0
-        for name in self.structure.trained:
+        for name in self.trained:
             nbytes += prod(self.structure.shapes[name]) * self.structure.dtypes[name].itemsize
         return max(nbytes - self.peak.by_category["gradients"], 0)
 
@@ -142,6 +165,15 @@ class Facts:
         return [done for done in self.forwards if done.has_weights]
 
     @cached_property
+    def _first_samples(self) -> list[int]:
+        return [done.samples[0] for done in self.forwards]
+
+    def last_begun(self, sample: int) -> ForwardPass | None:
+        """The last forward that had begun at a sample, if the list still has it."""
+        begun = bisect_right(self._first_samples, sample)
+        return self.forwards[begun - 1] if begun else None
+
+    @cached_property
     def evaluations(self) -> list[ForwardPass]:
         """The forwards without gradients that ran since the last ``reset_peak()``."""
         found = []
@@ -171,7 +203,7 @@ class Facts:
         in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
         if self.structure is None or in_a_step:
             return inf
-        trained = sum(prod(self.structure.shapes[name]) for name in self.structure.trained)
+        trained = sum(prod(self.structure.shapes[name]) for name in self.trained)
         states = 0
         for holder in self.at_peak:
             if holder.category == "optimizer":

@@ -4,7 +4,6 @@ much of it a forward without a graph would need.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,11 +18,10 @@ def made_by(passes: Sequence[ForwardPass], facts: Facts, and_after: bool = False
 
     ``and_after``: also what was made after each of them, until the next forward began.
     """
-    begins = [done.samples[0] for done in facts.forwards]
     wanted = {id(done) for done in passes}
     found = []
     for holder in facts.activations:
-        last = _last_begun_before(holder, begins, facts)
+        last = facts.last_begun(holder.samples[0])
         if last is None or holder.is_result or id(last) not in wanted:
             continue
         made_inside = holder.samples[0] < last.samples[1]
@@ -32,26 +30,16 @@ def made_by(passes: Sequence[ForwardPass], facts: Facts, and_after: bool = False
     return found
 
 
-def _last_begun_before(holder: Holder, begins: Sequence[int], facts: Facts) -> ForwardPass | None:
-    """The last forward that began before ``holder`` was made, if the list still has it.
-
-    ``begins``: the first sample of each of ``facts.forwards``, which are in order.
-    """
-    n_begun = bisect_right(begins, holder.samples[0])
-    return facts.forwards[n_begun - 1] if n_begun else None
-
-
 def lines_of_results(holders: Sequence[Holder], facts: Facts) -> tuple[SourceLine, ...]:
     """The lines that made ``holders``, those with the most bytes first.
 
     For what a model has returned, it is the line that called the model.
     """
-    begins = [done.samples[0] for done in facts.forwards]
     # A long run's list has only the last forwards. What an earlier one has returned is of the same
     # call as a later result from the same place in the model.
     callers = dict[tuple, SourceLine]()
     for holder in holders:
-        last = _last_begun_before(holder, begins, facts)
+        last = facts.last_begun(holder.samples[0])
         if holder.is_result and last is not None and last.line is not None:
             callers[_place(holder)] = last.line
     nbytes = Counter[SourceLine]()

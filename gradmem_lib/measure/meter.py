@@ -3,6 +3,7 @@ the calls of modules.
 """
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from .moments import Pass
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import Entry, Recording, is_result
+from .recording import Recording, is_result
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
@@ -57,10 +58,10 @@ class Meter(ParameterMeter):
         super().__init__(model, optimizers, recording, after_sample)
         self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self._thread = threading.get_ident()
-        # The latest call of an outermost module, and by address the storages that it has returned.
-        self._latest: Pass | None = None
-        self._results: dict[Any, Entry] = {}
         self._turn_of_batch = -1  # the latest turn that has said how large its batch is
+        # By address: the modules that were called, and their numbers.
+        self._numbers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._next_number = itertools.count()
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
 
@@ -157,7 +158,6 @@ class Meter(ParameterMeter):
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
             recording.drain()  # what was freed since the last operation is not live before this
-            self._note_dropped_results()
             if with_grad:
                 self.begin_step()
             weight = next(module.parameters(), None)
@@ -165,6 +165,9 @@ class Meter(ParameterMeter):
                 # a weight too may be computed, by functional_call or a parametrization
                 given = tensors_in((args, kwargs, weight))
                 chained = any(tensor.grad_fn is not None for tensor in given)
+                nbytes_given = sum(
+                    tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs))
+                )
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -179,7 +182,8 @@ class Meter(ParameterMeter):
                     turn=recording.turn,
                     # In functional_call, other tensors stand in the place of its parameters.
                     module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
-                    number=id(module),
+                    number=self._number_of(module),
+                    given=nbytes_given,
                 )
             )
             if with_grad and weight is not None:
@@ -191,6 +195,16 @@ class Meter(ParameterMeter):
             for tensor in tensors_in((args, kwargs)):
                 if self._count_read(tensor, "", INPUTS):
                     self.sample()
+
+    def _number_of(self, module: nn.Module) -> int:
+        """The same number for each call of ``module``, and of no other one: a module that is made
+        after another one was dropped may have its address.
+        """
+        known = self._numbers.get(id(module))
+        if known is None or known[0]() is not module:
+            known = weakref.ref(module), next(self._next_number)
+            self._numbers[id(module)] = known
+        return known[1]
 
     def _note_batch(self, inputs: tuple) -> None:
         """Note how many rows the batch has, at the first training forward of each turn.
@@ -210,27 +224,17 @@ class Meter(ParameterMeter):
         recording, forward = self.recording, self.position.open
         if forward is None:
             return
-        self._latest, self._results = forward, {}
         with self.lock:
             recording.drain()
+            returned = 0
             for tensor in tensors_in((out,)):
                 for storage in storages_of(tensor):
-                    key = storage_key(storage)
-                    entry = recording.live.get(key)
+                    entry = recording.live.get(storage_key(storage))
                     if entry is None or entry.sample < forward.first_sample or is_result(entry):
                         continue  # not made in this forward, or seen already
                     entry.is_result = True
-                    self._results[key] = entry
-            returned = sum(entry.nbytes for entry in self._results.values())
+                    returned += entry.nbytes
             self.position.end_forward(recording.total, recording.count, returned)
-
-    def _note_dropped_results(self) -> None:
-        """Note of the latest call whether something that it has returned is gone by now."""
-        if self._latest is not None:
-            live = self.recording.live
-            kept = [live.get(key) is entry for key, entry in self._results.items()]
-            self._latest.drops_results = not all(kept)
-        self._latest, self._results = None, {}
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""
@@ -261,19 +265,26 @@ class Meter(ParameterMeter):
         return frozenset(name for name, p in named if id(p) in taken) or None
 
     def mark_passes(self) -> None:
-        """Note of each forward whether an optimizer has its module's weights, and has stepped."""
+        """Note of each forward whether an optimizer has its module's weights, and has stepped; and
+        whether they are weights of the tracked model.
+        """
         taken, stepped = self._ids_in_optimizers(), ids_of_parameters(self.stepped)
-        found: dict[int, tuple[bool, bool]] = {}
+        named = self.model.named_parameters() if self.model is not None else ()
+        tracked = {id(parameter) for _, parameter in named}
+        found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
             module = done.module() if done.module is not None else None
             if module is None:
                 continue
-            if id(module) not in found:
+            if done.number not in found:
+                weights = {id(p) for p in module.parameters()}
                 trained = {id(p) for p in module.parameters() if p.requires_grad}
                 for_none = bool(trained) and trained.isdisjoint(taken)
                 waits = not trained.isdisjoint(taken) and trained.isdisjoint(stepped)
-                found[id(module)] = for_none, waits
-            done.for_no_optimizer, done.waits_for_step = found[id(module)]
+                found[done.number] = for_none, waits, not weights.isdisjoint(tracked)
+            done.for_no_optimizer, done.waits_for_step, done.has_tracked_weights = found[
+                done.number
+            ]
 
     def _ids_in_optimizers(self) -> set[int]:
         return ids_of_parameters({*self.optimizers, *self.waiting_optimizers})

@@ -61,8 +61,9 @@ class Pass:
     for_no_optimizer: bool = False
     waits_for_step: bool = False
     used_in_turn: int = -1
-    drops_results: bool = False
     number: int = 0
+    given: int = 0
+    has_tracked_weights: bool = False
 
 
 class Position:

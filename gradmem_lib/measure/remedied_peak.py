@@ -17,7 +17,7 @@ import numpy as np
 
 from ..names import MOMENTS
 from ..units import format_bytes
-from .cause import WORTH, Cause, within
+from .cause import WORTH, Cause, belongs_to_training, place_in_training, within
 from .facts import EVALUATION, Facts
 from .parts_of_the_step import largest_evaluation
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder
@@ -87,18 +87,17 @@ def _is_needed_at_peak(holder: Holder, needed_in: str, facts: Facts) -> bool:
     """Whether the peak is in the step (or turn) that has made ``holder`` and needs it."""
     if needed_in == "turn":
         return holder.turn >= facts.peak.turn
-    return needed_in == "step" and holder.step >= facts.peak.step
+    return needed_in in ("step", "round") and holder.step >= facts.peak.step
 
 
 class _Places:
     """Where in a program a storage was made: by which line and operation, in which shape, and in
-    which forward or after it. A function that is called by the training and by an evaluation has
-    made storages in two places.
+    which forward (as its result or not) or after it. A function that is called by the training and
+    by an evaluation has made storages in two places.
     """
 
     def __init__(self, facts: Facts):
-        self.facts, self.forwards = facts, facts.forwards
-        self.begins = [done.samples[0] for done in facts.forwards]
+        self.facts = facts
         # For each call (a module and a line): whether backwards went through its earlier forwards.
         self.used_before = defaultdict[tuple, set[bool]](set)
         for done in facts.forwards:
@@ -106,20 +105,18 @@ class _Places:
                 self.used_before[done.line, done.number].add(done.used)
 
     def __call__(self, holder: Holder) -> tuple:
-        begun = bisect_right(self.begins, holder.samples[0])
-        if not begun and self.forwards:
+        done = self.facts.last_begun(holder.samples[0])
+        call: object = None
+        if done is None and self.facts.forwards:
             # Before the first forward that is known: it may be of any forward of a long run.
-            call: object = id(holder)
-        elif not begun:
-            call = None
-        else:
-            done = self.forwards[begun - 1]
+            call = id(holder)
+        elif done is not None:
             inside = holder.samples[0] < done.samples[1]
             used = self._is_used(done)
             kind = (done.with_grad, done.has_graph, used, done.differentiable, done.chained)
             call = (inside, done.line, done.number, *kind)
         made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
-        return (*made, holder.category, call)
+        return (*made, holder.category, holder.is_result, call)
 
     def _is_used(self, done: ForwardPass) -> bool:
         """Whether a backward goes through a forward. If the run was stopped before it came, that is
@@ -158,16 +155,16 @@ def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str = "") -
 
     A long run keeps one sample of several. A row then stands for all samples between the rows on
     its two sides, and a holder counts in it only if it was alive in all of these samples. It does
-    not count in the step (or turn) that made it, if it is ``needed_in`` that.
+    not count as long as it is ``needed_in`` the step, turn or round that made it.
     """
     samples = facts.samples
-    sample_before = np.concatenate(([-1], samples[:-1]))
+    sample_before = np.concatenate(([facts.first_sample - 1], samples[:-1]))
     sample_after = np.concatenate((samples[1:], samples[-1:] + 1))
-    end_of_its_own = _Ends(needed_in, facts)
+    needed_until = _NeededUntil(needed_in, facts)
     change = np.zeros(len(samples) + 1, dtype=np.int64)
     for holder in holders:
         first, stop = holder.samples  # alive in first, ..., stop - 1
-        first = max(first, end_of_its_own(holder))
+        first = max(first, needed_until(holder))
         begins = np.searchsorted(sample_before, first - 1)
         ends = np.searchsorted(sample_after, stop, side="right")
         if begins < ends:
@@ -176,23 +173,44 @@ def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str = "") -
     return change.cumsum()[:-1]
 
 
-class _Ends:
-    """The first sample that is known to come after the step (or turn) that made a storage."""
+class _NeededUntil:
+    """The first sample at which a storage can be gone: after the step (or turn) that made it, or
+    after the step that made what has taken its place. ``needed_in``: as in ``Cause``.
+    """
 
     def __init__(self, needed_in: str, facts: Facts):
         self.needed_in, self.samples = needed_in, facts.samples
+        self.after_the_run = int(facts.samples[-1]) + 1
         self.steps = facts.rows[:, STEP]
         begins = dict[int, int]()  # of each turn, as far as its forwards are known
         for done in facts.forwards:
             begins.setdefault(done.turn, done.samples[0])
         self.turns, self.begins = list(begins), list(begins.values())
+        self.steps_in_place = defaultdict[tuple, list[int]](list)
+        if needed_in == "round":
+            for holder in sorted((*facts.at_peak, *facts.others), key=lambda other: other.step):
+                self.steps_in_place[_place_in_a_round(holder)].append(holder.step)
 
     def __call__(self, holder: Holder) -> int:
-        after_the_run = int(self.samples[-1]) + 1
-        if self.needed_in == "step":
-            later = int(np.searchsorted(self.steps, holder.step, side="right"))
-            return int(self.samples[later]) if later < len(self.steps) else after_the_run
         if self.needed_in == "turn":
             later = bisect_right(self.turns, holder.turn)
-            return self.begins[later] if later < len(self.turns) else after_the_run
+            return self.begins[later] if later < len(self.turns) else self.after_the_run
+        if self.needed_in == "step":
+            return self._first_after(holder.step)
+        if self.needed_in == "round":
+            steps = self.steps_in_place[_place_in_a_round(holder)]
+            later = bisect_right(steps, holder.step)
+            return self._first_after(steps[later]) if later < len(steps) else self.after_the_run
         return 0
+
+    def _first_after(self, step: int) -> int:
+        """The first sample that is known to come after a step."""
+        later = int(np.searchsorted(self.steps, step, side="right"))
+        return int(self.samples[later]) if later < len(self.steps) else self.after_the_run
+
+
+def _place_in_a_round(holder: Holder) -> tuple:
+    """The same for storages that are in use one after another."""
+    if belongs_to_training(holder):
+        return place_in_training(holder)
+    return holder.line, holder.op, holder.dtype

@@ -96,11 +96,12 @@ class ForwardPass(NamedTuple):
     ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one of them.
     ``waits_for_step``: an optimizer has some of them, and none that has has stepped so far.
     ``used_in_turn``: the turn of the first backward that went through it; -1 if none has.
-    ``drops_results``: when the next call began, something that this one had returned was gone.
-    ``nodes``: autograd's numbers for the nodes of its graph, the first and the one after the last.
-    ``number``: the same for all calls of one module. ``samples``: as in ``Holder``, of the call.
+    ``number``: the same for all calls of one module. ``has_tracked_weights``: some of its weights
+    are the tracked model's. ``samples``: as in ``Holder``, of the call.
 
-    Three fields are bytes, and what the call has returned is in none of them. ``made``: what was
+    ``given``: the bytes of the tensors that it was called with, as far as they stand in lists,
+    tuples and dicts. Three other fields are bytes, and what the call has returned is in none of
+    them. ``made``: what was
     left of the call when it ended. ``inside_at_peak``: the activations at the run's peak that were
     made in the call. ``kept_at_peak``: the same, and those that were made after it until the next
     call began.
@@ -125,9 +126,9 @@ class ForwardPass(NamedTuple):
     for_no_optimizer: bool = False
     waits_for_step: bool = False
     used_in_turn: int = -1
-    drops_results: bool = False
-    nodes: tuple[int, int] = (0, 0)
     number: int = 0
+    given: int = 0
+    has_tracked_weights: bool = False
     samples: tuple[int, int] = (0, 0)
 
 

@@ -248,9 +248,9 @@ class MemoryTracker:
                         for_no_optimizer=done.for_no_optimizer,
                         waits_for_step=done.waits_for_step,
                         used_in_turn=done.used_in_turn,
-                        drops_results=done.drops_results,
-                        nodes=(done.first, done.last or next_sequence_nr()),
                         number=done.number,
+                        given=done.given,
+                        has_tracked_weights=done.has_tracked_weights,
                         samples=(done.first_sample, done.end_sample or self._recording.count),
                     )
                 )

@@ -55,10 +55,25 @@ assert torch.compile is logged  # the script's own, which the block leaves alone
 assert torch.compile(double, backend="eager")(torch.ones(3)).sum() == 6
 assert torch.compile is logged
 """
+ONE_BLOCK_IN_ANOTHER = """
+from gradmem_lib.compat.compiled import watch_compiled_calls
+called = []
+with watch_compiled_calls(called.append, run_eagerly=True):
+    with watch_compiled_calls(called.append, run_eagerly=False):
+        decorated = torch.compile(double, backend="eager")
+        decorated(torch.ones(3))
+        assert len(called) == 1
+    decorated(torch.ones(3))
+    assert len(called) == 2
+decorated(torch.ones(3))
+assert len(called) == 2
+assert torch.compile is original
+"""
 PROGRAMS = {
     "after the block": AFTER_THE_BLOCK,
     "in another block": IN_ANOTHER_BLOCK,
     "as a decorator": AS_A_DECORATOR_WITH_ARGUMENTS,
+    "one block in another": ONE_BLOCK_IN_ANOTHER,
     "wrapped by the script": WRAPPED_BY_THE_SCRIPT,
 }
 

@@ -139,6 +139,52 @@ def outputs_of_uneven_batches(remedied: bool) -> MemoryTracker:
     return tracker
 
 
+def models_of_rounds_of_other_sizes(remedied: bool) -> MemoryTracker:
+    """Each round trains a model for several steps. The second round has the largest batches, and
+    needs its own model in all of them.
+    """
+    kept = []
+    with MemoryTracker(live=False) as tracker:
+        for rows in (64, 800, 64, 64, 64, 64, 64, 64, 64):
+            model = mlp()
+            optimizer = torch.optim.Adam(model.parameters())
+            for _ in range(3):
+                train(model, optimizer, rows)
+            if not remedied:
+                kept.append(model)
+    return tracker
+
+
+def optimizers_of_rounds(remedied: bool) -> MemoryTracker:
+    """A new optimizer in each round, and the first ones are kept with their states."""
+    model, kept = mlp(), []
+    with MemoryTracker(model, live=False) as tracker:
+        for rows in (64, 1200, 64, 64, 64, 64, 64):
+            optimizer = torch.optim.Adam(model.parameters())
+            for _ in range(3):
+                train(model, optimizer, rows)
+            if not remedied:
+                kept.append(optimizer)
+    return tracker
+
+
+def answers_of_an_evaluation(remedied: bool) -> MemoryTracker:
+    """A list of an evaluation's answers is there in the training; the last one is a variable."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    answers = []
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(3):
+            answers.clear()
+            with torch.no_grad():
+                for _ in range(6):
+                    answer = model[0](torch.randn(512, 256))
+                    if not remedied:
+                        answers.append(answer)
+            train(model, optimizer, rows=256)
+    return tracker
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -149,6 +195,9 @@ def outputs_of_uneven_batches(remedied: bool) -> MemoryTracker:
         one_long_row_after_the_states,
         best_weights_of_two_epochs,
         outputs_of_uneven_batches,
+        models_of_rounds_of_other_sizes,
+        optimizers_of_rounds,
+        answers_of_an_evaluation,
     ],
     ids=lambda program: program.__name__,
 )
