@@ -4,6 +4,7 @@ of the run need.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 
 import pytest
@@ -172,15 +173,13 @@ def answers_of_an_evaluation(remedied: bool) -> MemoryTracker:
     """A list of an evaluation's answers is there in the training; the last one is a variable."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    answers = []
+    kept = deque(maxlen=1 if remedied else 6)
     with MemoryTracker(model, optimizer, live=False) as tracker:
         for _ in range(3):
-            answers.clear()
-            with torch.no_grad():
-                for _ in range(6):
-                    answer = model[0](torch.randn(512, 256))
-                    if not remedied:
-                        answers.append(answer)
+            kept.clear()
+            for _ in range(6):
+                with torch.no_grad():
+                    kept.append(model[0](torch.randn(512, 256)))
             train(model, optimizer, rows=256)
     return tracker
 
