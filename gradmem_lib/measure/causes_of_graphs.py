@@ -129,10 +129,8 @@ def _backward_may_come(done: ForwardPass, facts: Facts) -> bool:
 
 
 def _calls_the_same(other: ForwardPass, done: ForwardPass) -> bool:
-    """Whether another forward with a graph is of the same module, and called by the same line."""
-    if other is done or not other.has_graph:
-        return False
-    return (other.line, other.number) == (done.line, done.number)
+    """Whether another forward with a graph is a call of the same kind."""
+    return other is not done and other.has_graph and other.call == done.call
 
 
 def _trains(facts: Facts) -> bool:
@@ -151,10 +149,10 @@ def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
 
 
 def _is_new_to_the_training(done: ForwardPass, facts: Facts) -> bool:
-    """Whether two steps at least have used forwards, all of other lines than this one."""
+    """Whether two steps at least have used forwards, all of other calls than this one."""
     used = [p for p in facts.forwards if p.used and p.step < done.step]
     steps = {p.step for p in used}
-    return len(steps) >= 2 and done.line not in {p.line for p in used}
+    return len(steps) >= 2 and done.call not in {p.call for p in used}
 
 
 def kept_graph(facts: Facts) -> Cause | None:

@@ -12,7 +12,6 @@ from .causes_of_gradients import gradients_of_rows
 from .causes_of_graphs import GRAPHS_AT_ONCE, finished_forwards, is_unused
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import made_by
-from .source_lines import SourceLine
 from .timeline import ForwardPass
 
 WITH_GRADIENTS = "If one forward at a time is in memory, beside all gradients"
@@ -56,17 +55,17 @@ def several_graphs(facts: Facts) -> Cause | None:
 def _alive_together(facts: Facts) -> list[ForwardPass]:
     """Forwards in the peak's step whose graphs were all alive after the last one.
 
-    They are calls of one module by one line: of several such groups, the largest. A forward that
+    They are calls of one kind: of several such groups, the largest. A forward that
     continues another one, as in backward through time, does not count.
     """
-    calls = defaultdict[tuple[SourceLine | None, int], list[ForwardPass]](list)
+    calls = defaultdict[tuple, list[ForwardPass]](list)
     for done in facts.of_models:
         is_last = done is facts.forwards[-1]  # it may run now, with a graph that is not finished
         if done.step != facts.peak.step or done.chained or not (done.has_graph or is_last):
             continue
         if is_unused(done, facts):
             continue  # there is no loss
-        together = calls[done.line, done.number]
+        together = calls[done.call]
         if together:
             previous = together[-1]
             kept = previous.live_after - previous.live_before

@@ -182,6 +182,7 @@ class Meter(ParameterMeter):
                     turn=recording.turn,
                     # In functional_call, other tensors stand in the place of its parameters.
                     module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
+                    training_mode=module.training,
                     number=self._number_of(module),
                     given=nbytes_given,
                 )

@@ -61,6 +61,7 @@ class Pass:
     for_no_optimizer: bool = False
     waits_for_step: bool = False
     used_in_turn: int = -1
+    training_mode: bool = True
     number: int = 0
     given: int = 0
     has_tracked_weights: bool = False

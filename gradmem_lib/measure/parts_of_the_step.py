@@ -48,14 +48,13 @@ def may_be_part_of_the_step(done: ForwardPass, facts: Facts) -> bool:
                 return False
         if other.used and other.has_weights:
             in_a_row = 0
-            training = (other.line, other.number)
-            counts = between.setdefault(training, [])
-            if training in calls_at_last:
-                counts.append(calls - calls_at_last[training])
-            calls_at_last[training] = calls
+            counts = between.setdefault(other.call, [])
+            if other.call in calls_at_last:
+                counts.append(calls - calls_at_last[other.call])
+            calls_at_last[other.call] = calls
     return not between or any(min(counts, default=1) > 0 for counts in between.values())
 
 
 def _is_same_call(other: ForwardPass, done: ForwardPass) -> bool:
-    """Whether another forward without gradients is of the same module and line."""
-    return not other.with_grad and (other.line, other.number) == (done.line, done.number)
+    """Whether another forward without gradients is a call of the same kind."""
+    return not other.with_grad and other.call == done.call

@@ -18,7 +18,7 @@ import numpy as np
 from ..names import MOMENTS
 from ..units import format_bytes
 from .cause import WORTH, Cause, belongs_to_training, place_in_training, within
-from .facts import EVALUATION, Facts
+from .facts import EVALUATION, Facts, total
 from .parts_of_the_step import largest_evaluation
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder
 
@@ -70,16 +70,16 @@ def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
         # All were left by earlier turns, whose own backwards may have needed them.
         needed_in = needed_in or "turn"
     of_the_named = _bytes_alive(named, facts, needed_in) - stays
-    # Of tensors like the named ones, as many stay as at the peak: the batch in use, the first of
-    # several forwards.
     place_of = _Places(facts)
     places = {place_of(holder) for holder in named}
-    alike = [holder for holder in (*facts.at_peak, *facts.others) if place_of(holder) in places]
-    also_stay = -cause.nbytes
-    for holder in facts.at_peak:
-        if place_of(holder) in places and not _is_needed_at_peak(holder, needed_in, facts):
-            also_stay += holder.nbytes
-    of_all_alike = _bytes_alive(alike, facts, needed_in) - stays - max(also_stay, 0)
+    alike_at_peak = [holder for holder in facts.at_peak if place_of(holder) in places]
+    others_alike = [holder for holder in facts.others if place_of(holder) in places]
+    # Of tensors like the named ones, as many stay as at the peak: the batch in use, the first of
+    # several forwards.
+    could_go = [h for h in alike_at_peak if not _is_needed_at_peak(h, needed_in, facts)]
+    stay_with_them = max(total(could_go) - cause.nbytes, 0)
+    of_all_alike = _bytes_alive(alike_at_peak + others_alike, facts, needed_in)
+    of_all_alike -= stays + stay_with_them
     return np.clip(np.maximum(of_the_named, of_all_alike), 0, cause.nbytes - stays)
 
 
@@ -98,11 +98,11 @@ class _Places:
 
     def __init__(self, facts: Facts):
         self.facts = facts
-        # For each call (a module and a line): whether backwards went through its earlier forwards.
+        # For each kind of call: whether backwards went through its earlier forwards.
         self.used_before = defaultdict[tuple, set[bool]](set)
         for done in facts.forwards:
             if done.has_graph and done.turn < facts.peak.turn:
-                self.used_before[done.line, done.number].add(done.used)
+                self.used_before[done.call].add(done.used)
 
     def __call__(self, holder: Holder) -> tuple:
         done = self.facts.last_begun(holder.samples[0])
@@ -114,7 +114,7 @@ class _Places:
             inside = holder.samples[0] < done.samples[1]
             used = self._is_used(done)
             kind = (done.with_grad, done.has_graph, used, done.differentiable, done.chained)
-            call = (inside, done.line, done.number, *kind)
+            call = (inside, done.call, *kind)
         made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
         return (*made, holder.category, holder.is_result, call)
 
@@ -124,7 +124,7 @@ class _Places:
         """
         if done.used or self.facts.ended or done.turn < self.facts.peak.turn:
             return done.used
-        return self.used_before[done.line, done.number] == {True}
+        return self.used_before[done.call] == {True}
 
 
 def _of_whole_calls(cause: Cause, facts: Facts) -> np.ndarray:
@@ -142,7 +142,7 @@ def _of_whole_calls(cause: Cause, facts: Facts) -> np.ndarray:
         return taken_away
     largest = largest_evaluation(facts)
     for done in facts.evaluations:
-        if largest is None or (done.line, done.number) != (largest.line, largest.number):
+        if largest is None or done.call != largest.call:
             continue
         inside = (facts.samples >= done.samples[0]) & (facts.samples < done.samples[1])
         needed = np.maximum(facts.rows[inside, TOTAL] - done.live_before, 0)

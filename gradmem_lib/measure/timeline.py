@@ -96,8 +96,9 @@ class ForwardPass(NamedTuple):
     ``for_no_optimizer``: it has parameters that need a gradient, and no optimizer has one of them.
     ``waits_for_step``: an optimizer has some of them, and none that has has stepped so far.
     ``used_in_turn``: the turn of the first backward that went through it; -1 if none has.
-    ``number``: the same for all calls of one module. ``has_tracked_weights``: some of its weights
-    are the tracked model's. ``samples``: as in ``Holder``, of the call.
+    ``training_mode``: the module's mode. ``number``: the same for all calls of one module.
+    ``has_tracked_weights``: some of its weights are the tracked model's. ``samples``: as in
+    ``Holder``, of the call.
 
     ``given``: the bytes of the tensors that it was called with, as far as they stand in lists,
     tuples and dicts. Three other fields are bytes, and what the call has returned is in none of
@@ -126,10 +127,18 @@ class ForwardPass(NamedTuple):
     for_no_optimizer: bool = False
     waits_for_step: bool = False
     used_in_turn: int = -1
+    training_mode: bool = True
     number: int = 0
     given: int = 0
     has_tracked_weights: bool = False
     samples: tuple[int, int] = (0, 0)
+
+    @property
+    def call(self) -> tuple:
+        """The same for all calls of one module by one line in one mode: a function of a script that
+        is used for the training and for an evaluation makes two kinds of calls.
+        """
+        return self.line, self.number, self.training_mode
 
 
 class Timeline:

@@ -248,6 +248,7 @@ class MemoryTracker:
                         for_no_optimizer=done.for_no_optimizer,
                         waits_for_step=done.waits_for_step,
                         used_in_turn=done.used_in_turn,
+                        training_mode=done.training_mode,
                         number=done.number,
                         given=done.given,
                         has_tracked_weights=done.has_tracked_weights,

@@ -160,3 +160,27 @@ def test_an_evaluation_with_a_graph_is_named_though_the_run_is_stopped_in_it():
     for number in (1, 3):
         tracker = measured(program, StopAt(number, KeyboardInterrupt))
         assert [cause.name for cause in diagnose(tracker).causes][:1] == [UNUSED]
+
+
+def test_an_evaluation_that_calls_the_training_s_function_is_not_the_training():
+    """One function computes the loss of both; the evaluation keeps graphs and is stopped."""
+    model = net(64, 256, 256, 1)
+    optimizer = adam(model)
+
+    def loss_of(rows: int) -> torch.Tensor:
+        return model(torch.randn(rows, 64)).square().mean()
+
+    with pytest.raises(Stop), MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(3):
+            loss_of(ROWS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        losses = []
+        stop = StopAt(6)
+        while True:
+            losses.append(loss_of(ROWS))
+            stop()
+    names = [cause.name for cause in diagnose(tracker).causes]
+    assert names[0] == UNUSED
+    assert "Losses are added up before one backward" not in names
