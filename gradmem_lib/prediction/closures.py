@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -31,6 +32,30 @@ def held_by(function: FunctionType) -> list[Any]:
     return held
 
 
+def inside_of(value: Any) -> list[Any]:
+    """What a list, a tuple, a dict or a ``functools.partial`` holds; nothing for other values."""
+    if type(value) in (list, tuple):
+        return list(value)
+    if type(value) is dict:
+        return list(value.values())
+    if type(value) is partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    return []
+
+
+def with_other_contents(value: Any, inside: list[Any]) -> Any:
+    """A list, a tuple, a dict or a ``functools.partial`` like ``value``, which holds ``inside`` in
+    the order of ``inside_of``.
+    """
+    if type(value) is dict:
+        return dict(zip(value, inside, strict=True))
+    if type(value) is partial:
+        n_positional = 1 + len(value.args)
+        named = zip(value.keywords, inside[n_positional:], strict=True)
+        return partial(*inside[:n_positional], **dict(named))
+    return type(value)(inside)
+
+
 @contextmanager
 def variables_put_back(model: nn.Module) -> Iterator[None]:
     """Put back, after the block, the variables in closures of functions around ``model``: a trace
@@ -49,17 +74,20 @@ def variables_put_back(model: nn.Module) -> Iterator[None]:
 
 def _cells_near(model: nn.Module) -> list[CellType]:
     """The variables in closures of the functions around ``model``, and of those that these hold."""
-    functions: list[FunctionType] = []
+    waiting: list[Any] = []
     for module in model.modules():
         for table in tables_of_functions(module):
-            functions += [value for value in table.values() if isinstance(value, FunctionType)]
+            waiting += table.values()
     seen: set[int] = set()
     cells: list[CellType] = []
-    while functions:
-        function = functions.pop()
-        if id(function) in seen:
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(function))
-        cells += function.__closure__ or ()
-        functions += [held for held in held_by(function) if isinstance(held, FunctionType)]
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            cells += value.__closure__ or ()
+            waiting += held_by(value)
+        else:
+            waiting += inside_of(value)
     return cells

@@ -13,7 +13,7 @@ from ..compat.modules import hook_counts
 from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
-from .closures import contents, held_by, tables_of_functions
+from .closures import contents, held_by, inside_of, tables_of_functions, with_other_contents
 from .question import CannotTrace
 
 
@@ -89,16 +89,29 @@ def _copy_functions(module: nn.Module, memo: dict) -> None:
     """
     for functions in tables_of_functions(memo[id(module)]):
         for name, value in functions.items():
-            if isinstance(value, FunctionType):
-                functions[name] = _copy_function(value, memo)
+            functions[name] = _with_copied_functions(value, memo)
+
+
+def _with_copied_functions(value: Any, memo: dict, around: tuple[int, ...] = ()) -> Any:
+    """``value``, which is a copy already, with copies of the functions in it; itself, if none of
+    them holds anything of the model.
+
+    ``around``: the lists around it, by ``id``, since a list may hold itself.
+    """
+    if isinstance(value, FunctionType):
+        return _copy_function(value, memo)
+    inside = [] if id(value) in around else inside_of(value)
+    copied = [_with_copied_functions(item, memo, (*around, id(value))) for item in inside]
+    if all(new is old for new, old in zip(copied, inside, strict=True)):
+        return value
+    return with_other_contents(value, copied)
 
 
 def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
     """``function`` with the copies of what it holds of the model, in its closure and its defaults;
     itself, if it holds nothing of it.
 
-    What else it holds stays shared, since other functions may read it. Lists and dicts are not
-    looked into.
+    What else it holds stays shared, since other functions may read it.
     """
     if id(function) in memo:
         return memo[id(function)]
@@ -109,7 +122,7 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
     for cell in function.__closure__ or ():
         new_cell = cell
         for held in contents(cell):
-            if isinstance(held, FunctionType) or _is_part(held, memo):
+            if _holds_parts(held, memo, set()):
                 new_cell = CellType()
                 to_fill.append((new_cell, held))
         cells.append(new_cell)
@@ -132,9 +145,16 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
 
 
 def _copy_held(held: Any, memo: dict) -> Any:
+    """What a copied function holds in place of ``held``."""
     if isinstance(held, FunctionType):
         return _copy_function(held, memo)
-    return copy.deepcopy(held, memo) if _is_part(held, memo) else held
+    if _is_part(held, memo):
+        return copy.deepcopy(held, memo)
+    if not _holds_parts(held, memo, set()):
+        return held
+    if id(held) not in memo:  # several functions may hold one list
+        memo[id(held)] = with_other_contents(held, [_copy_held(x, memo) for x in inside_of(held)])
+    return memo[id(held)]
 
 
 def _is_part(held: Any, memo: dict) -> bool:
@@ -149,20 +169,19 @@ def _is_part(held: Any, memo: dict) -> bool:
     return isinstance(held, Tensor) and (held.is_leaf or not held.requires_grad)
 
 
-def _holds_parts(function: FunctionType, memo: dict, seen: set[int]) -> bool:
-    """Whether ``function``, or a function that it holds, holds a part of the model.
+def _holds_parts(value: Any, memo: dict, seen: set[int]) -> bool:
+    """Whether ``value`` is a part of the model, or holds one: a function in its closure and its
+    defaults, a list in its items.
 
-    ``seen``: the functions that have been asked already, by ``id``.
+    ``seen``: what has been asked already, by ``id``.
     """
-    seen.add(id(function))
-    for held in held_by(function):
-        if _is_part(held, memo):
-            return True
-        if not isinstance(held, FunctionType) or id(held) in seen:
-            continue
-        if _holds_parts(held, memo, seen):
-            return True
-    return False
+    if _is_part(value, memo):
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    held = held_by(value) if isinstance(value, FunctionType) else inside_of(value)
+    return any(_holds_parts(item, memo, seen) for item in held)
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

@@ -4,10 +4,13 @@ are there.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.compat.fake_tensors import FakeTensor
 from gradmem_lib.compat.tensors import storage_key
 from gradmem_lib.prediction.copies import fake_batch, fake_copy
@@ -178,6 +181,61 @@ class WithFunctions(nn.Module):
 
     def double(self, x):
         return 2 * x
+
+
+class WithFunctionsInLists(nn.Module):
+    """Functions in lists, dicts and ``functools.partial``, and functions that hold such lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = inner = nn.Linear(2, 2)
+        self.outer = nn.Linear(2, 2)
+        chosen = [inner, self.outer]
+        chosen_by_name = {"first": (self.outer, "a name")}
+
+        def apply_all(x):
+            for part in chosen:
+                x = part(x)
+            return x
+
+        self.choices = [lambda x: inner(x), apply_all, torch.relu]
+        self.by_name = {"named": lambda x: chosen_by_name["first"][0](x)}
+        self.bound = partial(lambda layer, x, scale: self.outer(layer(x)) * scale, inner, scale=2)
+        self.itself = [self.choices]
+        self.itself.append(self.itself)
+
+    def forward(self, x):
+        for call in (*self.choices, self.by_name["named"], self.bound):
+            x = call(x)
+        return x
+
+
+def test_functions_in_lists_of_a_copy_use_the_copy():
+    real, x = WithFunctionsInLists(), torch.rand(3, 2)
+    before = real(x)
+    choices = list(real.choices)
+    with QuickFakeMode():
+        made = fake_copy(real)
+        assert isinstance(made(torch.rand(3, 2)), FakeTensor)
+    assert made.choices[2] is torch.relu and made.bound.keywords == {"scale": 2}
+    assert real.choices == choices and real(x).equal(before)
+
+
+def test_functions_in_lists_are_predicted():
+    model, x = WithFunctionsInLists(), torch.rand(64, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    predicted = predict(
+        model,
+        batch=x,
+        loss=lambda module, batch: module(batch).square().mean(),
+        recipe=Recipe(optimizer="sgd"),
+    )
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert predicted.peak.total == tracker.peak.total
 
 
 def test_functions_of_a_copy_use_the_copy():
