@@ -16,6 +16,7 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
+from .half_the_rows import bytes_with_rows
 from .made_by_forwards import lines_of_results
 from .parts_of_the_step import largest_evaluation, may_be_part_of_the_step
 from .timeline import ForwardPass, Holder
@@ -174,7 +175,7 @@ def evaluation_batch(facts: Facts) -> Cause | None:
         evidence,
         remedy,
         lines_of_forwards([largest]),
-        stays=nbytes // 2,
+        stays=nbytes - bytes_with_rows(largest, facts) // 2,
         condition="If the batch has half as many rows",
     )
 
@@ -222,7 +223,8 @@ def _kept_by_evaluation(
         return [], [], []
     made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
-        if holder.step == facts.peak.step and not belongs_to_training(holder):
+        since = holder.samples[0] >= passes[0].samples[0]  # a data set may have come before
+        if since and holder.step == facts.peak.step and not belongs_to_training(holder):
             made.append(holder)
             of_a_kind[_kind(holder)] += 1
     collected, cache = [], []

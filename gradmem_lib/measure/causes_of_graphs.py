@@ -15,10 +15,10 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
-from .made_by_forwards import made_by, needed_without_a_graph
+from .made_by_forwards import ONE_OF_EACH_LAYER, made_by, needed_without_a_graph
 from .timeline import ForwardPass, Holder
 
-WITHOUT_A_GRAPH = "If no graph is kept"
+WITHOUT_A_GRAPH = f"If no graph is kept, {ONE_OF_EACH_LAYER}"
 GRAPHS_AT_ONCE = 3  # two may be the two sides of one loss
 
 

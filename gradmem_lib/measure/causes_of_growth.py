@@ -134,8 +134,7 @@ def _none_was_dropped(holders: list[Holder], facts: Facts) -> bool:
     if facts.samples is None:
         return False
     freed = [holder for holder in facts.others if holder.samples[1] <= facts.samples[-1]]
-    oldest = min(holder.samples[0] for holder in holders)
-    if not freed or min(holder.samples[1] for holder in freed) > oldest:
+    if facts.freed_since > min(holder.samples[0] for holder in holders):
         return False  # what was freed before they began is not known
     dropped_later = [holder for holder in holders if holder.samples[1] <= facts.samples[-1]]
     if dropped_later and len(dropped_later) < len(holders):

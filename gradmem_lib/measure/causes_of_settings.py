@@ -7,7 +7,7 @@ from __future__ import annotations
 from ..units import format_bytes
 from .cause import WORTH, Cause, lines_of_forwards
 from .facts import Facts, total
-from .made_by_forwards import made_by, needed_without_a_graph
+from .made_by_forwards import ONE_OF_EACH_LAYER, made_by, needed_without_a_graph
 from .timeline import Holder
 
 
@@ -46,7 +46,7 @@ def gradients_for_no_optimizer(facts: Facts) -> Cause | None:
     name = "Gradients are computed for no optimizer"
     graphs = made_by(forwards, facts)
     stays = needed_without_a_graph(graphs, facts)
-    condition = "If these gradients and graphs are not made"
+    condition = f"If these gradients and graphs are not made, {ONE_OF_EACH_LAYER}"
     holders = gradients + graphs
     return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
 

@@ -83,8 +83,21 @@ def large_logits(facts: Facts) -> Cause | None:
         )
     name = "The logits are the largest part"
     lines = lines_of(logits)
-    stays = pieces_of(nbytes)
+    # Each piece makes a gradient of the whole head, and autograd adds it to the sum of the earlier
+    # ones: this sum, the new gradient and the new sum are there at once.
+    stays = min(pieces_of(nbytes) + 3 * _gradient_of_the_head(logits, facts), nbytes)
     return Cause(name, nbytes, evidence, remedy, lines, logits, stays=stays, condition=IN_PIECES)
+
+
+def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
+    """The bytes of the gradient of the matrix that makes the logits, if it is trained."""
+    outputs = {holder.shape[-1] for holder in logits}
+    largest = 0
+    for name in facts.trained:
+        shape = facts.structure.shapes[name]
+        if len(shape) == 2 and outputs & set(shape):
+            largest = max(largest, numel(shape) * facts.structure.dtypes[name].itemsize)
+    return largest
 
 
 def repeated_rows(facts: Facts) -> Cause | None:
@@ -142,10 +155,9 @@ def _cause_of_repetition(
         "0)). A language model's keys and values of a prompt need one forward of the prompt, too."
     )
     name = "The same rows are in a batch several times"
-    condition = "If each row is there once"
     lines = lines_of([repeated])
-    stays = nbytes // times
-    return Cause(name, nbytes, evidence, remedy, lines, of_rows, stays=stays, condition=condition)
+    # What else goes into them, and has to be repeated, is not known.
+    return Cause(name, nbytes, evidence, remedy, lines, of_rows, stays=None)
 
 
 def eager_scores(facts: Facts) -> Cause | None:

@@ -39,6 +39,8 @@ class Facts:
     holders: Sequence[Holder] | None = None
     # Finds the storages that were not alive at the peak: those freed last, and those made later.
     find_others: Callable[[], Sequence[Holder]] = tuple
+    # From this sample on, all storages that were freed are among these.
+    freed_since: int = 0
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 

@@ -4,13 +4,16 @@ much of it a forward without a graph would need.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from .facts import Facts
 from .source_lines import SourceLine
 from .structure import Structure
 from .timeline import ForwardPass, Holder
+
+# A forward may keep tensors itself, which a graph keeps as well: nothing tells them apart.
+ONE_OF_EACH_LAYER = "and the model itself keeps one tensor of each layer at most"
 
 
 def made_by(passes: Sequence[ForwardPass], facts: Facts, and_after: bool = False) -> list[Holder]:
@@ -57,19 +60,22 @@ def _place(holder: Holder) -> tuple:
 
 def needed_without_a_graph(holders: Sequence[Holder], facts: Facts) -> int:
     """How many bytes of these activations one forward needs at once, at most, if nothing is kept
-    for a backward: the tensors of its largest layer, and the layer's input, which may be as large
-    as the largest tensor.
+    for a backward, and if the forward itself keeps one tensor of each layer at most, as for skip
+    connections or a list of features: the tensors of its largest layer, and the largest one of each
+    layer.
     """
     # Several forwards have made the same tensors: each place and shape counts once.
     sizes = dict[tuple, int]()
     for holder in holders:
         sizes[holder.module, holder.op, holder.shape, holder.line] = holder.nbytes
-    layers = Counter[str]()
+    of_layer = Counter[str]()
+    largest_of_layer = defaultdict[str, int](int)
     for (module, *_), nbytes in sizes.items():
-        layers[_layer_of(module, facts.structure)] += nbytes
-    largest_layer = max(layers.values(), default=0)
-    largest_tensor = max(sizes.values(), default=0)
-    return min(largest_layer + largest_tensor, sum(sizes.values()))
+        layer = _layer_of(module, facts.structure)
+        of_layer[layer] += nbytes
+        largest_of_layer[layer] = max(largest_of_layer[layer], nbytes)
+    largest_layer = max(of_layer.values(), default=0)
+    return min(largest_layer + sum(largest_of_layer.values()), sum(sizes.values()))
 
 
 def _layer_of(module: str, structure: Structure | None) -> str:

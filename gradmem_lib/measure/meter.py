@@ -8,6 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import accumulate
+from operator import mul
 from typing import Any, Self
 
 import torch
@@ -59,8 +61,9 @@ class Meter(ParameterMeter):
         self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self._thread = threading.get_ident()
         self._turn_of_batch = -1  # the latest turn that has said how large its batch is
-        # By address: the modules that were called, and their numbers.
-        self._numbers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        # By the type of a called module and the address of the first part with weights: this part,
+        # and the number of these calls.
+        self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
         self._next_number = itertools.count()
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
@@ -185,6 +188,7 @@ class Meter(ParameterMeter):
                     training_mode=module.training,
                     number=self._number_of(module),
                     given=nbytes_given,
+                    row_counts=_row_counts(tensors_in((args, kwargs))),
                 )
             )
             if with_grad and weight is not None:
@@ -198,13 +202,17 @@ class Meter(ParameterMeter):
                     self.sample()
 
     def _number_of(self, module: nn.Module) -> int:
-        """The same number for each call of ``module``, and of no other one: a module that is made
-        after another one was dropped may have its address.
+        """The same number for each call of ``module``, and of what is made anew from its parts for
+        each call, as ``model[:-1]`` is. A module that is made after another one was dropped may
+        have its address, but not its number.
         """
-        known = self._numbers.get(id(module))
-        if known is None or known[0]() is not module:
-            known = weakref.ref(module), next(self._next_number)
-            self._numbers[id(module)] = known
+        with_weights = (part for part in module.modules() if has_own_parameters(part))
+        first = next(with_weights, module)
+        place = type(module), id(first)
+        known = self._numbers.get(place)
+        if known is None or known[0]() is not first:
+            known = weakref.ref(first), next(self._next_number)
+            self._numbers[place] = known
         return known[1]
 
     def _note_batch(self, inputs: tuple) -> None:
@@ -277,15 +285,15 @@ class Meter(ParameterMeter):
             module = done.module() if done.module is not None else None
             if module is None:
                 continue
-            if done.number not in found:
+            if id(module) not in found:
                 weights = {id(p) for p in module.parameters()}
                 trained = {id(p) for p in module.parameters() if p.requires_grad}
                 for_none = bool(trained) and trained.isdisjoint(taken)
                 waits = not trained.isdisjoint(taken) and trained.isdisjoint(stepped)
-                found[done.number] = for_none, waits, not weights.isdisjoint(tracked)
-            done.for_no_optimizer, done.waits_for_step, done.has_tracked_weights = found[
-                done.number
-            ]
+                found[id(module)] = for_none, waits, not weights.isdisjoint(tracked)
+            for_none, waits, of_tracked = found[id(module)]
+            done.for_no_optimizer, done.waits_for_step = for_none, waits
+            done.has_tracked_weights = of_tracked
 
     def _ids_in_optimizers(self) -> set[int]:
         return ids_of_parameters({*self.optimizers, *self.waiting_optimizers})
@@ -319,6 +327,11 @@ class Meter(ParameterMeter):
         self.stack.clear()
 
 
+def has_own_parameters(module: nn.Module) -> bool:
+    """Whether ``module`` itself has parameters, and not only a module in it."""
+    return next(iter(module.parameters(recurse=False)), None) is not None
+
+
 def has_parameters(module: nn.Module) -> bool:
     """Whether ``module`` has parameters. A loss has none: its weights of classes are a buffer."""
     return next(iter(module.parameters()), None) is not None
@@ -343,3 +356,13 @@ def compiled_error(name: str) -> RuntimeError:
         "torch.compiler.set_stance('force_eager'):`, or run the program with "
         "TORCH_COMPILE_DISABLE=1: then it runs uncompiled, and the tracker counts that"
     )
+
+
+def _row_counts(given: Iterable[torch.Tensor]) -> frozenset[int]:
+    """As in ``ForwardPass``: the rows are the first dimension of the first of these tensors."""
+    counts, rows = set[int](), None
+    for tensor in given:
+        if tensor.dim() and not tensor.is_nested and rows in (None, tensor.size(0)):
+            rows = tensor.size(0)
+            counts.update(accumulate(tensor.shape, mul))
+    return frozenset(counts)

@@ -64,6 +64,7 @@ class Pass:
     training_mode: bool = True
     number: int = 0
     given: int = 0
+    row_counts: frozenset[int] = frozenset()
     has_tracked_weights: bool = False
 
 
@@ -153,6 +154,14 @@ class Position:
         done.peak = max(done.peak, live)
         if done.with_grad and done.last > done.first:  # something in it needs a gradient
             self._unused.append(done)
+
+    def add_live(self, nbytes: int) -> None:
+        """Count ``nbytes`` more in all calls so far: they are found now, and were there before."""
+        for done in self.passes:
+            done.live_before += nbytes
+            done.peak += nbytes
+            if done is not self.open:
+                done.live_after += nbytes
 
     def end_step(self) -> None:
         del self.stepping[-1:]

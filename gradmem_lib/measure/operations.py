@@ -331,8 +331,12 @@ class OperationMeter:
         if storage is None or storage_key(storage) in recording.live:
             return 0
         nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", operator.func)
-        recording.backdate([recording.live[storage_key(storage)]] if nbytes else [])
+        self.backdate([recording.live[storage_key(storage)]] if nbytes else [])
         return nbytes
+
+    def backdate(self, entries: list[Entry]) -> None:
+        """Count ``entries``, which were just found, as there from the first sample on."""
+        self.position.add_live(self.recording.backdate(entries))
 
     def _wrap_storage_resize(self, resize: Callable) -> Callable:
         def resize_(storage, size):

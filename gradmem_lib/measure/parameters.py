@@ -142,9 +142,7 @@ class ParameterMeter(OperationMeter):
                 recording.drain()
                 known = set(recording.live)
                 self._tag_states(optimizer)
-                recording.backdate(
-                    [entry for key, entry in recording.live.items() if key not in known]
-                )
+                self.backdate([e for key, e in recording.live.items() if key not in known])
                 self.sample(recording.total, "the states of an optimizer that was not given")
             self.position.stepping.append(optimizer)
             self._step_began_at = recording.count

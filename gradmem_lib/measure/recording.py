@@ -160,6 +160,11 @@ class Recording:
         return peaks
 
     @property
+    def past_since(self) -> int:
+        """The first sample from which on all freed storages are in ``past``."""
+        return self.past[0].stop if len(self.past) == self.past.maxlen else 0
+
+    @property
     def phase(self) -> int:
         return PHASE_OF_MOMENT[self.moment]
 
@@ -266,8 +271,8 @@ class Recording:
         else:
             entry.module, entry.category = module, category
 
-    def backdate(self, entries: list[Entry]) -> None:
-        """Count ``entries`` from the first sample on.
+    def backdate(self, entries: list[Entry]) -> int:
+        """Count ``entries`` from the first sample on, and return their bytes.
 
         They were just found, but existed before the block.
         """
@@ -278,6 +283,8 @@ class Recording:
         self.moment_peaks = {m: total + nbytes for m, total in self.moment_peaks.items()}
         self.run_peak.total += nbytes
         self.window_peak.total += nbytes
+        self.turns = [turn._replace(live=turn.live + nbytes) for turn in self.turns]
+        return nbytes
 
     def record_scratch(self, nbytes: int, func: object) -> None:
         """Sample ``nbytes`` of scratch memory, allocated and freed inside operation ``func``."""

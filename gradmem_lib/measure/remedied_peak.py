@@ -9,17 +9,16 @@ the peak with the remedy may be lower than what is said here, and not higher.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
 
 import numpy as np
 
 from ..names import MOMENTS
 from ..units import format_bytes
-from .cause import WORTH, Cause, belongs_to_training, place_in_training, within
+from .bytes_alive import bytes_alive
+from .cause import WORTH, Cause, within
 from .facts import EVALUATION, Facts, total
-from .parts_of_the_step import largest_evaluation
+from .half_the_rows import without_half_the_rows
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder
 
 
@@ -49,8 +48,10 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
         return left, moment  # nothing is known of the other moments
     if cause.holders:
         taken_away = _taken_away(cause, facts)
+    elif facts.peak.moment == EVALUATION:
+        taken_away = without_half_the_rows(facts)
     else:
-        taken_away = _of_whole_calls(cause, facts)
+        taken_away = _of_the_step(cause, facts)
     remaining = facts.rows[:, TOTAL] - taken_away
     highest = int(remaining.argmax())
     if remaining[highest] > left:
@@ -69,7 +70,7 @@ def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
     if turns and max(turns) < facts.peak.turn:
         # All were left by earlier turns, whose own backwards may have needed them.
         needed_in = needed_in or "turn"
-    of_the_named = _bytes_alive(named, facts, needed_in) - stays
+    of_the_named = bytes_alive(named, facts, needed_in) - stays
     place_of = _Places(facts)
     places = {place_of(holder) for holder in named}
     alike_at_peak = [holder for holder in facts.at_peak if place_of(holder) in places]
@@ -78,7 +79,7 @@ def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
     # several forwards.
     could_go = [h for h in alike_at_peak if not _is_needed_at_peak(h, needed_in, facts)]
     stay_with_them = max(total(could_go) - cause.nbytes, 0)
-    of_all_alike = _bytes_alive(alike_at_peak + others_alike, facts, needed_in)
+    of_all_alike = bytes_alive(alike_at_peak + others_alike, facts, needed_in)
     of_all_alike -= stays + stay_with_them
     return np.clip(np.maximum(of_the_named, of_all_alike), 0, cause.nbytes - stays)
 
@@ -127,90 +128,12 @@ class _Places:
         return self.used_before[done.call] == {True}
 
 
-def _of_whole_calls(cause: Cause, facts: Facts) -> np.ndarray:
-    """The bytes that a remedy without named tensors takes away at each of ``facts.rows``: int64
-    (samples,).
-
-    It is about all of the peak's step. At a peak in an evaluation it is about each call like the
-    peak's, and the same part of what each of them needs goes.
+def _of_the_step(cause: Cause, facts: Facts) -> np.ndarray:
+    """The bytes that a remedy for all of the peak's step takes away at each of ``facts.rows``:
+    int64 (samples,).
     """
-    goes = cause.nbytes - (cause.stays or 0)
     taken_away = np.zeros(len(facts.rows), dtype=np.int64)
-    if facts.peak.moment != EVALUATION:
-        of_the_step = facts.rows[:, STEP] == facts.peak.step
-        taken_away[of_the_step & (facts.rows[:, MOMENT] != MOMENTS.index(EVALUATION))] = goes
-        return taken_away
-    largest = largest_evaluation(facts)
-    for done in facts.evaluations:
-        if largest is None or done.call != largest.call:
-            continue
-        inside = (facts.samples >= done.samples[0]) & (facts.samples < done.samples[1])
-        needed = np.maximum(facts.rows[inside, TOTAL] - done.live_before, 0)
-        taken_away[inside] = needed * (goes / cause.nbytes)
+    of_the_step = facts.rows[:, STEP] == facts.peak.step
+    in_training = facts.rows[:, MOMENT] != MOMENTS.index(EVALUATION)
+    taken_away[of_the_step & in_training] = cause.nbytes - (cause.stays or 0)
     return taken_away
-
-
-def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str = "") -> np.ndarray:
-    """The bytes of ``holders`` at each of ``facts.rows``, or less: int64 (samples,).
-
-    A long run keeps one sample of several. A row then stands for all samples between the rows on
-    its two sides, and a holder counts in it only if it was alive in all of these samples. It does
-    not count as long as it is ``needed_in`` the step, turn or round that made it.
-    """
-    samples = facts.samples
-    sample_before = np.concatenate(([facts.first_sample - 1], samples[:-1]))
-    sample_after = np.concatenate((samples[1:], samples[-1:] + 1))
-    needed_until = _NeededUntil(needed_in, facts)
-    change = np.zeros(len(samples) + 1, dtype=np.int64)
-    for holder in holders:
-        first, stop = holder.samples  # alive in first, ..., stop - 1
-        first = max(first, needed_until(holder))
-        begins = np.searchsorted(sample_before, first - 1)
-        ends = np.searchsorted(sample_after, stop, side="right")
-        if begins < ends:
-            change[begins] += holder.nbytes
-            change[ends] -= holder.nbytes
-    return change.cumsum()[:-1]
-
-
-class _NeededUntil:
-    """The first sample at which a storage can be gone: after the step (or turn) that made it, or
-    after the step that made what has taken its place. ``needed_in``: as in ``Cause``.
-    """
-
-    def __init__(self, needed_in: str, facts: Facts):
-        self.needed_in, self.samples = needed_in, facts.samples
-        self.after_the_run = int(facts.samples[-1]) + 1
-        self.steps = facts.rows[:, STEP]
-        begins = dict[int, int]()  # of each turn, as far as its forwards are known
-        for done in facts.forwards:
-            begins.setdefault(done.turn, done.samples[0])
-        self.turns, self.begins = list(begins), list(begins.values())
-        self.steps_in_place = defaultdict[tuple, list[int]](list)
-        if needed_in == "round":
-            for holder in sorted((*facts.at_peak, *facts.others), key=lambda other: other.step):
-                self.steps_in_place[_place_in_a_round(holder)].append(holder.step)
-
-    def __call__(self, holder: Holder) -> int:
-        if self.needed_in == "turn":
-            later = bisect_right(self.turns, holder.turn)
-            return self.begins[later] if later < len(self.turns) else self.after_the_run
-        if self.needed_in == "step":
-            return self._first_after(holder.step)
-        if self.needed_in == "round":
-            steps = self.steps_in_place[_place_in_a_round(holder)]
-            later = bisect_right(steps, holder.step)
-            return self._first_after(steps[later]) if later < len(steps) else self.after_the_run
-        return 0
-
-    def _first_after(self, step: int) -> int:
-        """The first sample that is known to come after a step."""
-        later = int(np.searchsorted(self.steps, step, side="right"))
-        return int(self.samples[later]) if later < len(self.steps) else self.after_the_run
-
-
-def _place_in_a_round(holder: Holder) -> tuple:
-    """The same for storages that are in use one after another."""
-    if belongs_to_training(holder):
-        return place_in_training(holder)
-    return holder.line, holder.op, holder.dtype

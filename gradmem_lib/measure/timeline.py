@@ -100,6 +100,8 @@ class ForwardPass(NamedTuple):
     ``has_tracked_weights``: some of its weights are the tracked model's. ``samples``: as in
     ``Holder``, of the call.
 
+    ``row_counts``: the sizes that the first dimension of a tensor with rows may have: the rows of
+    the batch, and the products with the next dimensions, such as the number of all rows' tokens.
     ``given``: the bytes of the tensors that it was called with, as far as they stand in lists,
     tuples and dicts. Three other fields are bytes, and what the call has returned is in none of
     them. ``made``: what was
@@ -130,6 +132,7 @@ class ForwardPass(NamedTuple):
     training_mode: bool = True
     number: int = 0
     given: int = 0
+    row_counts: frozenset[int] = frozenset()
     has_tracked_weights: bool = False
     samples: tuple[int, int] = (0, 0)
 

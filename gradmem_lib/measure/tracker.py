@@ -251,6 +251,7 @@ class MemoryTracker:
                         training_mode=done.training_mode,
                         number=done.number,
                         given=done.given,
+                        row_counts=done.row_counts,
                         has_tracked_weights=done.has_tracked_weights,
                         samples=(done.first_sample, done.end_sample or self._recording.count),
                     )
@@ -444,6 +445,7 @@ class MemoryTracker:
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=self._holders_of(entries),
             find_others=self._others(entries),
+            freed_since=self._recording.past_since,
             forwards=self.forwards,
             steps=self.steps,
             turns=self._recording.turns,

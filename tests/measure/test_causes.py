@@ -304,8 +304,8 @@ REMAIN = (EVALUATION, IN_EACH_STEP, GENERATION, SECOND, GRADIENTS, OF_ROWS)
 # How much memory these remedies need is not known from the run, and nothing is said of it: that of
 # an attention that stores no scores, of one layer that is recomputed, of a graph that ends earlier,
 # of the gradients that the backward has made when the peak moves to a later layer, of a gradient
-# with a row for each entry of a batch.
-NOT_SAID = (SCORES, IDLE, KEPT, TWICE, ZEROS, TABLE)
+# with a row for each entry of a batch, of what is computed from repeated results.
+NOT_SAID = (SCORES, IDLE, KEPT, TWICE, ZEROS, TABLE, REPEATED)
 
 
 def name(program) -> str:

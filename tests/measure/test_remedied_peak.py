@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker, diagnose
 from gradmem_lib.measure.remedied_peak import peak_without
@@ -184,6 +185,60 @@ def answers_of_an_evaluation(remedied: bool) -> MemoryTracker:
     return tracker
 
 
+def logits_of_few_tokens(remedied: bool) -> MemoryTracker:
+    """The backward of each piece makes a gradient of the whole head, larger than its logits."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 4096, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+
+    def loss_of(hidden, labels):
+        logits = model[1](hidden)
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / 192
+
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(3):
+            hidden, labels = model[0](torch.randn(192, 64)), torch.randint(0, 4096, (192,))
+            if remedied:
+                parts = zip(hidden.chunk(8), labels.chunk(8), strict=True)
+                losses = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]
+                loss = sum(losses)
+                del losses
+            else:
+                loss = loss_of(hidden, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss, hidden
+    return tracker
+
+
+class Features(nn.Module):
+    """Keeps the output of each layer until it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))
+
+    def forward(self, x):
+        features = []
+        for layer in self.layers:
+            x = layer(x)
+            features.append(x)
+        return torch.stack([feature.mean() for feature in features])
+
+
+def features_of_a_validation(remedied: bool) -> MemoryTracker:
+    """Without a graph, the validation's forward still has the outputs of all layers."""
+    model = Features()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        train(model, optimizer, rows=16)
+        with torch.no_grad() if remedied else nullcontext():
+            score = model(torch.randn(1024, 256)).mean()
+        del score
+        train(model, optimizer, rows=16)
+    return tracker
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -197,6 +252,8 @@ def answers_of_an_evaluation(remedied: bool) -> MemoryTracker:
         models_of_rounds_of_other_sizes,
         optimizers_of_rounds,
         answers_of_an_evaluation,
+        features_of_a_validation,
+        logits_of_few_tokens,
     ],
     ids=lambda program: program.__name__,
 )
