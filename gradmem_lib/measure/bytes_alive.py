@@ -26,15 +26,15 @@ def bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str = "") ->
     sample_before = np.concatenate(([facts.first_sample - 1], samples[:-1]))
     sample_after = np.concatenate((samples[1:], samples[-1:] + 1))
     needed_until = _NeededUntil(needed_in, facts)
+    # alive in samples first, ..., stop - 1
+    lifetimes = [(max(h.samples[0], needed_until(h)), h.samples[1], h.nbytes) for h in holders]
+    first, stop, nbytes = np.array(lifetimes, dtype=np.int64).reshape(-1, 3).T
+    begins = np.searchsorted(sample_before, first - 1)
+    ends = np.searchsorted(sample_after, stop, side="right")
+    is_in_a_row = begins < ends
     change = np.zeros(len(samples) + 1, dtype=np.int64)
-    for holder in holders:
-        first, stop = holder.samples  # alive in first, ..., stop - 1
-        first = max(first, needed_until(holder))
-        begins = np.searchsorted(sample_before, first - 1)
-        ends = np.searchsorted(sample_after, stop, side="right")
-        if begins < ends:
-            change[begins] += holder.nbytes
-            change[ends] -= holder.nbytes
+    np.add.at(change, begins[is_in_a_row], nbytes[is_in_a_row])
+    np.subtract.at(change, ends[is_in_a_row], nbytes[is_in_a_row])
     return change.cumsum()[:-1]
 
 
