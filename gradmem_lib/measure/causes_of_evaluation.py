@@ -169,13 +169,17 @@ def evaluation_batch(facts: Facts) -> Cause | None:
             "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The "
             "training's micro-batches do not change this."
         )
+    rows = min(largest.row_counts, default=1)
+    stays = None  # a row has no half, and what was given as an object may have any
+    if rows > 1:
+        stays = nbytes - bytes_with_rows(largest, facts) // 2
     return Cause(
         name,
         nbytes,
         evidence,
         remedy,
         lines_of_forwards([largest]),
-        stays=nbytes - bytes_with_rows(largest, facts) // 2,
+        stays=stays,
         condition="If the batch has half as many rows",
     )
 

@@ -168,9 +168,9 @@ class Meter(ParameterMeter):
                 # a weight too may be computed, by functional_call or a parametrization
                 given = tensors_in((args, kwargs, weight))
                 chained = any(tensor.grad_fn is not None for tensor in given)
-                nbytes_given = sum(
-                    tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs))
-                )
+                inputs = list(tensors_in((args, kwargs)))
+                nbytes_given = sum(x.numel() * x.element_size() for x in inputs)
+                row_counts = _row_counts(inputs)
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -188,7 +188,7 @@ class Meter(ParameterMeter):
                     training_mode=module.training,
                     number=self._number_of(module),
                     given=nbytes_given,
-                    row_counts=_row_counts(tensors_in((args, kwargs))),
+                    row_counts=row_counts,
                 )
             )
             if with_grad and weight is not None:
@@ -223,10 +223,11 @@ class Meter(ParameterMeter):
         if self._turn_of_batch == self.recording.turn:
             return
         self._turn_of_batch = self.recording.turn
-        for tensor in tensors_in(inputs):
-            if tensor.dim():
-                self.recording.note_batch(tensor.size(0))
-                return
+        with plain_tensors():
+            for tensor in tensors_in(inputs):
+                if tensor.dim():
+                    self.recording.note_batch(tensor.size(0))
+                    return
 
     def end_forward(self, out: Any) -> None:
         """The outermost module has returned ``out``; ``None`` if it has raised an error instead."""
@@ -325,6 +326,7 @@ class Meter(ParameterMeter):
             done.owner = name_of(done.owner, modules)
         self.model = None
         self.stack.clear()
+        self._numbers.clear()  # a class may hold a model in its methods
 
 
 def has_own_parameters(module: nn.Module) -> bool:

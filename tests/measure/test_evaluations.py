@@ -168,3 +168,50 @@ def test_an_optimizer_that_is_found_later_was_there_in_the_evaluation(given):
     live_before = tracker.peak.total - cause.nbytes
     in_words = f"on top of the {format_bytes(live_before)} that were live before it"
     assert in_words in cause.evidence
+
+
+class WithoutTorchFunction(torch.Tensor):
+    """A tensor whose own code must not run because the tracker asks for its size."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("dim", "numel", "size", "element_size"):
+            raise AssertionError(f"{func.__name__} was called")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class TakesAnything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given):
+        return self.linear(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes", "row_counts"),
+    [
+        (torch.ones(3, 4), 48, {3, 12}),
+        ({"ids": torch.ones(3, 4), "mask": torch.ones(7, 7)}, 244, {3, 12}),
+        (torch.ones(3, 4).to_sparse(), 48, {3, 12}),
+        (torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)]), 80, set()),
+        (torch.ones(3, 4).as_subclass(WithoutTorchFunction), 48, {3, 12}),
+        (torch.tensor(1.0), 4, set()),
+        ("a name", 0, set()),
+    ],
+    ids=["tensor", "dict", "sparse", "nested", "subclass", "number", "string"],
+)
+def test_what_a_model_is_given_is_known_of_any_tensor(given, nbytes, row_counts):
+    model = TakesAnything()
+    with MemoryTracker(model, live=False) as tracker:
+        model(given).sum().backward()
+    (forward,) = tracker.forwards
+    assert (forward.given, forward.row_counts) == (nbytes, row_counts)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_of_one_row_there_is_no_half(rows):
+    before = diagnose(evaluated(mlp, rows, shape=(4096, 256)))
+    (cause,) = [cause for cause in before.causes if "the peak" in cause.name]
+    assert (cause.stays is None) == (rows == 1)
