@@ -24,6 +24,13 @@ def add(commands) -> None:
         help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)",
     )
     option("--cards", type=count, default=1, metavar="N", help="so many of them in one machine")
+    option("--machines", type=count, default=1, metavar="N", help="so many machines of --cards")
+    option(
+        "--network",
+        type=float,
+        metavar="B",
+        help="bytes a second from a machine to the others (12.5e9: 100 Gbit/s)",
+    )
     option("--seq-len", type=count, metavar="N", help="tokens in a row (not for images)")
     option("--global-batch", type=count, required=True, metavar="N", help="rows of one step")
     option(
@@ -66,6 +73,8 @@ def _plan(options: argparse.Namespace) -> int:
             method=options.method,
             target=options.target,
             cards=options.cards,
+            machines=options.machines,
+            network=options.network,
             margin=options.margin,
             notify=show,
         )

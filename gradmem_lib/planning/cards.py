@@ -9,6 +9,7 @@ _TERA, _GIGA = 1e12, 1e9
 # Bytes a second each way: 16 lanes by the PCIe standard, where 128 of 130 bits are data; NVLink-C2C
 # by Grace Hopper's data sheet.
 BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
+NETWORK = 12.5e9  # bytes a second between machines, each way: 100 Gbit/s
 # the share of that rate that copies of pinned memory, and NCCL between cards, reach, roughly
 BUS_UTILIZATION = 0.8
 

@@ -1,13 +1,13 @@
 """The estimated time of a recipe's training step on a card."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from ..names import OFFLOAD, SELECTIVE, SHARDING
 from ..optimizers import OPTIMIZERS
 from ..training.recipe import Recipe
-from .cards import Card, seconds_between, seconds_over_bus
+from .cards import BUS_UTILIZATION, NETWORK, Card, seconds_between, seconds_over_bus
 from .held import (
     FLOAT32,
     gathered_width,
@@ -34,9 +34,9 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     before each forward, and (fsdp) the weights of each layer before its backward.
     """
     unsharded = replace(recipe, sharding=None, offload=None, in_backward=False)
-    held, (width, trained_width) = resident_bytes(work, unsharded), work.bytes_each(unsharded)
-    weights = held["parameters"]
-    gradients = held["gradients"] / trained_width * work.bytes_each(recipe)[1]
+    width = work.bytes_each(unsharded)[0]
+    weights = resident_bytes(work, unsharded)["parameters"]
+    gradients = _bytes_of_gradients(work, recipe)
     row = SHARDING[recipe.sharding]
     times = 1
     if row.weights:
@@ -49,15 +49,33 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     return (1 - 1 / cards) * times * sent
 
 
+def sent_between_machines(work: Work, recipe: Recipe, machines: int) -> float:
+    """Bytes that each of ``machines`` sends over the network in a step.
+
+    Each has a copy of the model, and the copies' gradients are summed by an all-reduce, which sends
+    all but a machine's own part twice: once a step by DDP, and after every micro-batch where a
+    machine's cards share a copy (hybrid sharding).
+    """
+    times = recipe.accumulation if SHARDING[recipe.sharding].weights else 1
+    return 2 * (1 - 1 / machines) * times * _bytes_of_gradients(work, recipe)
+
+
+def _bytes_of_gradients(work: Work, recipe: Recipe) -> float:
+    """The bytes of all gradients in the dtype in which they are sent."""
+    unsharded = replace(recipe, sharding=None, offload=None, in_backward=False)
+    held, width = resident_bytes(work, unsharded)["gradients"], work.bytes_each(unsharded)[1]
+    return held / width * work.bytes_each(recipe)[1]
+
+
 @dataclass(frozen=True)
 class Cost:
-    """The estimated time of a training step, for each token: five terms, in seconds.
+    """The estimated time of a training step, for each token: six terms, in seconds.
 
     ``products``: operations in matrix products at half the data sheet's rate. ``weights``: in each
     micro-batch, bytes of weights and gradients at its bandwidth. ``optimizer_step``: the same for
-    weights, gradients and states. ``between_cards``: what the cards send each other. ``bus``: what
-    is offloaded, in both directions together. Elementwise work, kernel launches and waiting are
-    left out.
+    weights, gradients and states. ``between_cards``: what the cards of a machine send each other.
+    ``bus``: what is offloaded, in both directions together. ``between_machines``: what machines
+    send each other. Elementwise work, kernel launches and waiting are left out.
     """
 
     products: float
@@ -65,10 +83,11 @@ class Cost:
     optimizer_step: float
     between_cards: float
     bus: float
+    between_machines: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.products + self.weights + self.optimizer_step + self.between_cards + self.bus
+        return sum(astuple(self))
 
 
 def seconds_per_token(
@@ -97,11 +116,14 @@ def cost_per_token(
     *,
     offload_bytes: float | None = None,
     cards: int = 1,
+    machines: int = 1,
+    network: float = NETWORK,
 ) -> Cost:
     """The estimated time of a training step, for each token.
 
     ``micro_batch`` is that of one card. ``offload_bytes``: bytes of the token that cross the bus;
-    ``None``: their lower bound, from the sizes.
+    ``None``: their lower bound, from the sizes. ``cards``: those of each of ``machines``.
+    ``network``: bytes a second that a machine sends to the others.
 
     Use it to compare recipes, not to schedule a run.
     """
@@ -112,14 +134,16 @@ def cost_per_token(
     # If the host steps, its memory is assumed to be as fast for each card as the bus.
     rate_of_step = card.bus if recipe.offloads_shards else card.bandwidth
     sent = sent_bytes(work, recipe, cards) if cards > 1 else 0.0
+    sent_far = sent_between_machines(work, recipe, machines) if machines > 1 else 0.0
     of_one_card = {
         "products": _operations_per_token(work, recipe, seq_len) / _rate(recipe, card),
         "weights": _bytes_of_micro_batch(work, recipe) / card.bandwidth / tokens,
         "optimizer_step": _bytes_of_step(work, recipe, cards) / rate_of_step / tokens_of_step,
         "between_cards": seconds_between(sent, card) / tokens_of_step,
         "bus": seconds_over_bus(offload_bytes, card),
+        "between_machines": sent_far / (BUS_UTILIZATION * network) / tokens_of_step,
     }
-    return Cost(**{term: seconds / cards for term, seconds in of_one_card.items()})
+    return Cost(**{term: seconds / (cards * machines) for term, seconds in of_one_card.items()})
 
 
 def _operations_per_token(work: Work, recipe: Recipe, seq_len: int) -> float:

@@ -128,30 +128,41 @@ def width_of_activations(recipe: Recipe) -> int:
 
 
 def overhead_of_prediction(
-    prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1
+    prediction: Prediction,
+    capability=(8, 0),
+    replay: bool = True,
+    cards: int = 1,
+    machines: int = 1,
 ) -> dict[str, int]:
     """The bytes that a card must hold in excess of live tensors; empty for target "cpu".
 
     ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part
-    is a rough estimate.
+    is a rough estimate. ``cards``: those of each of ``machines``.
     """
     if prediction.target == "cpu":
         return {}
     reserved = prediction.replay_allocator() if replay else None
-    return overhead_bytes(prediction.peak.total, capability, reserved, cards)
+    return overhead_bytes(prediction.peak.total, capability, reserved, cards, machines)
 
 
 def overhead_bytes(
-    live: int, capability: tuple[int, int], reserved: int | None = None, cards=1
+    live: int,
+    capability: tuple[int, int],
+    reserved: int | None = None,
+    cards: int = 1,
+    machines: int = 1,
 ) -> dict[str, int]:
     """Allocator overhead, cuBLAS workspace, CUDA context and NCCL buffers, in bytes.
 
     ``live``: bytes of live tensors. ``reserved``: what the card's allocator has reserved; ``None``
-    estimates its overhead.
+    estimates its overhead. With several ``machines``, NCCL has buffers for the cards of a machine,
+    and for the copies on all machines.
     """
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:
         held = {"allocator's idle blocks": max(reserved - live, 0)}
     held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
-    return held | ({"NCCL (estimate)": NCCL} if cards > 1 else {})
+    if cards > 1:
+        held["NCCL (estimate)"] = NCCL if machines == 1 else 2 * NCCL
+    return held

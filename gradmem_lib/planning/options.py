@@ -28,7 +28,7 @@ class Option:
     ``seconds``: the estimated time of one token. With several ``cards``, micro-batch and bytes are
     those of each card, and the time is that of all. ``has_adapters``: the model came with adapters.
     ``margin``: the share of ``needs`` that has to stay free besides. ``cost``: the terms of
-    ``seconds``, if they are known.
+    ``seconds``, if they are known. ``machines``: how many have so many cards.
     """
 
     recipe: Recipe
@@ -41,6 +41,7 @@ class Option:
     has_adapters: bool = False
     margin: float = 0.0
     cost: Cost | None = None
+    machines: int = 1
 
     @property
     def needs(self) -> int:
@@ -61,6 +62,7 @@ class Option:
 
     def __str__(self) -> str:
         cards = f" x {self.cards} cards" if self.cards > 1 else ""
+        cards += f" x {self.machines} machines" if self.machines > 1 else ""
         return (
             f"{describe(self.recipe, self.has_adapters)}, micro-batch {self.micro_batch} x "
             f"{self.recipe.accumulation}{cards}"

@@ -11,7 +11,7 @@ from ..prediction.short_traces import trace_few_parts
 from ..training.adapters import has_adapters
 from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
-from .cards import CARDS, Card, find_card
+from .cards import CARDS, NETWORK, Card, find_card
 from .margin import check_margin
 from .models import find_model, is_own_module
 from .options import METHODS, Option
@@ -34,6 +34,8 @@ def plan(
     batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     layers: Any = None,
+    machines: int = 1,
+    network: float | None = None,
 ) -> Plan:
     """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why
     faster ways do not fit.
@@ -66,6 +68,11 @@ def plan(
         layers: the lists of layers in a module of your own that checkpoints and shards take: one or
             several ``nn.ModuleList``s or ``nn.Sequential``s of it, their names, or lists of its
             layers. ``None``: they are found, and the plan names them.
+        machines: how many machines have ``cards`` such cards. Each has a whole copy of the model:
+            on every card (``"ddp"``), or over its cards by hybrid sharding (HSDP: ``"fsdp"`` or
+            ``"zero2"`` over a mesh of two dimensions). A card then holds as many bytes as on one
+            machine.
+        network: bytes a second that a machine sends to the others, each way. ``None``: 100 Gbit/s.
 
     It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's
     Adafactor; each also with steps in backward), the loss whole or in chunks, every micro-batch
@@ -93,10 +100,7 @@ def plan(
     check_choice("method", method, (None, *METHODS, "any"))
     check_choice("target", target, ("cuda", "cpu"))
     global_batch = check_positive_int("global_batch", global_batch, 16, "rows")
-    if global_batch % check_positive_int("cards", cards, 2, "cards"):
-        raise ValueError(
-            f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple"
-        )
+    _check_cards(global_batch, cards, machines, network)
     found = find_card(card)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     _check_batch(batch, seq_len, loss)
@@ -124,7 +128,17 @@ def plan(
     elif batch is None and work.source.skeleton.main_input_name == "pixel_values":
         seq_len = None  # a row is a picture
     margin = check_margin(margin, target, cards)
-    search = Search(work, found, seq_len, global_batch, target, cards, margin=margin)
+    search = Search(
+        work,
+        found,
+        seq_len,
+        global_batch,
+        target,
+        cards,
+        margin=margin,
+        machines=machines,
+        network=NETWORK if network is None else network,
+    )
     search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = _methods(method, work, title)
@@ -149,6 +163,7 @@ def plan(
         example=work.example,
         loss=loss,
         notes=_notes(search),
+        machines=machines,
     )
 
 
@@ -173,6 +188,27 @@ def _methods(method: str, work: Work, title: str) -> list[str]:
             f"method={method!r} adds to linear layers, and {title} has none: choose method='full'"
         )
     return ["full"]
+
+
+def _check_cards(global_batch: int, cards: int, machines: int, network: float | None) -> None:
+    """Raises ``ValueError`` unless the rows can be dealt to all cards of all machines."""
+    check_positive_int("cards", cards, 2, "cards")
+    check_positive_int("machines", machines, 2, "machines")
+    all_cards = cards * machines
+    if machines > 1 and cards == 1:
+        raise ValueError(
+            f"machines={machines} with one card each have no cards to share a copy of the model: "
+            "give cards=, the number of cards in each machine"
+        )
+    if network is not None and (machines == 1 or not network > 0):
+        raise ValueError(
+            f"network={network!r} is how many bytes a second a machine sends to the others: give a "
+            "number above 0, with machines=2 or more"
+        )
+    if global_batch % all_cards:
+        raise ValueError(
+            f"global_batch={global_batch} is not dealt evenly to {all_cards} cards: give a multiple"
+        )
 
 
 def _check_batch(batch: Any, seq_len: int | None, loss: Any) -> None:
@@ -236,7 +272,8 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
     advice = _another_method(search, methods[-1])
     in_backward = [option for option in refused if option.recipe.in_backward]
     if in_backward:
-        fewer = range(search.global_batch - search.cards, 0, -search.cards)
+        all_cards = search.cards * search.machines
+        fewer = range(search.global_batch - all_cards, 0, -all_cards)
         rows = [n for n in fewer if search.global_batch % n == 0]
         for line in _first_that_fits(search, "global_batch", rows, in_backward[0].recipe):
             why = (
@@ -250,7 +287,8 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
     advice.append(_larger_card(closest))
     if search.work.uncut:
         return advice
-    more = [n for n in (2, 4, 8) if n > search.cards and search.global_batch % n == 0]
+    more = [n for n in (2, 4, 8) if n > search.cards]
+    more = [n for n in more if search.global_batch % (n * search.machines) == 0]
     return advice + _first_that_fits(search, "cards", more, None, methods[-1])
 
 
@@ -281,6 +319,8 @@ def _first_that_fits(
             "target": search.target,
             "cards": search.cards,
             "margin": search.margin,
+            "machines": search.machines,
+            "network": search.network,
         }
         other = Search(search.work, search.card, **sizes | {name: value})
         candidate = recipe or other.least_resident_recipes([method])[0]

@@ -20,7 +20,7 @@ class Plan:
     much. ``advice``: if nothing fits, changes that would fit. ``margin``: the share of the needed
     bytes that stays free besides. ``unit``: what times are counted for, a token or a row.
     ``example``: rows of the inputs, if these are more than token ids with labels. ``loss``: the one
-    that was given. ``notes``: sentences about the model.
+    that was given. ``notes``: sentences about the model. ``machines``: how many have so many cards.
     """
 
     title: str
@@ -41,6 +41,7 @@ class Plan:
     example: Any = None
     loss: Any = None
     notes: list[str] = field(default_factory=list)
+    machines: int = 1
 
     @property
     def best(self) -> Option | None:

@@ -40,7 +40,7 @@ from ..techniques.layers import find_layers
 from ..techniques.schedules import first_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes
-from .cards import Card
+from .cards import NETWORK, Card
 from .cost import Cost, cost_per_token
 from .held import (
     copied_bytes,
@@ -85,11 +85,15 @@ class Search:
         cards: int = 1,
         *,
         margin: float = 0.0,
+        machines: int = 1,
+        network: float = NETWORK,
     ):
         self.work, self.card, self.target, self.cards = work, card, target, cards
         self.margin = margin
+        self.machines, self.network = machines, network
         self.has_adapters = work.adapter_parameters is not None
-        self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
+        self.seq_len, self.global_batch = seq_len, global_batch
+        self.rows = global_batch // (cards * machines)
         self.units = work.units_of_row(seq_len)  # tokens of a row, if costs are those of tokens
         self.chunked = work.chunked and cards == 1  # chunks bypass the code that averages gradients
         self.schedules = self._schedules()
@@ -98,7 +102,9 @@ class Search:
         self.notify: Callable[[str], None] | None = None
         self._known: dict[Recipe, Option] = {}
         # The bytes for live tensors and the allocator.
-        overhead = overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
+        overhead = {}
+        if target == "cuda":
+            overhead = overhead_bytes(0, card.capability, 0, cards, machines)
         self.available = card.nbytes / (1 + margin) - sum(overhead.values())
 
     # An option that changes training more has to be faster by this factor than one that changes it
@@ -149,7 +155,9 @@ class Search:
             )
             replay = prediction.peak.total <= self.available
             capability = self.card.capability
-            parts = overhead_of_prediction(prediction, capability, replay, self.cards)
+            parts = overhead_of_prediction(
+                prediction, capability, replay, self.cards, self.machines
+            )
             tokens = self.rows * self.units
             estimate = self.cost(recipe, prediction.offload_traffic_bytes / tokens)
             rows = self.rows // recipe.accumulation
@@ -164,6 +172,7 @@ class Search:
                 self.has_adapters,
                 self.margin,
                 estimate,
+                self.machines,
             )
             self._known[recipe] = option
             if self.notify is not None:
@@ -204,6 +213,8 @@ class Search:
             self.units,
             offload_bytes=offload_bytes,
             cards=self.cards,
+            machines=self.machines,
+            network=self.network,
         )
 
     def families(self, method: str) -> Iterator[Recipe]:
@@ -257,6 +268,8 @@ class Search:
         shardings: list[str | None] = [None]
         if self.cards > 1:
             shardings = list(SHARDING)
+        if self.machines > 1:
+            shardings.remove("zero1")  # which has no copy in each machine
         adapts = self.work.adapts(family)
         lines: list[list[Recipe]] = []
         for sharding in shardings:

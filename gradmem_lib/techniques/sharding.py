@@ -44,21 +44,29 @@ def shard(
     ``"ddp"``, and ``shard_optimizer_states`` makes its optimizer.
 
     Args:
-        mesh: the processes, in one dimension. ``None``: all of the process group.
+        mesh: the processes, in one dimension. ``None``: all of the process group. ``"zero2"`` and
+            ``"fsdp"`` also take two dimensions, for hybrid sharding (HSDP): each row of the mesh,
+            such as a machine, has a copy of the model, and the ranks of a row share it.
         compute_dtype: the dtype in which sharded float32 weights are gathered. Their gradients are
             summed in float32.
         offload: keep the shards and their gradients in the host's memory, where the optimizer steps
             them (``"fsdp"``).
         layers: the names of its lists of layers, as ``Recipe`` takes them.
 
-    Raises ``ValueError`` in a process without a process group, and for a model whose layers are not
-    found.
+    Raises ``ValueError`` in a process without a process group, for a model whose layers are not
+    found, and for a mesh with more dimensions.
     """
     check_choice("sharding", how, SHARDING)
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(NO_PROCESS_GROUP.format(how))
     if mesh is None:
         mesh = init_device_mesh(device_of(model).type, (dist.get_world_size(),))
+    most = 2 if SHARDING[how].weights else 1
+    if mesh.ndim > most:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions, and sharding={how!r} takes {most}: hybrid "
+            "sharding, with a copy of the model in each row, is for 'fsdp' and 'zero2'"
+        )
     if not SHARDING[how].weights:
         if device_of(model).type != mesh.device_type:
             model.to(mesh.device_type)  # as fully_shard does by itself, a layer at a time

@@ -40,13 +40,12 @@ def plan_code(
     loading, transformers, library_names = _loading(given, name)
     imports, setup = [], []
     if option.cards > 1:
-        imports.append(f"# Save this as train.py, and start it with: {launch(option.cards)}")
+        how = launch(option.cards, option.machines)
+        imports.append(f"# Save this as train.py, and start it {how}")
     if loop and option.cards > 1:
         imports.append("from torch.distributed import destroy_process_group, init_device_mesh")
         imports.append("from torch.utils.data import DataLoader, DistributedSampler")
-        setup = [
-            f'mesh = init_device_mesh("{target}", ({option.cards},))  # meets the other processes'
-        ]
+        setup = [_mesh(option, target)]
     elif loop:
         imports.append("from torch.utils.data import DataLoader")
     if loop and example is None:
@@ -106,15 +105,36 @@ def _flags(example: Any) -> dict[str, Any]:
     return {name: value for name, value in example.items() if not isinstance(value, Tensor)}
 
 
-def launch(cards: int, script: str = "train.py") -> str:
-    """Two commands, each of which starts ``script`` once for each of this machine's ``cards``.
-    accelerate has to be told the cards: if it finds none, it would start one process instead of
-    two. The recipe does not use its other settings.
+def launch(cards: int, machines: int = 1, script: str = "train.py") -> str:
+    """How to start ``script`` once for each of the ``cards`` of each of ``machines``, in words.
+
+    On one machine, these are two commands. accelerate has to be told the cards: if it finds none,
+    it would start one process instead of two. The recipe does not use its other settings.
     """
+    if machines > 1:
+        return (
+            f"on each machine with: torchrun --nnodes={machines} --nproc-per-node={cards} "
+            "--rdzv-backend=c10d --rdzv-endpoint=FIRST:29500 --rdzv-id=1 "
+            f"{script} (FIRST is the name of the first machine)"
+        )
     return (
-        f"torchrun --nproc-per-node={cards} {script}, or: accelerate launch --multi_gpu "
+        f"with: torchrun --nproc-per-node={cards} {script}, or: accelerate launch --multi_gpu "
         f"--num_processes={cards} {script}"
     )
+
+
+def _mesh(option: Option, target: str) -> str:
+    """The line that makes the mesh of processes. Hybrid sharding has two dimensions: the machines,
+    which have a copy each, and the cards that share a copy.
+    """
+    if option.machines == 1:
+        shape, named = f"({option.cards},)", ""
+    elif option.recipe.fully_sharded:
+        shape = f"({option.machines}, {option.cards})"
+        named = ', mesh_dim_names=("copies", "shards")'
+    else:
+        shape, named = f"({option.machines * option.cards},)", ""
+    return f'mesh = init_device_mesh("{target}", {shape}{named})  # meets the other processes'
 
 
 def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:

@@ -15,6 +15,8 @@ from .plan_code import launch, row_text
 
 def plan_text(plan: Plan) -> str:
     several, each = (f"{plan.cards} x ", " each") if plan.cards > 1 else ("", "")
+    if plan.machines > 1:
+        several = f"{plan.machines} machines of {several}"
     lines = [
         f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global "
         f"batch {plan.global_batch} {_rows_of(plan)}, method {plan.method}, target {plan.target}",
@@ -32,7 +34,7 @@ def plan_text(plan: Plan) -> str:
             *_table(plan.fits, plan.unit),
             *_terms_of(plan.fits[0], plan.unit),
             *(
-                [f"Start the code of the first one with: {launch(plan.cards)}"]
+                [f"Start the code of the first one {launch(plan.cards, plan.machines)}"]
                 if plan.cards > 1
                 else []
             ),
@@ -97,6 +99,7 @@ def plan_dict(plan: Plan) -> dict:
         "model": plan.title,
         "card": asdict(plan.card),
         "cards": plan.cards,
+        "machines": plan.machines,
         "seq_len": plan.seq_len,
         "global_batch": plan.global_batch,
         "method": plan.method,

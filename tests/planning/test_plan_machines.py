@@ -1,0 +1,212 @@
+"""A plan for several machines: each has a copy of the model, and its cards may share it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import init_device_mesh
+from transformers import LlamaForCausalLM
+
+from gradmem_lib.course.machine.run_ranks import run_ranks
+from gradmem_lib.course.material import models
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.planning.cards import CARDS, NETWORK, find_card
+from gradmem_lib.planning.cost import cost_per_token, sent_between_machines
+from gradmem_lib.planning.held import NCCL, overhead_bytes
+from gradmem_lib.planning.models import known_model
+from gradmem_lib.planning.options import Option
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
+from gradmem_lib.planning.work import count
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+from gradmem_lib.view.plan_code import launch, plan_code
+
+SIZES = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 128, "vocab": 256}
+HYBRID = [
+    Recipe(optimizer="adamw", sharding="fsdp"),
+    Recipe(optimizer="adamw", sharding="zero2", accumulation=2),
+    Recipe(precision="bf16", optimizer="adamw", sharding="fsdp", checkpointing="per-layer"),
+    Recipe(precision="float32-master", optimizer="adamw", sharding="fsdp"),
+]
+
+
+def rows_of(rank: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)
+    ids = torch.randint(0, SIZES["vocab"], (2, 16))
+    return {"input_ids": ids, "labels": ids}
+
+
+def peaks_on_four_ranks() -> list[int]:
+    """The peak of two steps by each recipe, on two machines with two cards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    peaks = []
+    for recipe in HYBRID:
+        torch.manual_seed(0)
+        model, optimizer, undo = prepare(models.tiny_llama(**SIZES), recipe, mesh=mesh)
+        with undo, MemoryTracker(model, optimizer, live=False) as tracker:
+            for _ in range(2):
+                step(model, optimizer, rows_of(dist.get_rank()), recipe)
+        peaks.append(tracker.peak.total)
+    return peaks
+
+
+def test_a_card_of_two_machines_needs_what_a_card_of_one_machine_needs():
+    config = models.tiny_llama(**SIZES).config
+    predicted = []
+    for recipe in HYBRID:
+        found = predict(config, batch_size=2, seq_len=16, recipe=recipe, ranks=2, target="cpu")
+        predicted.append(found.peak.total)
+    measured = run_ranks(peaks_on_four_ranks, ranks=4)
+    assert measured == [predicted] * 4
+
+
+def weights_after_a_step() -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    recipe = Recipe(optimizer="sgd", sharding="fsdp")
+    torch.manual_seed(0)
+    model, optimizer, undo = prepare(models.tiny_llama(**SIZES), recipe, mesh=mesh, lr=1.0)
+    with undo:
+        step(model, optimizer, rows_of(dist.get_rank()), recipe)
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def test_hybrid_sharding_steps_as_one_process_on_all_rows():
+    after = run_ranks(weights_after_a_step, ranks=4)
+    torch.manual_seed(0)
+    model = models.tiny_llama(**SIZES)
+    batches = [rows_of(rank) for rank in range(4)]
+    model(
+        **{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    ).loss.backward()
+    for of_rank in after:
+        for name, before in model.named_parameters():
+            expected = before.detach() - before.grad
+            torch.testing.assert_close(of_rank[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1"])
+def test_a_mesh_of_machines_is_for_sharded_weights(how):
+    def prepared():
+        mesh = init_device_mesh("cpu", (1, 2))
+        with pytest.raises(
+            ValueError, match="the mesh has 2 dimensions, and sharding='.*' takes 1"
+        ):
+            prepare(models.tiny_llama(**SIZES), Recipe(sharding=how), mesh=mesh)
+
+    run_ranks(prepared)
+
+
+def test_what_machines_send_each_other_by_hand():
+    """Llama-2-7B in bf16: the gradients of 6.7 billion weights, summed over four machines."""
+    work = count(known_model("Llama-2-7B")[1])
+    gradients = 2 * 6_738_415_616
+    recipe = Recipe(precision="bf16", accumulation=3)
+    for sharding, times in (("ddp", 1), ("zero2", 3), ("fsdp", 3)):
+        sent = sent_between_machines(work, replace(recipe, sharding=sharding), 4)
+        assert sent == pytest.approx(2 * 3 / 4 * times * gradients)
+    adapters = Recipe(precision="bf16", sharding="fsdp", lora_rank=16)
+    assert sent_between_machines(work, adapters, 2) < 0.01 * gradients
+
+
+@pytest.mark.parametrize("network", [NETWORK, 1.25e9])
+def test_seconds_on_two_machines_by_hand(network):
+    """What the cards of one machine take, for half of the rows, and the sum over the network."""
+    work, card = count(known_model("Llama-2-7B")[1]), CARDS["H100 80GB"]
+    recipe = Recipe(precision="bf16", sharding="fsdp", accumulation=2)
+    one = cost_per_token(work, recipe, card, 4, 2048, cards=8)
+    two = cost_per_token(work, recipe, card, 4, 2048, cards=8, machines=2, network=network)
+    sent = 2 * 2 * 6_738_415_616  # half of the gradients, in two directions, twice
+    of_a_card = sent / (0.8 * network) / (2 * 4 * 2048)
+    assert two.between_machines == pytest.approx(of_a_card / 16)
+    assert two.seconds == pytest.approx(one.seconds / 2 + of_a_card / 16)
+
+
+def test_machines_need_buffers_for_both_kinds_of_groups():
+    one = overhead_bytes(2**30, (9, 0), 2**30, 8)
+    two = overhead_bytes(2**30, (9, 0), 2**30, 8, 2)
+    assert two == one | {"NCCL (estimate)": 2 * NCCL}
+
+
+def test_a_search_deals_the_rows_to_all_cards_of_all_machines():
+    work = count(known_model("Llama-2-7B")[1])
+    search = Search(work, find_card("H100"), 2048, 64, "cuda", 8, machines=2)
+    assert search.rows == 4
+    ways = {way.sharding for family in search.families("full") for way in search.variants(family)}
+    assert ways == {"ddp", "zero2", "fsdp"}
+
+
+def test_the_printed_code_of_several_machines():
+    config = known_model("Llama-2-7B")[1]
+    recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp")
+    option = Option(recipe, 2, 0.0, 0, None, {}, cards=8, machines=2)
+    assert str(option).endswith("micro-batch 2 x 1 x 8 cards x 2 machines")
+    code = plan_code(option, "llama 2 7b", config, "cuda")
+    assert code.startswith(
+        "# Save this as train.py, and start it on each machine with: torchrun --nnodes=2 "
+        "--nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29500 --rdzv-id=1 train.py "
+        "(FIRST is the name of the first machine)\n"
+    )
+    assert 'mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("copies", "shards"))' in code
+    copies = replace(option, recipe=replace(recipe, sharding="ddp", in_backward=False))
+    assert "make_trainer" in plan_code(copies, "llama 2 7b", config, "cuda")
+
+
+def test_the_printed_code_of_two_machines_runs_on_four_ranks(tmp_path):
+    config = models.tiny_llama(**SIZES).config
+    config.architectures = ["LlamaForCausalLM"]
+    recipe = Recipe(optimizer="sgd", sharding="fsdp")
+    option = Option(recipe, 1, 0.0, 0, None, {}, cards=2, machines=2)
+    code = plan_code(option, config, config, "cpu").replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
+    code = code.removesuffix("destroy_process_group()\n")
+
+    def trained() -> dict[str, torch.Tensor]:
+        ids = torch.arange(64).reshape(4, 16) * 7 % 96
+        torch.manual_seed(0)
+        space = {
+            "config": config,
+            "train_dataset": [{"input_ids": row, "labels": row} for row in ids],
+        }
+        exec(code, space)
+        return {n: p.full_tensor().detach() for n, p in space["model"].named_parameters()}
+
+    after = run_ranks(trained, ranks=4)
+    ids = torch.arange(64).reshape(4, 16) * 7 % 96
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for of_rank in after:
+        for name, before in model.named_parameters():
+            expected = before.detach() - before.grad
+            torch.testing.assert_close(of_rank[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_plan_for_two_machines_says_how_to_start_it():
+    config = models.tiny_llama(**SIZES).config
+    asked = {"card": "1 GiB", "seq_len": 16, "global_batch": 8, "target": "cpu", "cards": 2}
+    one, two = plan(config, **asked), plan(config, machines=2, **asked)
+    assert f"on 2 machines of 2 x {two.card.name}" in str(two)
+    assert launch(2, 2) in str(two)
+    assert two.to_dict()["machines"] == 2 and one.to_dict()["machines"] == 1
+    assert "between machines" in str(two) and "between machines" not in str(one)
+    assert two.best.micro_batch * two.best.recipe.accumulation == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"machines": 2}, "machines=2 with one card each have no cards to share"),
+        ({"machines": 0, "cards": 2}, "machines=0: give a whole number of machines"),
+        ({"machines": 2, "cards": 3}, "global_batch=8 is not dealt evenly to 6 cards"),
+        ({"network": 1e9}, "with machines=2 or more"),
+        ({"machines": 2, "cards": 2, "network": 0}, "give a number above 0"),
+    ],
+)
+def test_bad_numbers_of_machines_are_sentences(changes, says):
+    with pytest.raises(ValueError, match=says):
+        plan("tiny llama", **{"card": "1 GiB", "seq_len": 16, "global_batch": 8} | changes)
