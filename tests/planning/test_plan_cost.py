@@ -380,15 +380,28 @@ def test_the_terms_of_a_cost_are_told_apart():
     recipe = Recipe(precision="bf16", sharding="fsdp", accumulation=2)
     card = Card("a card", 2**40, 1e12, 1e12, 1e9, (8, 6), 1e9, 1e9)
 
-    def terms(recipe=recipe, card=card, offload=0.0, cards=2) -> dict[str, float]:
-        return asdict(cost_per_token(work, recipe, card, 1, 64, offload_bytes=offload, cards=cards))
+    def terms(recipe=recipe, card=card, offload=0.0, machines=2, network=1e9) -> dict[str, float]:
+        cost = cost_per_token(
+            work,
+            recipe,
+            card,
+            1,
+            64,
+            offload_bytes=offload,
+            cards=2,
+            machines=machines,
+            network=network,
+        )
+        return asdict(cost)
 
     plain = terms()
     assert plain["bus"] == 0 and min(n for name, n in plain.items() if name != "bus") > 0
+    assert terms(machines=1)["between_machines"] == 0
     moved = {
         "products": terms(card=replace(card, half=2e12)),
         "between_cards": terms(card=replace(card, nvlink=2e9)),
         "bus": terms(offload=1e6),
+        "between_machines": terms(network=2e9),
     }
     for name, found in moved.items():
         assert {key for key in plain if plain[key] != found[key]} == {name}

@@ -195,6 +195,7 @@ def test_a_plan_as_plain_values():
             "nvlink": 0.0,
         },
         "cards": 1,
+        "machines": 1,
         "seq_len": 2048,
         "global_batch": 8,
         "method": "full",
@@ -309,9 +310,21 @@ class Sizes:
 
     margin = 0.0
 
-    def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1, margin=0.0):
+    def __init__(
+        self,
+        work,
+        card,
+        seq_len,
+        global_batch,
+        target="cuda",
+        cards=1,
+        margin=0.0,
+        machines=1,
+        network=None,
+    ):
         self.work, self.card, self.seq_len, self.global_batch = work, card, seq_len, global_batch
         self.target, self.cards = target, cards
+        self.machines, self.network = machines, network
 
     def least_resident_recipes(self, methods):
         return [SimpleNamespace(method=methods[-1], in_backward=False)]
