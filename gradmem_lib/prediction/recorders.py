@@ -15,7 +15,7 @@ from ..compat.autograd import graph_task
 from ..compat.operators import writes_first_argument
 from ..compat.tensors import base_of, is_view, storage_key
 from ..measure.meter import Meter
-from ..measure.recording import Recording
+from ..measure.recording import Entry, Recording
 from ..measure.storages import storages_of
 from ..measure.tracker import checked_optimizers
 from ..names import OPTIMIZER_STEP
@@ -110,6 +110,13 @@ class CpuRecorder(Recording):
 
     def after_free(self, entry) -> None:
         self.unrounded -= entry.size
+
+    def backdate(self, entries: list[Entry]) -> int:
+        unrounded = sum(entry.size for entry in entries)
+        for i in range(0, len(self._storages), 2):
+            self._storages[i] += len(entries)
+            self._storages[i + 1] += unrounded
+        return super().backdate(entries)
 
     def sample(self, func="") -> None:
         super().sample(func)

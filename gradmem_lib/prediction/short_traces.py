@@ -9,9 +9,12 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
 from ..names import SELECTIVE
 from ..techniques.layers import find_layers
+from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers, segments_for
 from ..training.recipe import Recipe
 from . import allocator
@@ -295,10 +298,39 @@ def _needs_all_layers(question: Question) -> bool:
         # ranks divide whole parameters by size: in a longer model, a rank gets other layers
         return True
     if question.target == "cuda" and recipe.sharding == "ddp":
-        # A bucket holds many layers, and is rounded as a whole.
-        parameters = question.source.skeleton.parameters()
-        return any(p.requires_grad and p.nbytes % allocator.BLOCK for p in parameters)
+        return not _fill_whole_blocks(question)
     return False
+
+
+def _fill_whole_blocks(question: Question) -> bool:
+    """Whether the gradients of each repeated layer together fill whole blocks of the allocator.
+
+    DDP's bucket has the gradients of all layers, and is rounded as a whole. So only then does each
+    layer add as many bytes to it.
+    """
+    for several in question.source.lists:
+        for layer in several.layers:
+            if _gradient_bytes(layer, question.recipe) % allocator.BLOCK:
+                return False
+    return True
+
+
+def _gradient_bytes(layer: nn.Module, recipe: Recipe) -> int:
+    """The bytes of the gradients of ``layer``; with LoRA, those of its adapters in 16 bits, as they
+    are at their smallest: if these fill whole blocks, so do those in float32.
+    """
+    if recipe.lora_rank is not None:
+        widths = 0
+        for linear in linear_layers(layer).values():
+            inputs, outputs = linear_sizes(linear) or (0, 0)
+            widths += inputs + outputs
+        return widths * recipe.lora_rank * torch.bfloat16.itemsize
+    nbytes = 0
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            dtype = recipe.weight_dtype or parameter.dtype  # None: each weight keeps its own
+            nbytes += parameter.numel() * dtype.itemsize
+    return nbytes
 
 
 def _with_equal_segments(question: Question) -> Recipe:

@@ -130,6 +130,28 @@ def test_the_first_layers_of_two_lists_are_predicted_from_shared_short_traces(
     assert remembered[1] == remembered[0]
 
 
+@pytest.mark.parametrize(
+    ("hidden", "recipe", "is_short"),
+    [
+        # norms of half a block each, two in a layer
+        (64, {}, True),
+        (64, {"checkpointing": "first-5"}, True),
+        # in bf16, the two norms are half a block together
+        (64, {"precision": "bf16"}, False),
+        (32, {}, False),
+        *each(2, [(64, {"lora_rank": 16}, True), (96, {"lora_rank": 1}, False)]),
+    ],
+)
+def test_layers_that_fill_whole_blocks_of_ddps_bucket_are_traced_shortly(hidden, recipe, is_short):
+    config = deep("llama", 14)
+    config.hidden_size, config.head_dim = hidden, hidden // config.num_attention_heads
+    recipe = Recipe(**{"precision": "autocast-bf16", "sharding": "ddp", **recipe})
+    short, full = both(config, recipe, rows=2, target="cuda", ranks=2)
+    assert bool(short.traced_layers) == is_short
+    assert_equal(short, full)
+    assert short.replay_allocator() == full.replay_allocator()
+
+
 def test_an_encoder_and_a_decoder_are_predicted_as_tracked():
     config, recipe = deep("whisper", 12, 12), Recipe(checkpointing="per-layer")
     short = predict(config, batch_size=1, seq_len=16, recipe=recipe, target="cpu")
