@@ -47,9 +47,10 @@ def _problem_of_plan(options: argparse.Namespace) -> str:
         find_card(options.card)
     except ValueError as error:
         return command_words(str(error), ["card"])
-    if options.global_batch % options.cards:
+    all_cards = options.cards * options.machines
+    if options.global_batch % all_cards:
         return (
-            f"--global-batch {options.global_batch} is not dealt evenly to {options.cards} "
+            f"--global-batch {options.global_batch} is not dealt evenly to {all_cards} "
             "cards: give a multiple"
         )
     return ""

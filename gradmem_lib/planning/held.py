@@ -132,17 +132,17 @@ def overhead_of_prediction(
     capability=(8, 0),
     replay: bool = True,
     cards: int = 1,
-    machines: int = 1,
+    hybrid: bool = False,
 ) -> dict[str, int]:
     """The bytes that a card must hold in excess of live tensors; empty for target "cpu".
 
     ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part
-    is a rough estimate. ``cards``: those of each of ``machines``.
+    is a rough estimate. ``cards`` and ``hybrid``: see ``overhead_bytes``.
     """
     if prediction.target == "cpu":
         return {}
     reserved = prediction.replay_allocator() if replay else None
-    return overhead_bytes(prediction.peak.total, capability, reserved, cards, machines)
+    return overhead_bytes(prediction.peak.total, capability, reserved, cards, hybrid)
 
 
 def overhead_bytes(
@@ -150,13 +150,14 @@ def overhead_bytes(
     capability: tuple[int, int],
     reserved: int | None = None,
     cards: int = 1,
-    machines: int = 1,
+    hybrid: bool = False,
 ) -> dict[str, int]:
     """Allocator overhead, cuBLAS workspace, CUDA context and NCCL buffers, in bytes.
 
     ``live``: bytes of live tensors. ``reserved``: what the card's allocator has reserved; ``None``
-    estimates its overhead. With several ``machines``, NCCL has buffers for the cards of a machine,
-    and for the copies on all machines.
+    estimates its overhead. ``cards``: those of one machine. NCCL has buffers for each group of
+    processes: DDP has one, on however many machines. ``hybrid`` sharding on several machines has
+    two: the cards of a machine, and the copies of a shard.
     """
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
@@ -164,5 +165,5 @@ def overhead_bytes(
         held = {"allocator's idle blocks": max(reserved - live, 0)}
     held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
     if cards > 1:
-        held["NCCL (estimate)"] = NCCL if machines == 1 else 2 * NCCL
+        held["NCCL (estimate)"] = 2 * NCCL if hybrid else NCCL
     return held

@@ -53,7 +53,7 @@ def plan(
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its
             budget.
         cards: the number of such cards in one machine that train together. Each key of ``SHARDING``
-            is tried.
+            is tried; with several machines, each but ``"zero1"``.
         margin: the share of the needed bytes that has to stay free besides, since a prediction for
             a card may be off. ``None``: as much as published runs were off (3 %; 4.5 % for several
             cards), and 0 for target "cpu", whose bytes are exact. ``0``: none.
@@ -70,8 +70,8 @@ def plan(
             layers. ``None``: they are found, and the plan names them.
         machines: how many machines have ``cards`` such cards. Each has a whole copy of the model:
             on every card (``"ddp"``), or over its cards by hybrid sharding (HSDP: ``"fsdp"`` or
-            ``"zero2"`` over a mesh of two dimensions). A card then holds as many bytes as on one
-            machine.
+            ``"zero2"`` over a mesh of two dimensions). A card then holds the same tensors as on one
+            machine. With hybrid sharding, NCCL has buffers for a second group of processes.
         network: bytes a second that a machine sends to the others, each way. ``None``: 100 Gbit/s.
 
     It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's
@@ -119,9 +119,12 @@ def plan(
         work = count(config, seq_len, batch, loss)
     work = with_adapters(work, model_or_config, method)
     if work.uncut and cards > 1:
+        several, one = f"cards={cards}", "cards=1"
+        if machines > 1:
+            several, one = f"cards={cards} of machines={machines}", "cards=1 and machines=1"
         raise ValueError(
-            f"cards={cards} share a batch between them, and this one must stay in one piece: give "
-            f"cards=1. {work.uncut}"
+            f"{several} share a batch between them, and this one must stay in one piece: give "
+            f"{one}. {work.uncut}"
         )
     if work.row is None:
         seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
@@ -164,6 +167,7 @@ def plan(
         loss=loss,
         notes=_notes(search),
         machines=machines,
+        network=search.network if machines > 1 else None,
     )
 
 
@@ -197,14 +201,16 @@ def _check_cards(global_batch: int, cards: int, machines: int, network: float | 
     all_cards = cards * machines
     if machines > 1 and cards == 1:
         raise ValueError(
-            f"machines={machines} with one card each have no cards to share a copy of the model: "
-            "give cards=, the number of cards in each machine"
+            f"machines={machines} are planned where each has two cards or more: give cards=, the "
+            "number of cards in each machine, or machines=1"
         )
-    if network is not None and (machines == 1 or not network > 0):
-        raise ValueError(
-            f"network={network!r} is how many bytes a second a machine sends to the others: give a "
-            "number above 0, with machines=2 or more"
-        )
+    if network is not None:
+        is_number = isinstance(network, int | float) and not isinstance(network, bool)
+        if machines == 1 or not is_number or not network > 0:
+            raise ValueError(
+                f"network={network!r} is how many bytes a second a machine sends to the others: "
+                "give a number above 0, such as 12.5e9 for 100 Gbit/s, with machines=2 or more"
+            )
     if global_batch % all_cards:
         raise ValueError(
             f"global_batch={global_batch} is not dealt evenly to {all_cards} cards: give a multiple"

@@ -42,6 +42,7 @@ class Plan:
     loss: Any = None
     notes: list[str] = field(default_factory=list)
     machines: int = 1
+    network: float | None = None  # bytes a second between machines; None for one machine
 
     @property
     def best(self) -> Option | None:

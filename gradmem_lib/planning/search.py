@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..compat.transformers_models import checkpointing_name
@@ -38,11 +39,13 @@ from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..techniques.layers import find_layers
 from ..techniques.schedules import first_layers
+from ..techniques.selective import find_parts
 from ..training.recipe import Recipe
 from ..units import format_bytes
 from .cards import NETWORK, Card
 from .cost import Cost, cost_per_token
 from .held import (
+    NCCL,
     copied_bytes,
     input_bytes_per_token,
     overhead_bytes,
@@ -59,8 +62,7 @@ _HALF = []
 if checkpointing_name(PreTrainedModel) == CHECKPOINTING_METHODS[0]:
     _HALF = [{"every_n_layers": 2}]
 PER_LAYER = {"checkpointing": "per-layer"}
-# Recompute parts of each layer. Or offload activations, for a card.
-PARTS: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
+# Offload activations, for a card.
 OFFLOADED = {"offload": "activations"}
 # Or offload the inputs of layers that run again.
 INPUTS_OFFLOADED = {"offload": "boundaries"}
@@ -101,10 +103,10 @@ class Search:
         self.ruled_out: list[RuledOut] = []
         self.notify: Callable[[str], None] | None = None
         self._known: dict[Recipe, Option] = {}
-        # The bytes for live tensors and the allocator.
+        # The bytes for live tensors and the allocator, if all processes are one group.
         overhead = {}
         if target == "cuda":
-            overhead = overhead_bytes(0, card.capability, 0, cards, machines)
+            overhead = overhead_bytes(0, card.capability, 0, cards)
         self.available = card.nbytes / (1 + margin) - sum(overhead.values())
 
     # An option that changes training more has to be faster by this factor than one that changes it
@@ -128,12 +130,23 @@ class Search:
 
     def _alternatives(self) -> list[dict]:
         """What keeps fewer activations in another way than by layers that run again."""
-        alternatives = list(PARTS) if self.work.has_layers else []
+        alternatives = self._parts() if self.work.has_layers else []
         if self._layers_are_listed():
             alternatives += _HALF
         if self.target == "cuda":
             alternatives.append(OFFLOADED)
         return alternatives
+
+    def _parts(self) -> list[dict]:
+        """The parts of each layer that can run again: those that all layers have."""
+        lists = find_layers(self.work.source.skeleton, self.work.named)
+        layers = [layer for several, _ in lists.values() for layer in several]
+        found = []
+        for part, spec in SELECTIVE.items():
+            # what keeps products is the whole layer
+            if spec.keeps_products or all(_has_part(layer, part) for layer in layers):
+                found.append({"checkpointing": part})
+        return found
 
     def _layers_are_listed(self) -> bool:
         """Whether the layers can run again one by one."""
@@ -153,10 +166,9 @@ class Search:
             prediction = predict(
                 self.work.source, recipe=recipe, target=self.target, ranks=ranks, **inputs
             )
-            replay = prediction.peak.total <= self.available
-            capability = self.card.capability
+            replay = prediction.peak.total <= self._available_for(recipe)
             parts = overhead_of_prediction(
-                prediction, capability, replay, self.cards, self.machines
+                prediction, self.card.capability, replay, self.cards, self._is_hybrid(recipe)
             )
             tokens = self.rows * self.units
             estimate = self.cost(recipe, prediction.offload_traffic_bytes / tokens)
@@ -178,6 +190,16 @@ class Search:
             if self.notify is not None:
                 self.notify(self._progress())
         return self._known[recipe]
+
+    def _is_hybrid(self, recipe: Recipe) -> bool:
+        """Whether the cards of each of several machines share a copy of the model."""
+        return self.machines > 1 and SHARDING[recipe.sharding].weights
+
+    def _available_for(self, recipe: Recipe) -> float:
+        """The bytes that ``recipe`` has for live tensors and the allocator."""
+        if self.target == "cuda" and self._is_hybrid(recipe):
+            return self.available - NCCL
+        return self.available
 
     def _progress(self) -> str:
         """What has been found so far, in a sentence."""
@@ -424,7 +446,7 @@ class Search:
                 return []
             needed = known.prediction.peak.total
             least_before = needed - self._bytes_of_inputs(known.recipe)
-            if not kept or least_before > self.available:
+            if not kept or least_before > self._available_for(known.recipe):
                 return []
             if self._live_bytes(kept[-1]) >= needed:  # those before it need even more
                 return []
@@ -441,7 +463,7 @@ class Search:
         return self.option(recipe).prediction.peak.total
 
     def _live_bytes_fit(self, recipe: Recipe) -> bool:
-        return self.may_fit(recipe) and self._live_bytes(recipe) <= self.available
+        return self.may_fit(recipe) and self._live_bytes(recipe) <= self._available_for(recipe)
 
     def _fits(self, recipe: Recipe) -> bool:
         return self.may_fit(recipe) and self.option(recipe).fits
@@ -485,7 +507,7 @@ class Search:
         One percent is added for states that are counted roughly.
         """
         bounds = [self._lower_bound(recipe, known) for known in (None, *self._known.values())]
-        return max(bounds) <= 1.01 * self.available
+        return max(bounds) <= 1.01 * self._available_for(recipe)
 
     def least_resident_recipes(self, methods: list[str]) -> list[Recipe]:
         """The recipes with the fewest resident bytes.
@@ -624,6 +646,13 @@ class Search:
             " and ".join(held) + " alone" + (f" are {format_bytes(sums)}" if len(held) > 1 else "")
         )
         return f"{alone}, and the card has {format_bytes(self.card.nbytes)}"
+
+
+def _has_part(layer: nn.Module, part: str) -> bool:
+    try:
+        return bool(find_parts(layer, part))
+    except ValueError:  # there is none
+        return False
 
 
 def _keeps_no_more(known: Recipe, recipe: Recipe) -> bool:

@@ -33,12 +33,10 @@ def plan_text(plan: Plan) -> str:
             "of each other, the recipe that changes training least comes first.",
             *_table(plan.fits, plan.unit),
             *_terms_of(plan.fits[0], plan.unit),
-            *(
-                [f"Start the code of the first one {launch(plan.cards, plan.machines)}"]
-                if plan.cards > 1
-                else []
-            ),
+            *_about_the_network(plan.network),
         ]
+        if plan.cards > 1:
+            lines.append(f"Start the code of the first one {launch(plan.cards, plan.machines)}")
     else:
         lines += ["Nothing fits. Closest:", *_table([plan.closest], plan.unit)]
         lines += ["", _wrapped(f"It {plan.closest.why_not()}.")]
@@ -93,6 +91,12 @@ def _about_the_margin(margin: float) -> list[str]:
     ]
 
 
+def _about_the_network(network: float | None) -> list[str]:
+    if network is None:
+        return []
+    return [f"Each machine is assumed to send {8 * network / 1e9:g} Gbit/s to the others."]
+
+
 def plan_dict(plan: Plan) -> dict:
     """Plain values for JSON."""
     return {
@@ -100,6 +104,7 @@ def plan_dict(plan: Plan) -> dict:
         "card": asdict(plan.card),
         "cards": plan.cards,
         "machines": plan.machines,
+        "network": plan.network,
         "seq_len": plan.seq_len,
         "global_batch": plan.global_batch,
         "method": plan.method,

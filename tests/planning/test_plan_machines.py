@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from support.families import tiny_config
+from torch import nn
 from torch.distributed import init_device_mesh
 from transformers import LlamaForCausalLM
 
+from gradmem_lib.__main__ import main
 from gradmem_lib.course.machine.run_ranks import run_ranks
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.tracker import MemoryTracker
@@ -125,10 +128,26 @@ def test_seconds_on_two_machines_by_hand(network):
     assert two.seconds == pytest.approx(one.seconds / 2 + of_a_card / 16)
 
 
-def test_machines_need_buffers_for_both_kinds_of_groups():
-    one = overhead_bytes(2**30, (9, 0), 2**30, 8)
-    two = overhead_bytes(2**30, (9, 0), 2**30, 8, 2)
-    assert two == one | {"NCCL (estimate)": 2 * NCCL}
+def test_hybrid_sharding_needs_buffers_for_two_groups_of_processes():
+    ddp = overhead_bytes(2**30, (9, 0), 2**30, 8)
+    hybrid = overhead_bytes(2**30, (9, 0), 2**30, 8, hybrid=True)
+    assert hybrid == ddp | {"NCCL (estimate)": 2 * NCCL}
+
+
+@pytest.mark.parametrize(("sharding", "groups"), [("ddp", 1), ("zero2", 2), ("fsdp", 2)])
+def test_a_recipe_has_room_beside_the_buffers_of_its_groups(sharding, groups):
+    work = count(known_model("SmolLM2-135M")[1])
+    recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding=sharding)
+
+    def search(nbytes: int) -> Search:
+        card = replace(find_card("T4"), nbytes=nbytes)
+        return Search(work, card, 16, 8, "cuda", 2, machines=2)
+
+    option = search(2**34).option(recipe)
+    assert option.parts["NCCL (estimate)"] == groups * NCCL
+    needed = option.needs - option.parts["allocator's idle blocks"]
+    assert search(needed)._live_bytes_fit(recipe)
+    assert not search(needed - 1)._live_bytes_fit(recipe)
 
 
 def test_a_search_deals_the_rows_to_all_cards_of_all_machines():
@@ -192,19 +211,48 @@ def test_a_plan_for_two_machines_says_how_to_start_it():
     assert launch(2, 2) in str(two)
     assert two.to_dict()["machines"] == 2 and one.to_dict()["machines"] == 1
     assert "between machines" in str(two) and "between machines" not in str(one)
+    assert "Each machine is assumed to send 100 Gbit/s to the others." in str(two)
+    assert two.to_dict()["network"] == NETWORK and one.to_dict()["network"] is None
     assert two.best.micro_batch * two.best.recipe.accumulation == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"machines": 2}, "machines=2 with one card each have no cards to share"),
+        ({"machines": 2}, "machines=2 are planned where each has two cards or more"),
         ({"machines": 0, "cards": 2}, "machines=0: give a whole number of machines"),
         ({"machines": 2, "cards": 3}, "global_batch=8 is not dealt evenly to 6 cards"),
         ({"network": 1e9}, "with machines=2 or more"),
         ({"machines": 2, "cards": 2, "network": 0}, "give a number above 0"),
+        ({"machines": 2, "cards": 2, "network": "100 Gbit"}, "network='100 Gbit' is how many"),
+        ({"machines": 2, "cards": 2, "network": True}, "network=True is how many"),
     ],
 )
 def test_bad_numbers_of_machines_are_sentences(changes, says):
     with pytest.raises(ValueError, match=says):
         plan("tiny llama", **{"card": "1 GiB", "seq_len": 16, "global_batch": 8} | changes)
+
+
+def test_a_batch_in_one_piece_is_asked_for_on_one_machine():
+    config = tiny_config("clip")
+    with pytest.raises(ValueError, match="give cards=1 and machines=1"):
+        plan(config, card="1 GiB", seq_len=8, global_batch=8, cards=2, machines=2)
+
+
+@pytest.mark.parametrize("several", [{}, {"cards": 2}, {"cards": 2, "machines": 2}])
+def test_nothing_fits_a_module_whose_layers_have_no_known_parts(several):
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(32, 1))
+
+    def loss(module, batch):
+        return module(batch["input"]).square().mean()
+
+    batch = {"input": torch.randn(2, 32)}
+    asked = {"card": "1 KiB", "target": "cpu", "global_batch": 16, "batch": batch, "loss": loss}
+    assert "Nothing fits. Closest:" in str(plan(model, **asked, **several))
+
+
+def test_the_command_deals_the_rows_to_all_cards_of_all_machines(capsys):
+    sizes = ["--cards", "3", "--machines", "2", "--seq-len", "16", "--global-batch", "16"]
+    assert main(["plan", "SmolLM2-135M", "--card", "T4", *sizes]) == 2
+    assert "--global-batch 16 is not dealt evenly to 6 cards" in capsys.readouterr().err
