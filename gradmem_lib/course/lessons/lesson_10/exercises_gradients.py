@@ -460,7 +460,16 @@ _COUNTS = (
     ),
     ("micro-batches", _MICRO_BATCHES, len),
 )
+# torch.stack and torch.cat of tensors of different shapes: no rank has sent anything.
+_JOINED = r"stack expects each tensor|Sizes of tensors must match except"
 _APART = (
+    (
+        _JOINED,
+        (
+            "micro-batches have rows of different lengths, so they do not fit into one tensor: "
+            "count each one's labels, and add up the counts."
+        ),
+    ),
     (
         rf"{APART}|equal size|must match",
         (
@@ -482,7 +491,21 @@ EXERCISES = (
         explain=_explain_average,
         raises=(
             (
-                rf"{APART}|equal size|must match",
+                _JOINED,
+                (
+                    "gradients have different shapes, so they do not fit into one tensor as they "
+                    "are: send each one by a call of its own."
+                ),
+            ),
+            (
+                r"assign a gradient (with dtype|of type)",
+                (
+                    "a gradient has the dtype of its weight: where p.grad is None, put "
+                    "torch.zeros_like(p) there."
+                ),
+            ),
+            (
+                rf"{APART}|equal size|must match the size",
                 (
                     "the ranks do not make the same calls: each must send every trained weight's "
                     "gradient, and zeros where it has none."

@@ -493,13 +493,36 @@ EXERCISES = (
             (
                 r"invalid gradient at index 1",
                 (
-                    "the gradient for the shard has another shape than the shard: own_mean makes "
-                    "it from the whole weight's gradient, (outputs, inputs)."
+                    "the gradient for the shard has another shape than the shard. own_mean makes "
+                    "it from the whole weight's gradient, (outputs, inputs): forward multiplies x "
+                    "by gather(shard), so d_out has all outputs, and own_mean is called once."
+                ),
+            ),
+            (
+                r"invalid gradient at index 0",
+                (
+                    "the first thing that backward returns has another shape than x: it is x's "
+                    "gradient, d_out @ gather(shard), without own_mean. The second is the shard's."
                 ),
             ),
             (
                 r"incorrect number of gradients|returned an invalid gradient",
                 "backward returns two gradients: that of x, then that of the shard.",
+            ),
+            # Two ranks: a weight of (4, 3), shards of (2, 3), and x of (4, 3).
+            (
+                r"\(4x4 and 2x3\)",
+                (
+                    "a shard has only this rank's rows, 2 of 4, and d_out has all outputs: in "
+                    "backward too, gather(shard) first."
+                ),
+            ),
+            (
+                r"\(4x2 and 4x3\)",
+                (
+                    "d_out has 2 outputs here where the whole weight has 4: in forward, multiply "
+                    "x by gather(shard), not by the shard."
+                ),
             ),
             (
                 r"shapes cannot be multiplied|size mismatch|must match the size",
