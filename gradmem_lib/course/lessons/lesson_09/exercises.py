@@ -95,9 +95,9 @@ _ROUNDED = (
     "absmax in float32, as x is."
 )
 _ZEROS = (
-    "in a block of zeros, an index is not the position of 0 in `code`. There 0 / 0 is not a number: "
-    "divide by another number, as absmax.clamp(min=1e-30) does, and look the nearest value up as "
-    "in other blocks."
+    "in a block of zeros, an index is not the position of 0 in `code`. There, 0 / 0 is not a "
+    "number: divide by another number, as absmax.clamp(min=1e-30) does, and look up the nearest "
+    "value as in other blocks."
 )
 
 
@@ -438,9 +438,7 @@ EXERCISES = (
             Mistake(
                 "elements for the total",
                 _factored(
-                    product=lambda row, column, squares: (
-                        torch.outer(row, column) / squares.numel()
-                    )
+                    product=lambda row, column, squares: torch.outer(row, column) / squares.numel()
                 ),
                 "the product is divided by the number of elements: divide it by the total, "
                 "row.sum().",
