@@ -436,6 +436,16 @@ EXERCISES = (
                 "v is divided by the number of elements: divide by the total, row.sum(), alone.",
             ),
             Mistake(
+                "both totals",
+                _factored(
+                    product=lambda row, column, squares: (
+                        torch.outer(row, column) / (row.sum() + column.sum())
+                    )
+                ),
+                "v is half as large as it should be: row.sum() and column.sum() are the same sum, "
+                "so divide by one of them.",
+            ),
+            Mistake(
                 "elements for the total",
                 _factored(
                     product=lambda row, column, squares: torch.outer(row, column) / squares.numel()

@@ -170,16 +170,19 @@ def _explain(got, expected):
 
 
 def _why_scaled(got, expected) -> str | None:
-    """What is said if the gradients of the first two cases are too large by the cap, or by the
-    number of labels that count.
+    """What is said if the gradients of the first two cases are multiplied or divided by the cap, or
+    multiplied by the number of labels that count.
     """
     names = list(expected)[:2]
     caps = [_CASES[name][1] for name in names]
+    slope = (
+        "the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2, since the 1 / cap inside "
+        "cancels the cap outside."
+    )
     if _are_times(got, expected, dict(zip(names, caps, strict=True))):
-        return (
-            "both gradients are cap times too large: the derivative of cap * tanh(z / cap) is 1 - "
-            "tanh(z / cap)**2, since the 1 / cap inside cancels the cap outside."
-        )
+        return f"both gradients are multiplied by cap: {slope}"
+    if _are_times(got, expected, {name: 1 / _CASES[name][1] for name in names}):
+        return f"both gradients are divided by cap: {slope}"
     counts = []
     for name in names:
         labels = _batch(*_CASES[name][0])[2]
@@ -193,7 +196,7 @@ def _why_scaled(got, expected) -> str | None:
 
 
 def _are_times(got, expected, factors: dict) -> bool:
-    """Is each case's loss right, and are both of its gradients too large by the case's factor?"""
+    """Is each case's loss right, and are both its gradients multiplied by the case's factor?"""
     for name, factor in factors.items():
         if difference(got[name]["loss"], expected[name]["loss"]):
             return False

@@ -474,7 +474,7 @@ _COUNTS = (
     ("micro-batches", _MICRO_BATCHES, len),
 )
 # torch.stack and torch.cat of tensors of different shapes: no rank has sent anything.
-_JOINED = r"stack expects each tensor|Sizes of tensors must match except"
+_JOINED = r"stack expects each tensor|Sizes of tensors must match except|same number of dimensions"
 _APART = (
     (
         _JOINED,

@@ -491,11 +491,18 @@ EXERCISES = (
                 ),
             ),
             (
+                r"invalid gradient at index 1 - got \[1, 3\]",
+                (
+                    "the gradient for the shard has 1 row here, and the shard has 2. own_mean "
+                    "takes the gradient of the whole weight, of 4 rows: in forward, multiply x by "
+                    "gather(shard), so that d_out has all outputs, and call own_mean once."
+                ),
+            ),
+            (
                 r"invalid gradient at index 1",
                 (
-                    "the gradient for the shard has another shape than the shard. own_mean makes "
-                    "it from the whole weight's gradient, (outputs, inputs): forward multiplies x "
-                    "by gather(shard), so d_out has all outputs, and own_mean is called once."
+                    "the gradient for the shard has another shape than the shard: own_mean makes "
+                    "it from the whole weight's gradient, (outputs, inputs)."
                 ),
             ),
             (
@@ -509,7 +516,8 @@ EXERCISES = (
                 r"incorrect number of gradients|returned an invalid gradient",
                 "backward returns two gradients: that of x, then that of the shard.",
             ),
-            # Two ranks: a weight of (4, 3), shards of (2, 3), and x of (4, 3).
+            # Two ranks: a weight of (4, 3), shards of (2, 3), and x of (4, 3). In the chain on one
+            # of four: weights of (256, 256), shards of (64, 256), and x of (4, 256).
             (
                 r"\(4x4 and 2x3\)",
                 (
@@ -518,10 +526,10 @@ EXERCISES = (
                 ),
             ),
             (
-                r"\(4x2 and 4x3\)",
+                r"\(4x2 and 4x3\)|\(4x64 and 256x64\)",
                 (
-                    "d_out has 2 outputs here where the whole weight has 4: in forward, multiply "
-                    "x by gather(shard), not by the shard."
+                    "forward returns only this rank's outputs: multiply x by gather(shard), which "
+                    "has the rows of all ranks, and not by the shard."
                 ),
             ),
             (

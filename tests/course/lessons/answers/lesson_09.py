@@ -1745,10 +1745,18 @@ def _v_by_numel(grad, row, column, beta2, eps):
     return torch.outer(row, column) / row.sum() / grad.numel()
 
 
+def _by_both_totals(grad, row, column, beta2, eps):
+    squares = grad.square() + eps
+    row.lerp_(squares.sum(1), 1 - beta2)
+    column.lerp_(squares.sum(0), 1 - beta2)
+    return torch.outer(row, column) / (row.sum() + column.sum())
+
+
 WRONG["9.2"] |= {
     "no outer product": (_without_outer, r"torch.outer\(row, column\) multiplies each"),
     "sums added up": (_sums_added, "beta2 has no effect"),
     "eps once": (_eps_once, "eps is added to each sum once"),
+    "both totals": (_by_both_totals, "v is half as large as it should be"),
     "v by numel": (_v_by_numel, "v is divided by the number of elements"),
 }
 
@@ -1862,8 +1870,34 @@ def _second_pass_waits(model, loss_of, lr, max_norm):
     return norm
 
 
+def _second_pass_waits_in_numbers(model, loss_of, lr, max_norm):
+    """As before, with the squares as Python's numbers."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    squares = []
+
+    def look(p):
+        squares.append(p.grad.square().sum().item())
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(look) for p in trained]
+    loss_of(model).backward()
+    for handle in handles:
+        handle.remove()
+    norm = math.sqrt(sum(squares))
+    loss_of(model).backward()
+    with torch.no_grad():
+        for p in trained:
+            p.sub_(p.grad, alpha=lr * min(1.0, max_norm / norm))
+            p.grad = None
+    return norm
+
+
 WRONG["9.4"] |= {
     "the second pass waits": (_second_pass_waits, "in the second backward, gradients wait"),
+    "it waits, with numbers": (
+        _second_pass_waits_in_numbers,
+        "in the second backward, gradients wait",
+    ),
 }
 
 
@@ -1960,7 +1994,11 @@ RIGHT["9.7"] |= {"chunks of 50 by hand": _chunked_with()}
 WRONG["9.7"] |= {
     "inner cap forgotten": (
         _chunked_with(slope=lambda t, cap: cap * (1 - t * t)),
-        "both gradients are cap times too large",
+        "both gradients are multiplied by cap",
+    ),
+    "divided by cap": (
+        _chunked_with(slope=lambda t, cap: (1 - t * t) / cap),
+        "both gradients are divided by cap",
     ),
     "whole chunks alone": (
         _chunked_with(chunks=lambda n: n // 50),

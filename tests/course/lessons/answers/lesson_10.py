@@ -882,6 +882,7 @@ def _gradients_joined(join):
 WRONG["10.2"] |= {
     "zeros in float32": (_zeros_in_float32, "a gradient has the dtype of its weight"),
     "torch.stack": (_gradients_joined(torch.stack), ONE_TENSOR),
+    "torch.cat": (_gradients_joined(torch.cat), ONE_TENSOR),
 }
 
 
@@ -898,7 +899,9 @@ def _mean_of_rows(whole):
     return own / dist.get_world_size()
 
 
-def _cut_layer(*, forward=_gather_rows, backward=_gather_rows, own_x=lambda d_x: d_x):
+def _cut_layer(
+    *, forward=_gather_rows, backward=_gather_rows, own_x=lambda d_x: d_x, reduce=_mean_of_rows
+):
     """``forward``, ``backward``: what is multiplied there in place of the shard."""
 
     class Function(torch.autograd.Function):
@@ -911,7 +914,7 @@ def _cut_layer(*, forward=_gather_rows, backward=_gather_rows, own_x=lambda d_x:
         def backward(ctx, d_out):
             x, shard = ctx.saved_tensors
             d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)
-            return own_x(d_out @ backward(shard)), _mean_of_rows(d_weight)
+            return own_x(d_out @ backward(shard)), reduce(d_weight)
 
     whole_in_forward = forward
 
@@ -934,10 +937,17 @@ def _as_it_is(shard):
 RIGHT["10.3"] |= {"by parts": _cut_layer()}
 WRONG["10.3"] |= {
     "not gathered in backward": (_cut_layer(backward=_as_it_is), r"in backward too, gather\(shard"),
-    "not gathered in forward": (_cut_layer(forward=_as_it_is), "in forward, multiply x by gather"),
+    "not gathered in forward": (
+        _cut_layer(forward=_as_it_is),
+        "forward returns only this rank's outputs",
+    ),
     "never gathered": (
         _cut_layer(forward=_as_it_is, backward=_as_it_is),
-        "so d_out has all outputs, and own_mean is called once",
+        "so that d_out has all outputs, and call own_mean once",
+    ),
+    "never gathered nor reduced": (
+        _cut_layer(forward=_as_it_is, backward=_as_it_is, reduce=lambda d_shard: d_shard),
+        "forward returns only this rank's outputs",
     ),
     "a mean for x": (_cut_layer(own_x=_mean_of_rows), "has another shape than x"),
 }
