@@ -345,7 +345,9 @@ LoRA = check("9.5", LoRA)
 # 12.06 GiB.
 
 # %%
-guess_b = predict_first("9.b", "Its activations with LoRA of rank 16, at most?", unit="GiB")
+guess_b = predict_first(
+    "9.b", "Llama-2-7B's activations with LoRA of rank 16, at most?", unit="GiB"
+)
 
 # %%
 seven, chart = known_model("Llama-2-7B")[1], Waterfall()
@@ -634,9 +636,9 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 # ●●● · 5 minutes · optional · trains: a gradient made on the way forward, so that the logits need not come back
 #
 # Write `ChunkedLoss.apply(hidden, weight, labels, cap)`: the mean cross-entropy of the logits cap · tanh(z / cap),
-# where z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time: forward makes the
-# loss, and the gradients of `hidden` and `weight` too. The budget is **8 MB**. The logits alone are 12 MB.
-# `summed_loss` is for one chunk.
+# where z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time, at least 10: with single
+# rows, the check takes too long. Forward makes the loss, and the gradients of `hidden` and `weight` too. The budget is
+# **8 MB**. The logits alone are 12 MB. `summed_loss` is for one chunk.
 #
 # <details><summary>Hint 1: the gradients of a chunk</summary>
 #
@@ -733,8 +735,9 @@ for rank in (4, 16, 64):
 # ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
 #
 # Write `galore_step`, one step on a matrix `p` in place. P is for the *shorter* side: (rows, rank) if `p` is wide, with
-# PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, and each `every`-th call
-# after it renews P. Subtract lr · scale · the update, mapped back. The only tensors in `state` are P and two moments.
+# PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, which lasts for `every`
+# calls. The next call makes it anew. Subtract lr · scale · the update, mapped back. The only tensors in `state` are P and
+# two moments.
 #
 # <details><summary>Hint 1: the directions</summary>
 #

@@ -95,8 +95,9 @@ _ROUNDED = (
     "absmax in float32, as x is."
 )
 _ZEROS = (
-    "in a block of zeros, 0 / 0 is not a number, so its index is not the position of 0 in `code`: "
-    "divide such a block by another number, as absmax.clamp(min=1e-30) does."
+    "in a block of zeros, an index is not the position of 0 in `code`. There, 0 / 0 is not a "
+    "number: divide by another number, as absmax.clamp(min=1e-30) does, and look up the nearest "
+    "value as in other blocks."
 )
 
 
@@ -246,6 +247,12 @@ def _from_the_old(grad, row, column, beta2, eps):
     return v
 
 
+def _eps_in_the_sums(grad, row, column, beta2, eps):
+    row.lerp_(grad.square().sum(1) + eps, 1 - beta2)
+    column.lerp_(grad.square().sum(0) + eps, 1 - beta2)
+    return torch.outer(row, column) / row.sum()
+
+
 def _observe_factored(candidate):
     found = {}
     for rows, columns, beta2, eps in ((3, 5, 0.9, 0.01), (6, 2, 0.75, 0.2)):
@@ -296,6 +303,13 @@ EXERCISES = (
                 (
                     "the numbers do not fill the last block: pad x with zeros first, and cut the "
                     "padding off at the end."
+                ),
+            ),
+            (
+                r"too many indices for tensor|shape of the mask",
+                (
+                    "as an index, torch takes a uint8 tensor for a mask: read "
+                    "code[indices.long()], and return the indices in uint8."
                 ),
             ),
         ),
@@ -368,8 +382,9 @@ EXERCISES = (
             (
                 r"must match|size of tensor|shape|broadcast",
                 (
-                    "row has one number for each row: sum along the last dimension, "
-                    "squares.sum(1); for column, sum along the first."
+                    "row has one number for each row, squares.sum(1), and column one for each "
+                    "column, squares.sum(0). torch.outer(row, column) multiplies each number of "
+                    "one by each of the other."
                 ),
             ),
         ),
@@ -399,6 +414,44 @@ EXERCISES = (
                 "sums up",
                 _factored(average=lambda old, new, beta2: beta2 * old + new),
                 "the new sums are added whole: an average takes 1 - beta2 of them.",
+            ),
+            Mistake(
+                "added up",
+                _factored(average=lambda old, new, beta2: old + new),
+                "beta2 has no effect: an average takes beta2 of the old sums, and 1 - beta2 of "
+                "the new ones.",
+            ),
+            Mistake(
+                "eps in the sums",
+                _eps_in_the_sums,
+                "eps is added to each sum once: add it to every square, before the sums.",
+            ),
+            Mistake(
+                "over all numbers",
+                _factored(
+                    product=lambda row, column, squares: (
+                        torch.outer(row, column) / row.sum() / squares.numel()
+                    )
+                ),
+                "v is divided by the number of elements: divide by the total, row.sum(), alone.",
+            ),
+            Mistake(
+                "both totals",
+                _factored(
+                    product=lambda row, column, squares: (
+                        torch.outer(row, column) / (row.sum() + column.sum())
+                    )
+                ),
+                "v is half as large as it should be: row.sum() and column.sum() are the same sum, "
+                "so divide by one of them.",
+            ),
+            Mistake(
+                "elements for the total",
+                _factored(
+                    product=lambda row, column, squares: torch.outer(row, column) / squares.numel()
+                ),
+                "the product is divided by the number of elements: divide it by the total, "
+                "row.sum().",
             ),
             Mistake(
                 "swapped",

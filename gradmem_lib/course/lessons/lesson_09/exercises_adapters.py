@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, calls, measure
+from ...judge.exercise import Exercise, Mistake, Seen, calls, measure
 from ...judge.hints import shares
 from ..shared.gradient_weights import factor_between
 
@@ -64,18 +64,25 @@ def _case(inside: int, outside: int, bias: bool) -> tuple[nn.Linear, torch.Tenso
 
 
 def _addition(layer: nn.Module, trained: list, base: nn.Linear, x: torch.Tensor, rank: int):
-    """What ``layer`` adds to ``base`` with known numbers in A and B, whatever their names and
-    whichever way round they lie.
+    """What ``layer`` adds to ``base``, and to the gradient of ``x``, with known numbers in A and B,
+    whatever their names and whichever way round they lie.
     """
     generator = torch.Generator().manual_seed(rank)
     for size in (base.in_features, base.out_features):
         known = torch.randn(rank, size, generator=generator)
         found = [p for p in trained if sorted(p.shape) == sorted(known.shape)]
         if len(found) != 1:
-            return None
+            return None, None
         found[0].data.copy_(known if found[0].shape == known.shape else known.T)
-    with torch.no_grad():
-        return layer(x) - base(x)
+    outs, gradients = [], []
+    for run in (layer, base):
+        given = x.detach().clone().requires_grad_()
+        out = run(given)
+        if out.requires_grad:
+            out.sum().backward()
+        outs.append(out.detach())
+        gradients.append(torch.zeros_like(x) if given.grad is None else given.grad)
+    return outs[0] - outs[1], gradients[0] - gradients[1]
 
 
 def _begins(trained: list, base: nn.Linear) -> str:
@@ -95,11 +102,15 @@ def _begins(trained: list, base: nn.Linear) -> str:
 
 def _observe_lora(candidate):
     found: dict = {}
+    frozen = []  # for each layer, how many matrices as large as A or B require no gradient
     for inside, outside, rank, alpha in ((12, 20, 4, 8), (30, 7, 3, 1.5)):
         base, x = _case(inside, outside, bias=rank == 4)
         right = base(x.requires_grad_()).detach()
         layer = candidate(base, rank, alpha)
         trained = [p for p in layer.parameters() if p.requires_grad]
+        sizes = sorted((rank, inside)), sorted((rank, outside))
+        others = [p for p in layer.parameters() if not p.requires_grad]
+        frozen.append(sum(sorted(p.shape) in sizes for p in others))
         seen = {
             "numbers trained": sum(p.numel() for p in trained),
             "of the base": sum(p.requires_grad for p in base.parameters()),
@@ -124,13 +135,18 @@ def _observe_lora(candidate):
                 )
             optimizer.step()
             optimizer.zero_grad()
-        seen["what A and B add"] = _addition(layer, trained, base, x, rank)
+        added = _addition(layer, trained, base, x, rank)
+        seen["what A and B add"], seen[_THROUGH] = added
     if any(not seen["numbers trained"] for seen in found.values()):
-        return found
+        return Seen(found, frozen=frozen)
     base, x = _case(512, 512, bias=False)
     layer = candidate(base, 8, 16)
     run = measure(lambda: layer(x).sum().backward(), budget=ADAPTER_CARD, model=layer)
-    return found | {"the card": type(run)(None, run.peak, run.budget)}
+    found["the card"] = type(run)(None, run.peak, run.budget)
+    return Seen(found, frozen=frozen)
+
+
+_THROUGH = "what A and B add to the gradient of x"
 
 
 _FROM_THE_BASE = (
@@ -146,17 +162,24 @@ _WRITTEN = (
 def _explain_lora(got, expected):
     name = next(iter(expected))
     mine, right = got[name], expected[name]
-    says = _why_trained(mine, right)
+    says = _why_trained(mine, right, got.notes["frozen"])
     if says:
         return says
     over = got["the card"].over and not expected["the card"].over
     if over and difference(mine, right, 1e-4) is None:
         return _WRITTEN
-    return _why_start(mine, right) or _why_added(got, expected)
+    return _why_start(mine, right) or _why_added(got, expected) or _why_x(got, expected)
 
 
-def _why_trained(mine, right) -> str | None:
-    """What is said of the parameters that are trained."""
+def _why_trained(mine, right, frozen) -> str | None:
+    """What is said of the parameters that are trained. ``frozen``: how many matrices as large as A
+    or B are parameters without a gradient, of each layer.
+    """
+    if not mine["numbers trained"] and min(frozen) >= 2:
+        return (
+            "A and B are parameters, but they require no gradient: freeze the base alone, "
+            "base.requires_grad_(False)."
+        )
     if not mine["numbers trained"]:
         return (
             "there is nothing to train: a tensor becomes a parameter of its module by nn.Parameter."
@@ -213,6 +236,20 @@ def _why_added(got, expected) -> str | None:
     return (
         f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / "
         "rank, a fraction."
+    )
+
+
+def _why_x(got, expected) -> str | None:
+    """What is said where A and B add what they should, and nothing to the gradient of x."""
+    cases = [case for case in expected if case != "the card"]
+    added = "what A and B add"
+    if any(difference(got[case][added], expected[case][added], 1e-4) for case in cases):
+        return None
+    if any(got[case][_THROUGH].any() for case in cases):
+        return None
+    return (
+        "x gets no gradient through A and B, so the layers before it do not learn from them: do "
+        "not detach x."
     )
 
 
@@ -331,8 +368,9 @@ EXERCISES = (
             (
                 r"shapes cannot be multiplied|size mismatch",
                 (
-                    "the formula has x as one column, but here x is (..., in): each matrix acts on "
-                    "the last dimension of x, as in nn.Linear, so multiply by its transpose."
+                    "the formula has x as one column, but here each matrix acts on the last "
+                    "dimension of x (..., in). With A (rank, in) and B (out, rank), this is x @ "
+                    "A.T @ B.T, or F.linear(F.linear(x, A), B): F.linear transposes by itself."
                 ),
             ),
         ),

@@ -138,9 +138,12 @@ def _observe_lion(candidate):
     optimizer = candidate([still], lr=0.1, betas=(0.8, 0.95))
     still.grad = torch.tensor([0.0, 1.0, -1.0])
     optimizer.step()
+    after_one = still.detach().clone()
+    still.grad = torch.zeros(3)
+    optimizer.step()
     return Seen(
         {
-            "a number whose gradient is 0": {"weights": still.detach()},
+            _ZERO: {"weights": after_one},
             "gradients that step() has changed": changed,
             "self.state": {
                 "tensors a parameter": [len(tensors) for tensors in held.values()],
@@ -149,6 +152,7 @@ def _observe_lion(candidate):
             **found,
             _RESUMED: {"weights": resumed},
             _ELSEWHERE: copies,
+            _ALL_ZERO: {"weights": still.detach()},
         },
         begin=begin,
     )
@@ -194,6 +198,8 @@ def _copies_elsewhere(candidate) -> int:
         return (tracker.current.total - sum(known.values())) // weight.nbytes
 
 
+_ZERO = "a number whose gradient is 0"
+_ALL_ZERO = "a whole gradient of 0, in the step after it"
 _ELSEWHERE = "tensors as large as a weight, beside self.state"
 _RESUMED = "a step after load_state_dict, by an optimizer that has stepped before"
 
@@ -275,9 +281,31 @@ def _explain_lion(got, expected):
             "the step takes the sign of another blend: beta1 * m + (1 - beta1) * g, with m from "
             "before it is updated."
         )
-    if second[430:].any():
+    if second[400:430].abs().max() > 1e-3:
+        return (
+            "a parameter changes in a step in which its p.grad is None: leave it as it is, and do "
+            "not shrink it either."
+        )
+    weights, before = (got[step]["weights"] for step in ("after step 2", "after step 1"))
+    if torch.equal(weights[430:], before[430:]):
         return "a parameter without a gradient stops the loop: skip only this parameter."
-    return _why_outside(got, expected)
+    return _why_zeros(got, expected) or _why_outside(got, expected)
+
+
+def _why_zeros(got, expected) -> str | None:
+    """What is said of a number whose gradient is 0, and of a parameter that has only such ones."""
+    once, wanted = (seen[_ZERO]["weights"] for seen in (got, expected))
+    if once[0].isnan() and torch.equal(once[1:], wanted[1:]):
+        return (
+            "a number whose blend is 0 becomes nan, as 0 / 0 is: take blend.sign(), which is 0 "
+            "there."
+        )
+    if torch.equal(once, wanted) and torch.equal(got[_ALL_ZERO]["weights"], once):
+        return (
+            "a parameter whose whole gradient is 0 does not move: its momentum still moves it, so "
+            "skip it only where p.grad is None."
+        )
+    return None
 
 
 def _why_outside(got, expected) -> str | None:
@@ -424,7 +452,14 @@ EXERCISES = (
                 r"must match the size",
                 "parameters have different shapes: each has its own momentum, in self.state[p].",
             ),
-            (r"NoneType", "a parameter without a gradient has p.grad None: skip it."),
+            (
+                r"NoneType",
+                (
+                    "skip a parameter whose p.grad is None. self.state[p] has no momentum before "
+                    "the first step, and .get(…) gives None there: make it, and keep it in "
+                    "self.state[p]."
+                ),
+            ),
             (
                 r"no attribute 'param",
                 (

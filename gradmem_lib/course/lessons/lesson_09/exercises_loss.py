@@ -113,13 +113,17 @@ def _two_losses(candidate) -> dict:
 _TWO = "a loss whose backward runs after another loss's forward"
 
 
+# Of each case: the sizes of its batch, the cap, and by what its loss is multiplied.
+_CASES = {
+    "150 tokens, cap 2": ((150, 6, 20, torch.float64, 3), 2.0, 1.0),
+    "three times the loss, cap 0.7": ((201, 5, 30, torch.float64, 1), 0.7, 3.0),
+    HiddenCase("cap 30"): ((64, 4, 9, torch.float64, 2), 30.0, 0.5),
+}
+
+
 def _observe(candidate):
     found = {}
-    for name, sizes, cap, times in (
-        ("150 tokens, cap 2", (150, 6, 20, torch.float64, 3), 2.0, 1.0),
-        ("three times the loss, cap 0.7", (201, 5, 30, torch.float64, 1), 0.7, 3.0),
-        (HiddenCase("cap 30"), (64, 4, 9, torch.float64, 2), 30.0, 0.5),
-    ):
+    for name, (sizes, cap, times) in _CASES.items():
         found[name] = _loss(candidate, _batch(*sizes), cap, times)
     found[_TWO] = _two_losses(candidate)
     large = _batch(1000, 32, 3000, torch.float32, 5)
@@ -162,7 +166,44 @@ def _explain(got, expected):
             "backward computes again: forward makes both gradients, and backward multiplies "
             "them by a number."
         )
-    return _why_gradients(mine, right) or _why_later(got, expected)
+    return _why_scaled(got, expected) or _why_gradients(mine, right) or _why_later(got, expected)
+
+
+def _why_scaled(got, expected) -> str | None:
+    """What is said if the gradients of the first two cases are multiplied or divided by the cap, or
+    multiplied by the number of labels that count.
+    """
+    names = list(expected)[:2]
+    caps = [_CASES[name][1] for name in names]
+    slope = (
+        "the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2, since the 1 / cap inside "
+        "cancels the cap outside."
+    )
+    if _are_times(got, expected, dict(zip(names, caps, strict=True))):
+        return f"both gradients are multiplied by cap: {slope}"
+    if _are_times(got, expected, {name: 1 / _CASES[name][1] for name in names}):
+        return f"both gradients are divided by cap: {slope}"
+    counts = []
+    for name in names:
+        labels = _batch(*_CASES[name][0])[2]
+        counts.append(int((labels != IGNORED).sum()))
+    if _are_times(got, expected, dict(zip(names, counts, strict=True))):
+        return (
+            "the loss is a mean, but both gradients are those of the sum over the tokens: divide "
+            "them too by the number of labels that are not -100."
+        )
+    return None
+
+
+def _are_times(got, expected, factors: dict) -> bool:
+    """Is each case's loss right, and are both its gradients multiplied by the case's factor?"""
+    for name, factor in factors.items():
+        if difference(got[name]["loss"], expected[name]["loss"]):
+            return False
+        for part in ("hidden.grad", "weight.grad"):
+            if difference(got[name][part], factor * expected[name][part]):
+                return False
+    return True
 
 
 def _why_later(got, expected) -> str | None:
@@ -171,6 +212,8 @@ def _why_later(got, expected) -> str | None:
     """
     name = list(expected)[1]  # three times the loss
     mine, right = got[name]["hidden.grad"], expected[name]["hidden.grad"]
+    if _lacks_the_last(mine, right):
+        return _LAST_ROWS
     if difference(got[name]["loss"], expected[name]["loss"]) is None:
         for times in (1 / 9, 3):
             if difference(mine, times * right) is None:
@@ -223,14 +266,24 @@ def _why_loss(loss, right) -> str | None:
     return None
 
 
+_LAST_ROWS = "the last rows are left out: the last chunk may be shorter than the others."
+
+
+def _lacks_the_last(gradient, wanted) -> bool:
+    """Do some rows of hidden have a gradient here, and the last one has none, but should?"""
+    if gradient is None:
+        return False
+    return bool(gradient.any() and wanted[-1].any() and not gradient[-1].any())
+
+
 def _why_gradients(mine, right) -> str | None:
     hidden, wanted = mine["hidden.grad"], right["hidden.grad"]
     if difference(hidden, -wanted) is None:
         return "both gradients have the wrong sign: they are those of the loss."
     if difference(hidden, wanted + 1) is None:
         return _ONCE
-    if wanted[-1].any() and not hidden[-1].any():
-        return "the last rows are left out: the last chunk may be shorter than the others."
+    if _lacks_the_last(hidden, wanted):
+        return _LAST_ROWS
     if difference(hidden, 2 * wanted) is None:
         return (
             "the gradients are added twice, by backward and by the chunks: detach() hidden and "

@@ -133,28 +133,22 @@ def _observe_average(candidate):
 
 
 def _explain_average(got, expected):
-    name = "3 ranks"
-    mine, right = got[name], expected[name]
-    own = [
-        flat(p.new_zeros(p.shape) if p.grad is None else p.grad for p in m.parameters())
-        for m in _trained(3, torch.float64, (0, 1, 2))
-    ]
+    mine, right = got["3 ranks"], expected["3 ranks"]
     if mine["weights"].any():
         return (
             "the weights have changed: average only the gradients, and leave the weights to the "
             "optimizer."
         )
+    own = []  # each rank's gradient, as its backward has left it
+    for model in _trained(3, torch.float64, (0, 1, 2)):
+        gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in model.parameters()]
+        own.append(flat(gradients))
     first, last = mine["gradients on rank 0"], mine["gradients on the last rank"]
-    if torch.equal(first, own[0]) and torch.equal(last, own[2]):
-        return "the gradients have not changed: write the mean back, into p.grad of every rank."
-    if torch.allclose(first, right["gradients on rank 0"]) and torch.equal(last, own[2]):
-        return "only rank 0 has the mean: every rank makes the same update, so every rank needs it."
-    if torch.allclose(3 * first, own[0]) and torch.allclose(3 * last, own[2]):
-        return "each rank divides its own gradient, but nothing is added up: all_reduce first."
-    if torch.allclose(first, right["gradients on rank 0"] / 3) and torch.allclose(first, last):
-        return "the sum is divided twice by the number of ranks: divide once."
-    says = _why_no_sum(first, own) or _why_multiple(
-        first, last, own[2], right["gradients on rank 0"]
+    mean = right["gradients on rank 0"]
+    says = (
+        _why_own(first, last, own, mean)
+        or _why_no_sum(first, own)
+        or _why_multiple(first, last, own[2], mean)
     )
     if says:
         return says
@@ -163,6 +157,25 @@ def _explain_average(got, expected):
             "frozen weights get a gradient, which costs memory and time on the link: leave out "
             "weights that require no gradient."
         )
+    return None
+
+
+def _why_own(first, last, own: list[Tensor], mean) -> str | None:
+    """What is said of ranks that keep their own gradients, and of a mean divided twice. ``first``
+    and ``last``: the gradients on rank 0 and on the last of 3 ranks.
+    """
+    if torch.equal(last, own[2]):
+        if torch.equal(first, own[0]):
+            return "the gradients have not changed: write the mean back, into p.grad of every rank."
+        if torch.allclose(first, mean):
+            return (
+                "only rank 0 has the mean: every rank makes the same update, so every rank needs "
+                "it."
+            )
+    if torch.allclose(3 * first, own[0]) and torch.allclose(3 * last, own[2]):
+        return "each rank divides its own gradient, but nothing is added up: all_reduce first."
+    if torch.allclose(first, mean / 3) and torch.allclose(first, last):
+        return "the sum is divided twice by the number of ranks: divide once."
     return None
 
 
@@ -460,7 +473,16 @@ _COUNTS = (
     ),
     ("micro-batches", _MICRO_BATCHES, len),
 )
+# torch.stack and torch.cat of tensors of different shapes: no rank has sent anything.
+_JOINED = r"stack expects each tensor|Sizes of tensors must match except|same number of dimensions"
 _APART = (
+    (
+        _JOINED,
+        (
+            "micro-batches have rows of different lengths, so they do not fit into one tensor: "
+            "count each one's labels, and add up the counts."
+        ),
+    ),
     (
         rf"{APART}|equal size|must match",
         (
@@ -482,7 +504,21 @@ EXERCISES = (
         explain=_explain_average,
         raises=(
             (
-                rf"{APART}|equal size|must match",
+                _JOINED,
+                (
+                    "gradients have different shapes, so they do not fit into one tensor as they "
+                    "are: send each one by a call of its own."
+                ),
+            ),
+            (
+                r"assign a gradient (with dtype|of type)",
+                (
+                    "a gradient has the dtype of its weight: where p.grad is None, put "
+                    "torch.zeros_like(p) there."
+                ),
+            ),
+            (
+                rf"{APART}|equal size|must match the size",
                 (
                     "the ranks do not make the same calls: each must send every trained weight's "
                     "gradient, and zeros where it has none."

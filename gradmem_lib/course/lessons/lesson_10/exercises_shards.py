@@ -491,6 +491,14 @@ EXERCISES = (
                 ),
             ),
             (
+                r"invalid gradient at index 1 - got \[1, 3\]",
+                (
+                    "the gradient for the shard has 1 row here, and the shard has 2. own_mean "
+                    "takes the gradient of the whole weight, of 4 rows: in forward, multiply x by "
+                    "gather(shard), so that d_out has all outputs, and call own_mean once."
+                ),
+            ),
+            (
                 r"invalid gradient at index 1",
                 (
                     "the gradient for the shard has another shape than the shard: own_mean makes "
@@ -498,8 +506,31 @@ EXERCISES = (
                 ),
             ),
             (
+                r"invalid gradient at index 0",
+                (
+                    "the first thing that backward returns has another shape than x: it is x's "
+                    "gradient, d_out @ gather(shard), without own_mean. The second is the shard's."
+                ),
+            ),
+            (
                 r"incorrect number of gradients|returned an invalid gradient",
                 "backward returns two gradients: that of x, then that of the shard.",
+            ),
+            # Two ranks: a weight of (4, 3), shards of (2, 3), and x of (4, 3). In the chain on one
+            # of four: weights of (256, 256), shards of (64, 256), and x of (4, 256).
+            (
+                r"\(4x4 and 2x3\)",
+                (
+                    "a shard has only this rank's rows, 2 of 4, and d_out has all outputs: in "
+                    "backward too, gather(shard) first."
+                ),
+            ),
+            (
+                r"\(4x2 and 4x3\)|\(4x64 and 256x64\)",
+                (
+                    "forward returns only this rank's outputs: multiply x by gather(shard), which "
+                    "has the rows of all ranks, and not by the shard."
+                ),
             ),
             (
                 r"shapes cannot be multiplied|size mismatch|must match the size",

@@ -1686,3 +1686,326 @@ WRONG["9.6"] |= {
         "a block is made of bytes here",
     ),
 }
+
+
+def _skips_zeros(x, code, block):
+    """A block of zeros keeps index 0, and back 0."""
+    indices = torch.zeros(len(x), dtype=torch.uint8)
+    back, absmax = torch.zeros_like(x), []
+    for start in range(0, len(x), block):
+        part = x[start : start + block]
+        largest = part.abs().max()
+        absmax.append(largest)
+        if largest == 0:
+            continue
+        i = (part[:, None] / largest - code).abs().argmin(1)
+        indices[start : start + block] = i.to(torch.uint8)
+        back[start : start + block] = code[i] * largest
+    return indices, torch.stack(absmax), back
+
+
+def _as_a_mask(x, code, block):
+    rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
+    absmax = rows.abs().amax(1).clamp(min=1e-30)
+    borders = (code[1:] + code[:-1]) / 2
+    indices = torch.bucketize(rows / absmax[:, None], borders).to(torch.uint8)
+    return indices.flatten()[: len(x)], absmax, code[indices] * absmax[:, None]
+
+
+WRONG["9.1"] |= {
+    "a block of zeros is skipped": (_skips_zeros, "in a block of zeros, an index is not"),
+    "uint8 as an index": (_as_a_mask, r"a uint8 tensor for a mask: read code\[indices.long"),
+}
+
+
+def _without_outer(grad, row, column, beta2, eps):
+    squares = grad.square() + eps
+    row.lerp_(squares.sum(1), 1 - beta2)
+    column.lerp_(squares.sum(0), 1 - beta2)
+    return row * column / row.sum()
+
+
+def _sums_added(grad, row, column, beta2, eps):
+    squares = grad.square() + eps
+    row.add_(squares.sum(1))
+    column.add_(squares.sum(0))
+    return torch.outer(row, column) / row.sum()
+
+
+def _eps_once(grad, row, column, beta2, eps):
+    row.lerp_(grad.square().sum(1) + eps, 1 - beta2)
+    column.lerp_(grad.square().sum(0) + eps, 1 - beta2)
+    return torch.outer(row, column) / row.sum()
+
+
+def _v_by_numel(grad, row, column, beta2, eps):
+    squares = grad.square() + eps
+    row.lerp_(squares.sum(1), 1 - beta2)
+    column.lerp_(squares.sum(0), 1 - beta2)
+    return torch.outer(row, column) / row.sum() / grad.numel()
+
+
+def _by_both_totals(grad, row, column, beta2, eps):
+    squares = grad.square() + eps
+    row.lerp_(squares.sum(1), 1 - beta2)
+    column.lerp_(squares.sum(0), 1 - beta2)
+    return torch.outer(row, column) / (row.sum() + column.sum())
+
+
+WRONG["9.2"] |= {
+    "no outer product": (_without_outer, r"torch.outer\(row, column\) multiplies each"),
+    "sums added up": (_sums_added, "beta2 has no effect"),
+    "eps once": (_eps_once, "eps is added to each sum once"),
+    "both totals": (_by_both_totals, "v is half as large as it should be"),
+    "v by numel": (_v_by_numel, "v is divided by the number of elements"),
+}
+
+
+class _LionOf(torch.optim.Optimizer):
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    def gradient(self, p):
+        """A parameter's gradient, or None to leave it as it is."""
+        return p.grad
+
+    def momentum(self, p):
+        return self.state[p].setdefault("m", torch.zeros_like(p))
+
+    def sign(self, blend):
+        return blend.sign()
+
+    def shrink(self, p, group):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                g = self.gradient(p)
+                if g is None:
+                    continue
+                m = self.momentum(p)
+                self.shrink(p, group)
+                p.sub_(group["lr"] * self.sign(m.lerp(g, 1 - first)))
+                m.lerp_(g, 1 - second)
+
+
+class _LionShrinksAll(_LionOf):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                _LionOf.shrink(self, p, group)
+        super().step()
+
+    def shrink(self, p, group):
+        """Every parameter has shrunk before."""
+
+
+class _LionZeros(_LionOf):
+    def gradient(self, p):
+        return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+class _LionGets(_LionOf):
+    def momentum(self, p):
+        return self.state[p].get("m")
+
+
+class _LionByAbs(_LionOf):
+    def sign(self, blend):
+        return blend / blend.abs()
+
+
+class _LionSkipsZeros(_LionOf):
+    def gradient(self, p):
+        return p.grad if p.grad is not None and p.grad.any() else None
+
+
+class _LionStops(_LionOf):
+    def gradient(self, p):
+        if p.grad is None:
+            raise StopIteration
+        return p.grad
+
+    def step(self, closure=None):
+        try:
+            super().step()
+        except StopIteration:
+            return
+
+
+RIGHT["9.3"] |= {"by parts": _LionOf}
+WRONG["9.3"] |= {
+    "shrinks without a gradient": (_LionShrinksAll, "in a step in which its p.grad is None"),
+    "zeros for no gradient": (_LionZeros, "in a step in which its p.grad is None"),
+    "a momentum never made": (_LionGets, "has no momentum before the first step"),
+    "divided by its magnitude": (_LionByAbs, r"becomes nan, as 0 / 0 is: take blend.sign\(\)"),
+    "a whole gradient of 0": (_LionSkipsZeros, "its momentum still moves it"),
+    "stops at None": (_LionStops, "stops the loop: skip only this parameter"),
+}
+
+
+def _second_pass_waits(model, loss_of, lr, max_norm):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    squares = []
+
+    def look(p):
+        squares.append(p.grad.square().sum())
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(look) for p in trained]
+    loss_of(model).backward()
+    for handle in handles:
+        handle.remove()
+    norm = torch.stack(squares).sum().sqrt().item()
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    loss_of(model).backward()
+    with torch.no_grad():
+        for p in trained:
+            p.sub_(p.grad, alpha=lr * factor)
+            p.grad = None
+    return norm
+
+
+def _second_pass_waits_in_numbers(model, loss_of, lr, max_norm):
+    """As before, with the squares as Python's numbers."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    squares = []
+
+    def look(p):
+        squares.append(p.grad.square().sum().item())
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(look) for p in trained]
+    loss_of(model).backward()
+    for handle in handles:
+        handle.remove()
+    norm = math.sqrt(sum(squares))
+    loss_of(model).backward()
+    with torch.no_grad():
+        for p in trained:
+            p.sub_(p.grad, alpha=lr * min(1.0, max_norm / norm))
+            p.grad = None
+    return norm
+
+
+WRONG["9.4"] |= {
+    "the second pass waits": (_second_pass_waits, "in the second backward, gradients wait"),
+    "it waits, with numbers": (
+        _second_pass_waits_in_numbers,
+        "in the second backward, gradients wait",
+    ),
+}
+
+
+class _LoRAOf(nn.Module):
+    def __init__(self, base, rank, alpha):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(rank, base.in_features))
+        self.B = nn.Parameter(torch.zeros(base.out_features, rank))
+        self.scale = alpha / rank
+
+    def added(self, x):
+        return F.linear(F.linear(x, self.A), self.B)
+
+    def forward(self, x):
+        return self.base(x) + self.scale * self.added(x)
+
+
+class _LoRADetached(_LoRAOf):
+    def added(self, x):
+        return super().added(x.detach())
+
+
+class _LoRAOfCopies(_LoRAOf):
+    """The base's weights lie in parameters of its own, which require no gradient."""
+
+    def __init__(self, base, rank, alpha):
+        super().__init__(base, rank, alpha)
+        del self.base
+        weight = base.weight.detach().clone()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if base.bias is None else base.bias.detach().clone()
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + self.scale * self.added(x)
+
+
+class _LoRAFrozen(_LoRAOf):
+    def __init__(self, base, rank, alpha):
+        super().__init__(base, rank, alpha)
+        self.requires_grad_(False)
+
+
+class _LoRAOnceTooOften(_LoRAOf):
+    def added(self, x):
+        return F.linear(F.linear(x, self.A.T), self.B.T)
+
+
+class _LoRAExchanged(_LoRAOf):
+    def added(self, x):
+        return x @ self.B @ self.A
+
+
+RIGHT["9.5"] |= {"by parts": _LoRAOf, "a copy of the base": _LoRAOfCopies}
+WRONG["9.5"] |= {
+    "x detached": (_LoRADetached, "x gets no gradient through A and B"),
+    "A and B frozen": (_LoRAFrozen, "A and B are parameters, but they require no gradient"),
+    "transposed once too often": (_LoRAOnceTooOften, "F.linear transposes by itself"),
+    "exchanged": (_LoRAExchanged, "F.linear transposes by itself"),
+}
+
+
+def _chunked_with(*, slope=lambda t, cap: 1 - t * t, chunks=lambda n: -(-n // 50), divide=True):
+    """A loss in chunks of 50 rows, by hand."""
+
+    def forward(ctx, hidden, weight, labels, cap):
+        count = (labels != -100).sum()
+        total = hidden.new_zeros(())
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for i in range(chunks(len(hidden))):
+            part = slice(50 * i, 50 * (i + 1))
+            t = torch.tanh(hidden[part] @ weight.T / cap)
+            log_p = (cap * t).log_softmax(1)
+            counted = (labels[part] != -100)[:, None]
+            index = labels[part].clamp(min=0)[:, None]
+            total -= (log_p.gather(1, index) * counted).sum()
+            d = log_p.exp_()
+            d.scatter_add_(1, index, -torch.ones_like(index, dtype=d.dtype))
+            d *= counted
+            d *= slope(t, cap)
+            d_hidden[part] = d @ weight
+            d_weight.addmm_(d.T, hidden[part])
+            del t, log_p, d
+        if divide:
+            d_hidden /= count
+            d_weight /= count
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total / count
+
+    return _function(forward)
+
+
+RIGHT["9.7"] |= {"chunks of 50 by hand": _chunked_with()}
+WRONG["9.7"] |= {
+    "inner cap forgotten": (
+        _chunked_with(slope=lambda t, cap: cap * (1 - t * t)),
+        "both gradients are multiplied by cap",
+    ),
+    "divided by cap": (
+        _chunked_with(slope=lambda t, cap: (1 - t * t) / cap),
+        "both gradients are divided by cap",
+    ),
+    "whole chunks alone": (
+        _chunked_with(chunks=lambda n: n // 50),
+        "the last rows are left out",
+    ),
+    "gradients of the sum": (
+        _chunked_with(divide=False),
+        "both gradients are those of the sum over the tokens",
+    ),
+}

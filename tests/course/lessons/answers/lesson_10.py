@@ -840,3 +840,114 @@ WRONG["10.5"] |= {
         "the ranks return different factors",
     ),
 }
+
+
+def _labels_in_one_tensor(join):
+    def scale(micro_batches):
+        total = join(micro_batches).ne(-100).sum()
+        dist.all_reduce(total)
+        return dist.get_world_size() / total.item()
+
+    return scale
+
+
+ONE_TENSOR = "they do not fit into one tensor"
+WRONG["10.5"] |= {
+    "torch.cat": (_labels_in_one_tensor(torch.cat), ONE_TENSOR),
+    "torch.stack": (_labels_in_one_tensor(torch.stack), ONE_TENSOR),
+}
+
+
+def _zeros_in_float32(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros(p.shape)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def _gradients_joined(join):
+    def average(model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        whole = join(gradients)
+        dist.all_reduce(whole)
+        for p, mean in zip(trained, whole / dist.get_world_size(), strict=True):
+            p.grad = mean
+
+    return average
+
+
+WRONG["10.2"] |= {
+    "zeros in float32": (_zeros_in_float32, "a gradient has the dtype of its weight"),
+    "torch.stack": (_gradients_joined(torch.stack), ONE_TENSOR),
+    "torch.cat": (_gradients_joined(torch.cat), ONE_TENSOR),
+}
+
+
+def _gather_rows(shard):
+    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, shard.contiguous())
+    return torch.cat(parts)
+
+
+def _mean_of_rows(whole):
+    parts = [part.contiguous() for part in whole.chunk(dist.get_world_size())]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own / dist.get_world_size()
+
+
+def _cut_layer(
+    *, forward=_gather_rows, backward=_gather_rows, own_x=lambda d_x: d_x, reduce=_mean_of_rows
+):
+    """``forward``, ``backward``: what is multiplied there in place of the shard."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, shard):
+            ctx.save_for_backward(x, shard)
+            return x @ whole_in_forward(shard).T
+
+        @staticmethod
+        def backward(ctx, d_out):
+            x, shard = ctx.saved_tensors
+            d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)
+            return own_x(d_out @ backward(shard)), reduce(d_weight)
+
+    whole_in_forward = forward
+
+    class Layer(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            rows = linear.weight.detach().chunk(dist.get_world_size())
+            self.shard = nn.Parameter(rows[dist.get_rank()].clone())
+
+        def forward(self, x):
+            return Function.apply(x, self.shard)
+
+    return Layer
+
+
+def _as_it_is(shard):
+    return shard
+
+
+RIGHT["10.3"] |= {"by parts": _cut_layer()}
+WRONG["10.3"] |= {
+    "not gathered in backward": (_cut_layer(backward=_as_it_is), r"in backward too, gather\(shard"),
+    "not gathered in forward": (
+        _cut_layer(forward=_as_it_is),
+        "forward returns only this rank's outputs",
+    ),
+    "never gathered": (
+        _cut_layer(forward=_as_it_is, backward=_as_it_is),
+        "so that d_out has all outputs, and call own_mean once",
+    ),
+    "never gathered nor reduced": (
+        _cut_layer(forward=_as_it_is, backward=_as_it_is, reduce=lambda d_shard: d_shard),
+        "forward returns only this rank's outputs",
+    ),
+    "a mean for x": (_cut_layer(own_x=_mean_of_rows), "has another shape than x"),
+}
