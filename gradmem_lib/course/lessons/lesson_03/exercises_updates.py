@@ -15,9 +15,13 @@ from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import times
 from ..shared.gradient_weights import (
     ANOTHER_STEP,
+    NO_BACKWARD,
     NO_STEP,
+    STEP_FIRST,
+    ZEROED,
     Graphs,
     before_each_update,
+    count_backwards,
     parts_of,
     weights_of,
     why,
@@ -297,6 +301,8 @@ def _observe_64(candidate):
     model, optimizer, batch = _setting_64()
     updates: list[None] = []
     optimizer.register_step_post_hook(lambda *_: updates.append(None))
+    # How many updates had been made at each backward.
+    backwards: list[int] = []
 
     def moments():
         # Adam's first step moves every weight by about the learning rate, whatever its gradient's
@@ -308,13 +314,15 @@ def _observe_64(candidate):
 
     def loss_and_count(micro):
         rows.append(len(micro["labels"]))
-        return next_token_loss(model, micro)
+        loss, count = next_token_loss(model, micro)
+        count_backwards(loss, lambda: backwards.append(len(updates)))
+        return loss, count
 
     def run():
         return candidate(model, optimizer, batch, loss_and_count)
 
     measured = measure(run, budget=CARD, model=model, optimizer=optimizer)
-    first = sum(rows)
+    first, first_backwards = sum(rows), list(backwards)
     found = {
         "64 sequences": {"gradient": moments(), "loss": measured.value, "updates": len(updates)},
         "the card": replace(measured, value=None),
@@ -335,7 +343,7 @@ def _observe_64(candidate):
         handle.remove()
         stays = sizes[-1] > 100 * sizes[0] > 0
     found["a second update"] = {"the first one's gradient is in it (1 is yes)": int(stays)}
-    return Seen(found, rows=most_rows, all_rows=first)
+    return Seen(found, rows=most_rows, all_rows=first, backwards=first_backwards)
 
 
 FITS = 12  # rows at a time, about: 10 do, and 16 do not
@@ -352,6 +360,11 @@ def _explain_64(got, expected):
         )
     if (seen := got.notes["all_rows"]) < 64:
         return f"{seen} of the 64 rows go through the model: the update must use all of them."
+    if not mine["gradient"].norm():
+        backwards = got.notes["backwards"]
+        if not backwards:
+            return NO_BACKWARD
+        return ZEROED if min(backwards) == 0 else STEP_FIRST
     if difference(mine["gradient"], right["gradient"], 1e-4):
         return _why_64(mine["gradient"], right["gradient"], got.notes["rows"])
     if difference(mine["loss"], right["loss"], 1e-4):
@@ -387,8 +400,6 @@ def _gradient_by_k(rows: int) -> torch.Tensor:
 
 
 def _why_64(gradient, right, rows) -> str | None:
-    if not gradient.norm():
-        return "the gradient is zero at the step: backward comes first, and zero_grad() last."
     if not difference(gradient, _gradient_by_k(rows), 1e-4):
         return BY_K
     if says := why_clipped(gradient, right):

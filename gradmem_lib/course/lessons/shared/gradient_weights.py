@@ -18,6 +18,18 @@ ANOTHER_STEP = "the weights move, but not by the given optimizer: call step() on
 NOTHING = (
     "no gradient is left in .grad: backward is not called, or the gradients are zeroed after it."
 )
+NO_BACKWARD = (
+    "backward is never called. If you loop over split(...), map(...) or another generator twice, "
+    "the second loop gets nothing: put it in a list first, as list(...) does."
+)
+STEP_FIRST = (
+    "step() runs before backward, when .grad is still empty: backward comes first, then step(), "
+    "then zero_grad()."
+)
+ZEROED = (
+    "the gradient is zero at the step, although backward ran before it: call zero_grad() after "
+    "step(), and not between backward and step()."
+)
 
 
 def weights_of(
@@ -275,13 +287,20 @@ def why_loss(loss: float, sums: Sequence[float], counts: Sequence[int]) -> str |
     return next((what for value, what in known if math.isclose(loss, value, rel_tol=1e-5)), None)
 
 
+def count_backwards(loss: torch.Tensor, note: Callable[[], None]) -> None:
+    """``note()`` each time a gradient goes back through ``loss``."""
+    if loss.requires_grad:
+        loss.register_hook(lambda _: note())
+
+
 class Graphs:
     """``loss_and_count`` that notices how many graphs of earlier losses are alive when it is
-    called: ``most``.
+    called: ``most``. ``backwards``: how often a gradient went back through one of its losses.
     """
 
     def __init__(self, loss_and_count: Callable):
         self.loss_and_count, self.most = loss_and_count, 0
+        self.backwards = 0
         self._alive: list[weakref.ref] = []
 
     def __call__(self, micro):
@@ -293,7 +312,11 @@ class Graphs:
         ):
             result = self.loss_and_count(micro)
         self._alive.append(weakref.ref(mark))
+        count_backwards(result[0], self._note_backward)
         return result
+
+    def _note_backward(self) -> None:
+        self.backwards += 1
 
     @property
     def kept(self) -> int:
