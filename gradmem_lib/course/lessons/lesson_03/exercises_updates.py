@@ -361,17 +361,24 @@ def _explain_64(got, expected):
     if (seen := got.notes["all_rows"]) < 64:
         return f"{seen} of the 64 rows go through the model: the update must use all of them."
     if not mine["gradient"].norm():
-        backwards = got.notes["backwards"]
-        if not backwards:
-            return NO_BACKWARD
-        return ZEROED if min(backwards) == 0 else STEP_FIRST
+        return _why_nothing(got.notes["backwards"])
     if difference(mine["gradient"], right["gradient"], 1e-4):
         return _why_64(mine["gradient"], right["gradient"], got.notes["rows"])
     if difference(mine["loss"], right["loss"], 1e-4):
         return "the gradient is right; the returned loss is not the mean over all tokens."
-    if not got["the card"].over:
-        return NEVER_ZEROED
-    rows = got.notes["rows"]
+    return _why_too_many(got.notes["rows"]) if got["the card"].over else NEVER_ZEROED
+
+
+def _why_nothing(backwards: list[int]) -> str:
+    """What is said where the step has no gradient. ``backwards``: how many updates had been made
+    at each backward.
+    """
+    if not backwards:
+        return NO_BACKWARD
+    return ZEROED if min(backwards) == 0 else STEP_FIRST
+
+
+def _why_too_many(rows: int) -> str:
     if rows > FITS:
         return (
             f"{rows} rows at a time are too many for this card: the logits and activations of "

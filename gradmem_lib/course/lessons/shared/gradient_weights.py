@@ -175,9 +175,15 @@ def _mean_of_means(weight: float, counts: Sequence[int], what: str) -> str:
             "means are divided by the total here, as if they were sums: a mean is already "
             "divided by its own count, so multiply it by that count first."
         )
+    if not math.isclose(weight, 1, rel_tol=1e-3):
+        return (
+            f"the mean of every micro-batch has the same weight in the {what}, {weight / k:.3g}, "
+            "however many items it has: multiply each mean by its own count, and divide by the "
+            "total."
+        )
     return (
-        f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a "
-        "token of a short one then counts more than one of a long one; divide sums by the "
+        f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): an "
+        "item of a small one then counts more than one of a large one; divide sums by the "
         "total."
     )
 

@@ -1010,7 +1010,9 @@ WRONG["3.7"] |= {
         "although backward ran before it",
     ),
 }
-RIGHT["3.7"] |= {"zeroes first": _64_in_another_order(("zero_grad", "backward", "step", "zero_grad"))}
+RIGHT["3.7"] |= {
+    "zeroes first": _64_in_another_order(("zero_grad", "backward", "step", "zero_grad"))
+}
 
 
 def _no_copies(model, batch, accumulate):
