@@ -143,11 +143,25 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
     by_count = [ratio * count / total * k for ratio, count in used]
     if _same(by_count):
         return _mean_of_means(by_count[0], counts, what)
+    return _why_uneven(weights, counts, what)
+
+
+def _why_uneven(weights: Sequence[float], counts: Sequence[int], what: str) -> str | None:
+    """What is said where neither each sum nor each mean has the same weight."""
+    k, total = len(counts), sum(counts)
+    used = [(w * total, count) for w, count in zip(weights, counts, strict=True) if count]
     running = [sum(counts[: i + 1]) for i in range(k) if counts[i]]
     if _same([ratio / total * so_far for (ratio, _), so_far in zip(used, running, strict=True)]):
         return (
             "this divides by the items seen so far, a running total: the total of the whole "
             "window must be known before the first backward."
+        )
+    again = [w * total / (k - i) for i, w in enumerate(weights) if counts[i]]
+    if what == "gradient" and _same([1.0, *again]):
+        return (
+            f"the first micro-batch counts {k} times in the gradient, the next one {k - 1} times, "
+            "and the last one once. Does backward go through a running sum? Call it on each loss "
+            "alone."
         )
     if _same([ratio / count for ratio, count in used]):
         return (

@@ -954,6 +954,26 @@ def _read_twice(micro_batches, loss_and_count):
     return mean
 
 
+def _running_sum(micro_batches, loss_and_count):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    mean = 0.0
+    for micro in micro_batches:
+        mean = mean + loss_and_count(micro)[0] / total
+        mean.backward(retain_graph=True)
+    return mean.item()
+
+
+WRONG["3.1"] |= {
+    "shifted": (lambda t, m, s, g: _plan(t, m, s - 1, g), "seq_len - 1 tokens for each sequence"),
+}
+WRONG["3.2"] |= {
+    "one less a row, down to 0": (
+        lambda labels: max(0, int((labels != -100).sum()) - len(labels)),
+        "subtracts one for every sequence",
+    ),
+}
+
+
 def _split_read_twice(model, optimizer, batch, loss_and_count):
     loss = _mean_and_gradient(split(batch, 8), loss_and_count)
     optimizer.step()
@@ -975,6 +995,7 @@ def _64_in_another_order(order):
 
 RIGHT["3.4"] |= {"slices": _sliced_windows}
 WRONG["3.3"] |= {
+    "a running sum": (_running_sum, "first micro-batch counts 4 times in the gradient"),
     "a map, read twice": (_read_twice, "not yet: backward is never called. If you loop over"),
 }
 WRONG["3.4"] |= {
