@@ -120,12 +120,17 @@ _CLIPPED, _UNCLIPPED = "a norm that is too large", "a norm that is small enough"
 
 def _observe_clip(candidate):
     found = {}
+    backwards = {}
     for name, max_norm in ((_CLIPPED, 0.1), (_UNCLIPPED, 100.0)):
         model = Bigrams()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         steps: list[torch.Tensor] = []
-        before_each_update(optimizer, lambda m=model, steps=steps: steps.append(gradients_of(m)))
         graphs = Graphs(bigram_loss(model))
+        # For each backward, how many updates had been made before it.
+        order: list[int] = []
+        graphs.note = lambda order=order, steps=steps: order.append(len(steps))
+        backwards[name] = order
+        before_each_update(optimizer, lambda m=model, steps=steps: steps.append(gradients_of(m)))
         norm = candidate(model, optimizer, unequal(), graphs, max_norm)
         found[name] = {
             "weights": flat(model.parameters()),
@@ -138,7 +143,7 @@ def _observe_clip(candidate):
         }
         candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
         found[f"{name}, a second update"] = {"weights": flat(model.parameters())}
-    return found
+    return Seen(found, backwards=backwards)
 
 
 def _explain_clip(got, expected):
@@ -150,6 +155,8 @@ def _explain_clip(got, expected):
         )
     if mine["updates"] > 1:
         return f"{mine['updates']} updates are made: the exercise asks for one."
+    if not mine["gradient at the step"].norm():
+        return _why_nothing(got.notes["backwards"][_CLIPPED])
     says = _why_clipped(mine["gradient at the step"], whole, 0.1)
     size = got[_UNCLIPPED]["gradient at the step"].norm().item()
     if not says and math.isclose(size, 100.0, rel_tol=1e-4):
@@ -183,8 +190,6 @@ NEVER_ZEROED = (
 
 def _why_clipped(gradient, whole, max_norm) -> str | None:
     size, right = gradient.norm().item(), whole.norm().item()
-    if not size:
-        return "the gradient is zero at the step: it is zeroed before it is clipped and used."
     factors = [(size / part.norm().item()) if part.norm() else 1.0 for part in (whole,)]
     parallel = torch.allclose(gradient / size, whole / right, atol=1e-6)
     halves = [half.norm().item() for half in gradient.chunk(2)]

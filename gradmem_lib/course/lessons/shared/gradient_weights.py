@@ -316,11 +316,13 @@ def count_backwards(loss: torch.Tensor, note: Callable[[], None]) -> None:
 class Graphs:
     """``loss_and_count`` that notices how many graphs of earlier losses are alive when it is
     called: ``most``. ``backwards``: how often a gradient went back through one of its losses.
+    ``note`` is called each time.
     """
 
     def __init__(self, loss_and_count: Callable):
         self.loss_and_count, self.most = loss_and_count, 0
         self.backwards = 0
+        self.note: Callable[[], None] = lambda: None
         self._alive: list[weakref.ref] = []
 
     def __call__(self, micro):
@@ -337,6 +339,7 @@ class Graphs:
 
     def _note_backward(self) -> None:
         self.backwards += 1
+        self.note()
 
     @property
     def kept(self) -> int:

@@ -363,7 +363,7 @@ WRONG["3.6"] = {
     "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
     "zero before": (
         partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)),
-        "zeroed before",
+        "although backward ran before it",
     ),
     "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of magnitudes"),
     "inf": (
