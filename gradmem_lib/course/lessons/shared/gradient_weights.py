@@ -19,8 +19,9 @@ NOTHING = (
     "no gradient is left in .grad: backward is not called, or the gradients are zeroed after it."
 )
 NO_BACKWARD = (
-    "backward is never called. If you loop over split(...), map(...) or another generator twice, "
-    "the second loop gets nothing: put it in a list first, as list(...) does."
+    "no backward goes through a loss of loss_and_count. If you loop over split(...), map(...) or "
+    "another generator twice, the second loop gets nothing: put it in a list first, as list(...) "
+    "does."
 )
 STEP_FIRST = (
     "step() runs before backward, when .grad is still empty: backward comes first, then step(), "

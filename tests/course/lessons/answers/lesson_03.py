@@ -954,6 +954,16 @@ def _read_twice(micro_batches, loss_and_count):
     return mean
 
 
+def _of_new_tensors(micro_batches, loss_and_count):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    mean = 0.0
+    for micro in micro_batches:
+        loss = torch.tensor(loss_and_count(micro)[0].item() / total, requires_grad=True)
+        loss.backward()
+        mean += loss.item()
+    return mean
+
+
 def _running_sum(micro_batches, loss_and_count):
     total = sum(loss_and_count(micro)[1] for micro in micro_batches)
     mean = 0.0
@@ -995,8 +1005,12 @@ def _64_in_another_order(order):
 
 RIGHT["3.4"] |= {"slices": _sliced_windows}
 WRONG["3.3"] |= {
+    "a new tensor of the loss": (_of_new_tensors, "no backward goes through a loss"),
     "a running sum": (_running_sum, "first micro-batch counts 4 times in the gradient"),
-    "a map, read twice": (_read_twice, "not yet: backward is never called. If you loop over"),
+    "a map, read twice": (
+        _read_twice,
+        "not yet: no backward goes through a loss of loss_and_count. If",
+    ),
 }
 WRONG["3.4"] |= {
     "steps first": (_steps_first, r"not yet: step\(\) runs before backward"),
@@ -1021,7 +1035,10 @@ WRONG["3.4"] |= {
     ),
 }
 WRONG["3.7"] |= {
-    "split, read twice": (_split_read_twice, "not yet: backward is never called. If you loop over"),
+    "split, read twice": (
+        _split_read_twice,
+        "not yet: no backward goes through a loss of loss_and_count. If",
+    ),
     "step first": (
         _64_in_another_order(("step", "zero_grad", "backward")),
         r"not yet: step\(\) runs before backward",
