@@ -859,7 +859,8 @@ clipped_update = check("3.6", clipped_update)
 #
 # <details><summary>Hint 3: all of it</summary>
 #
-# You have everything already: `accumulate`, or `accumulate_gradients`, on `split(batch, 8)`, then a step and a zero.
+# You have everything already: `accumulate` on `list(split(batch, 8))`, then a step and a zero. The list is needed
+# because `accumulate` reads its argument twice, and what `split` returns can be read only once.
 #
 # </details></details></details>
 

@@ -457,10 +457,11 @@ show_decisions(run, card="3.5 GiB")
 # ●●○ · 4 minutes · trains: choosing by the parts of the peak, the cheapest first
 #
 # Write `next_technique(phase, parts, rows, card)`. `phase` is `"forward"`, `"backward"` or `"optimizer_step"`, `parts`
-# has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
-# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. In each half, the chart marks the parts that a
-# technique can take away: count each of them whole. In forward and backward, `"temporaries"` are the logits' gradients; in
-# the optimizer's step they are the optimizer's own.
+# has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are
+# `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that can be enough, at
+# best, or `"none"`. The chart marks the parts that a technique can take away, in one half of its columns for forward and
+# backward, and in the other for the optimizer's step. Count each marked part whole. In forward and backward,
+# `"temporaries"` are the logits' gradients; in the optimizer's step they are the optimizer's own.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -504,7 +505,8 @@ for name, option in options.items():
 
 # %% [markdown]
 # "none" says that no single technique is enough. Then take the cheapest one that shrinks a large part, and ask again.
-# Section 4 went down its ladder like this.
+# Section 4 asked whether something cheaper was enough first: where the cell names QLoRA and then LoRA, its ladder took
+# checkpointing and then 8-bit AdamW. Neither was enough, so its next rung was LoRA.
 #
 # ## 7 · What you can now do
 #

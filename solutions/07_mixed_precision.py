@@ -381,9 +381,9 @@ for name, recipe in recipes.items():
 # A few small updates change the losses little. In the stored notebook (one short update of a model cut to one
 # layer, hence high losses), all six losses are within 0.2 % of each other. The difference is in the
 # weights. At this rate, rounding to the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every
-# update, but a bf16 weight changes only when its master has moved by half a gap. Over 5,000 updates, most do, even if
-# each goes a random way. With rounding by chance, each weight moves as far as it should on average, from the first
-# update on.
+# update, but a bf16 weight changes only when its master has moved by half a gap. Over 5,000 updates, most masters move
+# that far, even if each update is random. With rounding by chance, each weight moves as far as it should on average,
+# from the first update on.
 #
 # ## 6 · What it saves, and from which batch on
 #
@@ -432,8 +432,7 @@ for loaded in (torch.float32, torch.bfloat16):
         print(f"    {flag}=True: {', '.join(changed) or 'changes nothing'}")
 
 # %% [markdown]
-# - `bf16=True` changes only what matrix products compute. `Trainer` uses the library `accelerate`, which wraps the
-#   model's forward in autocast.
+# - `bf16=True` is section 2's autocast: `Trainer` uses the library `accelerate`, which wraps the model's forward in it.
 # - `fp16=True` on the CPU is accepted and changes nothing.
 # - `bf16_full_eval=True` casts the *weights* when you call `evaluate()`, and leaves them in bf16. So save first.
 # - In training, weights, gradients and states have the dtype in which the model is **loaded**. No flag changes that.

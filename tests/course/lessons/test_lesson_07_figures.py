@@ -282,7 +282,7 @@ def test_a_weight_changes_when_its_master_has_moved_by_half_a_gap():
 
 
 def test_over_5000_updates_most_weights_have_changed():
-    assert "Over 5,000 updates, most do, even if each goes a random way." in TEXT
+    assert "Over 5,000 updates, most masters move that far, even if each update is random." in TEXT
     model, _ = models.smollm2()
     weights = torch.cat([p.detach().flatten()[::100] for p in model.parameters()])
     before = weights.bfloat16()

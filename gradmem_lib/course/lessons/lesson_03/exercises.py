@@ -9,11 +9,14 @@ import torch
 
 from ....names import IGNORED
 from ....techniques.losses import count_targets
-from ...judge.compare import difference, plain
-from ...judge.exercise import Exercise, Mistake
+from ...judge.compare import describe, difference, plain
+from ...judge.exercise import Exercise, Mistake, Seen
 from ..shared.gradient_weights import (
     ANOTHER_STEP,
+    NO_BACKWARD,
     NO_STEP,
+    STEP_FIRST,
+    ZEROED,
     Graphs,
     before_each_update,
     parts_of,
@@ -75,6 +78,7 @@ def _accumulations() -> dict[str, list]:
 
 def _observe_accumulate(candidate):
     found = {}
+    backwards = 0
     for name, micro_batches in _accumulations().items():
         model = Bigrams()
         graphs = Graphs(bigram_loss(model))
@@ -84,10 +88,13 @@ def _observe_accumulate(candidate):
             "loss": loss,
             "graphs that are kept at once": graphs.kept,
         }
-    return found
+        backwards += graphs.backwards
+    return Seen(found, backwards=backwards)
 
 
 def _explain_accumulate(got, expected):
+    if not got.notes["backwards"]:
+        return NO_BACKWARD
     # the one that tells most
     names = sorted(expected, key="micro-batches of unequal counts".__ne__)
     right = {
@@ -183,20 +190,27 @@ _EPOCHS = {
 
 def _observe_train(candidate):
     found = {}
+    backwards = {}
     for name, (lengths, window) in _EPOCHS.items():
         model = Bigrams()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
         micro_batches = [rows(*each, seed=seed) for seed, each in enumerate(lengths)]
         updates: list[torch.Tensor] = []
+        graphs = Graphs(bigram_loss(model))
+        before: list[int] = []
 
-        def look(model=model, micro_batches=micro_batches, updates=updates):
+        def look(
+            model=model, micro_batches=micro_batches, updates=updates, graphs=graphs, before=before
+        ):
+            before.append(graphs.backwards)
             with torch.enable_grad():
                 parts, _ = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
             updates.append(torch.tensor(weights_of(gradients_of(model), parts) or [0.0]))
 
         before_each_update(optimizer, look)
-        graphs = Graphs(bigram_loss(model))
         losses = candidate(model, optimizer, iter(micro_batches), window, graphs)
+        # Before each update, and in all.
+        backwards[name] = [*before, graphs.backwards]
         found[name] = {
             "weights": flat(model.parameters()),
             "losses": losses,
@@ -211,7 +225,7 @@ def _observe_train(candidate):
         found[f"{name}: each micro-batch's weight"] = {
             f"update {i}": weights for i, weights in enumerate(updates, 1)
         }
-    return found | {_LIST: _observe_list(candidate)}
+    return Seen(found | {_LIST: _observe_list(candidate)}, backwards=backwards)
 
 
 _LIST = "a list of 5 micro-batches"
@@ -264,9 +278,48 @@ def _explain_train(got, expected):
                 )
             moved = difference(got[name]["weights"], flat(Bigrams().parameters()))
             return ANOTHER_STEP if moved else NO_STEP
+        if len(updates[0]) == len(counts) and not held_of(updates)[0]:
+            return _why_nothing(got.notes["backwards"][name])
+        if held_of(updates) == held_of(right)[:-1]:
+            # The update is missing, and perhaps its loss is not.
+            losses = plain(got[name]["losses"])
+            has_loss = isinstance(losses, tuple) and len(losses) == len(right)
+            return _why_no_last_update(len(counts), window, has_loss)
         if says := _why_updates(updates, right, counts, window):
             return says
     return _why_graphs(got) or _why_losses(got, expected)
+
+
+def _why_nothing(backwards: list[int]) -> str:
+    """What is said where the first update has no gradient. ``backwards``: how often backward had
+    run before each update, and in all.
+    """
+    if not backwards[-1]:
+        return NO_BACKWARD
+    if not backwards[0]:
+        return STEP_FIRST
+    return ZEROED
+
+
+def _why_no_last_update(micro_batches: int, window: int, has_loss: bool) -> str:
+    """What is said where each update is made of its window, and the last one is missing."""
+    is_full = micro_batches % window == 0
+    if has_loss:
+        which = "the last window" if is_full else "the last window, which is not full,"
+        return f"{which} has its loss in the list, but no step() is made for it."
+    if is_full:
+        return (
+            f"with {micro_batches} micro-batches in windows of {window} the last window is full, "
+            "and no update is made of it: each window makes an update."
+        )
+    return (
+        "this drops the last window when it is not full: its micro-batches were read but not used."
+    )
+
+
+def held_of(updates) -> list[set[int]]:
+    """Which micro-batches each update is made of, from 0."""
+    return [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
 
 
 def _why_graphs(got) -> str | None:
@@ -295,6 +348,11 @@ def _why_losses(got, expected) -> str | None:
             plain(losses[0]), [loss.item() for loss, _ in first], [int(n) for _, n in first]
         ):
             return f"the updates are right; the first of the losses is {what}."
+        if isinstance(plain(losses[0]), tuple):
+            return (
+                "the updates are right, but the first of the losses is "
+                f"{describe(losses[0])}: put the mean loss alone into the list, one number."
+            )
         return (
             "the updates are right, but the losses are not: each loss is the mean that backward "
             "was called on, before the update."
@@ -308,13 +366,7 @@ def _why_updates(updates, right, counts, window) -> str | None:
             "this steps after every micro-batch: that trains with small batches and accumulates "
             "nothing."
         )
-    held = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
-    wanted = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in right]
-    if held == wanted[:-1]:
-        return (
-            "this drops the last window when it is not full: its micro-batches were read but "
-            "not used."
-        )
+    held, wanted = held_of(updates), held_of(right)
     if (
         held
         and len(held[0]) > 0
@@ -329,11 +381,15 @@ def _why_updates(updates, right, counts, window) -> str | None:
             "what is left at the end is joined to the window before it: it makes an update of its "
             "own."
         )
-    for mine, theirs, u in zip(held, wanted, updates, strict=False):
+    for number, (mine, theirs, u) in enumerate(zip(held, wanted, updates, strict=False), 1):
+        # The gradients are those of the weights before this update, so the micro-batches went
+        # through the model again: gradients that were left in .grad are others.
         if mine > theirs and min(mine) < min(theirs):
             return (
-                "without zero_grad between windows, every update repeats the gradients of all "
-                "those before it."
+                f"update {number} is made of {_named(mine)}, and should be made of "
+                f"{_named(theirs)}: the others belong to an earlier window. If you collect a "
+                "window in a list, empty it after each update; if you slice a list, begin where "
+                "the last slice ended."
             )
         inside = sorted(theirs)
         if mine == theirs and all(
@@ -355,6 +411,14 @@ def _why_updates(updates, right, counts, window) -> str | None:
         if len(updates) != len(right)
         else None
     )
+
+
+def _named(micro_batches: set[int]) -> str:
+    """ "micro-batches 1, 2 and 3", from indices that begin at 0."""
+    *most, last = [str(i + 1) for i in sorted(micro_batches)]
+    if not most:
+        return f"micro-batch {last}"
+    return f"micro-batches {', '.join(most)} and {last}"
 
 
 # What an answer raises that takes a micro-batch apart itself, as if it were a dict of tensors.

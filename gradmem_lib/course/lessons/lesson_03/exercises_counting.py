@@ -256,6 +256,14 @@ EXERCISES = (
                 "this counts sequences: a micro-batch has micro_batch times seq_len tokens.",
             ),
             Mistake(
+                "shifted",
+                lambda tokens, micro, length, gpus: plan_window(tokens, micro, length - 1, gpus),
+                (
+                    "this counts seq_len - 1 tokens for each sequence: the plan counts all tokens, "
+                    "micro_batch times seq_len in a micro-batch."
+                ),
+            ),
+            Mistake(
                 "asked for",
                 _window(tokens="asked for"),
                 (
@@ -336,6 +344,14 @@ EXERCISES = (
             Mistake(
                 "sequence by sequence",
                 lambda labels: int((labels != IGNORED).sum()) - len(labels),
+                (
+                    "this subtracts one for every sequence: where the first label is already "
+                    "-100, a real label is lost."
+                ),
+            ),
+            Mistake(
+                "sequence by sequence, down to 0",
+                lambda labels: max(0, int((labels != IGNORED).sum()) - len(labels)),
                 (
                     "this subtracts one for every sequence: where the first label is already "
                     "-100, a real label is lost."

@@ -99,9 +99,9 @@ LEAK = Leak(
     outside=350_000,  # one micro-batch as a list of Python's numbers is 264 kB
     hidden_setting=_larger_steps,
     stays=(
-        "the sum still has a graph, and the graph keeps the probabilities of every micro-batch "
-        "until the window ends: no backward goes through it, so nothing frees them. Add numbers, "
-        "or compute the entropy without a graph."
+        "logits or probabilities of too many rows are alive at once. If the sum still has a graph, "
+        "the graph keeps the probabilities of every micro-batch: no backward goes through it, so "
+        "nothing frees them. Compute each micro-batch's entropy at once, and add it as a number."
     ),
     innocent={
         4: (
@@ -126,6 +126,21 @@ LEAK = Leak(
         ),
     },
 )
+
+
+def _entropy_after(model, optimizer, batch):
+    """The log's figure is that of the model after the update."""
+    rows = len(batch[1])
+    for x, y in split(batch, ROWS):
+        (cross_entropy(model(x), y, reduction="sum") / rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    entropy = 0.0
+    with torch.no_grad():
+        for x, _ in split(batch, ROWS):
+            p = model(x).softmax(-1)
+            entropy -= (p * p.log()).sum().item() / rows
+    return entropy
 
 
 def _item(total, new):
@@ -182,6 +197,14 @@ EXERCISES = (
                 (
                     "no_grad around the forward leaves backward nothing to go through: only the "
                     "figure for the log needs no graph."
+                ),
+            ),
+            Mistake(
+                "entropy after the step",
+                LEAK.with_fix(_entropy_after),
+                (
+                    "the entropy is that of the model after the step. The script logs the entropy "
+                    "before it, and with a larger learning rate the two differ."
                 ),
             ),
             *LEAK.wrong_lines(),

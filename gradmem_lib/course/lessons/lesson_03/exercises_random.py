@@ -166,6 +166,11 @@ def _explain(got, expected):
                 f"of {rows} rows the pieces have {pieces} rows, but should have {all_of_them}: "
                 "split(batch, 3) cuts them, the last one too."
             )
+    if all(seen["error"] == 0 for seen in got.values()):
+        return (
+            "the error is 0 for every loop, also for those whose gradients differ: compare the "
+            "gradient of [batch] with that of the pieces, and keep each in a tensor of its own."
+        )
     if any(seen["gradients that are left"] for seen in got.values()):
         return "gradients are left behind: zero them when both are compared."
     if all(difference(got[case], expected[case]) is None for case in expected if case != _MORE):

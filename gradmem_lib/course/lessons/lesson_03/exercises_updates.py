@@ -15,9 +15,13 @@ from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import times
 from ..shared.gradient_weights import (
     ANOTHER_STEP,
+    NO_BACKWARD,
     NO_STEP,
+    STEP_FIRST,
+    ZEROED,
     Graphs,
     before_each_update,
+    count_backwards,
     parts_of,
     weights_of,
     why,
@@ -116,12 +120,17 @@ _CLIPPED, _UNCLIPPED = "a norm that is too large", "a norm that is small enough"
 
 def _observe_clip(candidate):
     found = {}
+    backwards = {}
     for name, max_norm in ((_CLIPPED, 0.1), (_UNCLIPPED, 100.0)):
         model = Bigrams()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         steps: list[torch.Tensor] = []
-        before_each_update(optimizer, lambda m=model, steps=steps: steps.append(gradients_of(m)))
         graphs = Graphs(bigram_loss(model))
+        # For each backward, how many updates had been made before it.
+        order: list[int] = []
+        graphs.note = lambda order=order, steps=steps: order.append(len(steps))
+        backwards[name] = order
+        before_each_update(optimizer, lambda m=model, steps=steps: steps.append(gradients_of(m)))
         norm = candidate(model, optimizer, unequal(), graphs, max_norm)
         found[name] = {
             "weights": flat(model.parameters()),
@@ -134,7 +143,7 @@ def _observe_clip(candidate):
         }
         candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
         found[f"{name}, a second update"] = {"weights": flat(model.parameters())}
-    return found
+    return Seen(found, backwards=backwards)
 
 
 def _explain_clip(got, expected):
@@ -146,6 +155,8 @@ def _explain_clip(got, expected):
         )
     if mine["updates"] > 1:
         return f"{mine['updates']} updates are made: the exercise asks for one."
+    if not mine["gradient at the step"].norm():
+        return _why_nothing(got.notes["backwards"][_CLIPPED])
     says = _why_clipped(mine["gradient at the step"], whole, 0.1)
     size = got[_UNCLIPPED]["gradient at the step"].norm().item()
     if not says and math.isclose(size, 100.0, rel_tol=1e-4):
@@ -179,8 +190,6 @@ NEVER_ZEROED = (
 
 def _why_clipped(gradient, whole, max_norm) -> str | None:
     size, right = gradient.norm().item(), whole.norm().item()
-    if not size:
-        return "the gradient is zero at the step: it is zeroed before it is clipped and used."
     factors = [(size / part.norm().item()) if part.norm() else 1.0 for part in (whole,)]
     parallel = torch.allclose(gradient / size, whole / right, atol=1e-6)
     halves = [half.norm().item() for half in gradient.chunk(2)]
@@ -297,6 +306,8 @@ def _observe_64(candidate):
     model, optimizer, batch = _setting_64()
     updates: list[None] = []
     optimizer.register_step_post_hook(lambda *_: updates.append(None))
+    # How many updates had been made at each backward.
+    backwards: list[int] = []
 
     def moments():
         # Adam's first step moves every weight by about the learning rate, whatever its gradient's
@@ -308,13 +319,15 @@ def _observe_64(candidate):
 
     def loss_and_count(micro):
         rows.append(len(micro["labels"]))
-        return next_token_loss(model, micro)
+        loss, count = next_token_loss(model, micro)
+        count_backwards(loss, lambda: backwards.append(len(updates)))
+        return loss, count
 
     def run():
         return candidate(model, optimizer, batch, loss_and_count)
 
     measured = measure(run, budget=CARD, model=model, optimizer=optimizer)
-    first = sum(rows)
+    first, first_backwards = sum(rows), list(backwards)
     found = {
         "64 sequences": {"gradient": moments(), "loss": measured.value, "updates": len(updates)},
         "the card": replace(measured, value=None),
@@ -335,7 +348,7 @@ def _observe_64(candidate):
         handle.remove()
         stays = sizes[-1] > 100 * sizes[0] > 0
     found["a second update"] = {"the first one's gradient is in it (1 is yes)": int(stays)}
-    return Seen(found, rows=most_rows, all_rows=first)
+    return Seen(found, rows=most_rows, all_rows=first, backwards=first_backwards)
 
 
 FITS = 12  # rows at a time, about: 10 do, and 16 do not
@@ -352,13 +365,25 @@ def _explain_64(got, expected):
         )
     if (seen := got.notes["all_rows"]) < 64:
         return f"{seen} of the 64 rows go through the model: the update must use all of them."
+    if not mine["gradient"].norm():
+        return _why_nothing(got.notes["backwards"])
     if difference(mine["gradient"], right["gradient"], 1e-4):
         return _why_64(mine["gradient"], right["gradient"], got.notes["rows"])
     if difference(mine["loss"], right["loss"], 1e-4):
         return "the gradient is right; the returned loss is not the mean over all tokens."
-    if not got["the card"].over:
-        return NEVER_ZEROED
-    rows = got.notes["rows"]
+    return _why_too_many(got.notes["rows"]) if got["the card"].over else NEVER_ZEROED
+
+
+def _why_nothing(backwards: list[int]) -> str:
+    """What is said where the step has no gradient. ``backwards``: how many updates had been made
+    at each backward.
+    """
+    if not backwards:
+        return NO_BACKWARD
+    return ZEROED if min(backwards) == 0 else STEP_FIRST
+
+
+def _why_too_many(rows: int) -> str:
     if rows > FITS:
         return (
             f"{rows} rows at a time are too many for this card: the logits and activations of "
@@ -387,8 +412,6 @@ def _gradient_by_k(rows: int) -> torch.Tensor:
 
 
 def _why_64(gradient, right, rows) -> str | None:
-    if not gradient.norm():
-        return "the gradient is zero at the step: backward comes first, and zero_grad() last."
     if not difference(gradient, _gradient_by_k(rows), 1e-4):
         return BY_K
     if says := why_clipped(gradient, right):

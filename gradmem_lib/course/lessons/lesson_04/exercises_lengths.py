@@ -22,56 +22,68 @@ _INPUTS_TWICE = "each layer's input is counted twice: a includes x, so m layers 
 _EARLIER = "each segment keeps one boundary, its input, until its backward"
 
 
+# How many layers an answer counts in full for the lengths _PARTS, and what is said of that number.
+_LAYERS = (
+    (
+        max(_PARTS) - 1,
+        "one layer of the segment that runs again is missing: count a for each of its m layers.",
+    ),
+    (
+        1,
+        "a is counted once: the segment that runs again keeps a for each of its layers, in full.",
+    ),
+    (
+        sum(_PARTS),
+        "all layers are counted in full at once: only the segment that runs again is in memory in "
+        "full.",
+    ),
+    (
+        min(_PARTS),
+        "this takes the segment that needs least: the peak is at the segment that needs most.",
+    ),
+    (
+        _PARTS[0],
+        "only the first length is used, as if all segments were equal: each has its own.",
+    ),
+    (
+        sum(_PARTS) / len(_PARTS),
+        "the mean length is used, as if all segments were equal: each has its own.",
+    ),
+    (
+        len(_PARTS),
+        "segments are counted where their layers should be: a segment of m layers keeps m * a.",
+    ),
+)
+# How many boundaries an answer counts for the same lengths.
+_BOUNDARIES = {
+    sum(_PARTS[:-1]): f"a boundary is counted for each earlier layer: {_EARLIER}.",
+    sum(_PARTS): f"a boundary is counted for each layer: {_EARLIER}.",
+    len(_PARTS): (
+        f"one boundary too many: a already includes the segment's own boundary, and {_EARLIER}."
+    ),
+    0: f"the boundaries of earlier segments are left out: {_EARLIER}.",
+}
+
+
 def _explain_peak(got, expected):
     got = {case: plain(value) for case, value in got.items()}
     if not all(isinstance(value, (int, float)) for value in got.values()):
         return None
     answer, right = (seen[f"({_PARTS}, 1000, 1)"] for seen in (got, expected))
-    layers = {
-        max(_PARTS) - 1: (
-            "one layer of the segment that runs again is missing: count a for each of its m layers."
-        ),
-        1: (
-            "a is counted once: the segment that runs again keeps a for each of its layers, in "
-            "full."
-        ),
-        sum(_PARTS): (
-            "all layers are counted in full at once: only the segment that runs again is in memory "
-            "in full."
-        ),
-        min(
-            _PARTS
-        ): "this takes the segment that needs least: the peak is at the segment that needs most.",
-        _PARTS[
-            0
-        ]: "only the first length is used, as if all segments were equal: each has its own.",
-        sum(_PARTS)
-        / len(_PARTS): "the mean length is used, as if all segments were equal: each has its own.",
-        len(
-            _PARTS
-        ): "segments are counted where their layers should be: a segment of m layers keeps m * a.",
-    }
-    boundaries = {
-        sum(_PARTS[:-1]): f"a boundary is counted for each earlier layer: {_EARLIER}.",
-        sum(_PARTS): f"a boundary is counted for each layer: {_EARLIER}.",
-        len(
-            _PARTS
-        ): f"one boundary too many: a already includes the segment's own boundary, and {_EARLIER}.",
-        0: f"the boundaries of earlier segments are left out: {_EARLIER}.",
-    }
     if answer == 1000 * (len(_PARTS) - 1) + max(_PARTS):
         return (
             "a and x are swapped: a segment that runs again has a bytes for each layer, and an "
             "earlier segment has x bytes in all."
         )
-    if says := next((says for m, says in layers.items() if 0 <= answer - 1000 * m <= 20), None):
-        return says
+    for layers, says in _LAYERS:
+        if 0 <= answer - 1000 * layers <= 20:
+            return says
     cases = {case: literal_eval(case) for case in expected}
     if _inputs_twice(got, cases):
         return _INPUTS_TWICE
     waiting = answer - 1000 * max(_PARTS)
     if answer != right and 0 <= waiting <= 20:
-        return boundaries.get(waiting, f"the boundaries are counted wrongly: {_EARLIER}.")
+        return _BOUNDARIES.get(waiting, f"the boundaries are counted wrongly: {_EARLIER}.")
     if all(got[case] == (len(m) - 1) * x + max(m) * a for case, (m, a, x) in cases.items()):
         return (
             "this adds all boundaries but the last to the longest segment: those of later "
@@ -241,7 +253,8 @@ def _rounds(length: float, k: float, n: int) -> bool:
 def _explain_length(got, expected):
     if _one_too_small(got.notes["lengths"], expected):
         return (
-            "each length is one too small: a list counts its places from 0, and lengths begin at 1."
+            "each length is one too small. If it is a place in a list of peaks: places are counted "
+            "from 0, and lengths from 1."
         )
     peaks = {name: case["peak with your k"] for name, case in expected.items()}
     if got.notes["lengths"] == peaks:
@@ -411,8 +424,8 @@ EXERCISES = (
                 "down to 0",
                 lambda n, a, x: round(math.sqrt(n * x / a)),
                 (
-                    "for a shallow network of large layers this rounds to 0: a segment has at "
-                    "least one layer."
+                    "for 4 layers with a = 20 x your k is 0: √(n · x / a) is 0.45 there, and a "
+                    "segment has at least one layer."
                 ),
             ),
             Mistake(

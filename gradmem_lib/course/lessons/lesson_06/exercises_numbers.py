@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from ast import literal_eval
 from functools import partial
+from itertools import combinations
 
 from ....units import GiB, MiB
 from ...judge.compare import describe, difference, plain
@@ -163,6 +164,7 @@ REAL_MESSAGE = (
 MOMENTS = ("forward", "backward", "optimizer_step")
 GROW = ("activations", "temporaries", "other")
 STAY = ("parameters", "gradients", "optimizer")
+STEP_HAS = (*STAY, "temporaries")  # the categories with bytes in the optimizer's step
 
 
 def with_rows(moments, rows, new) -> float:
@@ -241,7 +243,37 @@ def _explain_rows(got, expected) -> str | None:
     for wrong, says in _OTHER_FACTORS:
         if is_answered_by(wrong):
             return says
+    return _why_scaled(got)
+
+
+def _why_scaled(got) -> str | None:
+    """What is said of an answer that scales the wrong categories by new / rows, where all ways to
+    come to its numbers agree on one of them.
+    """
+    ways = [
+        set(grow)
+        for grow in _subsets((*GROW, *STAY))
+        for step in _subsets(STEP_HAS)
+        if not difference(
+            got, {case: _scales(*given, grow=grow, step=step) for case, given in ROWS.items()}
+        )
+    ]
+    if not ways:
+        return None
+    for name in STAY:
+        if all(name in grow for grow in ways):
+            return (
+                f"`{name}` is scaled in forward and backward: it does not depend on the number of "
+                "rows."
+            )
+    for name in GROW:
+        if all(name not in grow for grow in ways):
+            return f"`{name}` is not scaled in forward and backward: it grows with the rows."
     return None
+
+
+def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [some for size in range(len(names) + 1) for some in combinations(names, size)]
 
 
 _OTHER_FACTORS = (
@@ -257,6 +289,10 @@ _OTHER_FACTORS = (
     (
         lambda moments, rows, new: with_rows(moments, 1, max(1, new // rows)),
         "the factor is rounded to a whole number: divide by /, which gives a fraction.",
+    ),
+    (
+        lambda moments, rows, new: with_rows(moments, 1, new),
+        "the factor is `new` itself, as if there had been one row: it is new / rows.",
     ),
 )
 
@@ -298,20 +334,23 @@ def _takes(phase, parts, rows, wrong) -> dict[str, int]:
         in_step = phase != "backward"
     takes: dict[str, int] = dict.fromkeys(NAMES, 0)
     if not in_step or wrong == "the phase":
-        takes |= _takes_from_the_batch(parts, rows, wrong)
+        takes |= _takes_from_the_batch(phase, parts, rows, wrong)
+    if wrong == "in the step alone" and phase == "forward":
+        return takes
     # In the optimizer's step, the temporaries belong to the states' update.
     update = parts["temporaries"] if in_step and wrong != "the step's" else 0
     return takes | _takes_from_training(parts, update, wrong)
 
 
-def _takes_from_the_batch(parts, rows, wrong) -> dict[str, int]:
+def _takes_from_the_batch(phase, parts, rows, wrong) -> dict[str, int]:
     """What smaller micro-batches and checkpoints take away in forward and backward."""
     takes = {"checkpointing": parts["activations"]}
     if wrong == "logits":
         takes["checkpointing"] += parts["temporaries"]
     if rows > 1 or wrong == "one row":  # a single row cannot be cut
         takes["micro-batches"] = parts["activations"]
-        if wrong != "activations alone":
+        no_logits = wrong == "logits in backward" and phase == "forward"
+        if wrong != "activations alone" and not no_logits:
             takes["micro-batches"] += parts["temporaries"]
     return takes
 
@@ -394,11 +433,13 @@ def _why_next(case: str, mine: str, right: str) -> str:
         numbers = ""
         if not is_hidden:
             numbers = f": {total} - {takes[mine]} = {total - takes[mine]} are left"
-        return f"in {phase}, {mine} takes away {only}, which cannot be enough here{numbers}."
+        takes_away = "take away" if mine.endswith("s") else "takes away"
+        return f"in {phase}, {mine} {takes_away} {only}, which cannot be enough here{numbers}."
     if is_hidden:
         return f"in {phase}, a technique that comes before your answer can be enough."
+    comes = "come" if right.endswith("s") else "comes"
     return (
-        f"in {phase}, {right} comes before {mine} and can be enough: {total} - {takes[right]} = "
+        f"in {phase}, {right} {comes} before {mine} and can be enough: {total} - {takes[right]} = "
         f"{total - takes[right]} are left, and the card has {card}."
     )
 
@@ -538,6 +579,22 @@ EXERCISES = (
                 "everything is scaled, weights and states too: they do not depend on the batch.",
             ),
             Mistake(
+                "all of it, before the step",
+                partial(_scales, grow=(*GROW, *STAY)),
+                (
+                    "in forward and backward everything is scaled, weights and states too: they "
+                    "do not depend on the batch."
+                ),
+            ),
+            Mistake(
+                "all but the weights",
+                partial(_scales, grow=(*GROW, "gradients", "optimizer")),
+                (
+                    "in forward and backward the gradients and the optimizer's states are scaled: "
+                    "they do not depend on the batch."
+                ),
+            ),
+            Mistake(
                 "activations alone",
                 partial(_scales, grow=("activations",)),
                 (
@@ -625,6 +682,13 @@ EXERCISES = (
                 # Micro-batches and checkpointing are both enough, with many rows.
                 _case("forward", (10, 2, 8, 24, 3), 16, 30),
                 _case("backward", (4, 4, 8, 10, 10), 3, 26),
+                # In forward, states, gradients, weights and temporaries count too.
+                _case("forward", (12, 2, 14, 2, 1), 4, 18),
+                _case("forward", (12, 8, 10, 2, 1), 4, 16),
+                _case("forward", (14, 2, 6, 2, 1), 4, 6),
+                _case("forward", (10, 2, 8, 14, 8), 4, 20),
+                # 8-bit states and LoRA do not take the temporaries of forward.
+                _case("forward", (12, 2, 10, 4, 6), 1, 20),
             ),
         ),
         explain=_explain_next,
@@ -643,6 +707,22 @@ EXERCISES = (
                 (
                     "forward is treated as the optimizer's step: in forward, smaller "
                     "micro-batches and checkpoints help as they do in backward."
+                ),
+            ),
+            Mistake(
+                "in the step alone",
+                partial(_chosen, wrong="in the step alone"),
+                (
+                    "in forward, 8-bit states, LoRA and QLoRA take nothing away here: states, "
+                    "weights and accumulated gradients are in memory then too."
+                ),
+            ),
+            Mistake(
+                "logits in backward",
+                partial(_chosen, wrong="logits in backward"),
+                (
+                    "in forward, micro-batches leave the temporaries here: they grow with the "
+                    "rows in forward too, as in backward."
                 ),
             ),
             Mistake(

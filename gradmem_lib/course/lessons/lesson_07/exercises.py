@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ....techniques.precision import stochastic_round
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ..shared.settings import flat
 
 # Bytes. What a step of 7.4 is given takes 2,097,152. A loop that names a float32 gradient and its
@@ -38,6 +38,28 @@ def _among_all(gradients, dtype, scale):
 def _changed(gradients, dtype, scale):
     scaled, nonzero = gradients * scale, gradients != 0
     return ((scaled.to(dtype).float() != scaled) & nonzero).sum().item() / nonzero.sum().item()
+
+
+def _by_limits(gradients, dtype, scale):
+    """By the dtype's smallest and largest number, and not by what is stored."""
+    limits = torch.finfo(dtype)
+    size, nonzero = (gradients * scale).abs(), gradients != 0
+    smallest = limits.smallest_normal * limits.eps
+    gone = (size < smallest) | (size > limits.max) | size.isnan()
+    return (gone & nonzero).sum().item() / nonzero.sum().item()
+
+
+def _nonzero_when_scaled(gradients, dtype, scale):
+    scaled = gradients * scale
+    stored, nonzero = scaled.to(dtype), scaled != 0
+    gone = (stored == 0) | ~stored.isfinite()
+    return (gone & nonzero).sum().item() / nonzero.sum().item()
+
+
+def _by_size(gradients, dtype, scale):
+    stored, size = (gradients * scale).to(dtype), gradients.abs()
+    gone = (stored == 0) | ~stored.isfinite()
+    return (size * gone).sum().item() / size.sum().item()
 
 
 def _rounded_sum(total, gradient):
@@ -79,13 +101,19 @@ def _observe_lost(candidate):
 
 def _explain_lost(got, expected):
     pairs = [(got[a], got[a.replace("bfloat16", "float16")]) for a in expected if "bfloat16" in a]
-    if all(a == b for a, b in pairs):
-        return "the dtype has no effect: store in the dtype that is given."
     are_whole = all(float(share).is_integer() for share in got.values())
+    # Shares that are all 0 or 1 have lost their fraction, and say nothing of the dtype.
+    if not are_whole and all(a == b for a, b in pairs):
+        return "the dtype has no effect: store in the dtype that is given."
     if are_whole and max(got.values()) > 1:
         return "this counts the lost numbers: divide by how many were not zero to get their share."
     if not difference(got, _observe_lost(_scaled_twice)):
         return "the scale is used twice: multiply by it once."
+    if not difference(got, _observe_lost(_nonzero_when_scaled)):
+        return (
+            "numbers that the scale itself makes 0 are left out: they are not zero in `gradients`, "
+            "so they are lost, and count below the fraction line too."
+        )
     for digits in range(6):
         if got == {case: round(share, digits) for case, share in expected.items()}:
             return "the share is rounded: return it with all its digits."
@@ -245,14 +273,21 @@ def _weights(dtype=torch.bfloat16) -> list[nn.Parameter]:
     ]
 
 
+_STOPPED = f"{STOPS} backwards"
+
+
 def _observe_sums(candidate):
     weights = _weights()
     factors = [[1.0, 0.5, 3.0, 2.0], [0.0078125, 0.25, 1.0, -1.0]]
 
     def run():
         sums = candidate(weights)
-        for some in factors:
-            sum((w * f).sum() for w, f in zip(weights, some, strict=True)).backward()
+        for i, some in enumerate(factors):
+            terms = [(w * f).sum() for w, f in zip(weights, some, strict=True)]
+            # The last term's gradient comes first: another one in each backward.
+            if i == 1:
+                terms = [(w * f).sum() for w, f in zip(weights[::-1], some[::-1], strict=True)]
+            sum(terms).backward()
         return sums
 
     measured = measure(run, budget=SUMS_CARD)
@@ -268,7 +303,10 @@ def _observe_sums(candidate):
     for _ in range(STOPS):
         (few[0].sum() + 2 * few[1].sum()).backward()
     return found | {
-        f"{STOPS} backwards": {"sums": flat(sums)},
+        _STOPPED: {
+            "sums": flat(sums),
+            "gradients left in .grad": sum(p.grad is not None for p in few),
+        },
         "the card": type(measured)(None, measured.peak, measured.budget),
     }
 
@@ -294,6 +332,14 @@ def _explain_sums(got, expected):
             "the sums are right, but p.grad is kept too: set it to None, in a hook that runs "
             "after p.grad is filled."
         )
+    for case, parameters in (("two backwards", LAYERS), (_STOPPED, 2)):
+        left = got[case]["gradients left in .grad"]
+        if 0 < left < parameters:
+            return (
+                f"after {case} of {parameters} parameters, {left} of them still have a gradient in "
+                ".grad: each needs a hook of its own, since the gradients come one after another, "
+                "and in another order in another model."
+            )
     return None
 
 
@@ -328,10 +374,12 @@ _PLACES = {
 
 def _observe_rounding(candidate):
     found: dict = {}
+    results: dict[str, tuple[float, float]] = {}  # the smallest and the largest of each number
     for i, (name, (at, share, gap)) in enumerate(_PLACES.items()):
         x = torch.full((20_000,), at + share * gap)
         rounded = candidate(x, torch.Generator().manual_seed(i))
         up = (rounded.double() - at) / gap
+        results[name] = rounded.min().item(), rounded.max().item()
         found[f"{name}, 20,000 times"] = {
             "dtype": str(rounded.dtype),
             "goes to no other than its two neighbours (1 is yes)": int(
@@ -360,10 +408,11 @@ def _observe_rounding(candidate):
         "all columns are alike (1 is yes)": int((matrix == matrix[:, :1]).all()),
     }
     number = torch.tensor([1.0 + 0.4 * 2**-7])
-    results = {
+    different = {
         candidate(number.clone(), torch.Generator().manual_seed(seed)).item() for seed in range(40)
     }
-    return found | {"one number, with 40 seeds": {"different results": len(results)}}
+    found |= {"one number, with 40 seeds": {"different results": len(different)}}
+    return Seen(found, results=results)
 
 
 def _explain_rounding(got, expected):
@@ -402,11 +451,39 @@ def _explain_rounding(got, expected):
             "the distance from the lower one, as a share of the gap."
         )
     if not neighbours[0]:
+        # 192.3 comes third, and its gap is 128 times that of the first number.
+        return _why_far(got.notes["results"], neighbours[2])
+    return _explain_chance(got)
+
+
+def _why_far(results: dict[str, tuple[float, float]], fits_large: bool) -> str:
+    """What is said of results that are no neighbours of the first number. ``results``: the
+    smallest and the largest for each number. ``fits_large``: whether those of a large number are
+    neighbours.
+    """
+    near = []
+    for name, (smallest, largest) in results.items():
+        size = abs(float(name))
+        near.append(0.5 * size < abs(smallest) < 2 * size and 0.5 * size < abs(largest) < 2 * size)
+    name, (at, _, gap) = next(iter(_PLACES.items()))
+    smallest, largest = results[name]
+    if not any(near):
+        return (
+            f"the results for {name} are from {smallest:.3g} to {largest:.3g}, which is far from "
+            "it. x.view(torch.int32) takes the bits of a float32 number, and .view(torch.float32) "
+            "makes a number of them again. Between the two, clear the lower 16 bits alone."
+        )
+    if fits_large:
         return (
             "some results are not neighbours of the number: the gap grows with the number's "
             "size, so the noise must grow too."
         )
-    return _explain_chance(got)
+    return (
+        f"the results for {name} are from {(smallest - at) / gap:g} to {(largest - at) / gap:g} "
+        "gaps above the neighbour below it, and its two neighbours are 0 and 1. If you add noise "
+        "before rounding, it must not be wider than one gap in all. If you clear bits, clear the "
+        "lower 16."
+    )
 
 
 def _why_some_shares(shares: list[float], right: list[bool]) -> str | None:
@@ -503,14 +580,6 @@ def _in_the_weights(weights, masters, lr):
                 weight.sub_(lr * weight.grad)
 
 
-def _all_at_once(weights, masters, lr):
-    with torch.no_grad():
-        wide = [None if w.grad is None else lr * w.grad.float() for w in weights]
-        for weight, master, update in zip(weights, masters, wide, strict=True):
-            if update is not None:
-                weight.copy_(master.sub_(update))
-
-
 def _new_masters(weights, masters, lr):
     with torch.no_grad():
         for weight, master in zip(weights, masters, strict=True):
@@ -547,6 +616,7 @@ def _observe_master(candidate):
     weights = _weights()
     masters = [w.detach().float() for w in weights]
     generator = torch.Generator().manual_seed(3)
+    given = list(masters)
     found: dict = {}
     for number, lr in enumerate((0.1, 0.003, 0.1), 1):
         for i, w in enumerate(weights):
@@ -564,14 +634,24 @@ def _observe_master(candidate):
             "masters": torch.stack([m.flatten()[:64] for m in masters]),
             "weights": torch.stack([w.detach().float().flatten()[:64] for w in weights]),
         }
-    return found | {"the card": type(step)(None, step.peak, step.budget)}
+    found |= {"the card": type(step)(None, step.peak, step.budget)}
+    replaced = any(new is not old for new, old in zip(masters, given, strict=True))
+    return Seen(found, replaced=replaced)
 
 
 def _explain_master(got, expected):
     if got["the card"].over and all(
         difference(got[name], expected[name]) is None for name in expected if "step" in name
     ):
-        return "float32 copies of several gradients exist at once: take one tensor at a time."
+        if got.notes["replaced"]:
+            return (
+                "there are new tensors in the list of masters, beside those that were given: "
+                "change the given ones in place, as master.sub_(…) does."
+            )
+        return (
+            "float32 copies of several gradients or masters exist at once: take one tensor at a "
+            "time."
+        )
     before, after = got["after step 1"]["masters"], got["after step 2"]["masters"]
     given = torch.stack([w.detach().float().flatten()[:64] for w in _weights()])
     written = torch.equal(got["after step 1"]["weights"], given)
@@ -710,6 +790,20 @@ EXERCISES = (
                     "torch.finfo(dtype).tiny is the smallest normal number, and there are smaller "
                     "ones above 0: what is lost is 0 itself."
                 ),
+            ),
+            Mistake(
+                "by the limits",
+                _by_limits,
+                (
+                    "numbers just below the smallest one of the dtype, or just above the largest, "
+                    "are counted as lost, but rounding makes them that number: store them, and "
+                    "look at what is stored."
+                ),
+            ),
+            Mistake(
+                "by size",
+                _by_size,
+                "each number counts by its size here: count how many are lost, large or small.",
             ),
             Mistake(
                 "divided",
@@ -964,11 +1058,6 @@ EXERCISES = (
                     "lr * grad is computed in bf16, and so rounded: convert the gradient to "
                     "float32 first."
                 ),
-            ),
-            Mistake(
-                "at once",
-                _all_at_once,
-                "float32 copies of all gradients exist at once: take one tensor at a time.",
             ),
             Mistake(
                 "uphill",

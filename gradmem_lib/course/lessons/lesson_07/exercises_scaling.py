@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ...judge.compare import describe, difference
-from ...judge.exercise import Exercise, HiddenCase, Mistake, measure
+from ...judge.exercise import Exercise, HiddenCase, Mistake, Seen, measure
+from ..shared.gradient_weights import LIMITS
 from ..shared.settings import flat
 
 FEATURES_CARD = "4.9 MB"
@@ -106,6 +107,46 @@ def _a_step_each(optimizer, scale, good, patience):
     return (scale * 2, 0) if good == patience else (scale, good)
 
 
+def _steps_in_the_loop(optimizer, scale, good, patience):
+    """As above, and counted once."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            p.grad.div_(scale)
+            if not p.grad.isfinite().all():
+                return scale / 2, 0
+            optimizer.step()
+    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+
+
+def _doubles_before(optimizer, scale, good, patience):
+    """The streak is asked before the step."""
+    if good == patience:
+        scale, good = scale * 2, 0
+    return scaled_step(optimizer, scale, good, math.inf)
+
+
+def _divides_by_the_next(optimizer, scale, good, patience):
+    """By the scale that has doubled, if this step is the last of a streak."""
+    gradients = [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        return scale / 2, 0
+    good += 1
+    if good == patience:
+        scale, good = scale * 2, 0
+    for gradient in gradients:
+        gradient.div_(scale)
+    optimizer.step()
+    return scale, good
+
+
+_A_STEP_EACH = (
+    "the optimizer steps once for each gradient: the loop only divides and looks, and after it all "
+    "gradients together decide about one step."
+)
 _STOPS = (
     "where a gradient is not finite, some gradients are divided and others are still scaled: "
     "divide all of them first, and then decide about the step."
@@ -239,6 +280,14 @@ def _why_gradients(case: str, mine, right) -> str | None:
             "the gradients are divided by the scale twice: once for each gradient is enough, in "
             "one place of the code."
         )
+    # The learning rate of the exercise is 0.125.
+    size, whole = moved.norm().item(), update.norm().item()
+    is_shorter = 0 < size < whole and not difference(moved / size, update / whole, 1e-3)
+    if is_shorter and any(math.isclose(size / 0.125, limit, rel_tol=1e-3) for limit in LIMITS):
+        return (
+            f"the gradient is clipped to a norm of {size / 0.125:.3g}: clip_grad_norm_ changes the "
+            "gradients, and get_total_norm only looks at them."
+        )
     return None
 
 
@@ -351,17 +400,64 @@ def _rounded_at_the_end(model, x):
 def _observe_features(candidate):
     with torch.random.fork_rng(devices=[]):
         model, x = features_setting()
+    graphs, caches, norms, weights = [], [], [], []
+
+    def look(module, args):
+        graphs.append(torch.is_grad_enabled() and module.weight.requires_grad)
+        caches.append(torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled())
+        if isinstance(module, nn.LayerNorm):
+            norms.append(args[0].dtype)
+        weights.append(module.weight.dtype)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.register_forward_pre_hook(look)
     measured = measure(lambda: candidate(model, x), budget=FEATURES_CARD, model=model)
     out = measured.value
-    return {
+    found = {
         "what is returned": {
             "numbers": out.detach().float(),
             "dtype": str(out.dtype),
             "hangs on a graph (1 is yes)": int(out.requires_grad),
         },
         "the weights": {"dtypes": " and ".join(sorted({str(p.dtype) for p in model.parameters()}))},
-        "the card": type(measured)(None, measured.peak, measured.budget),
+        "its bytes": type(measured)(None, measured.peak, measured.budget),
     }
+    return Seen(
+        found,
+        graphs=any(graphs),
+        caches=any(caches),
+        first_input=norms[0] if norms else None,
+        bf16_weights=torch.bfloat16 in weights,
+    )
+
+
+def _explain_features(got, expected):
+    notes = got.notes
+    if difference(got["what is returned"], expected["what is returned"]):
+        if notes["bf16_weights"]:
+            return (
+                "weights are bf16 while the model runs: autocast leaves all weights in float32, "
+                "and casts the inputs of matrix products."
+            )
+        if notes["first_input"] == torch.bfloat16:
+            return (
+                "the model gets x in bf16, so digits are lost before its first norm: give it x as "
+                "it is, since autocast casts the inputs of matrix products by itself."
+            )
+        return None
+    if notes["graphs"]:
+        return (
+            "gradients are on while the model runs, so a graph keeps every layer's input and "
+            "weight until the end: run the model under torch.no_grad(). .detach() comes too late."
+        )
+    return _CACHED if notes["caches"] else None
+
+
+_CACHED = (
+    "autocast's cache keeps a bf16 copy of every weight until its block ends, which adds half of "
+    "the weights' bytes: cache_enabled=False."
+)
 
 
 EXERCISES = (
@@ -419,12 +515,23 @@ EXERCISES = (
                 ),
             ),
             Mistake("stops at the first", _stops_at_the_first, _STOPS),
+            Mistake("a step each", _a_step_each, _A_STEP_EACH),
+            Mistake("a step each, counted once", _steps_in_the_loop, _A_STEP_EACH),
             Mistake(
-                "a step each",
-                _a_step_each,
+                "doubles before",
+                _doubles_before,
                 (
-                    "the optimizer steps once for each gradient: the loop only divides and looks, "
-                    "and after it all gradients together decide about one step."
+                    "`good` is compared with `patience` before the step: the scale doubles one "
+                    "step late, and this step's gradients are divided by the doubled scale. "
+                    "Divide and step first, then count and compare."
+                ),
+            ),
+            Mistake(
+                "divides by the next",
+                _divides_by_the_next,
+                (
+                    "where the scale doubles, the gradients are divided by the doubled scale: they "
+                    "have the old one, so divide and step first, and then double."
                 ),
             ),
             Mistake(
@@ -484,15 +591,9 @@ EXERCISES = (
         trains="how long autocast keeps a bf16 copy of a weight",
         reference=features,
         observe=_observe_features,
+        explain=_explain_features,
         mistakes=(
-            Mistake(
-                "cached",
-                _features(cache=True),
-                (
-                    "autocast's cache keeps a bf16 copy of every weight until its block ends, "
-                    "which adds half of the weights' bytes: cache_enabled=False."
-                ),
-            ),
+            Mistake("cached", _features(cache=True), _CACHED),
             Mistake("graph", _features(grad=True), _GRAPH),
             Mistake("graph and cache", _features(grad=True, cache=True), _GRAPH),
             Mistake(

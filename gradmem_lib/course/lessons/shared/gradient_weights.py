@@ -18,6 +18,19 @@ ANOTHER_STEP = "the weights move, but not by the given optimizer: call step() on
 NOTHING = (
     "no gradient is left in .grad: backward is not called, or the gradients are zeroed after it."
 )
+NO_BACKWARD = (
+    "no backward goes through a loss of loss_and_count. If you loop over split(...), map(...) or "
+    "another generator twice, the second loop gets nothing: put it in a list first, as list(...) "
+    "does."
+)
+STEP_FIRST = (
+    "step() runs before backward, when .grad is still empty: backward comes first, then step(), "
+    "then zero_grad()."
+)
+ZEROED = (
+    "the gradient is zero at the step, although backward ran before it: call zero_grad() after "
+    "step(), and not between backward and step()."
+)
 
 
 def weights_of(
@@ -131,11 +144,25 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
     by_count = [ratio * count / total * k for ratio, count in used]
     if _same(by_count):
         return _mean_of_means(by_count[0], counts, what)
+    return _why_uneven(weights, counts, what)
+
+
+def _why_uneven(weights: Sequence[float], counts: Sequence[int], what: str) -> str | None:
+    """What is said where neither each sum nor each mean has the same weight."""
+    k, total = len(counts), sum(counts)
+    used = [(w * total, count) for w, count in zip(weights, counts, strict=True) if count]
     running = [sum(counts[: i + 1]) for i in range(k) if counts[i]]
     if _same([ratio / total * so_far for (ratio, _), so_far in zip(used, running, strict=True)]):
         return (
             "this divides by the items seen so far, a running total: the total of the whole "
             "window must be known before the first backward."
+        )
+    again = [w * total / (k - i) for i, w in enumerate(weights) if counts[i]]
+    if what == "gradient" and _same([1.0, *again]):
+        return (
+            f"the first micro-batch counts {k} times in the gradient, the next one {k - 1} times, "
+            "and the last one once. Does backward go through a running sum? Call it on each loss "
+            "alone."
         )
     if _same([ratio / count for ratio, count in used]):
         return (
@@ -163,9 +190,15 @@ def _mean_of_means(weight: float, counts: Sequence[int], what: str) -> str:
             "means are divided by the total here, as if they were sums: a mean is already "
             "divided by its own count, so multiply it by that count first."
         )
+    if not math.isclose(weight, 1, rel_tol=1e-3):
+        return (
+            f"the mean of every micro-batch has the same weight in the {what}, {weight / k:.3g}, "
+            "however many items it has: multiply each mean by its own count, and divide by the "
+            "total."
+        )
     return (
-        f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a "
-        "token of a short one then counts more than one of a long one; divide sums by the "
+        f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): an "
+        "item of a small one then counts more than one of a large one; divide sums by the "
         "total."
     )
 
@@ -275,13 +308,22 @@ def why_loss(loss: float, sums: Sequence[float], counts: Sequence[int]) -> str |
     return next((what for value, what in known if math.isclose(loss, value, rel_tol=1e-5)), None)
 
 
+def count_backwards(loss: torch.Tensor, note: Callable[[], None]) -> None:
+    """``note()`` each time a gradient goes back through ``loss``."""
+    if loss.requires_grad:
+        loss.register_hook(lambda _: note())
+
+
 class Graphs:
     """``loss_and_count`` that notices how many graphs of earlier losses are alive when it is
-    called: ``most``.
+    called: ``most``. ``backwards``: how often a gradient went back through one of its losses.
+    ``note`` is called each time.
     """
 
     def __init__(self, loss_and_count: Callable):
         self.loss_and_count, self.most = loss_and_count, 0
+        self.backwards = 0
+        self.note: Callable[[], None] = lambda: None
         self._alive: list[weakref.ref] = []
 
     def __call__(self, micro):
@@ -293,7 +335,12 @@ class Graphs:
         ):
             result = self.loss_and_count(micro)
         self._alive.append(weakref.ref(mark))
+        count_backwards(result[0], self._note_backward)
         return result
+
+    def _note_backward(self) -> None:
+        self.backwards += 1
+        self.note()
 
     @property
     def kept(self) -> int:

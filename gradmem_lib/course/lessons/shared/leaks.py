@@ -189,8 +189,8 @@ def _why_elsewhere(got: Mapping, expected: Mapping, shown: str) -> str | None:
         return f"the model is left in {left} mode: what the script does at its end belongs to it."
     if difference(got[HIDDEN].value, expected[HIDDEN].value) is not None:
         return (
-            "the script is right for these arguments alone: take every number from them, and "
-            "write none down."
+            "the script is right for these arguments alone, and with others it returns or trains "
+            "something else: is a number written down in it that the arguments give?"
         )
     return None
 

@@ -363,7 +363,7 @@ WRONG["3.6"] = {
     "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
     "zero before": (
         partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)),
-        "zeroed before",
+        "although backward ran before it",
     ),
     "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of magnitudes"),
     "inf": (
@@ -880,3 +880,223 @@ RIGHT["3.6"] |= {"a closure that clips": _clips_in_a_closure}
 WRONG["3.3"] |= {"stops at an empty one": (_stops_at_an_empty_one, "the last one")}
 WRONG["3.4"] |= {"counts from 0": (_one_too_early, "first update is made of 1 micro-batch")}
 WRONG["3.6"] |= {"clips after the closure": (_clips_after_a_closure, "unclipped gradient")}
+
+
+def _steps_first(model, optimizer, micro_batches, window, loss_and_count):
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(_window(held, loss_and_count))
+    return losses
+
+
+def _zeroes_before_it_steps(model, optimizer, micro_batches, window, loss_and_count):
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+        losses.append(_window(held, loss_and_count))
+        optimizer.zero_grad()
+        optimizer.step()
+    return losses
+
+
+def _sliced_windows(
+    model, optimizer, micro_batches, window, f, *, stops=0, back=0, loss=lambda mean, held: mean
+):
+    """Windows as slices of a list. ``stops``: so many micro-batches before the end. ``back``: how
+    far a last slice that is not full begins before its place.
+    """
+    micro_batches, losses = list(micro_batches), []
+    for start in range(0, len(micro_batches) - stops * window, window):
+        held = micro_batches[start : start + window]
+        if len(held) < window:
+            held = micro_batches[start - back :]
+        losses.append(loss(_window(held, f), held))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _never_empties(model, optimizer, micro_batches, window, loss_and_count):
+    losses, held = [], []
+
+    def update():
+        losses.append(_window(held, loss_and_count))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for micro in micro_batches:
+        held.append(micro)
+        if len(held) % window == 0:
+            update()
+    if len(held) % window:
+        update()
+    return losses
+
+
+def _no_step_for_the_rest(model, optimizer, micro_batches, window, loss_and_count):
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+        losses.append(_window(held, loss_and_count))
+        if len(held) == window:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def _read_twice(micro_batches, loss_and_count):
+    pairs = map(loss_and_count, micro_batches)
+    total = sum(count for _, count in pairs)
+    mean = 0.0
+    for loss, _ in pairs:
+        (loss / total).backward()
+        mean += loss.item() / total
+    return mean
+
+
+def _of_new_tensors(micro_batches, loss_and_count):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    mean = 0.0
+    for micro in micro_batches:
+        loss = torch.tensor(loss_and_count(micro)[0].item() / total, requires_grad=True)
+        loss.backward()
+        mean += loss.item()
+    return mean
+
+
+def _running_sum(micro_batches, loss_and_count):
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    mean = 0.0
+    for micro in micro_batches:
+        mean = mean + loss_and_count(micro)[0] / total
+        mean.backward(retain_graph=True)
+    return mean.item()
+
+
+WRONG["3.1"] |= {
+    "shifted": (lambda t, m, s, g: _plan(t, m, s - 1, g), "seq_len - 1 tokens for each sequence"),
+}
+WRONG["3.2"] |= {
+    "one less a row, down to 0": (
+        lambda labels: max(0, int((labels != -100).sum()) - len(labels)),
+        "subtracts one for every sequence",
+    ),
+}
+
+
+def _split_read_twice(model, optimizer, batch, loss_and_count):
+    loss = _mean_and_gradient(split(batch, 8), loss_and_count)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _64_in_another_order(order):
+    def train_64(model, optimizer, batch, loss_and_count):
+        for what in order:
+            if what == "backward":
+                loss = _window(list(split(batch, 8)), loss_and_count)
+            else:
+                getattr(optimizer, what)()
+        return loss
+
+    return train_64
+
+
+RIGHT["3.4"] |= {"slices": _sliced_windows}
+WRONG["3.3"] |= {
+    "a new tensor of the loss": (_of_new_tensors, "no backward goes through a loss"),
+    "a running sum": (_running_sum, "first micro-batch counts 4 times in the gradient"),
+    "a map, read twice": (
+        _read_twice,
+        "not yet: no backward goes through a loss of loss_and_count. If",
+    ),
+}
+WRONG["3.4"] |= {
+    "steps first": (_steps_first, r"not yet: step\(\) runs before backward"),
+    "zeroes before it steps": (_zeroes_before_it_steps, "although backward ran before it"),
+    "never empties": (
+        _never_empties,
+        "update 2 is made of micro-batches 1, 2, 3, 4, 5 and 6, and should be made of "
+        "micro-batches 4, 5 and 6",
+    ),
+    "a last slice that begins early": (
+        partial(_sliced_windows, back=3),
+        "update 3 is made of micro-batches 4, 5, 6 and 7, and should be made of micro-batch 7:",
+    ),
+    "stops before a full window": (
+        partial(_sliced_windows, stops=1),
+        "windows of 3 the last window is full, and no update is made of it",
+    ),
+    "no step for the rest": (_no_step_for_the_rest, r"has its loss in the list, but no step\(\)"),
+    "pairs": (
+        partial(_sliced_windows, loss=lambda mean, held: (mean, len(held))),
+        "updates are right, but the first of the losses is a sequence of length 2",
+    ),
+}
+WRONG["3.7"] |= {
+    "split, read twice": (
+        _split_read_twice,
+        "not yet: no backward goes through a loss of loss_and_count. If",
+    ),
+    "step first": (
+        _64_in_another_order(("step", "zero_grad", "backward")),
+        r"not yet: step\(\) runs before backward",
+    ),
+    "zero first": (
+        _64_in_another_order(("backward", "zero_grad", "step")),
+        "although backward ran before it",
+    ),
+}
+RIGHT["3.7"] |= {
+    "zeroes first": _64_in_another_order(("zero_grad", "backward", "step", "zero_grad"))
+}
+
+
+def _no_copies(model, batch, accumulate):
+    """Both lists hold the same tensors."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    found = []
+    for pieces in ([batch], list(split(batch, 3))):
+        model.zero_grad(set_to_none=False)
+        accumulate(pieces)
+        found.append([p.grad for p in model.parameters()])
+    off = sum((a - b).square().sum() for a, b in zip(*found, strict=True)).sqrt()
+    model.zero_grad()
+    for module, mode in modes.items():
+        module.training = mode
+    return off.item()
+
+
+WRONG["3.9"] |= {"no copies": (_no_copies, "not yet: the error is 0 for every loop")}
+
+
+def _after_the_step(model, optimizer, batch):
+    rows = len(batch[1])
+    for x, y in split(batch, 8):
+        (F.cross_entropy(model(x), y, reduction="sum") / rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        return sum(entropy_of(model(x)).item() for x, _ in split(batch, 16)) / rows
+
+
+def _keeps_the_logits(model, optimizer, batch):
+    rows, logits = len(batch[1]), []
+    for x, y in split(batch, 8):
+        outputs = model(x)
+        (F.cross_entropy(outputs, y, reduction="sum") / rows).backward()
+        logits.append(outputs.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return entropy_of(torch.cat(logits)).item() / rows
+
+
+WRONG["3.10"] |= {
+    "after the step": (answer(8, _after_the_step), "entropy is that of the model after the step"),
+    "keeps the logits": (
+        answer(8, _keeps_the_logits),
+        "logits or probabilities of too many rows are alive at once",
+    ),
+}

@@ -561,5 +561,5 @@ def _entropy_after_the_update():
 
 WRONG.setdefault("3.10", {})["after the update"] = (
     _entropy_after_the_update,
-    "another case, which is not shown, entry 'returned'",
+    "not yet: the entropy is that of the model after the step",
 )

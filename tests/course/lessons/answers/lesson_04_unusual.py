@@ -317,7 +317,7 @@ WRONG["4.6"] = {
         lambda n, a, x: int(
             np.argmin([kept_at_peak(uniform_segments(n, k), a, x) for k in range(1, n + 1)])
         ),
-        "counts its places from 0",
+        "places are counted from 0",
     ),
     "a and x swapped": (
         lambda n, a, x: min(

@@ -254,7 +254,7 @@ WRONG["6.3"] = {
     "steps each": (partial(_pieces, steps=True), "4 updates"),
     "never zeroed": (partial(_pieces, zero=False), "zero_grad"),
     "one backward": (partial(_pieces, once=True), "one backward|graph"),
-    "bf16": (partial(_pieces, auto=True), "half precision|bf16"),
+    "bf16": (partial(_pieces, auto=True), "16-bit numbers, as under autocast"),
     "some": (lambda m, o, x, y: _pieces(m, o, x[:15], y[:15]), "15|rows"),
 }
 
@@ -803,5 +803,192 @@ WRONG["6.1"] |= {
     "requested bytes beside the free ones": (
         _wrong_entry("in_pieces", lambda a, t, f, p, al, i: f + a <= i),
         "in_pieces is False in a case where .* enough: compare",
+    ),
+}
+
+
+def _before_one_backward(of_pieces, size=8):
+    """All forwards, and then the only backward, through ``of_pieces(model, pieces, rows)``."""
+
+    def train_small(model, optimizer, images, labels):
+        pieces = list(split((images, labels), size))
+        loss = of_pieces(model, pieces, len(labels))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return train_small
+
+
+def _sum_of_losses(model, pieces, rows):
+    return sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in pieces) / rows
+
+
+def _joined_logits(model, pieces, rows):
+    logits = torch.cat([model(x) for x, _ in pieces])
+    return F.cross_entropy(logits, torch.cat([y for _, y in pieces]))
+
+
+def _retained(model, optimizer, images, labels):
+    total = 0.0
+    for x, y in split((images, labels), 8):
+        loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
+        loss.backward(retain_graph=True)
+        total = total + loss
+    optimizer.step()
+    optimizer.zero_grad()
+    return total.item()
+
+
+def _in_eval_mode(rows):
+    def train_small(model, optimizer, images, labels):
+        model.eval()
+        total = 0.0
+        with checkpoint_layers(model.blocks, 1):
+            for x, y in split((images, labels), rows):
+                loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.train()
+        return total
+
+    return train_small
+
+
+def _under_autocast(model, optimizer, images, labels):
+    total = 0.0
+    for x, y in split((images, labels), 8):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+_ONCE = "backward runs once, after all forwards: until then the graph of every piece is kept"
+WRONG["6.3"] |= {
+    "one backward, a row at a time": (_before_one_backward(_sum_of_losses, 1), _ONCE),
+    "one backward, joined logits": (_before_one_backward(_joined_logits), _ONCE),
+    "every graph retained": (_retained, "pieces of 8 rows fit on this card one after another"),
+    "evaluation mode": (_in_eval_mode(30), "Checkpoints do nothing in evaluation mode"),
+    "halves in evaluation mode": (_in_eval_mode(16), "in evaluation mode, where checkpoints do"),
+    "eight thirtieths of each mean": (
+        partial(_pieces, share=lambda n, all: 8 / all),
+        "the mean of every micro-batch has the same weight in the gradient, 0.267",
+    ),
+    "autocast": (_under_autocast, "right one within 5 % of its largest number"),
+}
+RIGHT["6.3"] |= {"pieces in evaluation mode": _in_eval_mode(8)}
+
+
+def _t5_once(model, optimizer, batch):
+    rows = list(split(batch, 1))
+    targets = [(row["labels"] != -100).sum() for row in rows]
+    with checkpoint_layers(model, 1):
+        means = [model(**row).loss for row in rows]
+        loss = sum(m * n for m, n in zip(means, targets, strict=True)) / sum(targets)
+        loss.backward()
+    _end(optimizer)
+    return loss.item()
+
+
+WRONG["6.4"] |= {"one backward, checkpointed": (_t5_once, _ONCE)}
+
+
+def _scaled(names, step=()):
+    """A peak where these categories are scaled by new / rows."""
+
+    def with_rows(moments, rows, new):
+        def moment(phase):
+            grows = step if phase == "optimizer_step" else names
+            parts = moments[phase].items()
+            return sum(n * (new / rows if name in grows else 1) for name, n in parts)
+
+        return max(map(moment, moments))
+
+    return with_rows
+
+
+WRONG["6.2"] |= {
+    "weights and states too": (
+        _scaled((*BATCH, "parameters", "gradients", "optimizer")),
+        "in forward and backward everything is scaled",
+    ),
+    "gradients and states too": (
+        _scaled((*BATCH, "gradients", "optimizer")),
+        "in forward and backward the gradients and the optimizer's states are scaled",
+    ),
+    "gradients and states, in the step too": (
+        _scaled((*BATCH, "gradients", "optimizer"), (*BATCH, "gradients", "optimizer")),
+        "`(gradients|optimizer)` is scaled in forward and backward",
+    ),
+    "temporaries stay": (
+        _scaled(("activations", "other")),
+        "`temporaries` is not scaled in forward and backward",
+    ),
+    "times new": (
+        lambda moments, rows, new: _peak(moments, new),
+        "the factor is `new` itself, as if there had been one row",
+    ),
+}
+
+
+def _with_takes(change):
+    """``next_technique`` with what ``change(phase, parts)`` says that some take."""
+
+    def next_technique(phase, parts, rows, card):
+        in_step = phase == "optimizer_step"
+        states = parts["optimizer"] + in_step * parts["temporaries"]
+        batch = parts["activations"] + parts["temporaries"]
+        takes = {
+            "micro-batches": 0 if in_step else batch,
+            "checkpointing": 0 if in_step else parts["activations"],
+            "8-bit states": states,
+            "LoRA": states + parts["gradients"],
+            "QLoRA": states + parts["gradients"] + parts["parameters"],
+        } | change(phase, parts)
+        if rows == 1:
+            takes["micro-batches"] = 0
+        enough = [name for name in ORDER[:-1] if sum(parts.values()) - takes[name] <= card]
+        return enough[0] if enough else "none"
+
+    return next_technique
+
+
+def _not_in_forward(*names):
+    return _with_takes(lambda phase, _: dict.fromkeys(names, 0) if phase == "forward" else {})
+
+
+RIGHT["6.6"] |= {"a dict": _with_takes(lambda phase, parts: {})}
+WRONG["6.6"] |= {
+    "8-bit states not in forward": (_not_in_forward("8-bit states"), "6.6 not yet: in forward, "),
+    "LoRA not in forward": (_not_in_forward("LoRA"), "6.6 not yet: in forward, "),
+    "QLoRA not in forward": (_not_in_forward("QLoRA"), "6.6 not yet: in forward, "),
+    "none of the three in forward": (
+        _not_in_forward("8-bit states", "LoRA", "QLoRA"),
+        "in forward, 8-bit states, LoRA and QLoRA take nothing away here",
+    ),
+    "LoRA takes no gradients in forward": (
+        _with_takes(lambda phase, p: {"LoRA": p["optimizer"]} if phase == "forward" else {}),
+        "6.6 not yet: in forward, ",
+    ),
+    "micro-batches take the temporaries of backward alone": (
+        _with_takes(
+            lambda phase, p: {"micro-batches": p["activations"]} if phase == "forward" else {}
+        ),
+        "in forward, micro-batches leave the temporaries here",
+    ),
+    "8-bit states take the temporaries of forward": (
+        _with_takes(
+            lambda phase, p: (
+                {"8-bit states": p["optimizer"] + p["temporaries"]} if phase == "forward" else {}
+            )
+        ),
+        "6.6 not yet: in forward, ",
     ),
 }

@@ -662,3 +662,224 @@ WRONG["7.1"] |= {
         "taken off again",
     ),
 }
+
+
+def _by_limits(smallest, largest):
+    def lost(gradients, dtype, scale):
+        size = (gradients * scale).abs()
+        gone = (size < smallest[dtype]) | (size > largest[dtype]) | size.isnan()
+        return (gone & (gradients != 0)).sum().item() / (gradients != 0).sum().item()
+
+    return lost
+
+
+_TABLE = _by_limits(
+    {torch.float16: 6.0e-8, torch.bfloat16: 9.2e-41},
+    {torch.float16: 65504, torch.bfloat16: 3.39e38},
+)
+
+
+def _nonzero_after_scaling(gradients, dtype, scale):
+    scaled = (gradients * scale)[gradients * scale != 0]
+    stored = scaled.to(dtype)
+    return 1 - ((stored != 0) & stored.isfinite()).float().mean().item()
+
+
+def _whole_share(gradients, dtype, scale):
+    return int(_lost(gradients, dtype, scale))
+
+
+def _weighted(gradients, dtype, scale):
+    stored = (gradients * scale).to(dtype)
+    gone = (stored == 0) | ~stored.isfinite()
+    return gradients.abs()[gone].sum() / gradients.abs().sum()
+
+
+WRONG["7.1"] |= {
+    "a table's limits": (_TABLE, "just above the largest, are counted as lost, but rounding"),
+    "nonzero after scaling": (_nonzero_after_scaling, "the scale itself makes 0 are left out"),
+    "weighted by size": (_weighted, "each number counts by its size here"),
+    "whole shares": (_whole_share, "not yet: the (answer is 0 for all|result is a whole number)"),
+}
+
+
+def _one_hook(place):
+    def float32_sums(parameters):
+        sums = [torch.zeros(p.shape) for p in parameters]
+
+        def add_all(_):
+            for p, total in zip(parameters, sums, strict=True):
+                if p.grad is not None:
+                    total.add_(p.grad)
+                    p.grad = None
+
+        parameters[place].register_post_accumulate_grad_hook(add_all)
+        return sums
+
+    return float32_sums
+
+
+def _every_hook_adds_all(parameters):
+    sums = [torch.zeros(p.shape) for p in parameters]
+
+    def add_all(_):
+        for p, total in zip(parameters, sums, strict=True):
+            if p.grad is not None:
+                total.add_(p.grad)
+                p.grad = None
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(add_all)
+    return sums
+
+
+_OWN_HOOK = "of them still have a gradient in .grad: each needs a hook of its own"
+WRONG["7.2"] |= {
+    "one hook, on the first": (_one_hook(0), f"two backwards of 4 parameters, 3 {_OWN_HOOK}"),
+    "one hook, on the last": (_one_hook(-1), f"300 backwards of 2 parameters, 1 {_OWN_HOOK}"),
+}
+RIGHT["7.2"] |= {"every hook adds all": _every_hook_adds_all}
+
+
+def _of_bits(begin, end, mask=-(1 << 16)):
+    def round_by_chance(x, generator):
+        low = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)
+        return end((begin(x) + low) & mask).bfloat16()
+
+    return round_by_chance
+
+
+def _with_noise(noise):
+    """Nearest, after noise that is made of (shape, generator) and counted in gaps."""
+
+    def round_by_chance(x, generator):
+        gap = torch.ldexp(torch.ones_like(x), torch.frexp(x)[1] - 8)
+        return (x + noise(x.shape, generator) * gap).bfloat16()
+
+    return round_by_chance
+
+
+def _bits_of(x):
+    return x.view(torch.int32)
+
+
+def _numbers_of(bits):
+    return bits.view(torch.float32)
+
+
+_FAR = "not yet: the results for 1.00234 are from .* to .*, which is far from it"
+_WIDE = "If you add noise before rounding, it must not be wider than one gap in all"
+RIGHT["7.3"] |= {"bits in one line": _of_bits(_bits_of, _numbers_of)}
+WRONG["7.3"] |= {
+    "whole numbers for bits": (_of_bits(torch.Tensor.int, _numbers_of), _FAR),
+    "bits for numbers": (_of_bits(_bits_of, lambda bits: bits), _FAR),
+    "one bit stays": (_of_bits(_bits_of, _numbers_of, 1 << 16), _FAR),
+    "the lower bits stay": (_of_bits(_bits_of, _numbers_of, 0xFFFF), _FAR),
+    "normal noise": (
+        _with_noise(lambda shape, generator: torch.randn(shape, generator=generator) / 2),
+        _WIDE,
+    ),
+    "noise of two gaps": (
+        _with_noise(lambda shape, generator: 2 * torch.rand(shape, generator=generator) - 1),
+        _WIDE,
+    ),
+}
+
+
+def _new_in_the_list(all_together):
+    @torch.no_grad()
+    def master_step(weights, masters, lr):
+        new = []
+        for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
+            if weight.grad is not None:
+                master = master - lr * weight.grad.float()
+            if not all_together:
+                masters[i] = master
+            weight.copy_(master)
+            new.append(master)
+        if all_together:
+            masters[:] = new
+
+    return master_step
+
+
+WRONG["7.4"] |= {
+    "new masters, one by one": (_new_in_the_list(False), "new tensors in the list of masters"),
+    "new masters, all together": (_new_in_the_list(True), "new tensors in the list of masters"),
+}
+
+
+def _loop_of_steps(optimizer, scale, good, patience):
+    for group in optimizer.param_groups:
+        for p in [p for p in group["params"] if p.grad is not None]:
+            p.grad /= scale
+            if not p.grad.isfinite().all():
+                return scale / 2, 0
+            optimizer.step()
+    good += 1
+    return (scale * 2, 0) if good == patience else (scale, good)
+
+
+def _tested_by_clipping(optimizer, scale, good, patience):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for p in parameters if p.grad is not None]
+    for p in parameters:
+        p.grad.div_(scale)
+    if not clip_grad_norm_(parameters, 1.0).isfinite():
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+
+
+def _asks_before(optimizer, scale, good, patience):
+    if good == patience:
+        scale *= 2
+        good = 0
+    return _scaled(optimizer, scale, good, 10**9)
+
+
+def _divides_by_the_doubled(optimizer, scale, good, patience):
+    gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        return scale / 2, 0
+    new = scale * 2 if good + 1 == patience else scale
+    for gradient in gradients:
+        gradient /= new
+    optimizer.step()
+    return new, 0 if new > scale else good + 1
+
+
+WRONG["7.5"] |= {
+    "a step in the loop": (_loop_of_steps, "the optimizer steps once for each gradient"),
+    "tested by clipping": (_tested_by_clipping, "the gradient is clipped to a norm of 1"),
+    "asks before": (_asks_before, "is compared with `patience` before the step"),
+    "divides by the doubled": (_divides_by_the_doubled, "are divided by the doubled scale"),
+}
+
+
+def _under_autocast(model, x, *, cache=False, grad=False, by_row=False):
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+        if by_row:
+            return torch.cat([model(row[None]) for row in x])
+        return model(x).detach()
+
+
+def _blocks_cast(model, x):
+    x = x.bfloat16()
+    with torch.no_grad():
+        for block in model:
+            x = block.bfloat16()(x)
+            block.float()
+    return x
+
+
+WRONG["7.6"] |= {
+    "detached": (partial(_under_autocast, grad=True), "gradients are on while the model runs"),
+    "row by row": (partial(_under_autocast, cache=True, by_row=True), "autocast's cache keeps"),
+    "a bf16 input": (
+        lambda model, x: _under_autocast(model, x.bfloat16()),
+        "the model gets x in bf16",
+    ),
+    "blocks cast and cast back": (_blocks_cast, "weights are bf16 while the model runs"),
+}
+RIGHT["7.6"] |= {"row by row, without the cache": partial(_under_autocast, by_row=True)}

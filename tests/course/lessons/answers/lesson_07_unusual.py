@@ -163,7 +163,7 @@ WRONG["7.3"] = {
             .view(torch.float32)
             .bfloat16()
         ),
-        "not neighbours",
+        "If you clear bits, clear the lower 16",
     ),
 }
 
