@@ -196,6 +196,7 @@ def test_a_plan_as_plain_values():
         },
         "cards": 1,
         "machines": 1,
+        "network": None,
         "seq_len": 2048,
         "global_batch": 8,
         "method": "full",
