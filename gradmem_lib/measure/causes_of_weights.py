@@ -187,7 +187,9 @@ def wide_weights(facts: Facts) -> Cause | None:
 
 
 def double_tensors(facts: Facts) -> Cause | None:
-    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64."""
+    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64, and so
+    is what ``.double()`` makes.
+    """
     if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
         return None
     double = []
@@ -201,12 +203,26 @@ def double_tensors(facts: Facts) -> Cause | None:
         f"{format_bytes(nbytes)} at the peak are in float64, though no weight is. What is "
         "computed from a float64 tensor and a float32 one is float64."
     )
-    remedy = (
-        "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
-        "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them."
-    )
     # Lines of data come first: float64 most often begins there.
-    data = [holder for holder in double if holder.category == "other"]
+    data = [h for h in double if h.category == "other" and not h.computed_from]
+    of_training = [h for h in double if h.computed_from]
+    if 2 * total(of_training) > nbytes:
+        remedy = (
+            "they were computed from gradients or weights alone, which are narrower, so .double() "
+            "or dtype=torch.float64 has made them. In float32 they have half as many bytes."
+        )
+    elif data:
+        remedy = (
+            "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), "
+            "or torch.tensor(..., dtype=torch.float32), halves them and all that is computed from "
+            "them."
+        )
+    else:
+        remedy = (
+            "look for .double() and dtype=torch.float64, and for arrays of numpy, whose numbers "
+            "are float64 by default. In float32, these tensors and all that is computed from them "
+            "have half as many bytes."
+        )
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
     name = "Tensors are in float64"
     stays = nbytes - nbytes // 2
