@@ -105,7 +105,7 @@ def scores_of_positions(facts: Facts) -> Cause | None:
     if facts.structure is None or not facts.structure.maps or facts.outside_of_training:
         return None
     scores = []
-    of_a_loss = False  # whether a sum over positions has been computed from them
+    of_a_loss = False  # whether a cross-entropy has been computed from them, a sum over positions
     for holder in (*facts.at_peak, *facts.others):
         shape = holder.shape
         is_map = len(shape) >= 3 and shape[1] in facts.structure.maps
@@ -113,7 +113,7 @@ def scores_of_positions(facts: Facts) -> Cause | None:
             continue
         if "upsample" in holder.op:
             return None  # a piece of enlarged scores needs scores around it
-        if any(name in holder.op for name in ("log_softmax", "binary_cross_entropy")):
+        if "log_softmax" in holder.op:
             of_a_loss = True
     for holder in facts.at_peak:
         is_map = len(holder.shape) >= 3 and holder.shape[1] in facts.structure.maps
