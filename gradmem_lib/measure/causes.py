@@ -33,6 +33,7 @@ from .causes_of_tensors import (
     expanded_tensors,
     large_logits,
     repeated_rows,
+    scores_of_positions,
 )
 from .causes_of_weights import (
     copy_in_another_module,
@@ -80,6 +81,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     dense_embedding_gradient,
     eager_scores,
     large_logits,
+    scores_of_positions,
     expanded_tensors,
     leftovers,
     evaluation_batch,
@@ -93,6 +95,7 @@ OF_SIZE = (
     dense_embedding_gradient,
     eager_scores,
     large_logits,
+    scores_of_positions,
     expanded_tensors,
 )
 

@@ -66,24 +66,88 @@ def copied_gradients(facts: Facts) -> Cause | None:
             copies.append(holder)
         elif holder.category == "gradients":
             originals.append(holder)
-    # Either the copies can go, or the gradients that they were made from: the smaller part counts.
-    nbytes = min(total(copies), total(originals))
-    if nbytes < WORTH * facts.peak.total:
+    if min(total(copies), total(originals)) < WORTH * facts.peak.total:
         return None
     evidence = (
         f"{format_bytes(total(copies))} at the peak were computed from gradients alone, as a copy "
         f"or in another dtype, beside {format_bytes(total(originals))} of gradients."
     )
-    remedy = (
-        "take one gradient after another instead of all at once: p.grad.norm() of each for a norm "
-        "(torch.nn.utils.clip_grad_norm_ does that), one running sum for the gradients of several "
-        "tasks, and p.grad = None as soon as a copy in another dtype has taken its place."
-    )
     name = "The gradients are there more than once"
-    stays = max(holder.nbytes for holder in copies)
-    condition = "If only one copy exists at a time"
     lines = lines_of(copies)
+    are_gradients = [holder for holder in copies if holder.category == "gradients"]
+    if 2 * total(are_gradients) > total(copies):
+        # An optimizer reads the copies, so the gradients that they were made from can go.
+        remedy = (
+            "set p.grad = None as soon as a copy in another dtype has taken its place, for one "
+            "weight after another."
+        )
+        nbytes = total(originals)
+        stays = max(holder.nbytes for holder in originals)
+        condition = "If each gradient goes when its copy is there"
+    elif _are_several_sets(copies, originals, facts):
+        remedy = (
+            "keep one running sum for the gradients of several backwards, or a number of each, "
+            "such as p.grad.norm().item(), instead of a list of copies."
+        )
+        nbytes, stays = total(copies), _bytes_of_sets(2, copies, originals, facts)
+        condition = "If only a running sum and the last copy of each gradient stay"
+    else:
+        remedy = (
+            "take one gradient after another instead of all at once: p.grad.norm() of each for a "
+            "norm (torch.nn.utils.clip_grad_norm_ does that)."
+        )
+        nbytes, stays = total(copies), _bytes_of_the_largest(copies, originals)
+        condition = "If one gradient at a time is copied"
     return Cause(name, nbytes, evidence, remedy, lines, copies, stays=stays, condition=condition)
+
+
+def _kinds(copies: list[Holder]) -> list[list[Holder]]:
+    """The copies that one operation of one line has made in one dtype, as lists."""
+    kinds = defaultdict[tuple, list[Holder]](list)
+    for holder in copies:
+        kinds[holder.line, holder.op, holder.dtype].append(holder)
+    return list(kinds.values())
+
+
+def _width(kind: list[Holder]) -> int:
+    """Bytes of one number."""
+    dtype = kind[0].dtype
+    return 4 if dtype is None else dtype.itemsize  # float32
+
+
+def _numbers_of_a_set(originals: list[Holder], facts: Facts) -> int:
+    """The numbers in the gradients of all weights, also of those that are not there at the peak."""
+    numbers = sum(total(kind) // _width(kind) for kind in _kinds(originals))
+    if facts.structure is None:
+        return numbers
+    return max(numbers, sum(numel(facts.structure.shapes[name]) for name in facts.trained))
+
+
+def _are_several_sets(copies: list[Holder], originals: list[Holder], facts: Facts) -> bool:
+    """Whether the same line has copied the gradients of all weights more than once."""
+    limit = ONE_FOR_EACH * _numbers_of_a_set(originals, facts)
+    return any(total(kind) > limit * _width(kind) for kind in _kinds(copies))
+
+
+def _bytes_of_sets(n: int, copies: list[Holder], originals: list[Holder], facts: Facts) -> int:
+    """The bytes of ``copies`` if there were ``n`` of each gradient, at most."""
+    numbers = n * _numbers_of_a_set(originals, facts)
+    return sum(min(total(kind), numbers * _width(kind)) for kind in _kinds(copies))
+
+
+def _bytes_of_the_largest(copies: list[Holder], originals: list[Holder]) -> int:
+    """The bytes of ``copies`` if there were those of one gradient at a time, at most.
+
+    A copy may be of all gradients, as torch.cat makes it: it is then of the largest one alone. And
+    a copy may be beside its square, as in p.grad.double().square().sum().
+    """
+    kinds = _kinds(copies)
+    largest = max(holder.nbytes // _width([holder]) for holder in originals)
+    nbytes = 0
+    for kind in kinds:
+        nbytes += min(max(holder.nbytes for holder in kind), largest * _width(kind))
+    a_copy_and_its_square = 2 * largest * max(map(_width, kinds))
+    return min(max(nbytes, a_copy_and_its_square), total(copies))
 
 
 def gradients_of_rows(facts: Facts) -> Cause | None:

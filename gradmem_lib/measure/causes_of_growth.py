@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -106,12 +107,36 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
     for kind in kinds.values():
         old = kind
         if belongs_to_training(kind[0]):
-            newest = max(map(facts.time_of, kind))  # the ones in use
-            old = [holder for holder in kind if facts.time_of(holder) < newest]
+            old = _of_earlier_rounds(kind, facts)
         are_several = len(set(map(facts.time_of, old))) >= OLD_STEPS
         if are_several and _goes_on_for_ever(kind, facts):
             growing.append(old)
     return growing
+
+
+def _of_earlier_rounds(kind: list[Holder], facts: Facts) -> list[Holder]:
+    """Those of ``kind`` that others have taken the place of.
+
+    The newest ones are in use. So are the weights that an optimizer goes on with after it, or the
+    user, has made later ones: the layers of a model that grows, or a head for each task.
+    """
+    names = set[str]()
+    if facts.structure is not None:
+        names.update(facts.structure.shapes)
+    # In a run of several models, those of all rounds may have the same names.
+    with_name = Counter(holder.module for holder in kind)
+    times = sorted(set(map(facts.time_of, kind)))
+    old = []
+    for holder in kind:
+        has_a_name = holder.module in names and with_name[holder.module] == 1
+        of_the_model = holder.category == "parameters" and has_a_name
+        later = bisect_right(times, facts.time_of(holder))
+        if of_the_model or later == len(times):
+            continue
+        # Without an optimizer, nothing is known of updates: they are -1.
+        if holder.updated <= times[later]:
+            old.append(holder)
+    return old
 
 
 def _goes_on_for_ever(holders: list[Holder], facts: Facts) -> bool:

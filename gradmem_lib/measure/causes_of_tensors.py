@@ -100,6 +100,53 @@ def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
     return largest
 
 
+def scores_of_positions(facts: Facts) -> Cause | None:
+    """Scores of each pixel, as in segmentation: a number for each class, (rows, classes, ...)."""
+    if facts.structure is None or not facts.structure.maps or facts.outside_of_training:
+        return None
+    scores = []
+    of_a_loss = False  # whether a cross-entropy has been computed from them, a sum over positions
+    for holder in (*facts.at_peak, *facts.others):
+        shape = holder.shape
+        is_map = len(shape) >= 3 and shape[1] in facts.structure.maps
+        if not is_map or facts.time_of(holder) < facts.peak_time - 1:
+            continue
+        if "upsample" in holder.op:
+            return None  # a piece of enlarged scores needs scores around it
+        if "log_softmax" in holder.op:
+            of_a_loss = True
+    for holder in facts.at_peak:
+        is_map = len(holder.shape) >= 3 and holder.shape[1] in facts.structure.maps
+        is_in_use = facts.time_of(holder) >= facts.peak_time - 1
+        if is_map and is_in_use and holder.category in ("activations", "temporaries"):
+            scores.append(holder)
+    nbytes = total(scores)
+    if not of_a_loss or not scores or nbytes < DOMINATES * facts.peak.total:
+        return None
+    largest = max(scores, key=lambda holder: holder.nbytes)
+    classes = largest.shape[1]
+    evidence = (
+        f"{format_bytes(nbytes)} at the peak are scores, what is computed from them and their "
+        f"gradients, with {classes:,} numbers for each position (pixel)."
+    )
+    remedy = (
+        "the last convolution has size 1, so compute it and the loss for a few lines of pixels at "
+        "a time: loss_of(features[:, :, rows], labels[:, rows]) under "
+        "torch.utils.checkpoint.checkpoint, with reduction='sum' and divided by the number of all "
+        "labels. A loss of your own can be computed so if it is a sum over pixels."
+    )
+    # Each piece makes a gradient of all features and of the head: the sum of earlier ones, this
+    # gradient and the new sum are there at once.
+    inputs = facts.structure.maps[classes]
+    features = largest.nbytes // classes * inputs
+    width = 4 if largest.dtype is None else largest.dtype.itemsize
+    head = (inputs + 1) * classes * width
+    stays = min(pieces_of(nbytes) + 3 * (features + head), nbytes)
+    name = "The scores of all positions are the largest part"
+    lines = lines_of(scores)
+    return Cause(name, nbytes, evidence, remedy, lines, scores, stays=stays, condition=IN_PIECES)
+
+
 def repeated_rows(facts: Facts) -> Cause | None:
     """A batch in which each row is there several times, such as a context for many samples."""
     for repeated in facts.at_peak:

@@ -187,7 +187,9 @@ def wide_weights(facts: Facts) -> Cause | None:
 
 
 def double_tensors(facts: Facts) -> Cause | None:
-    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64."""
+    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64, and so
+    is what ``.double()`` makes.
+    """
     if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
         return None
     double = []
@@ -201,12 +203,26 @@ def double_tensors(facts: Facts) -> Cause | None:
         f"{format_bytes(nbytes)} at the peak are in float64, though no weight is. What is "
         "computed from a float64 tensor and a float32 one is float64."
     )
-    remedy = (
-        "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
-        "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them."
-    )
     # Lines of data come first: float64 most often begins there.
-    data = [holder for holder in double if holder.category == "other"]
+    data = [h for h in double if h.category == "other" and not h.computed_from]
+    of_training = [h for h in double if h.computed_from]
+    if 2 * total(of_training) > nbytes:
+        remedy = (
+            "they were computed from gradients or weights alone, which are narrower, so .double() "
+            "or dtype=torch.float64 has made them. In float32 they have half as many bytes."
+        )
+    elif data:
+        remedy = (
+            "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), "
+            "or torch.tensor(..., dtype=torch.float32), halves them and all that is computed from "
+            "them."
+        )
+    else:
+        remedy = (
+            "look for .double() and dtype=torch.float64, and for arrays of numpy, whose numbers "
+            "are float64 by default. In float32, these tensors and all that is computed from them "
+            "have half as many bytes."
+        )
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
     name = "Tensors are in float64"
     stays = nbytes - nbytes // 2
@@ -217,7 +233,8 @@ def double_tensors(facts: Facts) -> Cause | None:
 def copies_of_weights(facts: Facts) -> list[list[Holder]]:
     """Groups of tensors with the shapes of all parameters, each made by one line in one step.
 
-    The parameters of another model, whose layers have a line each, are one group.
+    The parameters of other models, whose layers have a line each, are one group if their names are
+    known.
     """
     if facts.structure is None or not facts.structure.shapes:
         return []
@@ -232,17 +249,51 @@ def copies_of_weights(facts: Facts) -> list[list[Holder]]:
         if is_data or of_gradients or not can_be:
             continue
         if holder.module in facts.untrained:
-            groups["another model"].append(holder)
+            groups["other models"].append(holder)
         else:
             groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
     copies = []
     for group in groups.values():
-        rest = group
-        while copy := _with_shapes_of_the_model(rest, facts):
-            copies.append(copy)
-            in_copy = set(map(id, copy))
-            rest = [holder for holder in rest if id(holder) not in in_copy]
+        if not facts.of_another_model(group[0]):
+            copies += _copies_among(group, facts)[0]
+            continue
+        in_group = _copies_in_other_models(group, facts)
+        if not in_group and group[0].module in facts.untrained:
+            # An average of the weights beside a teacher: each has a name of its own.
+            models = defaultdict[str, list[Holder]](list)
+            for holder in group:
+                models[holder.module.partition(".")[0]].append(holder)
+            for model in models.values():
+                in_group += _copies_in_other_models(model, facts)
+        copies += in_group
     return copies
+
+
+def _copies_among(holders: list[Holder], facts: Facts) -> tuple[list[list[Holder]], list[Holder]]:
+    """The copies of the model's weights among ``holders``, and the rest of them."""
+    copies, rest = [], holders
+    while copy := _with_shapes_of_the_model(rest, facts):
+        copies.append(copy)
+        in_copy = set(map(id, copy))
+        rest = [holder for holder in rest if id(holder) not in in_copy]
+    return copies, rest
+
+
+def _copies_in_other_models(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
+    """The copies among parameters of other models. A teacher with more layers of the same shapes,
+    or with another head, is no copy: a copy has all shapes of the model, each as often.
+    """
+    shapes = facts.structure.shapes.values()
+    copies, rest = _copies_among(holders, facts)
+    if len(set(map(len, copies))) > 1:
+        return []  # twice as many layers, and one head
+    if not rest:
+        return copies  # what each of them lacks may be parameters that no step reads
+    if any(len(copy) < len(shapes) for copy in copies):
+        return []  # the rest stands in the place of what it lacks
+    more_of_the_same = sum(numel(holder.shape) for holder in rest if holder.shape in shapes)
+    everything = sum(map(numel, shapes))
+    return copies if more_of_the_same < (1 - ALMOST_ALL) * everything else []
 
 
 def _is_copy_to_go_back_to(holder: Holder, twice: set[str]) -> bool:

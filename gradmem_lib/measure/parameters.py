@@ -19,7 +19,7 @@ from ..compat import operators
 from ..compat.modules import is_hook_of
 from ..compat.tensors import plain_tensors, storage_key
 from .operations import OperationMeter
-from .recording import Recording
+from .recording import Entry, Recording
 from .storages import NO_STORAGE, storages_of, tensors_held
 
 
@@ -157,6 +157,7 @@ class ParameterMeter(OperationMeter):
         with self.lock:
             self.stepped.add(optimizer)
             self._tag_states(optimizer)
+            self._note_update(optimizer)
             self.position.end_step()
 
     def _tag_parameters(self, optimizer: Optimizer) -> None:
@@ -188,11 +189,31 @@ class ParameterMeter(OperationMeter):
         """Whether it is a plain tensor that counts as an optimizer's already."""
         if type(value) is not torch.Tensor:
             return False
-        try:
-            entry = self.recording.live.get(storage_key(value.untyped_storage()))
-        except NO_STORAGE:
-            return False
+        entry = self._entry_of(value)
         return entry is not None and entry.category == names.OPTIMIZER
+
+    def _entry_of(self, tensor: torch.Tensor) -> Entry | None:
+        try:
+            return self.recording.live.get(storage_key(tensor.untyped_storage()))
+        except NO_STORAGE:
+            return None
+
+    def _note_update(self, optimizer: Optimizer) -> None:
+        """Note that the optimizer's weights and states are in use in this step: those of an earlier
+        round's model are not.
+        """
+        in_use: list[Any] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                in_use.append(parameter)
+                state = optimizer.state.get(parameter)
+                if isinstance(state, dict):
+                    in_use += state.values()
+        with plain_tensors():
+            for tensor in in_use:
+                entry = self._entry_of(tensor) if isinstance(tensor, torch.Tensor) else None
+                if entry is not None:
+                    entry.updated = self.recording.step
 
     def _tag_state(self, tensor: torch.Tensor, name: str) -> None:
         """Count a tensor of an optimizer. Weights and gradients in it stay what they are."""

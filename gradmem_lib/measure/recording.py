@@ -42,7 +42,8 @@ class Entry(weakref.ref):
     Few entries have these, so there are functions that ask for them. ``expanded``: it is several
     times larger than all that it was computed from. ``is_result``: an outermost module has returned
     it. ``source``: the category of all that it was computed from outside of modules. ``stop``: the
-    first sample without it, if it was freed.
+    first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
+    this weight, or this state.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Entry(weakref.ref):
         "step",
         "stop",
         "turn",
+        "updated",
     )
     category: int
     dtype: torch.dtype | None
@@ -81,6 +83,7 @@ class Entry(weakref.ref):
     step: int
     stop: int
     turn: int
+    updated: int
 
 
 def is_expanded(entry: Entry) -> bool:
@@ -90,6 +93,11 @@ def is_expanded(entry: Entry) -> bool:
 def is_result(entry: Entry) -> bool:
     """Whether an outermost module has returned it."""
     return getattr(entry, "is_result", False)
+
+
+def last_update_of(entry: Entry) -> int:
+    """The last step of an optimizer that has this weight, or this state; -1 if there was none."""
+    return getattr(entry, "updated", -1)
 
 
 def source_of(entry: Entry) -> int:

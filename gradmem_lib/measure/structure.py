@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -35,7 +35,9 @@ class Structure:
     checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the
     names of the parameters that need a gradient. ``outputs``: how many features come out of the
     matrices at the model's end, such as the number of tokens that it knows, or how many rows a
-    table of embeddings has, for scores of all of them.
+    table of embeddings has, for scores of all of them. ``maps``: the numbers for each position
+    (pixel) that come out of a convolution of size 1 at the model's end, such as the number of
+    classes, and how many go into it.
     """
 
     layers: frozenset[str]
@@ -44,6 +46,7 @@ class Structure:
     trained: frozenset[str]
     outputs: frozenset[int]
     checkpoints: Checkpoints
+    maps: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module | None) -> Self | None:
@@ -69,6 +72,7 @@ class Structure:
             frozenset(trained),
             _outputs(model, layers),
             _checkpoints(model),
+            _maps(model),
         )
 
     def in_layers(self, module: str) -> bool:
@@ -127,6 +131,23 @@ def _matrices(model: nn.Module) -> dict[str, list[Shape]]:
             if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2:
                 found.setdefault(name, []).append(tuple(parameter.shape))
     return found
+
+
+def _maps(model: nn.Module) -> dict[int, int]:
+    """The outputs and the inputs of the model's last layer, if it is a convolution that computes
+    each position from this position alone, and makes more numbers of fewer. Otherwise empty.
+    """
+    last = None
+    for module in model.modules():
+        own = module.parameters(recurse=False)
+        if any(not nn.parameter.is_lazy(p) and p.dim() >= 2 for p in own):
+            last = module
+    if not isinstance(last, nn.Conv1d | nn.Conv2d | nn.Conv3d) or last.groups != 1:
+        return {}
+    of_one_position = set(last.kernel_size) == {1} and set(last.stride) == {1}
+    if not of_one_position or last.out_channels <= last.in_channels:
+        return {}
+    return {last.out_channels: last.in_channels}
 
 
 def _checkpoints(model: nn.Module) -> Checkpoints:

@@ -54,7 +54,8 @@ class Holder(NamedTuple):
     has returned it. ``computed_from``: "gradients" or "parameters" if it was made between steps, or
     with a graph outside of all modules, and nothing else went into it; otherwise empty. A copy of a
     gradient counts as a gradient. ``samples``: the recording's first sample with it, and the first
-    one without it.
+    one without it. ``updated``: the last step of an optimizer that has this weight, or this state,
+    also after the peak; -1 if there was none.
     """
 
     nbytes: int
@@ -71,6 +72,7 @@ class Holder(NamedTuple):
     is_result: bool = False
     computed_from: str = ""
     samples: tuple[int, int] = (0, 0)
+    updated: int = -1
 
 
 class Turn(NamedTuple):

@@ -63,7 +63,15 @@ from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .meter import Meter, name_of
 from .moments import Pass
-from .recording import NO_CATEGORY, Entry, Recording, is_expanded, is_result, source_of
+from .recording import (
+    NO_CATEGORY,
+    Entry,
+    Recording,
+    is_expanded,
+    is_result,
+    last_update_of,
+    source_of,
+)
 from .source_lines import source_line
 from .storages import tensors_to_watch
 from .structure import Structure
@@ -427,6 +435,7 @@ class MemoryTracker:
                     made_in=MOMENTS[entry.moment],
                     is_result=is_result(entry),
                     computed_from=_category_name(source_of(entry)),
+                    updated=last_update_of(entry),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))

@@ -25,8 +25,9 @@ def contents(cell: CellType) -> list[Any]:
 
 
 def held_by(function: FunctionType) -> list[Any]:
-    """What a function holds in its closure and its defaults."""
+    """What a function holds in its closure, its defaults and its attributes."""
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += vars(function).values()  # such as the __wrapped__ of functools.wraps
     for cell in function.__closure__ or ():
         held += contents(cell)
     return held
@@ -39,21 +40,25 @@ def inside_of(value: Any) -> list[Any]:
     if type(value) is dict:
         return list(value.values())
     if type(value) is partial:
-        return [value.func, *value.args, *value.keywords.values()]
+        attributes = vars(value).values()  # such as those of functools.update_wrapper
+        return [value.func, *value.args, *value.keywords.values(), *attributes]
     return []
 
 
-def with_other_contents(value: Any, inside: list[Any]) -> Any:
-    """A list, a tuple, a dict or a ``functools.partial`` like ``value``, which holds ``inside`` in
-    the order of ``inside_of``.
+def put_inside(container: Any, like: Any, inside: list[Any]) -> None:
+    """Let ``container``, a list, a dict or a ``functools.partial`` as ``like`` is one, hold
+    ``inside``, in the order of ``inside_of(like)``. It may be ``like`` itself.
     """
-    if type(value) is dict:
-        return dict(zip(value, inside, strict=True))
-    if type(value) is partial:
-        n_positional = 1 + len(value.args)
-        named = zip(value.keywords, inside[n_positional:], strict=True)
-        return partial(*inside[:n_positional], **dict(named))
-    return type(value)(inside)
+    if type(like) is list:
+        container[:] = inside
+    elif type(like) is dict:
+        container.update(zip(like, inside, strict=True))
+    elif type(like) is partial:
+        n_args, n_named = len(like.args), len(like.keywords)
+        function, args, rest = inside[0], tuple(inside[1 : 1 + n_args]), inside[1 + n_args :]
+        named = dict(zip(like.keywords, rest[:n_named], strict=True))
+        attributes = dict(zip(vars(like), rest[n_named:], strict=True))
+        container.__setstate__((function, args, named, attributes))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -13,7 +14,7 @@ from ..compat.modules import hook_counts
 from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
-from .closures import contents, held_by, inside_of, tables_of_functions, with_other_contents
+from .closures import contents, held_by, inside_of, put_inside, tables_of_functions
 from .question import CannotTrace
 
 
@@ -54,9 +55,7 @@ def fake_copy(
             entries = [first_layers] if isinstance(layers, nn.ModuleList) else first_layers
             memo[id(layers)] = type(layers)(*entries)
         copied = copy.deepcopy(model, memo)
-        for module in model.modules():
-            if id(module) in memo:
-                _copy_functions(module, memo)
+        _copy_functions(model, memo)
     for checkpoints in checkpoints_of(model):
         checkpoints.apply_to_copy(dict(zip(model.modules(), copied.modules(), strict=True)))
     return copied
@@ -82,48 +81,74 @@ def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
         made.grad = _fake_like(parameter.grad, bases)
 
 
-def _copy_functions(module: nn.Module, memo: dict) -> None:
-    """Make the functions among the attributes and hooks of the copy of ``module`` use the copy.
+def _copy_functions(model: nn.Module, memo: dict) -> None:
+    """Make the functions among the attributes and hooks of the copy of ``model`` use the copy.
 
     ``copy.deepcopy`` does not look into functions, and a lambda may hold the original's modules.
+    ``memo``: the copies that it has made, by the ``id`` of their originals.
     """
-    for functions in tables_of_functions(memo[id(module)]):
-        for name, value in functions.items():
-            functions[name] = _with_copied_functions(value, memo)
+    # deepcopy keeps the originals alive in a list of its own, which it puts into memo as well
+    copies = [made for original, made in memo.items() if original != id(memo)]
+    for made in copies:
+        if type(made) is not tuple:  # a tuple with functions in it has to be made again
+            memo[id(made)] = made
+    for made in copies:
+        # In place: an attribute and a function may hold the same list.
+        if type(made) in (list, dict, partial):
+            put_inside(made, made, [_copied(item, memo) for item in inside_of(made)])
+    for module in model.modules():
+        if id(module) not in memo:
+            continue  # a layer that is left out
+        for functions in tables_of_functions(memo[id(module)]):
+            for name, value in functions.items():
+                functions[name] = _copied(value, memo)
 
 
-def _with_copied_functions(value: Any, memo: dict, around: tuple[int, ...] = ()) -> Any:
-    """``value``, which is a copy already, with copies of the functions in it; itself, if none of
-    them holds anything of the model.
+def _copied(value: Any, memo: dict) -> Any:
+    """What the copy of the model holds in place of ``value``; ``value`` itself, if it holds nothing
+    of the model.
 
-    ``around``: the lists around it, by ``id``, since a list may hold itself.
+    What else a function holds stays shared, since other functions may read it. In ``memo``, a copy
+    stands for itself. What may hold itself comes into ``memo`` empty, and is filled then.
     """
+    while memo.get(id(value), value) is not value:
+        value = memo[id(value)]  # again, where deepcopy has copied a tuple with functions in it
+    if id(value) in memo or not _holds_parts(value, memo, set()):
+        return value
     if isinstance(value, FunctionType):
         return _copy_function(value, memo)
-    inside = [] if id(value) in around else inside_of(value)
-    copied = [_with_copied_functions(item, memo, (*around, id(value))) for item in inside]
+    if _is_part(value, memo):
+        return copy.deepcopy(value, memo)
+    if type(value) in (list, dict):
+        made = type(value)()
+        memo[id(value)] = memo[id(made)] = made
+        put_inside(made, value, [_copied(item, memo) for item in inside_of(value)])
+        return made
+    inside = inside_of(value)  # of a tuple or a functools.partial
+    copied = [_copied(item, memo) for item in inside]
+    if id(value) in memo:  # a list in it holds it
+        return memo[id(value)]
     if all(new is old for new, old in zip(copied, inside, strict=True)):
         return value
-    return with_other_contents(value, copied)
+    if type(value) is tuple:
+        made = tuple(copied)
+    else:
+        made = partial(copied[0])
+        put_inside(made, value, copied)
+    memo[id(value)] = memo[id(made)] = made
+    return made
 
 
 def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
-    """``function`` with the copies of what it holds of the model, in its closure and its defaults;
-    itself, if it holds nothing of it.
-
-    What else it holds stays shared, since other functions may read it.
-    """
-    if id(function) in memo:
-        return memo[id(function)]
-    if not _holds_parts(function, memo, set()):
-        return function
+    """``function`` with the copies of what it holds of the model."""
     cells = []
     to_fill: list[tuple[CellType, Any]] = []
     for cell in function.__closure__ or ():
-        new_cell = cell
+        # Functions that share a variable share it in the copy, too: each sees what another assigns.
+        new_cell = memo.get(id(cell), cell)
         for held in contents(cell):
-            if _holds_parts(held, memo, set()):
-                new_cell = CellType()
+            if new_cell is cell and _holds_parts(held, memo, set()):
+                memo[id(cell)] = new_cell = CellType()
                 to_fill.append((new_cell, held))
         cells.append(new_cell)
     made = FunctionType(
@@ -133,45 +158,38 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
         None,
         tuple(cells),
     )
-    memo[id(function)] = made  # before it is filled, since it may hold itself
+    memo[id(function)] = memo[id(made)] = made  # before it is filled, since it may hold itself
     for cell, held in to_fill:
-        cell.cell_contents = _copy_held(held, memo)
+        cell.cell_contents = _copied(held, memo)
     if function.__defaults__ is not None:
-        made.__defaults__ = tuple([_copy_held(held, memo) for held in function.__defaults__])
+        made.__defaults__ = tuple([_copied(held, memo) for held in function.__defaults__])
     if function.__kwdefaults__ is not None:
         named = function.__kwdefaults__.items()
-        made.__kwdefaults__ = {name: _copy_held(held, memo) for name, held in named}
+        made.__kwdefaults__ = {name: _copied(held, memo) for name, held in named}
+    made.__qualname__ = function.__qualname__
+    for name, held in vars(function).items():
+        setattr(made, name, _copied(held, memo))
     return made
 
 
-def _copy_held(held: Any, memo: dict) -> Any:
-    """What a copied function holds in place of ``held``."""
-    if isinstance(held, FunctionType):
-        return _copy_function(held, memo)
-    if _is_part(held, memo):
-        return copy.deepcopy(held, memo)
-    if not _holds_parts(held, memo, set()):
-        return held
-    if id(held) not in memo:  # several functions may hold one list
-        memo[id(held)] = with_other_contents(held, [_copy_held(x, memo) for x in inside_of(held)])
-    return memo[id(held)]
-
-
 def _is_part(held: Any, memo: dict) -> bool:
-    """Whether ``held`` is a module of the model, a method of one, or a tensor that can be copied.
+    """Whether ``held`` has a copy, is a method of a module that has one, or is a tensor that can be
+    copied.
 
-    Modules of other models, such as a teacher, are none: a step that uses one is refused.
+    Modules of other models, such as a teacher, have none: a step that uses one is refused.
     """
+    if id(held) in memo:
+        return True
     if isinstance(held, MethodType):
         return isinstance(held.__self__, nn.Module) and id(held.__self__) in memo
     if isinstance(held, nn.Module | nn.Parameter):
-        return id(held) in memo
+        return False
     return isinstance(held, Tensor) and (held.is_leaf or not held.requires_grad)
 
 
 def _holds_parts(value: Any, memo: dict, seen: set[int]) -> bool:
-    """Whether ``value`` is a part of the model, or holds one: a function in its closure and its
-    defaults, a list in its items.
+    """Whether ``value`` is a part of the model, or holds one: a function in its closure, its
+    defaults and its attributes, a list in its items.
 
     ``seen``: what has been asked already, by ``id``.
     """

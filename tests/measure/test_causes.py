@@ -52,6 +52,7 @@ TABLE = "The gradient of an embedding is the largest part"
 EXPANDED = "One kind of tensor is the largest part"
 GRADIENTS = "The gradients are there more than once"
 DOUBLE = "Tensors are in float64"
+PIXELS = "The scores of all positions are the largest part"
 STAYS = "Results of an evaluation stay during the training"
 CHAIN = "One backward goes through a chain of forwards"
 TWICE = "Gradients keep graphs of their own"
@@ -141,6 +142,7 @@ HAVE = {
     loops.gradients_in_two_dtypes: GRADIENTS,
     loops.gradients_of_frozen_layers: FOR_NOBODY,
     loops.targets_in_float64: DOUBLE,
+    loops.scores_of_all_pixels: PIXELS,
     loops.masks_of_all_lengths: GROWS,
     loops.models_of_all_folds: GROWS,
     loops.errors_that_are_kept: GROWS,
@@ -282,6 +284,7 @@ DO_NOT_HAVE = [
     (loops.inner_steps, ADDED_UP),
     (loops.teachers_in_a_list, GENERATION),
     (loops.segmented_images, SCORES),
+    (loops.segmented_images, PIXELS),
     (loops.segmented_images, KEPT),
     (loops.outputs_of_a_decoder, ADDED_UP),
     (reported.features_of_a_hook, LEFT),

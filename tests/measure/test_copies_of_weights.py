@@ -12,6 +12,7 @@ from gradmem_lib import MemoryTracker, diagnose
 from gradmem_lib.measure.remedied_peak import peak_without
 
 COPIED = "The weights are there more than once"
+SECOND = "A second model is in memory"
 DATA = "Data waits on the device"
 LEFT = "Tensors of the step before are still there"
 
@@ -166,3 +167,45 @@ def test_an_evaluation_of_the_model_itself_is_no_target_network():
             in_place(model, best)
     [cause] = [c for c in diagnose(tracker).causes if c.name == COPIED]
     assert "each step calls another model" not in cause.remedy
+
+
+def student_beside_a_teacher(layers: int, outputs: int, teachers: int = 1) -> MemoryTracker:
+    """The student has three layers and a head of 64 outputs."""
+
+    def mlp(layers, outputs):
+        blocks = []
+        for _ in range(layers):
+            blocks += [nn.Linear(256, 256), nn.GELU()]
+        return nn.Sequential(*blocks, nn.Linear(256, outputs))
+
+    torch.manual_seed(0)
+    student = mlp(3, 64)
+    others = [mlp(layers, outputs).requires_grad_(False) for _ in range(teachers)]
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    with MemoryTracker(student, optimizer, live=False) as tracker:
+        for _ in range(4):
+            x = torch.randn(16, 256)
+            with torch.no_grad():
+                targets = sum(other(x)[:, :8] for other in others)
+            (student(x)[:, :8] - targets).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+@pytest.mark.parametrize(("layers", "outputs"), [(8, 64), (4, 64), (6, 64), (3, 60), (8, 8)])
+def test_a_teacher_with_other_layers_is_a_second_model_and_no_copy(layers, outputs):
+    tracker = student_beside_a_teacher(layers, outputs)
+    causes = {cause.name: cause for cause in diagnose(tracker).causes}
+    assert COPIED not in causes
+    weights = 4 * (layers * (256 * 256 + 256) + outputs * 256 + outputs)
+    assert causes[SECOND].nbytes == weights
+
+
+@pytest.mark.parametrize("teachers", [1, 2])
+def test_a_teacher_of_the_same_shapes_is_a_copy(teachers):
+    tracker = student_beside_a_teacher(3, 64, teachers)
+    causes = {cause.name: cause for cause in diagnose(tracker).causes}
+    assert SECOND not in causes
+    assert causes[COPIED].nbytes == 4 * teachers * (3 * (256 * 256 + 256) + 64 * 256 + 64)
+    assert ("a second copy" if teachers == 1 else "2 more copies") in causes[COPIED].evidence

@@ -197,3 +197,76 @@ def test_states_of_optimizers_that_are_made_every_second_step(keeps):
             optimizer.zero_grad()
     causes = [cause.name for cause in diagnose(tracker).causes]
     assert (GROWTH in causes) == keeps
+
+
+def layers_one_after_another(tracked: bool, optimizer_of_a_round: bool) -> MemoryTracker:
+    """A model gets a layer in each round of two steps, and trains all that it has."""
+    model = nn.Sequential(nn.Linear(128, 128))
+    optimizer = torch.optim.Adam(model.parameters())
+    with MemoryTracker(model if tracked else None, live=False) as tracker:
+        for i in range(STEPS):
+            if i and i % 2 == 0:
+                new = nn.Linear(128, 128)
+                model.append(new)
+                optimizer.add_param_group({"params": list(new.parameters())})
+                if optimizer_of_a_round:
+                    optimizer = torch.optim.Adam(model.parameters())
+            model(torch.randn(8, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+def heads_of_tasks() -> MemoryTracker:
+    """One more head for each task, and all of them are trained."""
+    body, heads = nn.Linear(64, 128), nn.ModuleList()
+    with MemoryTracker(live=False) as tracker:
+        for i in range(STEPS):
+            if i % 2 == 0:
+                heads.append(nn.Linear(128, 256))
+                optimizer = torch.optim.Adam([*body.parameters(), *heads.parameters()])
+            features = body(torch.randn(8, 64))
+            sum(head(features).square().mean() for head in heads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("optimizer_of_a_round", [True, False])
+def test_layers_of_a_model_that_grows_are_no_models_of_earlier_rounds(
+    tracked, optimizer_of_a_round
+):
+    tracker = layers_one_after_another(tracked, optimizer_of_a_round)
+    assert GROWTH not in [cause.name for cause in diagnose(tracker).causes]
+
+
+def test_heads_of_earlier_tasks_that_train_on_are_in_use():
+    assert GROWTH not in [cause.name for cause in diagnose(heads_of_tasks()).causes]
+
+
+def heads_of_rounds(tracked: bool, keeps: bool) -> MemoryTracker:
+    """Each round trains a head of its own, and a body that all rounds share."""
+    torch.manual_seed(0)
+    body, kept = nn.Linear(64, 128), []
+    with MemoryTracker(body if tracked else None, live=False) as tracker:
+        for i in range(STEPS):
+            if i % 2 == 0:
+                head = nn.Linear(128, 256)
+                optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])
+                if keeps:
+                    kept.append(head)
+            head(body(torch.randn(8, 64))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_models_of_earlier_rounds_are_named_beside_one_in_use(tracked):
+    before = diagnose(heads_of_rounds(tracked, keeps=True))
+    cause = before.causes[0]
+    assert cause.name == GROWTH and "models of earlier rounds" in cause.remedy
+    assert cause.nbytes >= 6 * 4 * (128 * 256 + 256)
+    measured = heads_of_rounds(tracked, keeps=False).peak.total
+    assert measured <= peak_without(cause, before.facts)[0] < before.peak.total

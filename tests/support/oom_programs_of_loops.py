@@ -496,6 +496,29 @@ def segmented_images():
     return tracker
 
 
+def scores_of_all_pixels(remedied=False):
+    """Segmentation: a number for each pixel and each class. ``remedied``: of a few lines at a
+    time.
+    """
+    body, head = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()), nn.Conv2d(16, 40, 1)
+    net = nn.Sequential(body, head)
+    optimizer = sgd(net)
+
+    def loss_of(features, labels):
+        return F.cross_entropy(head(features), labels, reduction="sum") / (2 * 32 * 32)
+
+    def step(i):
+        x, y = torch.randn(2, 3, 32, 32), torch.randint(0, 40, (2, 32, 32))
+        if not remedied:
+            return updated(loss_of(body(x), y), optimizer)
+        features, losses = body(x), []
+        for lines, labels in zip(features.chunk(16, 2), y.chunk(16, 1), strict=True):
+            losses.append(checkpoint(loss_of, lines, labels, use_reentrant=False))
+        return updated(sum(losses), optimizer)
+
+    return trained(net, optimizer, step, steps=3)
+
+
 def attention_of_three_dimensions(remedied=False):
     """PyTorch's own attention, whose inputs have no dimension for heads."""
     project, x = nn.Linear(16, 48), torch.randn(4, 96, 16)
