@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..compat.modules import call_override
+from ..compat.modules import call_override, forward_hooks
 from ..compat.transformers_models import checkpoints_reentrant
 from ..hf_names import LAYER_SWITCH
 
@@ -32,13 +32,17 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Structure:
     """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the
-    names of the parameters that need a gradient. ``outputs``: how many features come out of the
-    matrices at the model's end, such as the number of tokens that it knows, or how many rows a
-    table of embeddings has, for scores of all of them.
+    checkpoints can be put on. ``chains``: the names of the ``nn.Sequential``s that run as PyTorch's
+    does: what a layer returns goes into the next one, and nothing else keeps it.
+
+    ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the parameters
+    that need a gradient. ``outputs``: how many features come out of the matrices at the model's
+    end, such as the number of tokens that it knows, or how many rows a table of embeddings has, for
+    scores of all of them.
     """
 
     layers: frozenset[str]
+    chains: frozenset[str]
     shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
     trained: frozenset[str]
@@ -49,11 +53,13 @@ class Structure:
     def of(cls, model: nn.Module | None) -> Self | None:
         if model is None:
             return None
-        layers = set[str]()
+        layers, chains = set[str](), set[str]()
         for name, module in model.named_modules():
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
+            if isinstance(module, nn.Sequential) and _is_chain(module):
+                chains.add(name)
         shapes, dtypes = dict[str, Shape](), dict[str, torch.dtype]()
         trained = set[str]()
         for name, parameter in model.named_parameters():
@@ -64,6 +70,7 @@ class Structure:
                 trained.add(name)
         return cls(
             frozenset(layers),
+            frozenset(chains),
             shapes,
             dtypes,
             frozenset(trained),
@@ -83,6 +90,13 @@ def within(name: str, outer: Any) -> bool:
             return True
         name = name.rpartition(".")[0]
     return False
+
+
+def _is_chain(module: nn.Sequential) -> bool:
+    """Whether it runs as PyTorch's own ``nn.Sequential``, and no hook gets its layers' outputs."""
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        return False
+    return not any(forward_hooks(layer) for layer in module.children())
 
 
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
