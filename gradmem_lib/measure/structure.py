@@ -32,8 +32,8 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Structure:
     """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``chains``: the names of the ``nn.Sequential``s that run as PyTorch's
-    does: what a layer returns goes into the next one, and nothing else keeps it.
+    checkpoints can be put on. ``chains``: the names of the ``nn.Sequential``s of PyTorch's own
+    layers: what a layer returns goes into the next one, and nothing else keeps it.
 
     ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the parameters
     that need a gradient. ``outputs``: how many features come out of the matrices at the model's
@@ -93,10 +93,16 @@ def within(name: str, outer: Any) -> bool:
 
 
 def _is_chain(module: nn.Sequential) -> bool:
-    """Whether it runs as PyTorch's own ``nn.Sequential``, and no hook gets its layers' outputs."""
-    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
-        return False
-    return not any(forward_hooks(layer) for layer in module.children())
+    """Whether it and all that is inside run as PyTorch has written it, so that no layer's output is
+    kept, and no hook gets one.
+    """
+    for part in module.modules():
+        is_pytorchs = type(part).forward.__module__.startswith("torch.nn.modules.")
+        if not is_pytorchs or "forward" in vars(part):
+            return False
+        if part is not module and forward_hooks(part):
+            return False
+    return type(module).forward is nn.Sequential.forward
 
 
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:

@@ -288,6 +288,17 @@ def validation_of_a_chain_whose_outputs_a_hook_collects(remedied: bool) -> Memor
     return _validation(model, remedied)
 
 
+class RemembersItsOutput(nn.Linear):
+    def forward(self, x):
+        self.output = super().forward(x)
+        return self.output.relu()
+
+
+def validation_of_a_chain_whose_layers_remember_outputs(remedied: bool) -> MemoryTracker:
+    layers = [RemembersItsOutput(256, 256) for _ in range(8)]
+    return _validation(nn.Sequential(*layers, nn.Linear(256, 1)), remedied)
+
+
 def outputs_of_six_micro_batches(remedied: bool) -> MemoryTracker:
     """The remedy keeps the classes, which are int64."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1024))
@@ -364,6 +375,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         outputs_of_a_layer_that_runs_again,
         validation_of_a_chain,
         validation_of_a_chain_whose_outputs_a_hook_collects,
+        validation_of_a_chain_whose_layers_remember_outputs,
         outputs_of_six_micro_batches,
         evaluation_with_tokens_first,
         rollouts_before_updates,
