@@ -98,7 +98,7 @@ def _made_by_one_forward(holders: Sequence[Holder], facts: Facts) -> list[_Made]
         times[id(done), place, holder.nbytes] += 1
     most = Counter[tuple]()  # by place
     for (_, place, nbytes), count in times.items():
-        is_between_layers = place[0] == ""
+        is_between_layers = facts.structure is not None and place[0] == facts.structure.name
         most[place, nbytes] = max(most[place, nbytes], 1 if is_between_layers else count)
     return [_Made(place[0], nbytes, count) for (place, nbytes), count in most.items()]
 
@@ -134,12 +134,18 @@ def _child_of(chain: str, module: str) -> str:
 
 def _layers_of(module: str, structure: Structure | None) -> list[str]:
     """The names of the layers that contain a module, the outermost first; what is inside a chain of
-    layers is of the chain. An empty name if it is in none.
+    layers is of the chain. An empty name if the module is in none, or if the whole model is a
+    chain; its own name if it is not in the tracked model.
     """
-    if structure is None or "" in structure.chains:
+    if structure is None:
+        return [""]
+    parts = module.split(".")
+    if parts[0] not in structure.children:
+        is_own_forward = module == structure.name and "" not in structure.chains
+        return [""] if is_own_forward else [module]
+    if "" in structure.chains:
         return [""]
     found = list[str]()
-    parts = module.split(".")
     for n in range(1, len(parts) + 1):
         name = ".".join(parts[:n])
         if name in structure.chains:

@@ -31,7 +31,8 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Structure:
-    """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
+    """``name``: the model's class. ``children``: the names of the modules that it consists of.
+    ``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
     checkpoints can be put on. ``chains``: the names of the ``nn.Sequential``s of PyTorch's own
     layers: what a layer returns goes into the next one, and nothing else keeps it.
 
@@ -41,6 +42,8 @@ class Structure:
     scores of all of them.
     """
 
+    name: str
+    children: frozenset[str]
     layers: frozenset[str]
     chains: frozenset[str]
     shapes: dict[str, Shape]
@@ -69,6 +72,8 @@ class Structure:
             if parameter.requires_grad:
                 trained.add(name)
         return cls(
+            type(model).__name__,
+            frozenset(name for name, _ in model.named_children()),
             frozenset(layers),
             frozenset(chains),
             shapes,

@@ -299,6 +299,12 @@ def validation_of_a_chain_whose_layers_remember_outputs(remedied: bool) -> Memor
     return _validation(nn.Sequential(*layers, nn.Linear(256, 1)), remedied)
 
 
+def validation_of_a_chain_with_a_hook_of_its_own(remedied: bool) -> MemoryTracker:
+    model = chain()
+    model.register_forward_pre_hook(lambda model, args: (2 * args[0],))
+    return _validation(model, remedied)
+
+
 def outputs_of_six_micro_batches(remedied: bool) -> MemoryTracker:
     """The remedy keeps the classes, which are int64."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1024))
@@ -376,6 +382,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         validation_of_a_chain,
         validation_of_a_chain_whose_outputs_a_hook_collects,
         validation_of_a_chain_whose_layers_remember_outputs,
+        validation_of_a_chain_with_a_hook_of_its_own,
         outputs_of_six_micro_batches,
         evaluation_with_tokens_first,
         rollouts_before_updates,
