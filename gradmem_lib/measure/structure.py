@@ -56,8 +56,10 @@ class Structure:
     def of(cls, model: nn.Module | None) -> Self | None:
         if model is None:
             return None
-        layers, chains = set[str](), set[str]()
+        children, layers, chains = set[str](), set[str](), set[str]()
         for name, module in model.named_modules():
+            if name:
+                children.add(name.partition(".")[0])
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
@@ -73,7 +75,7 @@ class Structure:
                 trained.add(name)
         return cls(
             type(model).__name__,
-            frozenset(name for name, _ in model.named_children()),
+            frozenset(children),
             frozenset(layers),
             frozenset(chains),
             shapes,
