@@ -42,6 +42,11 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def forward_hooks(module: nn.Module) -> list[Callable]:
+    """The hooks that get what a module returns."""
+    return list(module._forward_hooks.values())
+
+
 def tables_of_hooks(module: nn.Module) -> list[dict[int, Callable]]:
     """The hooks of a module that run in a step, by their numbers, in a table for each kind."""
     return [

@@ -41,7 +41,8 @@ class Cause:
     stays: int | None = 0
     # "step" or "turn" if the step (or turn) that made these storages needs them: they can go when
     # it has ended. "round" if they are in use until others take their place, as the weights of a
-    # model until the next model is trained. Empty if they can go at once.
+    # model until the next model is trained. "nothing" if they can go at once; empty if that is not
+    # known, and a turn's own backward may need its activations.
     needed_in: str = ""
     # The first words of ``limit``: how far the remedy goes.
     condition: str = "Without these bytes"

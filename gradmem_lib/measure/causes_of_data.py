@@ -244,7 +244,7 @@ def _has_more_forwards(facts: Facts) -> bool:
 
 def _may_have_a_larger_batch(facts: Facts) -> bool:
     """Whether a model was given more in the peak's step than in most others, or it is not known
-    what it was given.
+    what it was given, or what it was given became more than in other steps.
     """
     largest = defaultdict[int, int](int)  # of each step
     for done in facts.of_models:
@@ -253,7 +253,26 @@ def _may_have_a_larger_batch(facts: Facts) -> bool:
     of_the_peak = largest.pop(facts.peak.step, 0)
     if not of_the_peak or not largest:
         return True
-    return of_the_peak >= LARGER * statistics.median(largest.values())
+    given_more = of_the_peak >= LARGER * statistics.median(largest.values())
+    return given_more or _has_larger_tensors(facts)
+
+
+def _has_larger_tensors(facts: Facts) -> bool:
+    """Whether places in a model have made larger tensors in the peak's step than in other steps.
+
+    A batch may hide in an object, and a graph may have more edges for as many nodes. A step that
+    does something else makes tensors in other places, or more of them.
+    """
+    of_the_peak, of_others = defaultdict[tuple, int](int), defaultdict[tuple, int](int)
+    for holder in (*facts.at_peak, *facts.others):
+        if holder.category != "activations":
+            continue
+        largest = of_the_peak if holder.step == facts.peak.step else of_others
+        place = (holder.module, holder.op, holder.line)
+        largest[place] = max(largest[place], holder.nbytes)
+    in_both = of_the_peak.keys() & of_others.keys()
+    nbytes = sum(of_the_peak[place] for place in in_both)
+    return nbytes > LARGER * sum(of_others[place] for place in in_both)
 
 
 def _bytes_of_unused_graphs(facts: Facts) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import torch
+
 from ..units import format_bytes
 from .cause import (
     ALMOST_ALL,
@@ -35,10 +39,14 @@ def unused_forward(facts: Facts) -> Cause | None:
     nbytes = sum(done.kept_at_peak for done in kept)
     inside = made_by(kept, facts)
     holders = made_by(kept, facts, and_after=True)
+    needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
     if unused[0] is facts.forwards[0]:
         # The list has only the last forwards of a long evaluation. Activations that are of none of
         # them were made by earlier ones.
-        holders += _made_before(unused[0], facts)
+        made_before = _made_before(unused[0], facts)
+        holders += made_before
+        if made_before:
+            needed_in = ""  # it is not known whether a backward went through those
         results = [h for h in facts.at_peak if h.is_result and h.category == "activations"]
         of_the_list = sum(done.kept_at_peak for done in facts.forwards) + total(results)
         nbytes += facts.peak.by_category["activations"] - of_the_list
@@ -62,7 +70,15 @@ def unused_forward(facts: Facts) -> Cause | None:
     after_the_calls = total(holders) - total(inside)
     stays = min(needed_without_a_graph(inside, facts) + after_the_calls, nbytes)
     return Cause(
-        name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=WITHOUT_A_GRAPH
+        name,
+        nbytes,
+        evidence,
+        remedy,
+        lines,
+        holders,
+        stays=stays,
+        needed_in=needed_in,
+        condition=WITHOUT_A_GRAPH,
     )
 
 
@@ -262,6 +278,7 @@ def finished_forwards(facts: Facts) -> Cause | None:
         "a backward of its own, and are still alive: "
     )
     results = [holder for holder in kept if holder.is_result]
+    stays = 0
     if any(done.chained for done in facts.forwards):
         evidence += "each forward takes a state from the one before it, with its graph."
         remedy = (
@@ -274,6 +291,7 @@ def finished_forwards(facts: Facts) -> Cause | None:
             "keep less of the outputs until the end of the step: a number (.item()), a class "
             "(outputs.argmax(-1)), or outputs.detach().cpu(). .detach() alone keeps the bytes."
         )
+        stays = min(sum(map(_bytes_of_classes, results)), nbytes)
     else:
         evidence += "something that was made from the outputs has a graph, or is kept itself."
         remedy = (
@@ -281,7 +299,12 @@ def finished_forwards(facts: Facts) -> Cause | None:
             "the metric. If the script has backward(retain_graph=True), leave that argument out."
         )
     name = "Forwards stay in memory after their own backward"
-    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept)
+    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept, stays=stays)
+
+
+def _bytes_of_classes(scores: Holder) -> int:
+    """The bytes of ``scores.argmax(-1)``: one int64 for each row of scores."""
+    return prod(scores.shape[:-1]) * torch.int64.itemsize
 
 
 def _finished_turns(facts: Facts) -> set[int]:

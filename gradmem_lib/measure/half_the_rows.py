@@ -76,7 +76,17 @@ def _with_rows(
         call = facts.last_begun(holder.samples[0])
         if call is None or holder.samples[0] >= call.samples[1]:
             continue  # made outside of forwards
-        has_rows = bool(holder.shape) and holder.shape[0] in call.row_counts
-        if has_rows and holder.shape not in weights:
+        if _has_rows(holder.shape, call) and holder.shape not in weights:
             found[call.samples].append(holder)
     return found
+
+
+def _has_rows(shape: tuple[int, ...], call: ForwardPass) -> bool:
+    """Whether the first dimension of a tensor is surely that of the batch of ``call``.
+
+    If another one is as large, the tensor may be a mask of tokens with tokens: there are as many
+    tokens as rows, or the tokens come first in the batch.
+    """
+    if not shape or shape[0] not in call.row_counts:
+        return False
+    return shape[0] not in shape[1:]

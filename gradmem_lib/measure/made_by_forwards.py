@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
 
 from .facts import Facts
 from .source_lines import SourceLine
@@ -58,33 +60,96 @@ def _place(holder: Holder) -> tuple:
     return holder.module, holder.op, holder.line
 
 
+class _Made(NamedTuple):
+    """Equal tensors that one forward has made in one place: where, their bytes each, how many."""
+
+    module: str
+    nbytes: int
+    times: int
+
+
 def needed_without_a_graph(holders: Sequence[Holder], facts: Facts) -> int:
     """How many bytes of these activations one forward needs at once, at most, if nothing is kept
     for a backward, and if the forward itself keeps one tensor of each layer at most, as for skip
     connections or a list of features: the tensors of its largest layer, and the largest one of each
-    layer.
+    layer. A layer that runs several times in a forward keeps as many.
     """
-    # Several forwards have made the same tensors: each place and shape counts once.
-    sizes = dict[tuple, int]()
+    made = _made_by_one_forward(holders, facts)
+    in_layer, by_inner_layer = defaultdict[str, list[_Made]](list), defaultdict[str, int](int)
+    for one in made:
+        layers = _layers_of(one.module, facts.structure)
+        in_layer[layers[0]].append(one)
+        by_inner_layer[layers[-1]] = max(by_inner_layer[layers[-1]], one.nbytes * one.times)
+    largest_layer = 0
+    for layer, of_layer in in_layer.items():
+        largest_layer = max(largest_layer, _needed_in_layer(layer, of_layer, facts.structure))
+    return min(largest_layer + sum(by_inner_layer.values()), _total(made))
+
+
+def _made_by_one_forward(holders: Sequence[Holder], facts: Facts) -> list[_Made]:
+    """What these holders are of one forward. Several forwards have made the same tensors: of each
+    place and shape, those of the forward that has made the most count. What the model's own forward
+    makes between its layers counts once, since the next one takes its place.
+    """
+    times = Counter[tuple]()  # by forward and place
     for holder in holders:
-        sizes[holder.module, holder.op, holder.shape, holder.line] = holder.nbytes
-    of_layer = Counter[str]()
-    largest_of_layer = defaultdict[str, int](int)
-    for (module, *_), nbytes in sizes.items():
-        layer = _layer_of(module, facts.structure)
-        of_layer[layer] += nbytes
-        largest_of_layer[layer] = max(largest_of_layer[layer], nbytes)
-    largest_layer = max(of_layer.values(), default=0)
-    return min(largest_layer + sum(largest_of_layer.values()), sum(sizes.values()))
+        done = facts.last_begun(holder.samples[0])
+        place = (holder.module, holder.op, holder.shape, holder.dtype, holder.line)
+        times[id(done), place, holder.nbytes] += 1
+    most = Counter[tuple]()  # by place
+    for (_, place, nbytes), count in times.items():
+        is_between_layers = facts.structure is not None and place[0] == facts.structure.name
+        most[place, nbytes] = max(most[place, nbytes], 1 if is_between_layers else count)
+    return [_Made(place[0], nbytes, count) for (place, nbytes), count in most.items()]
 
 
-def _layer_of(module: str, structure: Structure | None) -> str:
-    """The name of the outermost layer that contains a module; empty if it is in none."""
+def _total(made: Sequence[_Made]) -> int:
+    return sum(one.nbytes * one.times for one in made)
+
+
+def _needed_in_layer(layer: str, made: Sequence[_Made], structure: Structure | None) -> int:
+    """How many bytes of ``made`` one run of a layer needs at once, at most.
+
+    A chain needs those of one of its layers, and that layer's input. Any other layer may need all.
+    """
+    if structure is not None and layer in structure.chains:
+        by_child = defaultdict[str, list[_Made]](list)
+        for one in made:
+            by_child[_child_of(layer, one.module)].append(one)
+        largest_child = 0
+        for child, of_child in by_child.items():
+            largest_child = max(largest_child, _needed_in_layer(child, of_child, structure))
+        largest_input = max(one.nbytes for one in made)
+        return min(largest_child + largest_input, _total(made))
+    # Of several runs, each has made an equal part: what was made the fewest times was made once.
+    runs = min(one.times for one in made)
+    return sum(one.nbytes * ceil(one.times / runs) for one in made)
+
+
+def _child_of(chain: str, module: str) -> str:
+    """The name of the layer of ``chain`` that is ``module``, or contains it."""
+    inner = f"{chain}." if chain else ""
+    return inner + module.removeprefix(inner).partition(".")[0]
+
+
+def _layers_of(module: str, structure: Structure | None) -> list[str]:
+    """The names of the layers that contain a module, the outermost first; what is inside a chain of
+    layers is of the chain. An empty name if the module is in none, or if the whole model is a
+    chain; its own name if it is not in the tracked model.
+    """
     if structure is None:
-        return ""
+        return [""]
     parts = module.split(".")
+    if parts[0] not in structure.children:
+        is_own_forward = module == structure.name and "" not in structure.chains
+        return [""] if is_own_forward else [module]
+    if "" in structure.chains:
+        return [""]
+    found = list[str]()
     for n in range(1, len(parts) + 1):
         name = ".".join(parts[:n])
+        if name in structure.chains:
+            return [*found, name]
         if name in structure.layers:
-            return name
-    return ""
+            found.append(name)
+    return found or [""]

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..compat.modules import call_override
+from ..compat.modules import call_override, forward_hooks
 from ..compat.transformers_models import checkpoints_reentrant
 from ..hf_names import LAYER_SWITCH
 
@@ -31,16 +31,23 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Structure:
-    """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the
-    names of the parameters that need a gradient. ``outputs``: how many features come out of the
-    matrices at the model's end, such as the number of tokens that it knows, or how many rows a
-    table of embeddings has, for scores of all of them. ``maps``: the numbers for each position
-    (pixel) that come out of a convolution of size 1 at the model's end, such as the number of
-    classes, and how many go into it.
+    """``name``: the model's class. ``children``: the names of the modules that it consists of.
+    ``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
+    checkpoints can be put on. ``chains``: the names of the ``nn.Sequential``s of PyTorch's own
+    layers: what a layer returns goes into the next one, and nothing else keeps it.
+
+    ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the parameters
+    that need a gradient. ``outputs``: how many features come out of the matrices at the model's
+    end, such as the number of tokens that it knows, or how many rows a table of embeddings has, for
+    scores of all of them. ``maps``: the numbers for each position (pixel) that come out of a
+    convolution of size 1 at the model's end, such as the number of classes, and how many go into
+    it.
     """
 
+    name: str
+    children: frozenset[str]
     layers: frozenset[str]
+    chains: frozenset[str]
     shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
     trained: frozenset[str]
@@ -52,11 +59,15 @@ class Structure:
     def of(cls, model: nn.Module | None) -> Self | None:
         if model is None:
             return None
-        layers = set[str]()
+        children, layers, chains = set[str](), set[str](), set[str]()
         for name, module in model.named_modules():
+            if name:
+                children.add(name.partition(".")[0])
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
+            if isinstance(module, nn.Sequential) and _is_chain(module):
+                chains.add(name)
         shapes, dtypes = dict[str, Shape](), dict[str, torch.dtype]()
         trained = set[str]()
         for name, parameter in model.named_parameters():
@@ -66,7 +77,10 @@ class Structure:
             if parameter.requires_grad:
                 trained.add(name)
         return cls(
+            type(model).__name__,
+            frozenset(children),
             frozenset(layers),
+            frozenset(chains),
             shapes,
             dtypes,
             frozenset(trained),
@@ -87,6 +101,20 @@ def within(name: str, outer: Any) -> bool:
             return True
         name = name.rpartition(".")[0]
     return False
+
+
+def _is_chain(module: nn.Sequential) -> bool:
+    """Whether it and all that is inside run as PyTorch has written it, so that no layer's output is
+    kept, and no hook gets one.
+    """
+    for part in module.modules():
+        # a scripted module's forward is no function of a file
+        file = getattr(type(part).forward, "__module__", "")
+        if not file.startswith("torch.nn.modules.") or "forward" in vars(part):
+            return False
+        if part is not module and forward_hooks(part):
+            return False
+    return type(module).forward is nn.Sequential.forward
 
 
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:

@@ -150,3 +150,47 @@ class OfExamples(Dictionary):
 def test_long_rows_are_named_however_a_model_is_given_them(call):
     causes = diagnose(steps_of((16, 24, 16, 24, 128, 16), call)).causes
     assert ONE_STEP in [cause.name for cause in causes]
+
+
+class TakesQueries(Dictionary):
+    """Takes an object and, for each step the same, a tensor."""
+
+    def forward(self, batch, queries):
+        return self.layer(batch.x).mean() + self.layer(queries).mean()
+
+
+def step_with_a_large_object():
+    queries = torch.randn(1, 8, 32)
+    return steps_of(
+        (16, 24, 16, 24, 256, 16), lambda layer, x: TakesQueries(layer)(Example(x), queries)
+    )
+
+
+class Neighbours(nn.Module):
+    """Computes for each pair of points that are near each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 64)
+
+    def forward(self, points, radius):
+        first, second = (torch.cdist(points, points) < radius).nonzero(as_tuple=True)
+        pairs = torch.cat([points[first], points[second]], dim=1)
+        return self.layer(pairs).relu().mean()
+
+
+def step_with_more_neighbours():
+    """As many points in each step, and in one of them they are nearer to each other."""
+    model = Neighbours()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for size in (4, 4, 4, 4, 1, 4):
+            model(size * torch.rand(200, 3), 0.6).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
+@pytest.mark.parametrize("program", [step_with_a_large_object, step_with_more_neighbours])
+def test_a_larger_batch_is_named_where_arguments_do_not_show_it(program):
+    assert ONE_STEP in [cause.name for cause in diagnose(program()).causes]
