@@ -109,7 +109,7 @@ def _is_chain(module: nn.Sequential) -> bool:
     """
     for part in module.modules():
         # a scripted module's forward is no function of a file
-        file = getattr(type(part).forward, "__module__", "")
+        file = getattr(type(part).forward, "__module__", None) or ""
         if not file.startswith("torch.nn.modules.") or "forward" in vars(part):
             return False
         if part is not module and forward_hooks(part):
