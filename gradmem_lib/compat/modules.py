@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as _modules
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -43,8 +44,13 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
 
 
 def forward_hooks(module: nn.Module) -> list[Callable]:
-    """The hooks that get what a module returns."""
-    return list(module._forward_hooks.values())
+    """The hooks that get what a module is given, or returns."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def has_global_forward_hooks() -> bool:
+    """Whether hooks of all modules get what each is given, or returns."""
+    return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
 
 
 def tables_of_hooks(module: nn.Module) -> list[dict[int, Callable]]:

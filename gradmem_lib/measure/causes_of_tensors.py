@@ -107,6 +107,8 @@ def scores_of_positions(facts: Facts) -> Cause | None:
     scores = []
     of_a_loss = False  # whether a cross-entropy has been computed from them, a sum over positions
     for holder in (*facts.at_peak, *facts.others):
+        if "ctc_loss" in holder.op:
+            return None  # it sums over ways through all positions
         shape = holder.shape
         is_map = len(shape) >= 3 and shape[1] in facts.structure.maps
         if not is_map or facts.time_of(holder) < facts.peak_time - 1:

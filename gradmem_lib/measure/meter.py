@@ -28,7 +28,7 @@ from .moments import Pass
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import Recording, is_result
+from .recording import SCRIPT, Recording, is_result
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
@@ -142,6 +142,8 @@ class Meter(ParameterMeter):
                     self.recomputed = True
             else:
                 self.note_weights(module)
+            caller = id(self.stack[-1]) if self.stack else SCRIPT
+            self.recording.callers[id(module)].add(caller)
             self.stack.append(module)
             out = None
             try:
@@ -256,7 +258,7 @@ class Meter(ParameterMeter):
 
     def structure(self) -> Structure | None:
         """What a diagnosis has to know of the model."""
-        return Structure.of(self.model)
+        return Structure.of(self.model, self.recording.callers)
 
     def untrained(self) -> frozenset[str]:
         """The names of the parameters of other models than the tracked one, where they are known.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from ..compat.modules import call_override, forward_hooks
+from ..compat.modules import call_override, forward_hooks, has_global_forward_hooks
 from ..compat.transformers_models import checkpoints_reentrant
 from ..hf_names import LAYER_SWITCH
 
@@ -56,7 +57,8 @@ class Structure:
     maps: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module | None) -> Self | None:
+    def of(cls, model: nn.Module | None, callers: Mapping[int, set[int]]) -> Self | None:
+        """What is known of ``model``. ``callers``: as in ``Recording``."""
         if model is None:
             return None
         children, layers, chains = set[str](), set[str](), set[str]()
@@ -66,7 +68,7 @@ class Structure:
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
-            if isinstance(module, nn.Sequential) and _is_chain(module):
+            if isinstance(module, nn.Sequential) and _is_chain(module, callers):
                 chains.add(name)
         shapes, dtypes = dict[str, Shape](), dict[str, torch.dtype]()
         trained = set[str]()
@@ -103,18 +105,29 @@ def within(name: str, outer: Any) -> bool:
     return False
 
 
-def _is_chain(module: nn.Sequential) -> bool:
-    """Whether it and all that is inside run as PyTorch has written it, so that no layer's output is
-    kept, and no hook gets one.
+def _is_chain(module: nn.Sequential, callers: Mapping[int, set[int]]) -> bool:
+    """Whether it and all that is inside run as PyTorch has written it, each layer called by what
+    contains it, so that no layer's output is kept and no hook gets one.
     """
+    if type(module).forward is not nn.Sequential.forward or has_global_forward_hooks():
+        return False
+    if not all(_runs_as_written(part) for part in module.modules()):
+        return False
     for part in module.modules():
-        # a scripted module's forward is no function of a file
-        file = getattr(type(part).forward, "__module__", None) or ""
-        if not file.startswith("torch.nn.modules.") or "forward" in vars(part):
-            return False
-        if part is not module and forward_hooks(part):
-            return False
-    return type(module).forward is nn.Sequential.forward
+        for child in part.children():
+            called_by = callers.get(id(child), set())
+            if forward_hooks(child) or not called_by <= {id(part)}:
+                return False
+            if isinstance(part, nn.Sequential) and not called_by:
+                return False  # nothing is known of its calls
+    return True
+
+
+def _runs_as_written(module: nn.Module) -> bool:
+    """Whether its forward is one of PyTorch's own."""
+    forward = getattr(type(module), "forward", None)  # a scripted module has none
+    file = getattr(forward, "__module__", None) or ""
+    return file.startswith("torch.nn.modules.") and "forward" not in vars(module)
 
 
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:

@@ -4,6 +4,7 @@ of the run need.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from contextlib import nullcontext
 
@@ -299,6 +300,35 @@ def validation_of_a_chain_whose_layers_remember_outputs(remedied: bool) -> Memor
     return _validation(nn.Sequential(*layers, nn.Linear(256, 1)), remedied)
 
 
+class TakesStages(nn.Module):
+    """Runs the layers of its chain one by one, and collects the outputs, as an encoder of images
+    does.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = chain()
+
+    def forward(self, x):
+        stages = []
+        for layer in self.encoder:
+            x = layer(x)
+            stages.append(x)
+        return torch.stack([stage.mean() for stage in stages])
+
+
+def validation_of_a_chain_whose_layers_are_called_one_by_one(remedied: bool) -> MemoryTracker:
+    return _validation(TakesStages(), remedied)
+
+
+def validation_of_a_chain_whose_inputs_a_hook_collects(remedied: bool) -> MemoryTracker:
+    model, inputs = chain(), []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda layer, args: inputs.append(args[0]))
+    model.register_forward_hook(lambda layer, args, output: inputs.clear())
+    return _validation(model, remedied)
+
+
 def validation_of_a_chain_with_a_hook_of_its_own(remedied: bool) -> MemoryTracker:
     model = chain()
     model.register_forward_pre_hook(lambda model, args: (2 * args[0],))
@@ -382,6 +412,8 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         validation_of_a_chain,
         validation_of_a_chain_whose_outputs_a_hook_collects,
         validation_of_a_chain_whose_layers_remember_outputs,
+        validation_of_a_chain_whose_layers_are_called_one_by_one,
+        validation_of_a_chain_whose_inputs_a_hook_collects,
         validation_of_a_chain_with_a_hook_of_its_own,
         outputs_of_six_micro_batches,
         evaluation_with_tokens_first,
@@ -402,6 +434,14 @@ def test_much_is_promised_of_forwards_that_keep_one_output_of_their_layers(progr
     before = diagnose(program(remedied=False))
     promised, _ = peak_without(before.causes[0], before.facts)
     assert promised < 0.7 * before.peak.total, before
+
+
+def test_a_chain_with_a_scripted_part_is_diagnosed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        encoder = torch.jit.script(chain())
+    before = diagnose(_validation(nn.Sequential(encoder, nn.Linear(1, 1)), remedied=False))
+    assert "A forward's graph is never used" in [cause.name for cause in before.causes]
 
 
 def test_a_copy_that_is_replaced_after_the_peak_is_taken_away_as_well():

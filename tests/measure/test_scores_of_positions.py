@@ -98,3 +98,18 @@ def test_other_maps_are_not_accused(make):
             optimizer.step()
             optimizer.zero_grad()
     assert NAME not in [cause.name for cause in diagnose(tracker).causes]
+
+
+def test_a_loss_over_ways_through_all_positions_has_no_pieces():
+    torch.manual_seed(0)
+    head = nn.Conv1d(8, 60, 1)
+    model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.ReLU(), head)
+    optimizer = torch.optim.Adam(model.parameters())
+    lengths, targets = torch.full((8,), 400), torch.randint(1, 60, (8, 20))
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(3):
+            scores = model(torch.randn(8, 4, 400)).log_softmax(1)
+            F.ctc_loss(scores.permute(2, 0, 1), targets, lengths, torch.full((8,), 20)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert NAME not in [cause.name for cause in diagnose(tracker).causes]

@@ -312,10 +312,10 @@ def _explain(got, expected):
         return (
             f"{sum(rows)} of {everything} rows go through the model: the update is for all of them."
         )
-    if difference(mine["gradient"], right["gradient"], 1e-3):
+    if difference(mine["gradient"], right["gradient"], TOLERANCE):
         return _why_gradient(mine["gradient"], right["gradient"], model, batch, rows)
     if not isinstance(plain(mine["loss"]), (int, float)) or difference(
-        mine["loss"], right["loss"], 1e-3
+        mine["loss"], right["loss"], TOLERANCE
     ):
         return "the gradient is right; return the mean loss over the whole batch, a float."
     if not got["the card"].over:
@@ -433,6 +433,7 @@ def _cut(batch, start: int):
     )
 
 
+TOLERANCE = 5e-4  # of the gradients and the loss
 _MEANS = {"share": lambda micro, batch, k: 1 / k}
 _ADDED = {"share": lambda micro, batch, k: 1.0}
 _SHIFTED = (
@@ -459,7 +460,7 @@ EXERCISES = (
         reference=train_small,
         observe=partial(_observe, setting=_steep_classifier, card=CLASSIFIER_CARD, fits=13),
         explain=_explain,
-        tolerance=5e-4,
+        tolerance=TOLERANCE,
         changes=("model.train", "model.config", "model.hook"),
         raises=(_LEFT_ON,),
         mistakes=(
@@ -519,7 +520,7 @@ EXERCISES = (
         reference=train_t5,
         observe=quietly(partial(_observe, setting=_steep_t5, card=T5_CARD, fits=1)),
         explain=_explain,
-        tolerance=5e-4,
+        tolerance=TOLERANCE,
         changes=("model.train", "model.config", "model.hook"),
         raises=(_LEFT_ON,),
         mistakes=(
