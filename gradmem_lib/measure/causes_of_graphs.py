@@ -303,8 +303,14 @@ def finished_forwards(facts: Facts) -> Cause | None:
 
 
 def _bytes_of_classes(scores: Holder) -> int:
-    """The bytes of ``scores.argmax(-1)``: one int64 for each row of scores."""
-    return prod(scores.shape[:-1]) * torch.int64.itemsize
+    """The bytes of the classes with the highest scores, at most: one int64 for each row of scores,
+    or for each pixel, where the second dimension has the classes.
+    """
+    may_be_classes = scores.shape[-1:]
+    if len(scores.shape) > 2:
+        may_be_classes = (scores.shape[1], scores.shape[-1])
+    classes = min(may_be_classes, default=1)
+    return prod(scores.shape) // classes * torch.int64.itemsize
 
 
 def _finished_turns(facts: Facts) -> set[int]:

@@ -308,23 +308,31 @@ def _fill_whole_blocks(question: Question) -> bool:
     DDP's bucket has the gradients of all layers, and is rounded as a whole. So only then does each
     layer add as many bytes to it.
     """
+    recipe = question.recipe
     for several in question.source.lists:
         for layer in several.layers:
-            if _gradient_bytes(layer, question.recipe) % allocator.BLOCK:
+            if recipe.lora_rank is not None:
+                fills = _adapters_fill_whole_blocks(layer, recipe.lora_rank)
+            else:
+                fills = _gradient_bytes(layer, recipe) % allocator.BLOCK == 0
+            if not fills:
+                return False
+    return True
+
+
+def _adapters_fill_whole_blocks(layer: nn.Module, rank: int) -> bool:
+    """Whether each adapter that a linear layer inside may get fills whole blocks, in 16 bits or in
+    32: then so do those of any targets.
+    """
+    of_a_feature = rank * torch.bfloat16.itemsize
+    for linear in linear_layers(layer).values():
+        for features in linear_sizes(linear) or ():
+            if of_a_feature * features % allocator.BLOCK:
                 return False
     return True
 
 
 def _gradient_bytes(layer: nn.Module, recipe: Recipe) -> int:
-    """The bytes of the gradients of ``layer``; with LoRA, those of its adapters in 16 bits, as they
-    are at their smallest: if these fill whole blocks, so do those in float32.
-    """
-    if recipe.lora_rank is not None:
-        widths = 0
-        for linear in linear_layers(layer).values():
-            inputs, outputs = linear_sizes(linear) or (0, 0)
-            widths += inputs + outputs
-        return widths * recipe.lora_rank * torch.bfloat16.itemsize
     nbytes = 0
     for parameter in layer.parameters():
         if parameter.requires_grad:

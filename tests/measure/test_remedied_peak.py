@@ -352,6 +352,23 @@ def outputs_of_six_micro_batches(remedied: bool) -> MemoryTracker:
     return tracker
 
 
+def scores_of_pixels_of_six_micro_batches(remedied: bool) -> MemoryTracker:
+    """The classes are the second dimension: ``argmax(1)``."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(2):
+            kept = []
+            for _ in range(6):
+                scores = model(torch.randn(8, 3, 32, 32))
+                (scores.square().mean() / 6).backward()
+                kept.append(scores.argmax(1) if remedied else scores)
+                del scores
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
 class TokensFirst(nn.Module):
     """The batch is the second dimension, as is PyTorch's default, and a mask is made for tokens."""
 
@@ -416,6 +433,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         validation_of_a_chain_whose_inputs_a_hook_collects,
         validation_of_a_chain_with_a_hook_of_its_own,
         outputs_of_six_micro_batches,
+        scores_of_pixels_of_six_micro_batches,
         evaluation_with_tokens_first,
         rollouts_before_updates,
     ],

@@ -139,12 +139,15 @@ def test_the_first_layers_of_two_lists_are_predicted_from_shared_short_traces(
         # in bf16, the two norms are half a block together
         (64, {"precision": "bf16"}, False),
         (32, {}, False),
+        # adapters of all layers fill blocks together, and those of one layer do not
+        (48, {"lora_rank": 1, "lora_targets": ("q_proj",), "precision": "bf16"}, False),
         *each(2, [(64, {"lora_rank": 16}, True), (96, {"lora_rank": 1}, False)]),
     ],
 )
 def test_layers_that_fill_whole_blocks_of_ddps_bucket_are_traced_shortly(hidden, recipe, is_short):
     config = deep("llama", 14)
     config.hidden_size, config.head_dim = hidden, hidden // config.num_attention_heads
+    config.num_key_value_heads, config.intermediate_size = config.num_attention_heads, 80
     recipe = Recipe(**{"precision": "autocast-bf16", "sharding": "ddp", **recipe})
     short, full = both(config, recipe, rows=2, target="cuda", ranks=2)
     assert bool(short.traced_layers) == is_short
