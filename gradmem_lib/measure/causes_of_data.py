@@ -184,8 +184,10 @@ def one_large_step(facts: Facts) -> Cause | None:
         return None  # no batch makes these
     if _kept_from_earlier_steps(facts) > nbytes / 2 or _has_more_forwards(facts):
         return None  # it is not the batch that is larger
-    if not _may_have_a_larger_batch(facts):
-        return None  # it does something else, such as a penalty on gradients, or trains more layers
+    if not _may_have_a_larger_batch(facts) or _has_larger_weights(facts):
+        # It does something else, such as a penalty on gradients, or trains more layers, or another
+        # model.
+        return None
     of_step = dict(zip(numbers, peaks, strict=True))
     del of_step[facts.peak.step]
     next_step = max(of_step, key=lambda step: of_step[step])
@@ -255,6 +257,14 @@ def _may_have_a_larger_batch(facts: Facts) -> bool:
         return True
     given_more = of_the_peak >= LARGER * statistics.median(largest.values())
     return given_more or _has_larger_tensors(facts)
+
+
+def _has_larger_weights(facts: Facts) -> bool:
+    """Whether the weights in the peak's step are larger than in most other steps."""
+    steps = facts.rows[:, STEP]
+    weights = facts.rows[:, BY][:, CATEGORIES.index("parameters")]
+    of_others = [int(weights[steps == step].max()) for step in set(steps.tolist())]
+    return weights[steps == facts.peak.step].max() > LARGER * statistics.median(of_others)
 
 
 def _has_larger_tensors(facts: Facts) -> bool:

@@ -166,7 +166,8 @@ def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
     if function.__kwdefaults__ is not None:
         named = function.__kwdefaults__.items()
         made.__kwdefaults__ = {name: _copied(held, memo) for name, held in named}
-    made.__qualname__ = function.__qualname__
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
     for name, held in vars(function).items():
         setattr(made, name, _copied(held, memo))
     return made

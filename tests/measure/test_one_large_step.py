@@ -92,6 +92,18 @@ def step_that_repeats_a_layer_more_often():
     return tracker
 
 
+def wider_models_that_replace_each_other():
+    with MemoryTracker(live=False) as tracker:
+        for width in range(64, 256, 32):
+            model = mlp(width, layers=3)
+            optimizer = torch.optim.Adam(model.parameters())
+            for _ in range(3):
+                model(torch.randn(16, width)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return tracker
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -99,6 +111,7 @@ def step_that_repeats_a_layer_more_often():
         layers_that_are_trained_later,
         generator_after_several_steps_of_its_critic,
         step_that_repeats_a_layer_more_often,
+        wider_models_that_replace_each_other,
     ],
 )
 def test_a_step_that_does_something_else_has_no_long_rows(program):
