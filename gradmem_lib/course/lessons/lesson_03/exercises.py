@@ -361,12 +361,18 @@ def _why_losses(got, expected) -> str | None:
 
 
 def _why_updates(updates, right, counts, window) -> str | None:
-    if len(updates) == len(counts) > len(right):
-        return (
-            "this steps after every micro-batch: that trains with small batches and accumulates "
-            "nothing."
-        )
     held, wanted = held_of(updates), held_of(right)
+    if len(updates) == len(counts) > len(right):
+        if all(len(one) <= 1 for one in held):
+            return (
+                "this steps after every micro-batch: that trains with small batches and "
+                "accumulates nothing."
+            )
+        return (
+            f"{len(updates)} updates are made of {len(counts)} micro-batches, and some "
+            "micro-batches are in several of them: each belongs to one window, and "
+            f"{len(counts)} in windows of {window} make {len(right)} updates."
+        )
     if (
         held
         and len(held[0]) > 0

@@ -455,8 +455,8 @@ def _explain_features(got, expected):
 
 
 _CACHED = (
-    "autocast's cache keeps a bf16 copy of every weight until its block ends, which adds half of "
-    "the weights' bytes: cache_enabled=False."
+    "autocast's cache keeps a bf16 copy of every weight until the with statement of autocast ends, "
+    "which adds half of the weights' bytes: cache_enabled=False."
 )
 
 

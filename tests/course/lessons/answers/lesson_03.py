@@ -1100,3 +1100,16 @@ WRONG["3.10"] |= {
         "logits or probabilities of too many rows are alive at once",
     ),
 }
+
+
+def _sliding_windows(model, optimizer, micro_batches, window, loss_and_count):
+    """Each update begins one micro-batch after the update before it."""
+    given, losses = list(micro_batches), []
+    for i in range(len(given)):
+        losses.append(_window(given[i : i + window], loss_and_count))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+WRONG["3.4"] |= {"sliding windows": (_sliding_windows, "micro-batches are in several of them")}
