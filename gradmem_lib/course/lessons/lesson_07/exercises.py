@@ -625,10 +625,13 @@ def _observe_master(candidate):
                 if i == 1 and number == 2
                 else torch.randn(w.shape, generator=generator).bfloat16()
             )
+        everything_given = nn.ParameterList(weights)
+        for i, master in enumerate(masters):
+            everything_given.register_buffer(f"master_{i}", master)
         step = measure(
             lambda lr=lr: candidate(weights, masters, lr),
             budget=MASTER_CARD,
-            model=nn.ParameterList([*weights, *masters]),  # all that is given, from the start
+            model=everything_given,  # counts from the start
         )
         found[f"after step {number}"] = {
             "masters": torch.stack([m.flatten()[:64] for m in masters]),

@@ -883,3 +883,15 @@ WRONG["7.6"] |= {
     "blocks cast and cast back": (_blocks_cast, "weights are bf16 while the model runs"),
 }
 RIGHT["7.6"] |= {"row by row, without the cache": partial(_under_autocast, by_row=True)}
+
+
+@torch.no_grad()
+def _new_data(weights, masters, lr):
+    """The masters stay the same tensors, with new memory."""
+    for w, m in zip(weights, masters, strict=True):
+        if w.grad is not None:
+            m.data = m - lr * w.grad.float()
+            w.data.copy_(m)
+
+
+RIGHT["7.4"] |= {"new data": _new_data}

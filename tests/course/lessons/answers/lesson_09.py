@@ -2009,3 +2009,18 @@ WRONG["9.7"] |= {
         "both gradients are those of the sum over the tokens",
     ),
 }
+
+
+class _LionThatForgets(_Lion):
+    """The momentum decays in a step without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None and "exp_avg" in self.state[p]:
+                    self.state[p]["exp_avg"].mul_(group["betas"][1])
+        super().step(closure)
+
+
+WRONG["9.3"] |= {"a momentum that decays": (_LionThatForgets, "leave its momentum as it is")}
