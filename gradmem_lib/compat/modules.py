@@ -43,14 +43,12 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def forward_hooks(module: nn.Module) -> list[Callable]:
-    """The hooks that get what a module is given, or returns."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
-def has_global_forward_hooks() -> bool:
-    """Whether hooks of all modules get what each is given, or returns."""
-    return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks get what ``module`` is given, or what it returns: its own, or those of all
+    modules.
+    """
+    own = module._forward_pre_hooks or module._forward_hooks
+    return bool(own or _modules._global_forward_pre_hooks or _modules._global_forward_hooks)
 
 
 def tables_of_hooks(module: nn.Module) -> list[dict[int, Callable]]:

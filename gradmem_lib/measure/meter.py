@@ -22,13 +22,14 @@ from ..compat.autograd import graph_task, next_sequence_nr
 from ..compat.compiled import is_compiled
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
+from ..compat.modules import has_forward_hooks
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
 from .moments import Pass
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import SCRIPT, Recording, is_result
+from .recording import HOOK, SCRIPT, Recording, is_result
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
@@ -142,8 +143,10 @@ class Meter(ParameterMeter):
                     self.recomputed = True
             else:
                 self.note_weights(module)
-            caller = id(self.stack[-1]) if self.stack else SCRIPT
-            self.recording.callers[id(module)].add(caller)
+            callers = self.recording.callers[id(module)]
+            callers.add(id(self.stack[-1]) if self.stack else SCRIPT)
+            if has_forward_hooks(module):
+                callers.add(HOOK)
             self.stack.append(module)
             out = None
             try:

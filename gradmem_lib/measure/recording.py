@@ -25,7 +25,9 @@ MAX_PENDING_LIFETIMES = 8192
 MAX_TURNS = 1024
 MAX_JOINED = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
-SCRIPT = 0  # in place of the address of a module: the script itself has called
+# In place of the addresses of modules that have called another one: the script itself has called
+# it, or a hook has seen what it was given or has returned.
+SCRIPT, HOOK = 0, -1
 EXISTED = -1  # the step of a storage that was there before its first use
 NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)

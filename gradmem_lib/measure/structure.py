@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..compat.modules import call_override, forward_hooks, has_global_forward_hooks
+from ..compat.modules import call_override
 from ..compat.transformers_models import checkpoints_reentrant
 from ..hf_names import LAYER_SWITCH
 
@@ -109,15 +109,15 @@ def _is_chain(module: nn.Sequential, callers: Mapping[int, set[int]]) -> bool:
     """Whether it and all that is inside run as PyTorch has written it, each layer called by what
     contains it, so that no layer's output is kept and no hook gets one.
     """
-    if type(module).forward is not nn.Sequential.forward or has_global_forward_hooks():
+    if type(module).forward is not nn.Sequential.forward:
         return False
     if not all(_runs_as_written(part) for part in module.modules()):
         return False
     for part in module.modules():
         for child in part.children():
             called_by = callers.get(id(child), set())
-            if forward_hooks(child) or not called_by <= {id(part)}:
-                return False
+            if not called_by <= {id(part)}:
+                return False  # the script takes the layers one by one, or a hook gets their outputs
             if isinstance(part, nn.Sequential) and not called_by:
                 return False  # nothing is known of its calls
     return True

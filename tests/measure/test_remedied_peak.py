@@ -329,6 +329,26 @@ def validation_of_a_chain_whose_inputs_a_hook_collects(remedied: bool) -> Memory
     return _validation(model, remedied)
 
 
+def validation_of_a_chain_with_hooks_for_its_time(remedied: bool) -> MemoryTracker:
+    """The hooks are gone when the block ends."""
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        train(model, optimizer, rows=16)
+        features = []
+        hooks = []
+        for layer in model:
+            hook = layer.register_forward_hook(lambda layer, args, out: features.append(out))
+            hooks.append(hook)
+        with torch.no_grad() if remedied else nullcontext():
+            model(torch.randn(1024, 256))
+        for hook in hooks:
+            hook.remove()
+        features.clear()
+        train(model, optimizer, rows=16)
+    return tracker
+
+
 def validation_of_a_chain_with_a_hook_of_its_own(remedied: bool) -> MemoryTracker:
     model = chain()
     model.register_forward_pre_hook(lambda model, args: (2 * args[0],))
@@ -431,6 +451,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         validation_of_a_chain_whose_layers_remember_outputs,
         validation_of_a_chain_whose_layers_are_called_one_by_one,
         validation_of_a_chain_whose_inputs_a_hook_collects,
+        validation_of_a_chain_with_hooks_for_its_time,
         validation_of_a_chain_with_a_hook_of_its_own,
         outputs_of_six_micro_batches,
         scores_of_pixels_of_six_micro_batches,

@@ -477,6 +477,13 @@ EXERCISES = (
                 ),
             ),
             (
+                r"expected dtype \w+ for .* but got dtype",
+                (
+                    "one of the parameters is in bf16, and its momentum has another dtype: "
+                    "torch.zeros_like(p) has the parameter's."
+                ),
+            ),
+            (
                 r"no attribute 'param",
                 (
                     "an optimizer's parameters are in self.param_groups: for group in "

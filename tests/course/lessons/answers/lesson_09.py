@@ -2024,3 +2024,12 @@ class _LionThatForgets(_Lion):
 
 
 WRONG["9.3"] |= {"a momentum that decays": (_LionThatForgets, "leave its momentum as it is")}
+
+
+class _LionOfFloat32(_Lion):
+    def one(self, p, g, state, group):
+        state.setdefault("exp_avg", torch.zeros(p.shape))
+        super().one(p, g, state, group)
+
+
+WRONG["9.3"] |= {"a momentum in float32": (_LionOfFloat32, "its momentum has another dtype")}
