@@ -124,7 +124,9 @@ def _numbers_of_a_set(originals: list[Holder], facts: Facts) -> int:
 
 
 def _are_several_sets(copies: list[Holder], originals: list[Holder], facts: Facts) -> bool:
-    """Whether the same line has copied the gradients of all weights more than once."""
+    """Whether gradients of several backwards were copied, or all gradients more than once."""
+    if len({holder.turn for holder in copies}) > 1:
+        return True
     limit = ONE_FOR_EACH * _numbers_of_a_set(originals, facts)
     return any(total(kind) > limit * _width(kind) for kind in _kinds(copies))
 

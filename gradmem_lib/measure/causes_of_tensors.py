@@ -105,17 +105,17 @@ def scores_of_positions(facts: Facts) -> Cause | None:
     if facts.structure is None or not facts.structure.maps or facts.outside_of_training:
         return None
     scores = []
-    of_a_loss = False  # whether a cross-entropy has been computed from them, a sum over positions
+    # Whether a cross-entropy over the second dimension was computed from them. It sums over
+    # positions, which a CTC loss and a softmax over the positions do not.
+    of_a_loss = False
     for holder in (*facts.at_peak, *facts.others):
-        if "ctc_loss" in holder.op:
-            return None  # it sums over ways through all positions
         shape = holder.shape
         is_map = len(shape) >= 3 and shape[1] in facts.structure.maps
         if not is_map or facts.time_of(holder) < facts.peak_time - 1:
             continue
         if "upsample" in holder.op:
             return None  # a piece of enlarged scores needs scores around it
-        if "log_softmax" in holder.op:
+        if "nll_loss2d" in holder.op:
             of_a_loss = True
     for holder in facts.at_peak:
         is_map = len(holder.shape) >= 3 and holder.shape[1] in facts.structure.maps

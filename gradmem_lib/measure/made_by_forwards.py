@@ -69,10 +69,10 @@ class _Made(NamedTuple):
 
 
 def needed_without_a_graph(holders: Sequence[Holder], facts: Facts) -> int:
-    """How many bytes of these activations one forward needs at once, at most, if nothing is kept
-    for a backward, and if the forward itself keeps one tensor of each layer at most, as for skip
-    connections or a list of features: the tensors of its largest layer, and the largest one of each
-    layer. A layer that runs several times in a forward keeps as many.
+    """An upper bound of the bytes of these activations that one forward needs at once, without a
+    graph: all tensors of its largest layer, and the largest tensor of each layer, which the model
+    may keep, as for skip connections or a list of features. Of a layer that runs n times in a
+    forward, it may keep n.
     """
     made = _made_by_one_forward(holders, facts)
     in_layer, by_inner_layer = defaultdict[str, list[_Made]](list), defaultdict[str, int](int)
@@ -88,8 +88,7 @@ def needed_without_a_graph(holders: Sequence[Holder], facts: Facts) -> int:
 
 def _made_by_one_forward(holders: Sequence[Holder], facts: Facts) -> list[_Made]:
     """What these holders are of one forward. Several forwards have made the same tensors: of each
-    place and shape, those of the forward that has made the most count. What the model's own forward
-    makes between its layers counts once, since the next one takes its place.
+    place and shape, those of the forward that has made the most count.
     """
     times = Counter[tuple]()  # by forward and place
     for holder in holders:
@@ -98,8 +97,7 @@ def _made_by_one_forward(holders: Sequence[Holder], facts: Facts) -> list[_Made]
         times[id(done), place, holder.nbytes] += 1
     most = Counter[tuple]()  # by place
     for (_, place, nbytes), count in times.items():
-        is_between_layers = facts.structure is not None and place[0] == facts.structure.name
-        most[place, nbytes] = max(most[place, nbytes], 1 if is_between_layers else count)
+        most[place, nbytes] = max(most[place, nbytes], count)
     return [_Made(place[0], nbytes, count) for (place, nbytes), count in most.items()]
 
 
@@ -121,7 +119,7 @@ def _needed_in_layer(layer: str, made: Sequence[_Made], structure: Structure | N
             largest_child = max(largest_child, _needed_in_layer(child, of_child, structure))
         largest_input = max(one.nbytes for one in made)
         return min(largest_child + largest_input, _total(made))
-    # Of several runs, each has made an equal part: what was made the fewest times was made once.
+    # What was made the fewest times was made once in each run, so this is the number of runs.
     runs = min(one.times for one in made)
     return sum(one.nbytes * ceil(one.times / runs) for one in made)
 

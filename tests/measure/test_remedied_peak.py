@@ -300,6 +300,25 @@ def validation_of_a_chain_whose_layers_remember_outputs(remedied: bool) -> Memor
     return _validation(nn.Sequential(*layers, nn.Linear(256, 1)), remedied)
 
 
+class JumpingKnowledge(nn.Module):
+    """Adds each layer's output to what it was given, and collects the sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
+
+    def forward(self, x):
+        sums = []
+        for layer in self.layers:
+            x = x + layer(nn.functional.gelu(x))
+            sums.append(x)
+        return torch.stack([each.mean() for each in sums])
+
+
+def validation_of_a_model_that_collects_sums(remedied: bool) -> MemoryTracker:
+    return _validation(JumpingKnowledge(), remedied)
+
+
 class TakesStages(nn.Module):
     """Runs the layers of its chain one by one, and collects the outputs, as an encoder of images
     does.
@@ -449,6 +468,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         validation_of_a_chain,
         validation_of_a_chain_whose_outputs_a_hook_collects,
         validation_of_a_chain_whose_layers_remember_outputs,
+        validation_of_a_model_that_collects_sums,
         validation_of_a_chain_whose_layers_are_called_one_by_one,
         validation_of_a_chain_whose_inputs_a_hook_collects,
         validation_of_a_chain_with_hooks_for_its_time,

@@ -226,8 +226,9 @@ def _why_fixed(gradient, other_size, whole, max_norm) -> str | None:
         return f"max_norm has no effect: the gradient is clipped to {size:.3g} in any case."
     if not parallel and math.isclose(size, max_norm, rel_tol=1e-3):
         return (
-            "the clipped gradient has the right norm and another direction: clip once, after the "
-            "last backward, and not in the middle of the window."
+            "the clipped gradient has the right norm and another direction: before it is clipped, "
+            "it has to be the mean over all items of the window. So each loss is a sum divided by "
+            "the window's count, and you clip once, after the last backward."
         )
     return None
 

@@ -252,10 +252,16 @@ def _why_scaled(case: str, got, expected) -> str | None:
     if says:
         return says
     skipped = not case.endswith("(all finite)")
-    if skipped and same_scale and torch.isfinite(mine["weights"]).all():
+    other_weights = difference(mine["weights"], right["weights"])
+    if skipped and same_scale and other_weights and torch.isfinite(mine["weights"]).all():
         return (
             "weights move in a step that must be skipped: with one gradient that is not finite, "
             "no weight moves, and zeros in its place are a step too."
+        )
+    if skipped and same_scale and not other_weights:
+        return (
+            f"after a skipped step, `good` is {mine['good']} and should be {right['good']}: it "
+            "counts the steps since the last one that was skipped."
         )
     if same_scale:
         return None

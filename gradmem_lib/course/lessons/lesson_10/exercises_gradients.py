@@ -15,7 +15,7 @@ from ...judge.compare import plain
 from ...judge.exercise import Exercise, HiddenCase, Mistake
 from ..shared.gradient_weights import factor_between
 from ..shared.settings import flat
-from .thread_ranks import APART, on_ranks
+from .thread_ranks import APART, UNFIT, on_ranks
 
 
 def average_gradients(model):
@@ -473,21 +473,22 @@ _COUNTS = (
     ),
     ("micro-batches", _MICRO_BATCHES, len),
 )
-# torch.stack and torch.cat of tensors of different shapes: no rank has sent anything.
+# torch.stack and torch.cat of tensors of different shapes. In a call between ranks, the same error
+# comes after `UNFIT`, so that is asked first.
 _JOINED = r"stack expects each tensor|Sizes of tensors must match except|same number of dimensions"
 _APART = (
+    (
+        f"{APART}|{UNFIT}",
+        (
+            "the ranks do not make the same calls: each of them calls all_reduce as often as the "
+            "others, for tensors of the same shapes."
+        ),
+    ),
     (
         _JOINED,
         (
             "micro-batches have rows of different lengths, so they do not fit into one tensor: "
             "count each one's labels, and add up the counts."
-        ),
-    ),
-    (
-        rf"{APART}|equal size|must match",
-        (
-            "the ranks do not make the same calls: each of them calls all_reduce as often as the "
-            "others, for tensors of the same shapes."
         ),
     ),
 )
@@ -504,6 +505,13 @@ EXERCISES = (
         explain=_explain_average,
         raises=(
             (
+                f"{APART}|{UNFIT}",
+                (
+                    "the ranks do not make the same calls: each must send every trained weight's "
+                    "gradient, and zeros where it has none."
+                ),
+            ),
+            (
                 _JOINED,
                 (
                     "gradients have different shapes, so they do not fit into one tensor as they "
@@ -515,13 +523,6 @@ EXERCISES = (
                 (
                     "a gradient has the dtype of its weight: where p.grad is None, put "
                     "torch.zeros_like(p) there."
-                ),
-            ),
-            (
-                rf"{APART}|equal size|must match the size",
-                (
-                    "the ranks do not make the same calls: each must send every trained weight's "
-                    "gradient, and zeros where it has none."
                 ),
             ),
         ),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ...machine.compat import groups_of_threads
 
 APART = "the ranks do not make the same calls"
+UNFIT = "the ranks' tensors do not fit together in a call"
 
 
 class _Ended:
@@ -42,6 +43,26 @@ def _compare(one, other) -> None:
     names = {type(call).__name__ for call in (one, other)} - {"_AllEnded"}
     if len(names) > 1:
         raise RuntimeError(f"{APART}: {' meets '.join(sorted(names))}")
+    if "work" not in vars(one):
+        one.work = _that_names_its_error(one.work)
+
+
+def _that_names_its_error(work: Callable[[list], None]) -> Callable[[list], None]:
+    """The ``work`` of a call, whose errors begin with ``UNFIT``: a learner's own code may raise the
+    same ones, where it joins tensors.
+    """
+
+    def named(data: list) -> None:
+        try:
+            work(data)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            if APART in str(error):
+                raise
+            raise RuntimeError(f"{UNFIT}: {error}") from error
+
+    return named
 
 
 def _end(threads: list[threading.Thread]) -> None:

@@ -1113,3 +1113,16 @@ def _sliding_windows(model, optimizer, micro_batches, window, loss_and_count):
 
 
 WRONG["3.4"] |= {"sliding windows": (_sliding_windows, "micro-batches are in several of them")}
+
+
+def _clips_added_means(model, optimizer, micro_batches, loss_and_count, max_norm):
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)
+        (loss / max(count, 1)).backward()
+    norm = clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+WRONG["3.6"] |= {"added means": (_clips_added_means, "the mean over all items of the window")}

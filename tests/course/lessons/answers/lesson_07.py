@@ -895,3 +895,16 @@ def _new_data(weights, masters, lr):
 
 
 RIGHT["7.4"] |= {"new data": _new_data}
+
+
+def _counts_skipped_steps(optimizer, scale, good, patience):
+    after, count = _scaler()(optimizer, scale, good, patience)
+    return after, good + 1 if after < scale else count
+
+
+WRONG["7.5"] |= {
+    "counts skipped steps": (
+        _counts_skipped_steps,
+        "it counts the steps since the last one that was skipped",
+    )
+}

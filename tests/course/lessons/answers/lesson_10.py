@@ -951,3 +951,26 @@ WRONG["10.3"] |= {
     ),
     "a mean for x": (_cut_layer(own_x=_mean_of_rows), "has another shape than x"),
 }
+
+
+def _all_counts_at_once(micro_batches):
+    """The ranks have different numbers of micro-batches."""
+    counts = torch.tensor([int((labels != -100).sum()) for labels in micro_batches])
+    dist.all_reduce(counts)
+    return counts.sum()
+
+
+def _gradients_that_exist_at_once(model):
+    trained = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    joined = torch.cat([p.grad.flatten() for p in trained])
+    dist.all_reduce(joined)
+    begin = 0
+    for p in trained:
+        p.grad.copy_(joined[begin : begin + p.numel()].view_as(p) / dist.get_world_size())
+        begin += p.numel()
+
+
+WRONG["10.5"] |= {"all counts at once": (_all_counts_at_once, "the ranks do not make the same")}
+WRONG["10.2"] |= {
+    "those that exist": (_gradients_that_exist_at_once, "the ranks do not make the same calls")
+}
