@@ -505,8 +505,8 @@ for name, option in options.items():
 
 # %% [markdown]
 # "none" says that no single technique is enough. Then take the cheapest one that shrinks a large part, and ask again.
-# Section 4 asked whether something cheaper was enough first: where the cell names QLoRA and then LoRA, its ladder took
-# checkpointing and then 8-bit AdamW. Neither was enough, so its next rung was LoRA.
+# Section 4 tried cheaper steps first. Where this cell names QLoRA and then LoRA, the ladder there took checkpointing and
+# then 8-bit AdamW. Neither was enough, so its next rung was LoRA.
 #
 # ## 7 · What you can now do
 #

@@ -871,8 +871,8 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
 # dist.destroy_process_group()
 # ```
 #
-# `plan(..., cards=8, machines=2)`, or `gradmem plan` with `--cards 8 --machines 2`, chooses a recipe for such machines, and prints
-# its script and the command that starts it. Its time has a term for what the machines send each other.
+# `plan(..., cards=8, machines=2)`, or `gradmem plan` with `--cards 8 --machines 2`, chooses a recipe for such machines.
+# It prints the recipe's script, and the command that starts it. The estimated time counts what machines send each other.
 #
 # Each process first loads the whole model into the *host's* memory. Eight processes that each load a 70B in bf16 need 8 ×
 # 138 GB there. accelerate can let rank 0 alone read the weights, and send each rank its shards:

@@ -62,7 +62,7 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `in_backward=True` | gradients: none waits | no accumulation |
 # | `checkpointing="per-layer"` or `"first-8"`, or `every_n_layers=2` without `checkpointing` | activations | a second forward, in whole or part |
 # | `checkpointing="attention"` or `"mlp"` | some activations | that part of each layer again |
-# | `checkpointing="elementwise"` | some activations, where few products have an adapter | norms, sums and activation functions again |
+# | `checkpointing="elementwise"` | some activations; with adapters, see below | norms, sums and activation functions again |
 # | `offload="activations"`, or `"boundaries"` of checkpoints | activations | the bus |
 # | `chunked_loss=True` | logits (temporaries) | one card only |
 # | `lora_rank=16`, `quantized_base=True` | gradients, states, frozen weights | what can be learned; decoding |

@@ -95,7 +95,7 @@ _ROUNDED = (
     "absmax in float32, as x is."
 )
 _ZEROS = (
-    "in a block of zeros, an index is not the position of 0 in `code`. There, 0 / 0 is not a "
+    "in a block of zeros, your index is not the position of 0 in `code`. There, 0 / 0 is not a "
     "number: divide by another number, as absmax.clamp(min=1e-30) does, and look up the nearest "
     "value as in other blocks."
 )

@@ -1713,7 +1713,7 @@ def _as_a_mask(x, code, block):
 
 
 WRONG["9.1"] |= {
-    "a block of zeros is skipped": (_skips_zeros, "in a block of zeros, an index is not"),
+    "a block of zeros is skipped": (_skips_zeros, "in a block of zeros, your index is not"),
     "uint8 as an index": (_as_a_mask, r"a uint8 tensor for a mask: read code\[indices.long"),
 }
 
