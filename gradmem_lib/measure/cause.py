@@ -39,10 +39,12 @@ class Cause:
     growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
     # How many of the bytes the remedy needs as well, at most; ``None`` if that is not known.
     stays: int | None = 0
-    # "step" or "turn" if the step (or turn) that made these storages needs them: they can go when
-    # it has ended. "round" if they are in use until others take their place, as the weights of a
-    # model until the next model is trained. "nothing" if they can go at once; empty if that is not
-    # known, and a turn's own backward may need its activations.
+    # What needs these storages, so how long they have to stay:
+    # "step" or "turn": the step (or turn) that made them; they can go when it has ended.
+    # "round": they are in use until others take their place, as the weights of a model until the
+    #     next model is trained.
+    # "nothing": they can go at once.
+    # "": not known; a turn's own backward may need its activations.
     needed_in: str = ""
     # The first words of ``limit``: how far the remedy goes.
     condition: str = "Without these bytes"

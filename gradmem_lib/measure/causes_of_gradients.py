@@ -140,8 +140,8 @@ def _bytes_of_sets(n: int, copies: list[Holder], originals: list[Holder], facts:
 def _bytes_of_the_largest(copies: list[Holder], originals: list[Holder]) -> int:
     """The bytes of ``copies`` if there were those of one gradient at a time, at most.
 
-    A copy may be of all gradients, as torch.cat makes it: it is then of the largest one alone. And
-    a copy may be beside its square, as in p.grad.double().square().sum().
+    One copy of all gradients, as torch.cat makes it, becomes one of a single gradient, the largest
+    at most. And a copy may be beside its square, as in p.grad.double().square().sum().
     """
     kinds = _kinds(copies)
     largest = max(holder.nbytes // _width([holder]) for holder in originals)

@@ -117,8 +117,8 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
 def _of_earlier_rounds(kind: list[Holder], facts: Facts) -> list[Holder]:
     """Those of ``kind`` that others have taken the place of.
 
-    The newest ones are in use. So are the weights that an optimizer goes on with after it, or the
-    user, has made later ones: the layers of a model that grows, or a head for each task.
+    The newest ones are in use. So are weights that are still updated after later ones were made:
+    the layers of a model that grows, or a head for each task.
     """
     names = set[str]()
     if facts.structure is not None:

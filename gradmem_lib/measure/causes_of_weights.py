@@ -285,12 +285,14 @@ def _copies_in_other_models(holders: list[Holder], facts: Facts) -> list[list[Ho
     """
     shapes = facts.structure.shapes.values()
     copies, rest = _copies_among(holders, facts)
-    if len(set(map(len, copies))) > 1:
-        return []  # twice as many layers, and one head
+    have_different_sizes = len(set(map(len, copies))) > 1
+    if have_different_sizes:
+        return []  # a second model: twice as many layers, say, and only one head
     if not rest:
-        return copies  # what each of them lacks may be parameters that no step reads
-    if any(len(copy) < len(shapes) for copy in copies):
-        return []  # the rest stands in the place of what it lacks
+        return copies  # parameters may be missing in all copies, if no step reads them
+    some_are_missing = any(len(copy) < len(shapes) for copy in copies)
+    if some_are_missing:
+        return []  # a second model, which has the rest in their place, such as another head
     more_of_the_same = sum(numel(holder.shape) for holder in rest if holder.shape in shapes)
     everything = sum(map(numel, shapes))
     return copies if more_of_the_same < (1 - ALMOST_ALL) * everything else []

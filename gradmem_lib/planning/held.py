@@ -157,7 +157,7 @@ def overhead_bytes(
     ``live``: bytes of live tensors. ``reserved``: what the card's allocator has reserved; ``None``
     estimates its overhead. ``cards``: those of one machine. NCCL has buffers for each group of
     processes: DDP has one, on however many machines. ``hybrid`` sharding on several machines has
-    two: the cards of a machine, and the copies of a shard.
+    two: the cards of a machine; and the cards that hold the same shard, one on each machine.
     """
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}

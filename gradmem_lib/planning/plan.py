@@ -1,5 +1,6 @@
 """``plan``: the ways to train a model that fit a card."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -206,7 +207,7 @@ def _check_cards(global_batch: int, cards: int, machines: int, network: float | 
         )
     if network is not None:
         is_number = isinstance(network, int | float) and not isinstance(network, bool)
-        if machines == 1 or not is_number or not network > 0:
+        if machines == 1 or not is_number or not 0 < network < math.inf:
             raise ValueError(
                 f"network={network!r} is how many bytes a second a machine sends to the others: "
                 "give a number above 0, such as 12.5e9 for 100 Gbit/s, with machines=2 or more"

@@ -143,7 +143,7 @@ class Search:
         layers = [layer for several, _ in lists.values() for layer in several]
         found = []
         for part, spec in SELECTIVE.items():
-            # what keeps products is the whole layer
+            # What keeps products is recomputed in the whole layer, which is there in any case.
             if spec.keeps_products or all(_has_part(layer, part) for layer in layers):
                 found.append({"checkpointing": part})
         return found

@@ -226,6 +226,7 @@ def test_a_plan_for_two_machines_says_how_to_start_it():
         ({"machines": 2, "cards": 2, "network": 0}, "give a number above 0"),
         ({"machines": 2, "cards": 2, "network": "100 Gbit"}, "network='100 Gbit' is how many"),
         ({"machines": 2, "cards": 2, "network": True}, "network=True is how many"),
+        ({"machines": 2, "cards": 2, "network": float("inf")}, "network=inf is how many"),
     ],
 )
 def test_bad_numbers_of_machines_are_sentences(changes, says):

@@ -82,9 +82,10 @@ class Experts(nn.Module):
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.first = nn.Linear(5, 3)
-        self.table = nn.Embedding(7, 5).requires_grad_(False)  # between those that are trained
+        # The one that may have no gradient comes first, so that no rank sends it last by chance.
         self.second = nn.Linear(5, 3, bias=False)
+        self.table = nn.Embedding(7, 5).requires_grad_(False)  # between those that are trained
+        self.first = nn.Linear(5, 3)
         generator = torch.Generator().manual_seed(10)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator).to(dtype)
@@ -508,7 +509,7 @@ EXERCISES = (
                 f"{APART}|{UNFIT}",
                 (
                     "the ranks do not make the same calls: each must send every trained weight's "
-                    "gradient, and zeros where it has none."
+                    "gradient, and zeros where it has none, in the same order."
                 ),
             ),
             (
@@ -588,7 +589,7 @@ EXERCISES = (
                 _averaged(of=_each),
                 (
                     "the ranks do not make the same calls: each must send every trained weight's "
-                    "gradient, and zeros where it has none."
+                    "gradient, and zeros where it has none, in the same order."
                 ),
             ),
         ),
