@@ -82,11 +82,15 @@ def _with_rows(
 
 
 def _has_rows(shape: tuple[int, ...], call: ForwardPass) -> bool:
-    """Whether the first dimension of a tensor is surely that of the batch of ``call``.
+    """Whether a tensor is surely half as large if the batch of ``call`` has half as many rows.
 
-    If another one is as large, the tensor may be a mask of tokens with tokens: there are as many
-    tokens as rows, or the tokens come first in the batch.
+    Its first dimension is that of the batch, and no other one is as large: else the tensor may be
+    a mask of tokens with tokens. If the tokens may come first in the batch, it has to have both
+    dimensions: else it may be made of tokens alone, such as their positions.
     """
-    if not shape or shape[0] not in call.row_counts:
+    if not shape or shape[0] not in call.row_counts or shape[0] in shape[1:]:
         return False
-    return shape[0] not in shape[1:]
+    is_first_of_the_batch = shape[0] == min(call.row_counts)
+    if call.second_size and is_first_of_the_batch:
+        return call.second_size in shape[1:]
+    return True

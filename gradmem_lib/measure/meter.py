@@ -175,7 +175,7 @@ class Meter(ParameterMeter):
                 chained = any(tensor.grad_fn is not None for tensor in given)
                 inputs = list(tensors_in((args, kwargs)))
                 nbytes_given = sum(x.numel() * x.element_size() for x in inputs)
-                row_counts = _row_counts(inputs)
+                row_counts, second_size = _row_counts(inputs), _second_size(inputs)
             self.position.begin_forward(
                 Pass(
                     self.as_owner(module),
@@ -194,6 +194,7 @@ class Meter(ParameterMeter):
                     number=self._number_of(module),
                     given=nbytes_given,
                     row_counts=row_counts,
+                    second_size=second_size,
                 )
             )
             if with_grad and weight is not None:
@@ -373,3 +374,12 @@ def _row_counts(given: Iterable[torch.Tensor]) -> frozenset[int]:
             rows = tensor.size(0)
             counts.update(accumulate(tensor.shape, mul))
     return frozenset(counts)
+
+
+def _second_size(given: Iterable[torch.Tensor]) -> int:
+    """As in ``ForwardPass``: ids may be (tokens, rows), and features (tokens, rows, features)."""
+    for tensor in given:
+        if tensor.dim() and not tensor.is_nested:
+            may_have_tokens_first = tensor.dim() == (3 if tensor.is_floating_point() else 2)
+            return tensor.size(1) if may_have_tokens_first else 0
+    return 0

@@ -65,6 +65,7 @@ class Pass:
     number: int = 0
     given: int = 0
     row_counts: frozenset[int] = frozenset()
+    second_size: int = 0
     has_tracked_weights: bool = False
 
 

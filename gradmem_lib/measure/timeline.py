@@ -104,6 +104,8 @@ class ForwardPass(NamedTuple):
 
     ``row_counts``: the sizes that the first dimension of a tensor with rows may have: the rows of
     the batch, and the products with the next dimensions, such as the number of all rows' tokens.
+    ``second_size``: that of the batch's second dimension, if the rows may stand there and tokens in
+    the first one; otherwise 0.
     ``given``: the bytes of the tensors that it was called with, as far as they stand in lists,
     tuples and dicts. Three other fields are bytes, and what the call has returned is in none of
     them. ``made``: what was
@@ -135,6 +137,7 @@ class ForwardPass(NamedTuple):
     number: int = 0
     given: int = 0
     row_counts: frozenset[int] = frozenset()
+    second_size: int = 0
     has_tracked_weights: bool = False
     samples: tuple[int, int] = (0, 0)
 

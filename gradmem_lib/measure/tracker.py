@@ -260,6 +260,7 @@ class MemoryTracker:
                         number=done.number,
                         given=done.given,
                         row_counts=done.row_counts,
+                        second_size=done.second_size,
                         has_tracked_weights=done.has_tracked_weights,
                         samples=(done.first_sample, done.end_sample or self._recording.count),
                     )

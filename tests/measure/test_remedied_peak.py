@@ -420,8 +420,28 @@ class TokensFirst(nn.Module):
         return self.layer(x, src_mask=mask).mean((0, 2))
 
 
+class Positions(nn.Module):
+    """Tokens come first, and what is made of their positions has no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_positions = nn.Sequential(nn.Linear(1, 1024), nn.GELU(), nn.Linear(1024, 32))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        positions = torch.arange(len(x)).float()[:, None]
+        return self.head(x + self.of_positions(positions)[:, None]).mean((0, 2))
+
+
+def evaluation_with_positions(remedied: bool) -> MemoryTracker:
+    return _evaluation_with_tokens_first(Positions(), remedied)
+
+
 def evaluation_with_tokens_first(remedied: bool) -> MemoryTracker:
-    model = TokensFirst()
+    return _evaluation_with_tokens_first(TokensFirst(), remedied)
+
+
+def _evaluation_with_tokens_first(model: nn.Module, remedied: bool) -> MemoryTracker:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with MemoryTracker(model, optimizer, live=False) as tracker:
         for _ in range(3):
@@ -476,6 +496,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         outputs_of_six_micro_batches,
         scores_of_pixels_of_six_micro_batches,
         evaluation_with_tokens_first,
+        evaluation_with_positions,
         rollouts_before_updates,
     ],
     ids=lambda program: program.__name__,
