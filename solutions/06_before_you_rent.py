@@ -459,9 +459,9 @@ show_decisions(run, card="3.5 GiB")
 # Write `next_technique(phase, parts, rows, card)`. `phase` is `"forward"`, `"backward"` or `"optimizer_step"`, `parts`
 # has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are
 # `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that can be enough, at
-# best, or `"none"`. The chart marks the parts that a technique can take away, in one half of its columns for forward and
-# backward, and in the other for the optimizer's step. Count each marked part whole. In forward and backward,
-# `"temporaries"` are the logits' gradients; in the optimizer's step they are the optimizer's own.
+# best, or `"none"`. One half of the chart's columns is for forward and backward, the other for the optimizer's step.
+# Count each marked part whole. In forward and backward, `"temporaries"` are the logits' gradients; in the optimizer's step
+# they are the optimizer's own.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -504,9 +504,8 @@ for name, option in options.items():
         print(f"{name:<18}{peak.total / 2**30:>6.1f} GiB in {peak.phase:<16}next: {word}")
 
 # %% [markdown]
-# "none" says that no single technique is enough. Then take the cheapest one that shrinks a large part, and ask again.
-# Section 4 tried cheaper steps first. Where this cell names QLoRA and then LoRA, the ladder there took checkpointing and
-# then 8-bit AdamW. Neither was enough, so its next rung was LoRA.
+# "none" means that no technique alone is enough. Then take the cheapest one that shrinks a large part, and ask again.
+# Section 4 tried checkpointing first, and then 8-bit AdamW.
 #
 # ## 7 · What you can now do
 #
@@ -518,8 +517,8 @@ for name, option in options.items():
 # - **Predict your own module**: `predict(module, batch=, loss=)`. Then measure one step.
 # - **Spend what is left**: unused memory is time given away.
 #
-# Lesson 07 is about mixed precision, lesson 08 about recomputing and moving. `python -m gradmem_lib plan --help` is for
-# your model and your card. `docs/ledger.md` has every claim that these lessons put to the test.
+# Lesson 07 is about mixed precision, lesson 08 about recomputing and moving. `gradmem plan --help` is for
+# your model and card. `docs/ledger.md` has every claim that these lessons test.
 
 # %% [markdown]
 # ## Optional: an evaluation that collects

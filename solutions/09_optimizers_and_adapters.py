@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *57 minutes, and 49 more for optional exercises and sections. You need: lessons 02 and 05, and the dtypes of lesson
+# *57 minutes, and 50 more for optional exercises and sections. You need: lessons 02 and 05, and the dtypes of lesson
 # 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 11 · Make it fit
 #
-# *59 minutes, and 8 more for optional exercises and sections. You need: lesson 06, and the techniques of lessons 07 to
+# *60 minutes, and 8 more for optional exercises and sections. You need: lesson 06, and the techniques of lessons 07 to
 # 10.*
 #
 # Here is a model, and here is a card. Does it fit, and which way of training it is the fastest that fits? You have seen
@@ -60,7 +60,7 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `accumulation=n` | activations, logits | gradients stay until the last micro-batch |
 # | `optimizer="adamw-8bit"`, `"adafactor-torch"` | states | exactness |
 # | `in_backward=True` | gradients: none waits | no accumulation |
-# | `checkpointing="per-layer"` or `"first-8"`, or `every_n_layers=2` without `checkpointing` | activations | a second forward, in whole or part |
+# | `checkpointing="per-layer"` or `"first-8"`, or `every_n_layers=2` alone | activations | a second forward, in whole or part |
 # | `checkpointing="attention"` or `"mlp"` | some activations | that part of each layer again |
 # | `checkpointing="elementwise"` | some activations; with adapters, see below | norms, sums and activation functions again |
 # | `offload="activations"`, or `"boundaries"` of checkpoints | activations | the bus |
@@ -68,8 +68,8 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `lora_rank=16`, `quantized_base=True` | gradients, states, frozen weights | what can be learned; decoding |
 # | `sharding="ddp"`, `"zero1"`, `"zero2"`, `"fsdp"` | what cards share | sending |
 #
-# `"elementwise"` keeps the result of every matrix product, and each adapter adds two products. With adapters on every
-# linear layer it keeps *more*: the peak of a Llama of 8 small layers grew from 106 to 115 MiB.
+# `"elementwise"` keeps every product's result, and each adapter adds two. With adapters on every linear layer, the peak
+# of a Llama of 8 small layers *grew* from 106 to 115 MiB.
 #
 # ## 2 · One puzzle together
 #

@@ -106,14 +106,11 @@ def _measured_peak(checkpointing: str | None) -> float:
 
 
 def test_elementwise_checkpoints_keep_more_with_adapters(said):
-    assert said.says(
-        '`"elementwise"` keeps the result of every matrix product, and each adapter adds two '
-        "products."
-    )
+    assert said.says('`"elementwise"` keeps every product\'s result, and each adapter adds two.')
     without, elementwise = (_measured_peak(way) for way in (None, "elementwise"))
     assert said.says(
-        "With adapters on every linear layer it keeps *more*: the peak of a Llama of 8 small "
-        f"layers grew from {without:.0f} to {elementwise:.0f} MiB."
+        "With adapters on every linear layer, the peak of a Llama of 8 small layers *grew* from "
+        f"{without:.0f} to {elementwise:.0f} MiB."
     )
     plain, more = (
         weigh("11.4", LORA | CHUNKS | {"accumulation": 8, "checkpointing": way})
