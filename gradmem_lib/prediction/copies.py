@@ -108,11 +108,13 @@ def _copied(value: Any, memo: dict) -> Any:
     """What the copy of the model holds in place of ``value``; ``value`` itself, if it holds nothing
     of the model.
 
-    What else a function holds stays shared, since other functions may read it. In ``memo``, a copy
-    stands for itself. What may hold itself comes into ``memo`` empty, and is filled then.
+    What else a function holds stays shared, since other functions may read it. What may hold itself
+    comes into ``memo`` empty, and is filled then.
     """
+    # In `memo`, a copy stands for itself, so it is followed until then: a tuple that deepcopy has
+    # copied, with functions in it, is copied once more.
     while memo.get(id(value), value) is not value:
-        value = memo[id(value)]  # again, where deepcopy has copied a tuple with functions in it
+        value = memo[id(value)]
     if id(value) in memo or not _holds_parts(value, memo, set()):
         return value
     if isinstance(value, FunctionType):
