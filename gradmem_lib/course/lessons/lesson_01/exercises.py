@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...judge.compare import difference, plain
+from ...judge.compare import describe, difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import shares, times, unit_of
 from ..shared.gradient_weights import (
@@ -92,6 +92,11 @@ def _explain_resident(got, expected):
         entry: [got[case].get(entry) == expected[case][entry] for case in expected]
         for entry in ENTRIES
     }
+    if all(all(each) for each in right.values()):
+        # What differs is a name beside the three.
+        others = {describe(name): None for found in got.values() for name in found}
+        shown = " and ".join(name for name in others if name not in map(describe, ENTRIES))
+        return f"all three entries are right: leave out {shown}." if shown else None
     if all(ok for each in right.values() for ok in each[:-1]):
         return (
             "the parameters of a model may have different dtypes: ask each parameter for its "
@@ -163,6 +168,14 @@ def _other_bytes(got, expected) -> str:
     return ""
 
 
+def _counters_in_dtype() -> dict[str, int]:
+    """The optimizer's bytes if the step counter of a tensor has as many as one of its numbers."""
+    found = {}
+    for case, model in _models().items():
+        found[case] = sum(2 * p.nbytes + p.element_size() for p in _trained(model))
+    return found
+
+
 def _why_states(got, expected):
     tensors = {
         case: sum(p.requires_grad for p in model.parameters()) for case, model in _models().items()
@@ -170,6 +183,11 @@ def _why_states(got, expected):
     gradients = {case: right["gradients"] for case, right in expected.items()}
     found = shares(got, gradients, tensors, dict.fromkeys(tensors, 1))
     if found is None:
+        if got == _counters_in_dtype():
+            return (
+                "the moments are right, and your step counters have the parameters' dtype: a "
+                "counter is one float32, 4 bytes, for each tensor, whatever its dtype."
+            )
         return None
     moments, counter, once = found
     if moments == 0:
@@ -288,6 +306,7 @@ class _TwoColumns(nn.Module):
 _DEEP = "24 modules of one size"
 _BUFFERS = "a batch norm, whose buffers are saved"
 _FROZEN = "a frozen layer, and an x that requires a gradient"
+_FROZEN_FIRST = "a frozen first layer, and an x that requires no gradient"
 
 
 def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
@@ -302,6 +321,9 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     frozen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     frozen[2].requires_grad_(False)
     leaf = torch.randn(5, 4, requires_grad=True)
+    # No gradient passes through the first layer, so GELU saves nothing.
+    frozen_first = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+    frozen_first[0].requires_grad_(False)
     # Backward needs the running averages of a batch norm.
     averaged = nn.Sequential(nn.Linear(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 2)).eval()
     # A storage that nothing keeps is free at once, and one of the same size gets its address.
@@ -313,6 +335,7 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "two slices of one tensor": (twice, torch.randn(6, 4)),
         "a norm at both ends": (normed, torch.randn(5, 4)),
         _FROZEN: (frozen, leaf),
+        _FROZEN_FIRST: (frozen_first, torch.randn(5, 4)),
         _BUFFERS: (averaged, torch.randn(5, 4)),
         _DEEP: (deep, torch.randn(16, 64)),
     }
@@ -333,6 +356,10 @@ _PARAMETERS = (
 _VIEW = "this counts the view: a saved slice keeps its whole storage alive."
 _ELEMENTS = "this counts elements, not bytes."
 _STORAGES = "this counts storages, not their bytes: storage.nbytes()."
+_BYTES_TIMES_SIZE = (
+    "an untyped storage's size() and nbytes() are its bytes already: they are multiplied by the "
+    "size of an element here."
+)
 
 
 def _several(got) -> str:
@@ -343,6 +370,7 @@ def _several(got) -> str:
         lambda t: t.untyped_storage().nbytes() // t.itemsize: _ELEMENTS,
         torch.numel: f"{_VIEW} And {_ELEMENTS}",
         lambda t: 1: _STORAGES,
+        lambda t: t.untyped_storage().nbytes() * t.itemsize: _BYTES_TIMES_SIZE,
     }
     for each, parameters, size in product((False, True), (False, True), sizes):
         if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
@@ -387,6 +415,11 @@ def _why_one(case: str, numbers: dict, expected: dict) -> str:
         return (
             "a buffer is no parameter, even if state_dict() has both: only the storages of "
             "model.parameters() are left out."
+        )
+    if case == _FROZEN_FIRST and too_many:
+        return (
+            "neither x nor the first layer requires a gradient here, so GELU needs no backward and "
+            "saves nothing: run model(x) with x and the weights as they are."
         )
     return _why_frozen(too_many) if case == _FROZEN else ""
 

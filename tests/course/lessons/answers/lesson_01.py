@@ -761,3 +761,46 @@ WRONG["1.6"] |= {
     ),
     "the logits have a name": (_with_names_kept, "still refers to the logits"),
 }
+
+
+WRONG["1.2"] |= {
+    "an x that requires a gradient": (
+        lambda model, x: _saved(model, x.clone().requires_grad_()),
+        "neither x nor the first layer requires a gradient here",
+    ),
+    "bytes times the size of an element": (
+        lambda model, x: _saved(
+            model, x, size=lambda t: t.untyped_storage().size() * t.element_size()
+        ),
+        r"size\(\) and nbytes\(\) are its bytes already",
+    ),
+}
+WRONG["1.7"] |= {
+    "a row of the total": (
+        lambda *sizes: _gpt2(*sizes) | {"total": sum(_gpt2(*sizes).values())},
+        "not yet: every row is right: leave out 'total'",
+    ),
+}
+WRONG["1.8"] |= {
+    "nothing in evaluation": (
+        lambda t, h, training: 56 * t * h * training,
+        "not yet: in evaluation mode this counts nothing",
+    ),
+}
+
+
+def _counters_in_dtype(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return _resident(model) | {"optimizer": sum(2 * p.nbytes + p.element_size() for p in trained)}
+
+
+WRONG["1.1"] |= {
+    "an entry for the total": (
+        lambda model: _resident(model) | {"total": sum(_resident(model).values())},
+        "not yet: all three entries are right: leave out 'total'",
+    ),
+    "counters in the parameters' dtype": (
+        _counters_in_dtype,
+        "your step counters have the parameters' dtype",
+    ),
+}
