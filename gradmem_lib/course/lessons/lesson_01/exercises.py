@@ -627,7 +627,10 @@ def _why_no_steps(got, mine: Any, right: tuple) -> str:
     steps = got["afterwards"]["calls of optimizer.step()"]
     moves = not torch.equal(got.notes["weights"], unmoved)
     if steps and not moves:
-        return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
+        return (
+            "optimizer.step() finds no gradients: backward() must run before the step, and "
+            "zero_grad() after it."
+        )
     if moves and not steps:
         return ANOTHER_STEP
     if steps == 1 and _is_first_loss(mine, right):
@@ -871,8 +874,8 @@ EXERCISES = (
                 "keeps the output",
                 _trains(keeps="output"),
                 (
-                    "the model's output is still alive in backward (and, unless deleted, in the "
-                    "next forward), and it holds the logits."
+                    "the logits are still alive in backward (and, unless deleted, in the next "
+                    "forward): a name for them, or for the model's output, keeps them."
                 ),
             ),
             Mistake(
@@ -887,8 +890,8 @@ EXERCISES = (
                 "zeroes in place",
                 _trains(set_to_none=False),
                 (
-                    "set_to_none=False keeps the gradients, filled with zeros, through the next "
-                    "forward."
+                    "the gradients stay, filled with zeros, through the next forward: "
+                    "zero_grad(set_to_none=True) frees them."
                 ),
             ),
             Mistake(

@@ -339,6 +339,12 @@ EXERCISES = (
         minutes=5,
         trains="reading a float format: which additions change nothing",
         reference=half_gap,
+        raises=(
+            (
+                r"'float' object has no attribute|must be Tensor, not float",
+                "x is one of Python's numbers, not a tensor: math.log2 and math.floor take it.",
+            ),
+        ),
         explain=_explain_gap,
         observe=calls(
             (1.0,),

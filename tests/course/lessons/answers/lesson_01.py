@@ -283,7 +283,10 @@ def _same_batch(model, optimizer, batches):
 
 
 WRONG["1.6"] = {
-    "holds the output": (lambda m, o, b: _train(m, o, b, hold=True), "output is still alive"),
+    "holds the output": (
+        lambda m, o, b: _train(m, o, b, hold=True),
+        "logits are still alive in backward",
+    ),
     "no zero": (lambda m, o, b: _train(m, o, b, zero=False), "zero_grad"),
     "no step": (lambda m, o, b: _train(m, o, b, step=False), "step"),
     "first loss": (_first_loss, "there must be 3 entries"),
@@ -802,5 +805,25 @@ WRONG["1.1"] |= {
     "counters in the parameters' dtype": (
         _counters_in_dtype,
         "your step counters have the parameters' dtype",
+    ),
+}
+
+
+def _steps_before_backward(model, optimizer, batches):
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        optimizer.step()
+        loss.backward()
+        optimizer.zero_grad()
+        del loss
+    return losses
+
+
+WRONG["1.6"] |= {
+    "the step before backward": (
+        _steps_before_backward,
+        r"not yet: optimizer.step\(\) finds no gradients: backward\(\) must run before",
     ),
 }
