@@ -808,6 +808,15 @@ EXERCISES = (
         minutes=8,
         trains="saved-tensor hooks, and thinking in storages rather than tensors",
         reference=saved_bytes,
+        raises=(
+            (
+                r"^KeyError: \d{6,}$",
+                (
+                    "a key is missing that looks like an address: not every parameter is saved, so "
+                    "take a parameter's storage out by pop(key, None)."
+                ),
+            ),
+        ),
         observe=_observe_saved,
         explain=_explain_saved,
         mistakes=(

@@ -451,3 +451,27 @@ WRONG["2.5"] |= {
         "not yet: x is one of Python's numbers",
     ),
 }
+
+
+def _counts_in_a_tensor(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    """The step counter and the corrections are tensors, as in PyTorch's own AdamW."""
+    if not state:
+        state.update(t=torch.tensor(0.0), m=torch.zeros_like(p), v=torch.zeros_like(p))
+    state["t"] += 1
+    t, m, v = state["t"], state["m"], state["v"]
+    c1, c2 = 1 - beta1**t.double(), 1 - beta2**t.double()
+    p.mul_(1 - lr * weight_decay)
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = v.sqrt().div_(c2.sqrt()).add_(eps)
+    p.addcdiv_(m, root, value=(-lr / c1).item())
+
+
+def _root_of_a_number(p, grad, state, lr, beta1, beta2, eps):
+    (1 - beta2**1).sqrt()
+
+
+RIGHT["2.6"] |= {"a tensor counts": _counts_in_a_tensor}
+WRONG["2.3"] |= {
+    "sqrt of a number": (_root_of_a_number, "not yet: this is one of Python's numbers, not a t"),
+}
