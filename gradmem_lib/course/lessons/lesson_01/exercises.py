@@ -92,16 +92,9 @@ def _explain_resident(got, expected):
         entry: [got[case].get(entry) == expected[case][entry] for case in expected]
         for entry in ENTRIES
     }
-    if all(all(each) for each in right.values()):
-        # What differs is a name beside the three.
-        others = {describe(name): None for found in got.values() for name in found}
-        shown = " and ".join(name for name in others if name not in map(describe, ENTRIES))
-        return f"all three entries are right: leave out {shown}." if shown else None
     if all(ok for each in right.values() for ok in each[:-1]):
-        return (
-            "the parameters of a model may have different dtypes: ask each parameter for its "
-            "element_size()."
-        )
+        last_is_right = all(each[-1] for each in right.values())
+        return _beside_the_three(got) if last_is_right else _DTYPES
     if says := _other_bytes(got, expected):
         return says
     frozen = [*expected].index("an MLP whose first layer is frozen")
@@ -121,6 +114,19 @@ def _explain_resident(got, expected):
     if not all(right["gradients"]):
         return _why_gradients(got)
     return _why_states({case: found.get("optimizer") for case, found in got.items()}, expected)
+
+
+_DTYPES = (
+    "the parameters of a model may have different dtypes: ask each parameter for its "
+    "element_size()."
+)
+
+
+def _beside_the_three(got) -> str | None:
+    """What is said if all three entries are right, so that a name beside them is what differs."""
+    others = {describe(name): None for found in got.values() for name in found}
+    shown = " and ".join(name for name in others if name not in map(describe, ENTRIES))
+    return f"all three entries are right: leave out {shown}." if shown else None
 
 
 def _why_parameters(got) -> str | None:

@@ -389,6 +389,14 @@ def _largest(v, state):
     return state["largest"]
 
 
+def _first_moments(p, grad, wrong: set) -> dict:
+    """What m and v are before the first step."""
+    if "begins" in wrong:
+        return {"m": grad.clone(), "v": grad * grad}
+    m = torch.zeros_like(p)
+    return {"m": m, "v": m if "one tensor" in wrong else torch.zeros_like(p)}
+
+
 def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     """Adam, or AdamW, with what is ``wrong`` in it."""
     begin = p.clone()
@@ -408,11 +416,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     if not state:
         state["t"] = 0
     if "m" not in state or "re-created" in wrong:
-        state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
-        if "begins" in wrong:
-            state.update(m=grad.clone(), v=grad * grad)
-        if "one tensor" in wrong:
-            state["v"] = state["m"]
+        state.update(_first_moments(p, grad, wrong))
     t = (
         1
         if "t stays 1" in wrong

@@ -427,10 +427,7 @@ EXERCISES = (
             ),
             (
                 r"not enough values to unpack \(expected 1, got 0\)",
-                (
-                    "ctx.saved_tensors is empty if forward has not called "
-                    "ctx.save_for_backward(x)."
-                ),
+                ("ctx.saved_tensors is empty if forward has not called ctx.save_for_backward(x)."),
             ),
             (
                 _RUNS_ITSELF,

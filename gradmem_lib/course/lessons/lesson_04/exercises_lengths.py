@@ -72,11 +72,8 @@ def _explain_peak(got, expected):
             "earlier segment has x bytes in all."
         )
     cases = {case: literal_eval(case) for case in expected}
-    if says := _one_number_of_layers(got, cases):
+    if says := _one_number_of_layers(got, cases) or _layers_in_full(answer):
         return says
-    for layers, says in _LAYERS:
-        if 0 <= answer - 1000 * layers <= 20:
-            return says
     if _inputs_twice(got, cases):
         return _INPUTS_TWICE
     waiting = answer - 1000 * max(_PARTS)
@@ -117,6 +114,14 @@ def _one_number_of_layers(got, cases) -> str | None:
                 peaks[case] = waiting * x + layers(lengths) * a
             if got == peaks:
                 return says
+    return None
+
+
+def _layers_in_full(answer: float) -> str | None:
+    """What is said of how many layers the ``answer`` for _PARTS counts in full."""
+    for layers, says in _LAYERS:
+        if 0 <= answer - 1000 * layers <= 20:
+            return says
     return None
 
 

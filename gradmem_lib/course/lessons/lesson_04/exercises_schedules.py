@@ -296,8 +296,12 @@ def _why_too_large(lengths: list[int], measured: float) -> str | None:
             "these segments fit, and something else is alive beside them: in backward no name may "
             "hold the head's outputs, and the loss is layers(x).square().mean()."
         )
-    if abs(most - measured) > 0.1:
-        return None
+    return _why_segment(lengths, needed) if abs(most - measured) < 0.1 else None
+
+
+def _why_segment(lengths: list[int], needed: list[int]) -> str:
+    """What is said of the segment that needs most, and more than the card has."""
+    most = max(needed)
     segments = f"your segments have {', '.join(map(str, lengths))} layers"
     at = needed.index(most)
     if at < len(lengths) - 1:

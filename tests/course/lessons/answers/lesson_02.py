@@ -459,7 +459,7 @@ def _counts_in_a_tensor(p, grad, state, lr, beta1, beta2, eps, weight_decay):
         state.update(t=torch.tensor(0.0), m=torch.zeros_like(p), v=torch.zeros_like(p))
     state["t"] += 1
     t, m, v = state["t"], state["m"], state["v"]
-    c1, c2 = 1 - beta1**t.double(), 1 - beta2**t.double()
+    c1, c2 = 1 - beta1 ** t.double(), 1 - beta2 ** t.double()
     p.mul_(1 - lr * weight_decay)
     m.mul_(beta1).add_(grad, alpha=1 - beta1)
     v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
