@@ -720,10 +720,10 @@ history_leak = check("1.9", history_leak)
 # The next cell prints a block of GPT-2. `Conv1D` is a linear layer from `nx` to `nf` numbers: `c_attn` makes q, k and v
 # in one go. `attn_dropout` does nothing with p = 0.
 #
-# Write `gpt2_block(batch, seq_len, hidden, heads)`: the bytes that such a block saves in float32 with fused attention.
-# Return a dict with ten entries, in the order of forward: `"ln_1"`, `"attn.c_attn"`, `"attn"` (the attention itself),
-# `"attn.c_proj"`, `"attn.resid_dropout"`, `"ln_2"`, `"mlp.c_fc"`, `"mlp.act"`, `"mlp.c_proj"`, `"mlp.dropout"`. A
-# storage counts where it is saved first, so one entry is 0.
+# Write `gpt2_block(batch, seq_len, hidden, heads)`: the bytes that such a block saves in training, in float32 on the CPU
+# with fused attention. Return a dict with ten entries, in the order of forward: `"ln_1"`, `"attn.c_attn"`, `"attn"` (the
+# attention itself), `"attn.c_proj"`, `"attn.resid_dropout"`, `"ln_2"`, `"mlp.c_fc"`, `"mlp.act"`, `"mlp.c_proj"`,
+# `"mlp.dropout"`. A storage counts where it is saved first, so one entry is 0.
 #
 # <details><summary>Hint 1: linear layers</summary>
 #

@@ -524,7 +524,8 @@ print(f"exercise 2.4 needs {yours / max(sizes):.1f} × the largest parameter")
 # ●●● · 9 minutes · optional · trains: in-place arithmetic under a byte budget
 #
 # Write `frugal_adamw` with the arguments of `adamw` and the same result. At no moment may more than one tensor as large
-# as `p` be alive beside p, its gradient, m and v. Leave `grad` as it is. The check has a budget of exactly these bytes.
+# as `p` be alive beside p, its gradient, m and v. Leave `grad` as it is. The check's budget is these bytes, and a few
+# more for scalars.
 #
 # <details><summary>Hint 1: who makes tensors?</summary>
 #
@@ -572,8 +573,8 @@ print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 #
 # ●●○ · 5 minutes · optional · trains: reading a float format: which additions change nothing
 #
-# Write `half_gap(x)` for a bf16 number x > 0: half the distance from x to the next larger bf16 number. Anything smaller
-# than this, added to x, changes nothing.
+# Write `half_gap(x)` for a bf16 number x > 0, given as a float of Python: half the distance from x to the next larger bf16
+# number. Anything smaller than this, added to x, changes nothing.
 #
 # <details><summary>Hint 1: at 1</summary>
 #

@@ -214,8 +214,8 @@ explore_schedule()
 #
 # ●●○ · 5 minutes · trains: finding the segment whose backward needs the most
 #
-# Write `kept_at_peak(lengths, a, x)`: the most bytes that are kept at any one time by segments of these `lengths`, first
-# segment first. A layer keeps `a` bytes, of which `x` are its input. Do not count the gradients on their way.
+# Write `kept_at_peak(lengths, a, x)`: the most bytes that segments of these `lengths`, in the order of forward, keep at
+# once. A layer keeps `a` bytes, of which `x` are its input. Do not count the gradients on their way.
 #
 # <details><summary>Hint 1: when</summary>
 #

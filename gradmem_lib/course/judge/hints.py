@@ -577,8 +577,12 @@ _RAISED = (
         "a weight is changed in place while autograd records: put that line under torch.no_grad().",
     ),
     (
-        r"'(float|int)' object has no attribute '(backward|item|detach|sqrt)'",
+        r"'(float|int)' object has no attribute '(backward|detach)'",
         "this is a number already, not a tensor: it has left the graph before its backward.",
+    ),
+    (
+        r"'(float|int)' object has no attribute '(item|sqrt)'",
+        "this is one of Python's numbers, not a tensor.",
     ),
     (
         r"NoneType",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...judge.compare import difference, plain
+from ...judge.compare import describe, difference, plain
 from ...judge.exercise import Exercise, Mistake, Seen, measure
 from ...judge.hints import shares, times, unit_of
 from ..shared.gradient_weights import (
@@ -93,10 +93,8 @@ def _explain_resident(got, expected):
         for entry in ENTRIES
     }
     if all(ok for each in right.values() for ok in each[:-1]):
-        return (
-            "the parameters of a model may have different dtypes: ask each parameter for its "
-            "element_size()."
-        )
+        last_is_right = all(each[-1] for each in right.values())
+        return _beside_the_three(got) if last_is_right else _DTYPES
     if says := _other_bytes(got, expected):
         return says
     frozen = [*expected].index("an MLP whose first layer is frozen")
@@ -116,6 +114,19 @@ def _explain_resident(got, expected):
     if not all(right["gradients"]):
         return _why_gradients(got)
     return _why_states({case: found.get("optimizer") for case, found in got.items()}, expected)
+
+
+_DTYPES = (
+    "the parameters of a model may have different dtypes: ask each parameter for its "
+    "element_size()."
+)
+
+
+def _beside_the_three(got) -> str | None:
+    """What is said if all three entries are right, so that a name beside them is what differs."""
+    others = {describe(name): None for found in got.values() for name in found}
+    shown = " and ".join(name for name in others if name not in map(describe, ENTRIES))
+    return f"all three entries are right: leave out {shown}." if shown else None
 
 
 def _why_parameters(got) -> str | None:
@@ -163,6 +174,14 @@ def _other_bytes(got, expected) -> str:
     return ""
 
 
+def _counters_in_dtype() -> dict[str, int]:
+    """The optimizer's bytes if the step counter of a tensor has as many as one of its numbers."""
+    found = {}
+    for case, model in _models().items():
+        found[case] = sum(2 * p.nbytes + p.element_size() for p in _trained(model))
+    return found
+
+
 def _why_states(got, expected):
     tensors = {
         case: sum(p.requires_grad for p in model.parameters()) for case, model in _models().items()
@@ -170,6 +189,11 @@ def _why_states(got, expected):
     gradients = {case: right["gradients"] for case, right in expected.items()}
     found = shares(got, gradients, tensors, dict.fromkeys(tensors, 1))
     if found is None:
+        if got == _counters_in_dtype():
+            return (
+                "the moments are right, and your step counters have the parameters' dtype: a "
+                "counter is one float32, 4 bytes, for each tensor, whatever its dtype."
+            )
         return None
     moments, counter, once = found
     if moments == 0:
@@ -288,6 +312,7 @@ class _TwoColumns(nn.Module):
 _DEEP = "24 modules of one size"
 _BUFFERS = "a batch norm, whose buffers are saved"
 _FROZEN = "a frozen layer, and an x that requires a gradient"
+_FROZEN_FIRST = "a frozen first layer, and an x that requires no gradient"
 
 
 def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
@@ -302,6 +327,9 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     frozen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     frozen[2].requires_grad_(False)
     leaf = torch.randn(5, 4, requires_grad=True)
+    # No gradient passes through the first layer, so GELU saves nothing.
+    frozen_first = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+    frozen_first[0].requires_grad_(False)
     # Backward needs the running averages of a batch norm.
     averaged = nn.Sequential(nn.Linear(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 2)).eval()
     # A storage that nothing keeps is free at once, and one of the same size gets its address.
@@ -313,6 +341,7 @@ def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "two slices of one tensor": (twice, torch.randn(6, 4)),
         "a norm at both ends": (normed, torch.randn(5, 4)),
         _FROZEN: (frozen, leaf),
+        _FROZEN_FIRST: (frozen_first, torch.randn(5, 4)),
         _BUFFERS: (averaged, torch.randn(5, 4)),
         _DEEP: (deep, torch.randn(16, 64)),
     }
@@ -333,6 +362,10 @@ _PARAMETERS = (
 _VIEW = "this counts the view: a saved slice keeps its whole storage alive."
 _ELEMENTS = "this counts elements, not bytes."
 _STORAGES = "this counts storages, not their bytes: storage.nbytes()."
+_BYTES_TIMES_SIZE = (
+    "an untyped storage's size() and nbytes() are its bytes already: they are multiplied by the "
+    "size of an element here."
+)
 
 
 def _several(got) -> str:
@@ -343,6 +376,7 @@ def _several(got) -> str:
         lambda t: t.untyped_storage().nbytes() // t.itemsize: _ELEMENTS,
         torch.numel: f"{_VIEW} And {_ELEMENTS}",
         lambda t: 1: _STORAGES,
+        lambda t: t.untyped_storage().nbytes() * t.itemsize: _BYTES_TIMES_SIZE,
     }
     for each, parameters, size in product((False, True), (False, True), sizes):
         if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
@@ -387,6 +421,11 @@ def _why_one(case: str, numbers: dict, expected: dict) -> str:
         return (
             "a buffer is no parameter, even if state_dict() has both: only the storages of "
             "model.parameters() are left out."
+        )
+    if case == _FROZEN_FIRST and too_many:
+        return (
+            "neither x nor the first layer requires a gradient here, so GELU needs no backward and "
+            "saves nothing: run model(x) with x and the weights as they are."
         )
     return _why_frozen(too_many) if case == _FROZEN else ""
 
@@ -594,7 +633,10 @@ def _why_no_steps(got, mine: Any, right: tuple) -> str:
     steps = got["afterwards"]["calls of optimizer.step()"]
     moves = not torch.equal(got.notes["weights"], unmoved)
     if steps and not moves:
-        return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
+        return (
+            "optimizer.step() finds no gradients: backward() must run before the step, and "
+            "zero_grad() after it."
+        )
     if moves and not steps:
         return ANOTHER_STEP
     if steps == 1 and _is_first_loss(mine, right):
@@ -772,6 +814,15 @@ EXERCISES = (
         minutes=8,
         trains="saved-tensor hooks, and thinking in storages rather than tensors",
         reference=saved_bytes,
+        raises=(
+            (
+                r"^KeyError: \d{6,}$",
+                (
+                    "a key is missing that looks like an address: not every parameter is saved, so "
+                    "take a parameter's storage out by pop(key, None)."
+                ),
+            ),
+        ),
         observe=_observe_saved,
         explain=_explain_saved,
         mistakes=(
@@ -838,8 +889,8 @@ EXERCISES = (
                 "keeps the output",
                 _trains(keeps="output"),
                 (
-                    "the model's output is still alive in backward (and, unless deleted, in the "
-                    "next forward), and it holds the logits."
+                    "the logits are still alive in backward (and, unless deleted, in the next "
+                    "forward): a name for them, or for the model's output, keeps them."
                 ),
             ),
             Mistake(
@@ -854,8 +905,8 @@ EXERCISES = (
                 "zeroes in place",
                 _trains(set_to_none=False),
                 (
-                    "set_to_none=False keeps the gradients, filled with zeros, through the next "
-                    "forward."
+                    "the gradients stay, filled with zeros, through the next forward: "
+                    "zero_grad(set_to_none=True) frees them."
                 ),
             ),
             Mistake(

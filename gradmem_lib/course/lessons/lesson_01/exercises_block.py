@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...judge.compare import describe
 from ...judge.exercise import Exercise, Mistake, calls
 from ...judge.hints import shares, times
 from ...material import models
@@ -74,7 +75,15 @@ def _explain_block(got, expected):
     sizes = {case: literal_eval(case) for case in expected}
     every = [(case, name) for case in sizes for name in _WHY]
     rows = {(case, name): got[case].get(name) for case, name in every}
-    if factor := shares(rows, {(case, name): expected[case][name] for case, name in every}):
+    factor = shares(rows, {(case, name): expected[case][name] for case, name in every})
+    if factor == [1.0]:
+        # The rows are right: what differs is a name beside them.
+        others = [name for name in next(iter(got.values())) if name not in _WHY]
+        if not others:
+            return None
+        shown = " and ".join(map(describe, others))
+        return f"every row is right: leave out {shown}, and return the {len(_WHY)} rows alone."
+    if factor:
         return f"every row is {times(factor[0])}: count float32 numbers of 4 bytes."
     if shares(rows, {(case, name): expected[case][name] / sizes[case][0] for case, name in every}):
         return "this counts one sequence: multiply by the batch."

@@ -63,6 +63,11 @@ def _explain(got, expected):
             )
         if found[0] != right:
             mode = "training" if training else "evaluation"
+            if found[0] == 0:
+                return (
+                    f"in {mode} mode this counts nothing: the two Linear layers and ReLU save what "
+                    "their backward needs in both modes."
+                )
             return (
                 f"in {mode} mode this counts {found[0]:g} * hidden numbers a token: ask each "
                 "module what its backward needs, and count a storage once."

@@ -25,6 +25,10 @@ LOST = (
     "p has not changed: `p = …` and m.mul(…) make new tensors. Change tensors in place, with an "
     "underscore, as p.sub_(…) and m.mul_(…) do."
 )
+STEP_LOST = (
+    "p only decays, and the rest of the step does not reach it: `p.addcdiv(…)` and `p.sub(…)` make "
+    "new tensors. Change p in place, with an underscore, as p.addcdiv_(…) and p.sub_(…) do."
+)
 
 
 class Watched:
@@ -104,6 +108,8 @@ def read_off(
             )
         if all(torch.equal(seen["p"], START) for seen in got.values()):
             return LOST
+        if _only_decays(observe, got):
+            return STEP_LOST
         wrong = [case for case in got if difference(got[case], expected[case])]
         if not wrong:
             return A_COPY if matrix_is_as_before else None
@@ -122,6 +128,17 @@ def read_off(
         return _where(wrong[0], list(got), first)
 
     return explain
+
+
+def _only_decays(observe: Watched, got: dict) -> bool:
+    """Whether p shrinks by weight decay in every case, and does nothing else."""
+    for case in observe.cases:
+        factor = 1 - case["lr"] * case.get("weight_decay", 0.0)
+        for step in (1, 2, observe.steps):
+            p = got[f"step {step} with {_settings(case)}"]["p"]
+            if difference(p, START * factor**step):
+                return False
+    return True
 
 
 def _two(observe: Watched, rule: Callable, says: dict[str, str], got: dict) -> str:
@@ -372,6 +389,14 @@ def _largest(v, state):
     return state["largest"]
 
 
+def _first_moments(p, grad, wrong: set) -> dict:
+    """What m and v are before the first step."""
+    if "begins" in wrong:
+        return {"m": grad.clone(), "v": grad * grad}
+    m = torch.zeros_like(p)
+    return {"m": m, "v": m if "one tensor" in wrong else torch.zeros_like(p)}
+
+
 def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     """Adam, or AdamW, with what is ``wrong`` in it."""
     begin = p.clone()
@@ -391,9 +416,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     if not state:
         state["t"] = 0
     if "m" not in state or "re-created" in wrong:
-        state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
-        if "begins" in wrong:
-            state.update(m=grad.clone(), v=grad * grad)
+        state.update(_first_moments(p, grad, wrong))
     t = (
         1
         if "t stays 1" in wrong
@@ -456,6 +479,10 @@ def factor_of(lr: float, weight_decay: float) -> Callable:
 
 
 ADAM = {
+    "one tensor": (
+        "m and v are one tensor under two names, so what changes one changes the other: make two "
+        "tensors of zeros."
+    ),
     "t from 2": "t begins at 2: the first step has t = 1, so count once a step.",
     "along the gradient": "m is kept but not used: the step must use m_hat, not the gradient.",
     "betas": "the betas are swapped: beta1 is for m, beta2 for v.",

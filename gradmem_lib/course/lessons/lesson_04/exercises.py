@@ -99,7 +99,33 @@ def apply_of(candidate):
     """``apply`` as ``torch.autograd.Function`` has it, which runs the candidate's forward and
     backward, whatever its class has under that name.
     """
-    return partial(torch.autograd.Function.apply.__func__, candidate)
+    return partial(torch.autograd.Function.apply.__func__, _that_ends(candidate))
+
+
+_RUNS_ITSELF = "backward runs itself again"
+_DEEPEST = 40  # an answer that goes on into earlier layers is as deep as there are layers
+
+
+def _that_ends(candidate):
+    """``candidate`` with a backward that stops where it has called itself without end, which
+    PyTorch would follow for minutes.
+    """
+    original = candidate.backward
+    if original is torch.autograd.Function.backward:
+        return candidate
+    inside = []
+
+    def backward(ctx, *gradients):
+        if len(inside) > _DEEPEST:
+            raise RecursionError(_RUNS_ITSELF)
+        inside.append(None)
+        try:
+            return original(ctx, *gradients)
+        finally:
+            inside.pop()
+
+    members = {"backward": staticmethod(backward)}
+    return type(candidate)(candidate.__name__, (candidate,), members)
 
 
 def _backward_that_overwrites(ctx, gradient):
@@ -263,6 +289,13 @@ def _explain_elsewhere(got, expected):
         )
     if difference(got[_FROZEN], expected[_FROZEN]):
         return "a frozen weight gets a gradient: leave requires_grad of the weights as it is."
+    of_weights = "gradients of the weights"
+    if difference(got[_BEFORE][of_weights] + 1, expected[_BEFORE][of_weights]) is None:
+        # Each had a gradient of ones.
+        return (
+            "the gradient that a weight had in .grad before is lost: backward adds to it, as "
+            "accumulation needs."
+        )
     if difference(got[_ORDER], expected[_ORDER]):
         return _OWN
     if got[_AFTER]["boundaries that are still alive"]:
@@ -393,6 +426,18 @@ EXERCISES = (
                 ),
             ),
             (
+                r"not enough values to unpack \(expected 1, got 0\)",
+                ("ctx.saved_tensors is empty if forward has not called ctx.save_for_backward(x)."),
+            ),
+            (
+                _RUNS_ITSELF,
+                (
+                    "backward calls itself: the output that it calls backward on is the one that "
+                    "forward returned. Run again in backward, from x.detach().requires_grad_(), "
+                    "and call backward on this new output."
+                ),
+            ),
+            (
                 r"'tuple' object has no attribute",
                 "ctx.saved_tensors is a tuple: (x,) = ctx.saved_tensors.",
             ),
@@ -452,8 +497,8 @@ EXERCISES = (
                 "one gradient",
                 _but(Checkpoint, backward=_backward_of_one),
                 (
-                    "backward returns one value, and forward took two arguments, run and x: return "
-                    "None for run."
+                    "backward must return two values, because forward took two arguments, run and "
+                    "x: return None, x.grad. Without a `return` it returns one value, None."
                 ),
             ),
         ),

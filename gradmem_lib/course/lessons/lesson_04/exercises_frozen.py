@@ -176,6 +176,15 @@ EXERCISES = (
         minutes=5,
         trains="why a reentrant checkpoint needs an input that requires a gradient",
         reference=from_frozen,
+        raises=(
+            (
+                r"only Tensors of floating point",
+                (
+                    "token ids are whole numbers, and no gradient can reach them: the first tensor "
+                    "that can require a gradient is the embedding's output."
+                ),
+            ),
+        ),
         observe=_observe_frozen,
         explain=_explain_frozen,
         mistakes=(

@@ -49,10 +49,6 @@ _LAYERS = (
         sum(_PARTS) / len(_PARTS),
         "the mean length is used, as if all segments were equal: each has its own.",
     ),
-    (
-        len(_PARTS),
-        "segments are counted where their layers should be: a segment of m layers keeps m * a.",
-    ),
 )
 # How many boundaries an answer counts for the same lengths.
 _BOUNDARIES = {
@@ -75,10 +71,9 @@ def _explain_peak(got, expected):
             "a and x are swapped: a segment that runs again has a bytes for each layer, and an "
             "earlier segment has x bytes in all."
         )
-    for layers, says in _LAYERS:
-        if 0 <= answer - 1000 * layers <= 20:
-            return says
     cases = {case: literal_eval(case) for case in expected}
+    if says := _one_number_of_layers(got, cases) or _layers_in_full(answer):
+        return says
     if _inputs_twice(got, cases):
         return _INPUTS_TWICE
     waiting = answer - 1000 * max(_PARTS)
@@ -94,16 +89,58 @@ def _explain_peak(got, expected):
     return _too_many_layers(got, cases)
 
 
+# Numbers of layers that are the same for _PARTS, but not in every case.
+_SAME_FOR_PARTS = (
+    (
+        lambda lengths: sum(lengths) // len(lengths),
+        "the mean length is used, as if all segments were equal: each has its own.",
+    ),
+    (
+        len,
+        "segments are counted where their layers should be: a segment of m layers keeps m * a.",
+    ),
+)
+
+
+def _one_number_of_layers(got, cases) -> str | None:
+    """What is said if every case counts the mean length, rounded down, or the number of segments,
+    with no, all or all but one of the boundaries beside it.
+    """
+    for layers, says in _SAME_FOR_PARTS:
+        for less in (None, 0, 1):
+            peaks = {}
+            for case, (lengths, a, x) in cases.items():
+                waiting = 0 if less is None else len(lengths) - less
+                peaks[case] = waiting * x + layers(lengths) * a
+            if got == peaks:
+                return says
+    return None
+
+
+def _layers_in_full(answer: float) -> str | None:
+    """What is said of how many layers the ``answer`` for _PARTS counts in full."""
+    for layers, says in _LAYERS:
+        if 0 <= answer - 1000 * layers <= 20:
+            return says
+    return None
+
+
 def _too_many_layers(got, cases) -> str | None:
-    """What is said if each segment counts one layer more, or the segment before it too."""
-    one_more, two_segments = {}, {}
+    """What is said if each segment counts one layer more, or the segment before it too, or if the
+    last segment is left out.
+    """
+    one_more, two_segments, without_last = {}, {}, {}
     for case, (lengths, a, x) in cases.items():
         before = [0, *lengths[:-1]]
         places = list(enumerate(zip(lengths, before, strict=True)))
         one_more[case] = max(i * x + (m + 1) * a for i, (m, _) in places)
+        if len(lengths) > 1:
+            without_last[case] = max(i * x + m * a for i, (m, _) in places[:-1])
         two_segments[case] = max(i * x + (m + last) * a for i, (m, last) in places)
     if got == one_more:
         return "one layer too many: a segment of m layers that runs again keeps m * a."
+    if {case: got[case] for case in without_last} == without_last:
+        return "the last segment is left out: here it runs again too, like all others."
     if got == two_segments:
         return (
             "two segments are counted in full at once: what a segment keeps is freed in its "

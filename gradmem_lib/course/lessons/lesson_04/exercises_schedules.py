@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.schedules import best_segments
 from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake, measure, outside_torch
+from ...judge.exercise import Exercise, Mistake, Seen, measure, outside_torch
 from ..shared.settings import gradients_of
 from .exercises_frozen import RANDOM
 from .layers import ROWS, count_calls, first_input, kept_boundaries, trained_layers
-from .settings import CHAIN_CARD, DEPTH, KEEPS, chain_budget, chain_setting
+from .settings import CHAIN_BOUNDARY, CHAIN_CARD, DEPTH, KEEPS, chain_budget, chain_setting
 
 
 def run_in_segments(layers, x, k):
@@ -129,6 +129,16 @@ def _explain_segments(got, expected):
 def _why_segments(mine, right, n, k) -> str | None:
     order, layers = mine["layers in the order in which they run"], range(n)
     if missing := [i for i in layers if i not in order]:
+        last = list(range(missing[-1] + 1, n))
+        how_many = -(-n // k)
+        is_last_segment = len(last) == n - k * (how_many - 1)
+        # In forward, and again in backward.
+        if how_many > 1 and is_last_segment and order == last * how_many * 2:
+            return (
+                "the last segment runs in place of every segment. A function that is made in a "
+                "loop looks up its variables when it runs, and by then the loop has ended: pass "
+                "the segment itself to checkpoint."
+            )
         return (
             f"{len(missing)} of {n} layers are left out and never run: a segment is the slice "
             "layers[start : start + k], the last one too."
@@ -211,16 +221,27 @@ def _observe_budget(candidate):
         again, rows = chain_setting()
         held = outside_torch(lambda: candidate(again, rows))
         outside = held if held > chain_budget() // 4 else 0
-    return {
+    lengths = _all_segments(order, layers) if measured.over else []
+    cases = {
         "64 layers": {"loss": measured.value, "gradient of the input": gradient},
         "forward calls": {"of one layer, where they are more than 2": often if often > 2 else 0},
         "the card": replace(measured, value=None),
         "outside of tensors": {"bytes": outside},
-        # Tells ways that do not fit apart.
-        "segments of a step that does not fit": {
-            "lengths": order.segments(layers) if measured.over else []
-        },
+        # Tells ways that do not fit apart. As one text, so that a known mistake has all of them.
+        "segments of a step that does not fit": {"lengths": ", ".join(map(str, lengths))},
     }
+    return Seen(cases, lengths=lengths, needs=CHAIN_CARD + measured.over / CHAIN_BOUNDARY)
+
+
+def _all_segments(order, layers) -> list[int]:
+    """The lengths of the segments, and at the end that of the last one where it does not run
+    again; without layers that run once at another place.
+    """
+    lengths = order.segments(layers)
+    again = set(order[len(layers) :])
+    if again and again == set(range(len(again))) and len(again) < len(layers):
+        lengths.append(len(layers) - len(again))
+    return lengths
 
 
 def _explain_budget(got, expected):
@@ -238,13 +259,26 @@ def _explain_budget(got, expected):
             "what is saved waits in arrays that are no tensors, and takes as many bytes there: let "
             "layers run again instead."
         )
-    return _why_too_large(got["segments of a step that does not fit"]["lengths"])
+    return _why_too_large(got.notes["lengths"], got.notes["needs"])
 
 
-def _why_too_large(lengths: list[int]) -> str:
-    """What is said of the segments of a step that does not fit."""
+def _boundaries_needed(lengths: list[int]) -> list[int]:
+    """How many boundaries are alive in the backward of each segment."""
+    needed = []
+    for before, length in enumerate(lengths[:-1]):
+        needed.append(before + KEEPS * length + ON_THEIR_WAY)
+    layers_beside_the_head = lengths[-1] - 1
+    return [*needed, len(lengths) - 1 + KEEPS * layers_beside_the_head + HEAD]
+
+
+def _why_too_large(lengths: list[int], measured: float) -> str | None:
+    """What is said of the segments of a step that does not fit, and needs ``measured``
+    boundaries.
+    """
     if not lengths:
         return "nothing is checkpointed: no layer runs again."
+    if sum(lengths) != DEPTH:
+        return None
     if set(lengths) == {1}:
         return (
             "every layer is its own segment, so 64 boundaries are kept: they do not fit on the "
@@ -255,20 +289,35 @@ def _why_too_large(lengths: list[int]) -> str:
             f"equal segments of {lengths[0]}: when an early segment runs again, few boundaries "
             "are kept, so it may be longer; the last segments must be shorter."
         )
-    if lengths == best_segments(DEPTH, [*INSIDE, HEAD], 1, temporaries=[*PASSING, 0]):
+    needed = _boundaries_needed(lengths)
+    most = max(needed)
+    if most <= CHAIN_CARD:
         return (
             "these segments fit, and something else is alive beside them: in backward no name may "
             "hold the head's outputs, and the loss is layers(x).square().mean()."
         )
+    return _why_segment(lengths, needed) if abs(most - measured) < 0.1 else None
+
+
+def _why_segment(lengths: list[int], needed: list[int]) -> str:
+    """What is said of the segment that needs most, and more than the card has."""
+    most = max(needed)
     segments = f"your segments have {', '.join(map(str, lengths))} layers"
-    if len(lengths) + HEAD > CHAIN_CARD:
+    at = needed.index(most)
+    if at < len(lengths) - 1:
         return (
-            f"{segments}, and all {len(lengths)} boundaries are kept when the head and its loss "
-            f"need {HEAD} more: use fewer, longer segments."
+            f"{segments}. Segment {at + 1} needs most, {most} boundaries: {at} of earlier "
+            f"segments, {KEEPS * lengths[at]} of its {lengths[at]} layers, and in a layer's "
+            f"backward gradients take {ON_THEIR_WAY} more. The card has room for {CHAIN_CARD}."
+        )
+    if lengths[-1] > 1:
+        return (
+            f"{segments}. The last segment needs most, because it has other layers beside the "
+            "head: let the head be alone there."
         )
     return (
-        f"{segments}: one of them needs too much; in a layer's backward, gradients take "
-        f"{ON_THEIR_WAY} more boundaries beside what is kept."
+        f"{segments}, and all {at} boundaries are kept when the head and its loss need {HEAD} "
+        "more: use fewer, longer segments."
     )
 
 
@@ -282,6 +331,23 @@ EXERCISES = (
         reference=run_in_segments,
         observe=_observe_segments,
         explain=_explain_segments,
+        raises=(
+            (
+                r"range\(\) arg 3 must not be zero",
+                (
+                    "the step of a range is 0. k is the length of a segment, and so the step from "
+                    "one start to the next; checkpoint_sequential takes a number of segments "
+                    "instead."
+                ),
+            ),
+            (
+                r"'Tensor' object is not callable",
+                (
+                    "a tensor is called like a function: checkpoint takes the segment and its "
+                    "input apart, checkpoint(segment, x), and calls the segment itself."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "drops the rest",

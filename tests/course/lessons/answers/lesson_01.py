@@ -283,7 +283,10 @@ def _same_batch(model, optimizer, batches):
 
 
 WRONG["1.6"] = {
-    "holds the output": (lambda m, o, b: _train(m, o, b, hold=True), "output is still alive"),
+    "holds the output": (
+        lambda m, o, b: _train(m, o, b, hold=True),
+        "logits are still alive in backward",
+    ),
     "no zero": (lambda m, o, b: _train(m, o, b, zero=False), "zero_grad"),
     "no step": (lambda m, o, b: _train(m, o, b, step=False), "step"),
     "first loss": (_first_loss, "there must be 3 entries"),
@@ -760,4 +763,87 @@ WRONG["1.6"] |= {
         "labels are shifted twice",
     ),
     "the logits have a name": (_with_names_kept, "still refers to the logits"),
+}
+
+
+WRONG["1.2"] |= {
+    "an x that requires a gradient": (
+        lambda model, x: _saved(model, x.clone().requires_grad_()),
+        "neither x nor the first layer requires a gradient here",
+    ),
+    "bytes times the size of an element": (
+        lambda model, x: _saved(
+            model, x, size=lambda t: t.untyped_storage().size() * t.element_size()
+        ),
+        r"size\(\) and nbytes\(\) are its bytes already",
+    ),
+}
+WRONG["1.7"] |= {
+    "a row of the total": (
+        lambda *sizes: _gpt2(*sizes) | {"total": sum(_gpt2(*sizes).values())},
+        "not yet: every row is right: leave out 'total'",
+    ),
+}
+WRONG["1.8"] |= {
+    "nothing in evaluation": (
+        lambda t, h, training: 56 * t * h * training,
+        "not yet: in evaluation mode this counts nothing",
+    ),
+}
+
+
+def _counters_in_dtype(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return _resident(model) | {"optimizer": sum(2 * p.nbytes + p.element_size() for p in trained)}
+
+
+WRONG["1.1"] |= {
+    "an entry for the total": (
+        lambda model: _resident(model) | {"total": sum(_resident(model).values())},
+        "not yet: all three entries are right: leave out 'total'",
+    ),
+    "counters in the parameters' dtype": (
+        _counters_in_dtype,
+        "your step counters have the parameters' dtype",
+    ),
+}
+
+
+def _steps_before_backward(model, optimizer, batches):
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        optimizer.step()
+        loss.backward()
+        optimizer.zero_grad()
+        del loss
+    return losses
+
+
+WRONG["1.6"] |= {
+    "the step before backward": (
+        _steps_before_backward,
+        r"not yet: optimizer.step\(\) finds no gradients: backward\(\) must run before",
+    ),
+}
+
+
+def _pops_every_parameter(model, x):
+    found, kept = {}, []
+
+    def pack(tensor):
+        kept.append(tensor)
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    for p in model.parameters():
+        found.pop(p.untyped_storage().data_ptr())
+    return sum(found.values())
+
+
+WRONG["1.2"] |= {
+    "pops every parameter": (_pops_every_parameter, "not yet: a key is missing that looks like"),
 }

@@ -412,3 +412,66 @@ def _decays_once(p, grad, state, lr, beta1, beta2, eps, weight_decay):
 WRONG["2.2"] |= {"magnitudes": (_by_magnitude, "averages the gradient's magnitude")}
 WRONG["2.3"] |= {"beta1 times t": (_t_times_beta1, "beta1 is multiplied by t")}
 WRONG["2.4"] |= {"decays once": (_decays_once, "in the first step alone")}
+
+
+def _moments_in_one_tensor(p, grad, state, lr, beta1, beta2, eps):
+    if not state:
+        state["t"] = 0
+        state["m"] = state["v"] = torch.zeros_like(p)
+    state["t"] += 1
+    m, v = state["m"], state["v"]
+    m.mul_(beta1).add_((1 - beta1) * grad)
+    v.mul_(beta2).add_((1 - beta2) * grad**2)
+    m_hat, v_hat = m / (1 - beta1 ** state["t"]), v / (1 - beta2 ** state["t"])
+    p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
+
+
+def _decays_and_loses_the_step(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    if not state:
+        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+    state["t"] += 1
+    m, v = state["m"], state["v"]
+    p.mul_(1 - lr * weight_decay)
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = v.sqrt().div_(math.sqrt(1 - beta2 ** state["t"])).add_(eps)
+    p.addcdiv(m, root, value=-lr / (1 - beta1 ** state["t"]))
+
+
+WRONG["2.3"] |= {"m and v in one tensor": (_moments_in_one_tensor, "m and v are one tensor")}
+WRONG["2.4"] |= {"the step is lost": (_decays_and_loses_the_step, "not yet: p only decays")}
+WRONG["2.6"] |= {"the step is lost": (_decays_and_loses_the_step, "not yet: p only decays")}
+WRONG["2.5"] |= {
+    "item": (
+        lambda x: 2.0 ** (math.floor(math.log2(x.item())) - 8),
+        "not yet: x is one of Python's numbers",
+    ),
+    "log2 of torch": (
+        lambda x: 2.0 ** (torch.floor(torch.log2(x)) - 8),
+        "not yet: x is one of Python's numbers",
+    ),
+}
+
+
+def _counts_in_a_tensor(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    """The step counter and the corrections are tensors, as in PyTorch's own AdamW."""
+    if not state:
+        state.update(t=torch.tensor(0.0), m=torch.zeros_like(p), v=torch.zeros_like(p))
+    state["t"] += 1
+    t, m, v = state["t"], state["m"], state["v"]
+    c1, c2 = 1 - beta1 ** t.double(), 1 - beta2 ** t.double()
+    p.mul_(1 - lr * weight_decay)
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = v.sqrt().div_(c2.sqrt()).add_(eps)
+    p.addcdiv_(m, root, value=(-lr / c1).item())
+
+
+def _root_of_a_number(p, grad, state, lr, beta1, beta2, eps):
+    (1 - beta2**1).sqrt()
+
+
+RIGHT["2.6"] |= {"a tensor counts": _counts_in_a_tensor}
+WRONG["2.3"] |= {
+    "sqrt of a number": (_root_of_a_number, "not yet: this is one of Python's numbers, not a t"),
+}

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from gradmem_lib import best_segments, checkpoint_layers
 from gradmem_lib.techniques.schedules import uniform_segments
@@ -466,7 +466,7 @@ WRONG["4.7"] = {
     ),
     "sixes": (partial(_step, every=6), "equal segments of 6"),
     "layers": (partial(_step, every=1), "its own segment"),
-    "reversed": (partial(_step, every=COUNTED[::-1]), "15 boundaries|gradients take"),
+    "reversed": (partial(_step, every=COUNTED[::-1]), "15 boundaries|The last segment needs most"),
     "too long": (
         partial(_step, every=best_segments(64, internal=[4] * 63 + [22], boundary=1)),
         "gradients take",
@@ -565,4 +565,154 @@ WRONG["4.5"] |= {
         _at_most(lambda lengths, i: sum(lengths[max(0, i - 1) : i + 1])),
         "two segments are counted in full at once",
     ),
+}
+
+
+def _keeps_its_own_output(ctx, run, x):
+    with torch.enable_grad():
+        ctx.x, ctx.out = x, run(x)
+    return ctx.out
+
+
+def _of_its_own_output(ctx, gradient):
+    torch.autograd.backward(ctx.out, gradient)
+    return None, ctx.x.grad
+
+
+def _nothing_saved(ctx, run, x):
+    ctx.run = run
+    return run(x)
+
+
+def _unpacked(ctx, gradient):
+    (x,) = ctx.saved_tensors
+    return _again(ctx, gradient, change=lambda _: x.detach().requires_grad_())
+
+
+def _replaces_those_that_require_one(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.run(x)
+    held = [p for p in ctx.run.parameters() if p.requires_grad]
+    first, *rest = torch.autograd.grad(out, [x, *held], gradient)
+    for p, g in zip(held, rest, strict=True):
+        p.grad = g
+    return None, first
+
+
+def _sets_gradients_to_none(ctx, gradient):
+    ctx.run.zero_grad()
+    return _again(ctx, gradient)
+
+
+WRONG["4.1"] |= {
+    "backward of the output that forward returns": (
+        _function(_keeps_its_own_output, _of_its_own_output),
+        "not yet: backward calls itself",
+    ),
+    "no return": (
+        _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: None)),
+        "Without a `return` it returns one value",
+    ),
+    "nothing saved": (
+        _function(_nothing_saved, _unpacked),
+        "not yet: ctx.saved_tensors is empty if forward",
+    ),
+    "replaces gradients": (
+        _function(backward=_replaces_those_that_require_one),
+        r"the gradient that a weight had in .grad before is lost",
+    ),
+    "gradients to None": (
+        _function(backward=_sets_gradients_to_none),
+        r"the gradient that a weight had in .grad before is lost",
+    ),
+}
+WRONG["4.3"] |= {
+    "ids that require a gradient": (
+        lambda e, layers, ids: _frozen(e, layers, ids.requires_grad_()),
+        "not yet: token ids are whole numbers",
+    ),
+}
+
+
+def _functions_of_a_loop(layers, x, k):
+    functions = []
+    for start in range(0, len(layers), k):
+        functions.append(lambda h: layers[start : start + k](h))  # noqa: B023
+    for function in functions:
+        x = checkpoint(function, x, use_reentrant=False)
+    return x
+
+
+WRONG["4.4"] |= {
+    "a list of functions": (
+        _functions_of_a_loop,
+        "not yet: the last segment runs in place of every segment",
+    ),
+    "checkpoint_sequential in k segments": (
+        lambda layers, x, k: checkpoint_sequential(layers, k, x, use_reentrant=False),
+        "not yet: the step of a range is 0",
+    ),
+    "called in the argument": (
+        lambda layers, x, k: checkpoint(layers[:k](x), x, use_reentrant=False),
+        "not yet: a tensor is called like a function",
+    ),
+    "the last segment alone": (
+        lambda layers, x, k: checkpoint(layers[-k:], x, use_reentrant=False),
+        "not yet: 4 of 8 layers are left out",
+    ),
+}
+WRONG["4.5"] |= {
+    "whole mean": (
+        lambda m, a, x: (len(m) - 1) * x + sum(m) // len(m) * a,
+        "not yet: the mean length is used",
+    ),
+    "segments for layers": (
+        lambda m, a, x: (len(m) - 1) * x + len(m) * a,
+        "not yet: segments are counted where their layers should be",
+    ),
+    "the last one not run again": (
+        lambda m, a, x: max([i * x + n * a for i, n in enumerate(m[:-1])], default=0),
+        "not yet: the last segment is left out",
+    ),
+}
+
+
+def _named_output(layers, x):
+    with checkpoint_layers(layers, COUNTED):
+        out = layers(x)
+        loss = out.square().mean()
+        loss.backward()
+    return loss.item()
+
+
+def _every_second_layer(layers, x):
+    for i, layer in enumerate(layers):
+        x = checkpoint(layer, x, use_reentrant=False) if i % 2 else layer(x)
+    loss = x.square().mean()
+    loss.backward()
+    return loss.item()
+
+
+WRONG["4.7"] |= {
+    "a name for the output": (
+        _named_output,
+        "not yet: these segments fit, and something else is alive",
+    ),
+    # As many bytes at the peak as the best lengths for the layers alone.
+    "sixes and fives": (
+        partial(_step, every=[6] * 8 + [5] * 3 + [1]),
+        "not yet: your segments have .* 5, 1 layers. Segment 8 needs most, 46 boundaries",
+    ),
+    "threes": (partial(_step, every=[3] * 21 + [1]), "not yet: equal segments of 3"),
+    # As many bytes at the peak as the best equal segments.
+    "a head of 30": (
+        partial(_step, every=best_segments(64, [4] * 63 + [30], 1, temporaries=[9] * 63 + [0])),
+        "not yet: your segments have .* Segment 5 needs most, 43 boundaries",
+    ),
+    "short ones first": (
+        partial(_step, every=[1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9, 10]),
+        "9, 10 layers. The last segment needs most",
+    ),
+    "every second layer": (_every_second_layer, "the numbers are right, the bytes are too many"),
 }
