@@ -82,6 +82,21 @@ def _by_kind():
     return policy
 
 
+def _keeps_attention_too(policy):
+    return lambda ctx, op, *args: SAVE if "attention" in str(op) else policy(ctx, op)
+
+
+def _keeps_all_again(policy):
+    """The rest is kept, but only when the second run asks."""
+
+    def asked(ctx, op, *args):
+        if op not in PRODUCTS and ctx.is_recompute:
+            return SAVE
+        return policy(ctx, op)
+
+    return asked
+
+
 WRONG["8.1"] = {
     "every second operation": (lambda: _policy(is_product=lambda op: True), "operation"),
     "the others": (lambda: _policy(odd=0), "first"),
@@ -99,6 +114,15 @@ WRONG["8.1"] = {
     "the rest too": (lambda: _policy(rest=SAVE), "other operations than products"),
     "contexts": (lambda: create_selective_checkpoint_contexts(_policy()), "policy itself|called"),
     "mm alone": (lambda: _policy(is_product=lambda op: op == aten.mm.default), "addmm|bmm"),
+    "keeps attention too": (lambda: _keeps_attention_too(_policy()), "fused attention is kept"),
+    "the test the wrong way round": (
+        lambda: _policy(is_product=lambda op: op not in PRODUCTS),
+        "no product is kept, but other operations are",
+    ),
+    "other answers in the second run": (
+        lambda: _keeps_all_again(_policy()),
+        "second run gets other answers|other operations than products",
+    ),
     "keeps nothing": (lambda: lambda ctx, op, *args, **kwargs: AGAIN, "nothing is kept|no product"),
 }
 
