@@ -229,33 +229,29 @@ def _explain_policy(got, expected):
         )
     if mine["kept"] in _WHAT_IS_KEPT:
         return _WHAT_IS_KEPT[mine["kept"]]
-    right, following = (
-        seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got)
-    )
-    if mine == expected["a layer of 7 products"] and following != right:
+    if mine != expected["a layer of 7 products"]:
+        return _why_these(mine, expected["a layer of 7 products"])
+    return _why_another_layer(got, expected)
+
+
+def _why_another_layer(got, expected) -> str | None:
+    """What is said of a policy that is right for the first layer."""
+    others = "other operations kept"
+    following = "the next layer, by a policy of its own"
+    if got[following] != expected[following]:
         return (
             "the next layer's policy continues this layer's count: every_second_product() must "
             "begin a new count each time."
         )
-    same_in_forward = all(
-        mine[name] == expected["a layer of 7 products"][name] for name in ("kept", others)
-    )
-    if same_in_forward and mine != expected["a layer of 7 products"]:
-        return (
-            "the second run gets other answers than the first: the answers must be the same for "
-            "each product."
-        )
-    if (
-        mine == expected["a layer of 7 products"]
-        and got["a layer with fused attention"]["kept"] != "1, 3"
-    ):
+    fused = got["a layer with fused attention"]
+    if fused["kept"] != "1, 3":
         return "fused attention is counted as a product: it is not in PRODUCTS, and runs again."
-    if mine == expected["a layer of 7 products"] and got["a layer with fused attention"][others]:
+    if fused[others]:
         return (
             "fused attention is kept: it is not in PRODUCTS, so it runs again like all that is no "
             "product."
         )
-    return _why_these(mine, expected["a layer of 7 products"])
+    return None
 
 
 _ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
@@ -264,6 +260,11 @@ _ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 def _why_these(mine, right) -> str | None:
     """What is said if the kept products fit no known mistake."""
     others = "other operations kept"
+    if mine["kept"] == right["kept"] and mine[others] == right[others]:
+        return (
+            "the second run gets other answers than the first: the answers must be the same for "
+            "each product."
+        )
     if mine["kept"] == right["kept"] or mine[others] != right[others]:
         return None
     if mine["kept"] == "2, 4, 6":  # the mistake "the others"

@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 05 as people write them; see lesson_00.py."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -943,4 +944,154 @@ WRONG["5.3"] |= {
         _climbs_by(lambda update, warm: max(update / warm, 0.1)),
         "the warm-up begins at 0.1 of the learning rate",
     ),
+}
+
+
+def _one_update(
+    model,
+    optimizer,
+    batch,
+    *,
+    forward=_per_block,
+    around=contextlib.nullcontext,
+    zero=True,
+    loss_after=False,
+    first=lambda optimizer: None,
+    result=torch.Tensor.item,
+):
+    """Exercise 5.10's update, with a checkpoint on each block."""
+    first(optimizer)
+    with around():
+        loss = F.cross_entropy(forward(model, batch["x"]), batch["labels"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=zero)
+    if loss_after:
+        loss = F.cross_entropy(model(batch["x"]), batch["labels"])
+    return result(loss)
+
+
+def _without_head(model, x):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def _reentrant(model, x):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return model.head(x)
+
+
+def _at_once(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def _draws_first(model, x):
+    torch.rand(3)
+    return _per_block(model, x)
+
+
+_BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+RIGHT["5.10"] |= {
+    "zeros stay": partial(_one_update, zero=False),
+    "cleared before the step too": partial(_one_update, first=lambda o: o.zero_grad()),
+    "a detached loss": partial(_one_update, result=torch.Tensor.detach),
+}
+WRONG["5.10"] |= {
+    "autocast": (partial(_one_update, around=_BF16), "forward computes in bfloat16"),
+    "without the head": (partial(_one_update, forward=_without_head), "model.head never runs"),
+    "reentrant": (partial(_one_update, forward=_reentrant), "only the head's weights have moved"),
+    "one checkpoint": (partial(_one_update, forward=_at_once), "on each block by itself"),
+    "draws first": (partial(_one_update, forward=_draws_first), "draws other numbers"),
+    "loss after the update": (
+        partial(_one_update, loss_after=True),
+        "the update is right, but the loss is another one",
+    ),
+    "a loss with a graph": (partial(_one_update, result=lambda loss: loss), "keeps its graph"),
+}
+
+
+def _updates_of(body, *, after=None):
+    """Exercise 5.5's updates: ``body(model, batch, optimizer, loss)`` for each batch."""
+
+    def train_mixed(model, batches, lr):
+        model.float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        for batch in batches:
+            with _BF16():
+                loss = model(**batch).loss
+            loss.backward()
+            body(optimizer)
+        if after:
+            after(optimizer)
+        return optimizer
+
+    return train_mixed
+
+
+def _new_each_time(model, batches, lr):
+    model.float()
+    for batch in batches:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        with _BF16():
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+_NO_UPDATE = "has not updated any weight"
+WRONG["5.5"] |= {
+    "a new optimizer each time": (_new_each_time, "has made 1 update, but should have made 3"),
+    "one step after the loop": (
+        _updates_of(lambda o: None, after=lambda o: o.step()),
+        "has made 1 update, but should have made 3",
+    ),
+    "two steps each": (
+        _updates_of(lambda o: (o.step(), o.step(), o.zero_grad())),
+        "has made 6 updates, but should have made 3",
+    ),
+    "cleared before the step": (_updates_of(lambda o: (o.zero_grad(), o.step())), _NO_UPDATE),
+    "no step": (_updates_of(lambda o: o.zero_grad()), _NO_UPDATE),
+}
+
+
+def _scaled_by(share):
+    """``share(update, warm, updates)`` of the learning rate."""
+
+    def schedule(optimizer, warm, updates):
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda update: share(update, warm, updates)
+        )
+
+    return _falls_by(schedule)
+
+
+def _one_at_a_time(optimizer, micro_batches, window, warmup, accumulate):
+    for micro in micro_batches:
+        accumulate(micro)
+
+
+def _stacked(optimizer, micro_batches, window, *given):
+    accumulate = given[-1]
+    _epoch(optimizer, micro_batches, window, given[0], lambda some: accumulate(torch.stack(some)))
+
+
+RIGHT["5.3"] |= {"a stack of micro-batches": _stacked}
+WRONG["5.3"] |= {
+    "the fall forgets the warm-up": (
+        _scaled_by(lambda u, warm, n: u / warm if u < warm else 1 - u / n),
+        "the highest learning rate of an update is 0.8 of the given one",
+    ),
+    "0 in the last update": (
+        _scaled_by(lambda u, warm, n: u / warm if u < warm else (n - 1 - u) / (n - 1 - warm)),
+        "ends before the epoch: the last update has a learning rate of 0",
+    ),
+    "a bent warm-up": (
+        _scaled_by(lambda u, warm, n: (u / warm) ** 2 if u < warm else (n - u) / (n - warm)),
+        "the warm-up does not climb in a straight line",
+    ),
+    "one micro-batch, no list": (_one_at_a_time, "takes a list of micro-batches"),
 }
