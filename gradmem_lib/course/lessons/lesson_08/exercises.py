@@ -238,7 +238,7 @@ def _why_another_layer(got, expected) -> str | None:
     """What is said of a policy that is right for the first layer."""
     others = "other operations kept"
     following = "the next layer, by a policy of its own"
-    if got[following] != expected[following]:
+    if got[following]["kept"] != expected[following]["kept"]:
         return (
             "the next layer's policy continues this layer's count: every_second_product() must "
             "begin a new count each time."
@@ -263,7 +263,7 @@ def _why_these(mine, right) -> str | None:
     if mine["kept"] == right["kept"] and mine[others] == right[others]:
         return (
             "the second run gets other answers than the first: the answers must be the same for "
-            "each product."
+            "each operation."
         )
     if mine["kept"] == right["kept"] or mine[others] != right[others]:
         return None
