@@ -116,8 +116,9 @@ _TOO_MUCH_TO_EVALUATE = {
         "here give use_cache=False."
     ),
     "the logits": (
-        "something as large as the logits is kept from every piece until the end: keep "
-        "only the loss, which is one number."
+        "the pieces are small enough, but something as large as their logits is in memory beside "
+        "them: keep only the loss of a piece, which is one number, and let its logits go before "
+        "the next piece runs."
     ),
     "18 rows": "all 18 rows go through at once: cut them into pieces, as in training.",
 }

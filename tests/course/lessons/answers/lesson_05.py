@@ -370,7 +370,7 @@ WRONG["5.6"] = {
     "rank": (lambda m, n, r, lr: _lora(m, n, 4, lr), "`rank` has no effect"),
     "names": (lambda m, n, r, lr: _lora(m, ("q_proj", "v_proj"), r, lr), "in `names`"),
     "sgd": (partial(_lora, make=torch.optim.SGD), "AdamW"),
-    "head": (partial(_lora, thaw=("lm_head",)), "too many are trained"),
+    "head": (partial(_lora, thaw=("lm_head",)), "too many require a gradient"),
     "first layer": (partial(_lora, only=lambda path: "layers.0." in path), "in `names`|adapters"),
     "on the model": (_on_the_model, "not yet: the adapters hang on the model itself"),
     "optimizer first": (
@@ -1094,4 +1094,82 @@ WRONG["5.3"] |= {
         "the warm-up does not climb in a straight line",
     ),
     "one micro-batch, no list": (_one_at_a_time, "takes a list of micro-batches"),
+}
+
+
+def _other_name(of):
+    """The resumed run whose weights have a name beside ``saved``, which alone is deleted."""
+
+    def script(model, optimizer, file, batches):
+        saved = torch.load(file)
+        start, weights, states = saved["step"], of(saved), saved["optimizer"]
+        del saved
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        return train_on(model, optimizer, batches[start:])
+
+    return script
+
+
+WRONG["5.11"] |= {
+    "another name": (
+        answer(2, _other_name(lambda saved: saved["model"])),
+        "`saved`, or another name for them",
+    ),
+}
+
+
+def _adapters(model, names, rank, lr, *, freeze=True, trained=("A", "B"), handed=("A", "B")):
+    """Exercise 5.6, where ``trained`` matrices require a gradient, and some are ``handed`` over."""
+    _lora(model, names, rank, lr, freeze=freeze)
+    given = []
+    for path, parameter in model.named_parameters():
+        own = path.rpartition(".")[2]
+        if own in ("A", "B"):
+            parameter.requires_grad_(own in trained)
+            if own in handed:
+                given.append(parameter)
+    return torch.optim.AdamW(given, lr=lr)
+
+
+WRONG["5.6"] |= {
+    "B alone": (partial(_adapters, handed=("B",)), "0 of 6 matrices A move, and 6 matrices B"),
+    "B frozen": (partial(_adapters, trained=("A",), handed=("A",)), "too few require a gradient"),
+    "not frozen, not handed over": (
+        partial(_adapters, freeze=False),
+        "numbers too many require a gradient",
+    ),
+}
+
+
+def _late_binding(model, lr, steps):
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizers = {p: torch.optim.AdamW([p], lr=lr) for p in trained}
+    schedules = {
+        p: torch.optim.lr_scheduler.LinearLR(optimizers[p], 1.0, 0.0, steps) for p in trained
+    }
+    for p in optimizers:
+
+        def hook(_):
+            optimizers[p].step()  # noqa: B023 (the mistake)
+            schedules[p].step()  # noqa: B023
+            optimizers[p].zero_grad()  # noqa: B023
+
+        p.register_post_accumulate_grad_hook(hook)
+    return LayerWiseDummyOptimizer(optimizer_dict=optimizers, lr=lr)
+
+
+def _no_hook(model, lr, steps):
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    return LayerWiseDummyOptimizer(optimizer_dict=dict.fromkeys(trained, optimizer), lr=lr)
+
+
+WRONG["5.9"] |= {
+    "the loop's last": (_late_binding, "1 of 75 parameters move.*the loop's last value"),
+    "no hook": (_no_hook, "no optimizer has stepped on a gradient"),
 }
