@@ -326,14 +326,16 @@ def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True) -> tuple[nn.Module
         return mlp, torch.randn(rows, tokens, TILED_WIDTH).requires_grad_(needs)
 
 
-def _lengths(mlp, rows: int) -> list[int]:
-    """A list that grows by the number of tokens each time ``mlp`` runs."""
+def _lengths(mlp, rows: int, tokens: int) -> list[int]:
+    """A list that grows by the number of tokens each time ``mlp`` runs on a part of (rows, tokens,
+    width).
+    """
     lengths: list[int] = []
 
     def forward(x, original=mlp.forward):
         if not x.numel():
             lengths.append(0)
-        elif x.ndim == 3:
+        elif x.ndim == 3 and (len(x) == rows or x.shape[1] == tokens):
             lengths.append(x.shape[1])
         else:  # the rows and tokens are one dimension: as many tokens as a tile of all rows has
             lengths.append(math.ceil(x.numel() / x.shape[-1] / rows))
@@ -345,7 +347,7 @@ def _lengths(mlp, rows: int) -> list[int]:
 
 def _tile_case(candidate, tiles: int, *setting, needs: bool = True):
     mlp, x = tiled_setting(*setting, needs=needs)
-    lengths = _lengths(mlp, len(x))
+    lengths = _lengths(mlp, len(x), x.shape[1])
     out = candidate(mlp, x, tiles)
     first, needed = len(lengths), math.ceil(x.shape[1] / tiles)
     if out.requires_grad:

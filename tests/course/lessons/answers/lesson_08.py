@@ -1092,8 +1092,17 @@ def _row_by_row(mlp, x, tiles):
     return torch.stack([torch.cat([run(part) for part in parts]) for parts in rows])
 
 
-RIGHT["8.6"] |= {"rows and tokens in one": _flat_tokens}
+def _flat_row(mlp, x, tiles):
+    """The same, as one long row."""
+    return _flat_tokens(lambda part: mlp(part[None])[0], x, tiles)
+
+
+RIGHT["8.6"] |= {"rows and tokens in one": _flat_tokens, "one long row": _flat_row}
 WRONG["8.6"] |= {
+    "each row whole": (
+        partial(_tiled, dim=0, cut=lambda x, tiles: x.split(1)),
+        "rows are cut|whole sequence at once",
+    ),
     "row by row": (_row_by_row, "runs more often than asked for"),
     "one token more": (
         partial(_tiled, cut=lambda x, tiles: x.split(x.shape[1] // tiles + 1, 1)),
