@@ -1173,3 +1173,22 @@ WRONG["5.9"] |= {
     "the loop's last": (_late_binding, "1 of 75 parameters move.*the loop's last value"),
     "no hook": (_no_hook, "no optimizer has stepped on a gradient"),
 }
+
+
+def _divided_by(number):
+    """Exercise 5.7's sum over all tokens, divided by ``number`` of the pieces."""
+
+    def held_out_loss(model, rows):
+        total = _held_out(model, rows, add=lambda total, n: total)
+        return total / number(list(split(rows, 4)))
+
+    return held_out_loss
+
+
+WRONG["5.7"] |= {
+    "by the pieces": (_divided_by(len), "divided by the number of pieces"),
+    "by the last piece": (
+        _divided_by(lambda pieces: count_targets(pieces[-1]["labels"])),
+        "divided by the predicted tokens of the last piece",
+    ),
+}
