@@ -675,8 +675,8 @@ on_one_card = check("5.1", on_one_card)
 #
 # `model` is a residual net in plain PyTorch, with 12 `model.blocks`, dropout and drop path. `model(batch["x"])` gives the
 # outputs, and `F.cross_entropy(outputs, batch["labels"])` the loss. Write `same_step(model, optimizer, batch)`: one update
-# with all 64 rows, and the loss as a float. It must be the update that the plain step makes from the same random state,
-# and stay under **1.1 MiB**. Micro-batches would fit. Are they the same update?
+# with all 64 rows, and the loss as a float. Leave no gradient behind. It must be the update that the plain step makes from
+# the same random state, and stay under **1.1 MiB**. Micro-batches would fit. Are they the same update?
 #
 # <details><summary>Hint 1: who draws when?</summary>
 #
@@ -713,9 +713,10 @@ same_step = check("5.10", same_step)
 #
 # ●●○ · 8 minutes · optional · trains: counting updates, not micro-batches, in a loop that accumulates
 #
-# Write one epoch whose learning rate climbs from 0 during the first updates, then falls linearly to 0. `warmup` is the
-# share of these first updates: 0.25 is a quarter. `accumulate(some)` runs forward and backward on a list of
-# micro-batches. Every `window` of `micro_batches` make one update, and what is left makes a last one.
+# Write one epoch whose learning rate climbs from 0 during the first updates, then falls linearly to 0. The first update
+# has a rate of 0, and the rate reaches 0 again after the last update. `warmup` is the share of these first updates: 0.25 is
+# a quarter. `accumulate(some)` runs forward and backward on a list of micro-batches. Every `window` of `micro_batches` make
+# one update, and what is left makes a last one.
 #
 # <details><summary>Hint 1: how long is the schedule?</summary>
 #

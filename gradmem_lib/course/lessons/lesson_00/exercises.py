@@ -57,6 +57,22 @@ def _explain(got, expected):
         return "this uses only the last side: multiply all of them."
     if sides == (3 * 4, 128 * 256 * 2):
         return "the first side is left out: multiply all of them."
+    if sides == (2 * 4, 8 * 2):
+        return (
+            "this uses only the first side: multiply all of them (is the `return` inside of the "
+            "loop?)."
+        )
+    if sides == (2 * 4, 8 * 128 * 2):
+        return "the last side is left out: multiply all of them."
+    return _why_this_sum(sides)
+
+
+def _why_this_sum(sides) -> str | None:
+    """What is said of two results: of (2, 3) with 4 bytes, and of (8, 128, 256) with 2."""
+    if sides == (2 * 3 + 4, 8 * 128 * 256 + 2):
+        return "this adds bytes_per_element to the number of elements: multiply by it."
+    if sides == (2 * 4, 3 * 2):
+        return "this counts the sides of the shape: multiply their lengths."
     return None
 
 
@@ -77,7 +93,7 @@ EXERCISES = (
         explain=_explain,
         raises=(
             (
-                "IndexError|empty",
+                "IndexError|empty|values to unpack",
                 "a shape may have any number of sides, none, one or three: go through all of them.",
             ),
             (

@@ -133,11 +133,29 @@ def _explain_lora(got, expected):
     }
     if wrong and wrong[0] in said:
         return said[wrong[0]]
+    return _why_trained(got, expected)
+
+
+def _why_trained(got, expected) -> str | None:
+    """What is said of the numbers that are trained, and of how they move."""
     numbers = [seen["two updates"]["numbers that are trained"] for seen in (got, expected)]
     if numbers[0] > numbers[1]:
         return (
-            f"{numbers[0] - numbers[1]:,} numbers too many are trained: train only A and B of "
-            "the adapters, and freeze all else, the head and the norms too."
+            f"{numbers[0] - numbers[1]:,} numbers too many require a gradient: train only A and B "
+            "of the adapters, and freeze all else, the head and the norms too."
+        )
+    if numbers[0] < numbers[1]:
+        return (
+            f"{numbers[1] - numbers[0]:,} numbers too few require a gradient: A and B of each "
+            "adapter are both trained."
+        )
+    moved, all_of_them = (
+        seen["two updates"]["matrices A and B that have moved"] for seen in (got, expected)
+    )
+    if moved[0] < all_of_them[0] and moved[1]:
+        return (
+            f"{moved[0]} of {all_of_them[0]} matrices A move, and {moved[1]} matrices B: hand both "
+            "matrices of each adapter to the optimizer."
         )
     if got["two updates"]["largest number in B, in learning rates"] != 2:
         return (

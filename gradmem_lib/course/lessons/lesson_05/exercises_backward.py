@@ -152,10 +152,16 @@ def _explain(got, expected):
     if not moved:
         return "no weight has moved: when the optimizers step, there is no gradient."
     if moved < right["parameters that have moved"]:
-        return (
+        says = (
             f"{moved} of {right['parameters that have moved']} parameters move: each one that "
-            "is trained needs its own optimizer and hook."
+            "is trained needs its own optimizer, and a hook that steps this one."
         )
+        if moved == 1:
+            says += (
+                " A function that is defined in a loop sees the loop's last value: use the "
+                "parameter that the hook is given."
+            )
+        return says
     if not mine["gradients that wait"] and difference(mine["weights"], right["weights"]):
         return (
             "every parameter moves, but not as under torch's AdamW with its defaults and a rate "
@@ -203,8 +209,9 @@ EXERCISES = (
                 "before it is there",
                 _hooked(_step, handle="register_hook"),
                 (
-                    "register_hook is called before .grad is written, so there is nothing to step "
-                    "on: register_post_accumulate_grad_hook is called after."
+                    "no optimizer has stepped on a gradient: step in a hook of "
+                    "register_post_accumulate_grad_hook, which is called when .grad is there; a "
+                    "hook of register_hook is called before .grad is written."
                 ),
             ),
             Mistake(

@@ -224,6 +224,8 @@ class _Updates:
         optimizer.register_step_pre_hook(self._step)
 
     def accumulate(self, some) -> None:
+        if isinstance(some, torch.Tensor) and some.ndim == 1:
+            raise TypeError("accumulate takes a list of micro-batches: this is one micro-batch.")
         self.still_there += bool(self.updates and not self.held and gradients_of(self.model).any())
         self.held.append(len(some))
         self.ever += len(some)
@@ -337,15 +339,28 @@ def _why_fall(rates: torch.Tensor, right: torch.Tensor, warm: int) -> str:
             "after the warm-up the learning rate does not fall in a straight line: take as much "
             "from it after each update, as get_linear_schedule_with_warmup does."
         )
+    highest = (rates.max() / right.max()).item()
+    if abs(highest - 1) > 0.01:
+        return (
+            f"the highest learning rate of an update is {highest:.3g} of the given one: the first "
+            "update after the warm-up must have all of it."
+        )
+    if torch.allclose(rates[warm:], right[warm:]):
+        return (
+            "the warm-up does not climb in a straight line: add as much after each of its updates."
+        )
     if rates[-1] > right[-1] * 1.01:
         return (
             "the schedule is too long: the epoch ends before the learning rate has fallen; the "
             "schedule's length is the number of updates."
         )
-    return (
-        "the schedule ends before the epoch: its length is the number of updates, and it steps "
-        "once for each."
-    )
+    if rates[-1] == 0:
+        return (
+            "the schedule ends before the epoch: the last update has a learning rate of 0, but "
+            "should still have a small one. The schedule's length is the number of updates, and it "
+            "steps once for each."
+        )
+    return "the learning rate falls too fast: the schedule's length is the number of updates."
 
 
 def _is_straight(rates: torch.Tensor) -> bool:

@@ -80,6 +80,7 @@ def _observe_states(candidate):
     for handle in handles:
         handle.remove()
     states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+    counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
     first = [state.get("exp_avg", state.get("m")) for state in optimizer.state.values()]
     return Seen(
         {
@@ -101,7 +102,9 @@ def _observe_states(candidate):
             },
             "after three updates": {"weights": flat(model.parameters())},
         },
-        moments=flat(first),
+        moments=flat(first) if first else torch.empty(0),
+        updates=max(counts, default=0),
+        counts_updates=isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)),
     )
 
 
@@ -113,13 +116,38 @@ def _explain_states(got, expected):
             f"each batch makes one update, in order: the model sees batch {seen or 'none'}, but "
             "should see 1, 2, 3."
         )
-    says = _why_dtypes(got, expected) or _why_settings(got, expected)
+    says = (
+        _why_no_update(got)
+        or _why_dtypes(got, expected)
+        or _why_settings(got, expected)
+        or _why_other_updates(got, expected)
+    )
     if says:
         return says
     same = [name for name in expected if difference(got[name], expected[name]) is None]
     if len(same) < len(expected) - 1:
         return None
     return _why_gradients(got.notes["moments"], expected.notes["moments"])
+
+
+def _why_no_update(got) -> str | None:
+    if got.notes["counts_updates"] and not got.notes["updates"]:
+        return (
+            "the returned optimizer has not updated any weight: call its step() after each "
+            "backward, and zero_grad() only after the step."
+        )
+    return None
+
+
+def _why_other_updates(got, expected) -> str | None:
+    mine, right = (seen.notes["updates"] for seen in (got, expected))
+    if not got.notes["counts_updates"] or mine == right:
+        return None
+    updates = "1 update" if mine == 1 else f"{mine} updates"
+    return (
+        f"the returned optimizer has made {updates}, but should have made {right}: make one "
+        "optimizer before the loop, and call its step() once for each batch."
+    )
 
 
 def _why_dtypes(got, expected) -> str | None:

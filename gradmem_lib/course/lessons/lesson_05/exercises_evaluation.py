@@ -116,8 +116,9 @@ _TOO_MUCH_TO_EVALUATE = {
         "here give use_cache=False."
     ),
     "the logits": (
-        "something as large as the logits is kept from every piece until the end: keep "
-        "only the loss, which is one number."
+        "the pieces are small enough, but something as large as their logits is in memory beside "
+        "them: keep only the loss of a piece, which is one number, and let its logits go before "
+        "the next piece runs."
     ),
     "18 rows": "all 18 rows go through at once: cut them into pieces, as in training.",
 }
@@ -205,7 +206,24 @@ def _why_loss(loss: float) -> str | None:
         ):
             if math.isclose(loss, value, rel_tol=2e-5):
                 return says
-    for labels in (held_out["labels"].numel(), held_out["labels"][:, 1:].numel()):
+    return _why_divisor(loss, held_out["labels"], sums, counts)
+
+
+def _why_divisor(loss: float, labels_of_all, sums, counts) -> str | None:
+    """What is said of the sum over all tokens, divided by another number than theirs."""
+    for size in range(2, 18):
+        starts = range(0, 18, size)
+        if math.isclose(loss, sum(sums) / len(starts), rel_tol=2e-5):
+            return (
+                "the sum over all tokens is divided by the number of pieces: divide it by the "
+                "predicted tokens of all pieces."
+            )
+        if math.isclose(loss, sum(sums) / sum(counts[starts[-1] :]), rel_tol=2e-5):
+            return (
+                "the sum over all tokens is divided by the predicted tokens of the last piece: add "
+                "up those of all pieces."
+            )
+    for labels in (labels_of_all.numel(), labels_of_all[:, 1:].numel()):
         if math.isclose(loss, sum(sums) / labels, rel_tol=1e-4):
             return (
                 "the sum over the predicted tokens is divided by all labels, padding too: divide "

@@ -105,9 +105,9 @@ LEAK = Leak(
         "it before the training, or make none."
     ),
     stays=(
-        "the loaded weights are still there while the model trains: `saved` refers to them until "
-        "the function returns, unless you delete it before the training. The loaded states are no "
-        "copy, since the optimizer uses these very tensors."
+        "the loaded weights are still there while the model trains: `saved`, or another name for "
+        "them, refers to them until the function returns, unless you delete each such name before "
+        "the training. The loaded states are no copy, since the optimizer uses these very tensors."
     ),
     innocent={
         3: (

@@ -90,9 +90,13 @@ def _observe(candidate):
     before = flat(model.parameters())
     rows: list[int] = []  # of each forward of the head
     modes: list[bool] = []
+    dtypes: list[torch.dtype] = []
+    random_states: list[torch.Tensor] = []  # after the blocks have drawn their numbers
 
     def note(head, args, outputs):
         rows.append(len(outputs))
+        dtypes.append(outputs.dtype)
+        random_states.append(torch.get_rng_state())
         modes.append(all(module.training for module in model.modules()))
 
     def run():
@@ -105,29 +109,62 @@ def _observe(candidate):
         measured = measure(run, budget=RANDOM_CARD, model=model, optimizer=optimizer)
     finally:
         hook.remove()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    after = flat(model.parameters())
     cases = {
         "the card": measured,
         "the update": {
-            "change of the weights": flat(model.parameters()) - before,
-            "gradients that are left": sum(p.grad is not None for p in model.parameters()),
+            "change of the weights": after - before,
+            # zero_grad(set_to_none=False) leaves zeros, and that is right too.
+            "gradients that are left": sum(bool(gradient.any()) for gradient in gradients),
+        },
+        "the loss": {
+            "has a graph (1 is yes)": int(getattr(measured.value, "requires_grad", False))
         },
     }
-    return Seen(cases, rows=rows, modes=modes)
+    head = sum(p.numel() for p in model.head.parameters())
+    return Seen(
+        cases,
+        rows=rows,
+        modes=modes,
+        dtypes=dtypes,
+        random=random_states,
+        # model.head is the last part of the model.
+        only_head_moved=torch.equal(after[:-head], before[:-head]),
+    )
+
+
+def _why_rows(rows: list[int]) -> str | None:
+    """What is said of the rows of each forward of the head."""
+    if not rows:
+        return (
+            "model.head never runs: model(x) ends with it, so what the blocks return goes through "
+            "model.head(x)."
+        )
+    if sum(rows) < ROWS:
+        return f"the update sees {sum(rows)} of the {ROWS} rows: it must be one of all rows."
+    if any(n < ROWS for n in rows):
+        return _PIECES
+    return None
 
 
 def _explain(got, expected):
     rows = got.notes["rows"]
     if not all(got.notes["modes"]):
         return _EVALUATION
-    if sum(rows) >= ROWS and any(n < ROWS for n in rows):
-        return _PIECES
-    if sum(rows) < ROWS:
-        return f"the update sees {sum(rows)} of the {ROWS} rows: it must be one of all rows."
+    says = _why_rows(rows)
+    if says:
+        return says
     if got["the update"]["gradients that are left"]:
         return "gradients are left behind: call optimizer.zero_grad() after the step."
     moved, right = (seen["the update"]["change of the weights"] for seen in (got, expected))
     if not moved.any():
         return "the weights have not moved: call optimizer.step() once, after backward."
+    if got.notes["only_head_moved"]:
+        return (
+            "only the head's weights have moved: does a gradient reach the blocks? A checkpoint "
+            "with use_reentrant=True gives none where its input needs no gradient."
+        )
     times = (moved.norm() / right.norm()).item()
     same_direction = torch.cosine_similarity(moved, right, dim=0).item() > 0.999
     if same_direction and times and abs(times - 1) > 0.01:
@@ -143,15 +180,36 @@ def _why_loss(got, expected) -> str | None:
     loss, right = got["the card"].value, expected["the card"].value
     if loss is None:
         return "return the loss, a float."
-    if difference(got["the update"], expected["the update"]) and difference(loss, right):
+    if got["the loss"]["has a graph (1 is yes)"]:
+        return "the loss is a tensor that keeps its graph: return a float, loss.item()."
+    if difference(loss, right):
+        return _why_another_loss(got, expected)
+    if got["the card"].over:
+        return (
+            "the step is right, and too large for the card: put a checkpoint on each block by "
+            "itself, so that one block at a time has its activations."
+        )
+    return None
+
+
+def _why_another_loss(got, expected) -> str | None:
+    """What is said of a loss, a number, that is not the step's."""
+    if not difference(got["the update"], expected["the update"]):
+        return (
+            "the update is right, but the loss is another one: return the loss of the forward that "
+            "is trained, as it was before the update."
+        )
+    narrow = [dtype for dtype in got.notes["dtypes"] if dtype != torch.float32]
+    if narrow:
+        return (
+            f"forward computes in {str(narrow[0]).removeprefix('torch.')}, which rounds more than "
+            "the plain step does: leave the dtypes as they are."
+        )
+    mine, right = (seen.notes["random"][0] for seen in (got, expected))
+    if not torch.equal(mine, right):
         return (
             "the forward draws other numbers for dropout and drop path than the plain step does: "
             "set no seed, and draw nothing before it."
-        )
-    if got["the card"].over and not difference(loss, right):
-        return (
-            "the step is right, and some blocks still keep their activations: put a checkpoint on "
-            "each block."
         )
     return None
 

@@ -148,17 +148,23 @@ def _observe_policy(candidate):
     }
     if not callable(policy):
         return found
-    (kept, rest), (again, _) = (_decisions(policy, seen.ops, second) for second in (False, True))
-    other, _ = _decisions(candidate(), seen.ops, False)
-    fused, _ = _decisions(candidate(), [*PRODUCTS[:1], cpu_attention.default, *PRODUCTS[:2]], False)
+    kept, rest = _decisions(policy, seen.ops, False)
+    again, rest_again = _decisions(policy, seen.ops, True)
+    other, other_rest = _decisions(candidate(), seen.ops, False)
+    with_attention = [*PRODUCTS[:1], cpu_attention.default, *PRODUCTS[:2]]
+    fused, fused_rest = _decisions(candidate(), with_attention, False)
     found |= {
         "a layer of 7 products": {
             "kept": kept,
             "other operations kept": rest,
             "kept when asked again in the second run": again,
+            "other operations kept when asked again": rest_again,
         },
-        "the next layer, by a policy of its own": {"kept": other},
-        "a layer with fused attention": {"kept": fused},
+        "the next layer, by a policy of its own": {
+            "kept": other,
+            "other operations kept": other_rest,
+        },
+        "a layer with fused attention": {"kept": fused, "other operations kept": fused_rest},
     }
     for layer in layers:
         x = checkpoint(
@@ -215,31 +221,37 @@ def _explain_policy(got, expected):
     both = (mine["kept"], got["a layer with fused attention"]["kept"])
     if both in _KINDS_COUNTED:
         return _KINDS_COUNTED[both]
+    others = "other operations kept"
+    if mine["kept"] == "none" and mine[others]:
+        return (
+            "no product is kept, but other operations are: keep every second product "
+            "(op in PRODUCTS), and return PREFER_RECOMPUTE for the rest."
+        )
     if mine["kept"] in _WHAT_IS_KEPT:
         return _WHAT_IS_KEPT[mine["kept"]]
-    right, following = (
-        seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got)
-    )
-    if mine == expected["a layer of 7 products"] and following != right:
+    if mine != expected["a layer of 7 products"]:
+        return _why_these(mine, expected["a layer of 7 products"])
+    return _why_another_layer(got, expected)
+
+
+def _why_another_layer(got, expected) -> str | None:
+    """What is said of a policy that is right for the first layer."""
+    others = "other operations kept"
+    following = "the next layer, by a policy of its own"
+    if got[following]["kept"] != expected[following]["kept"]:
         return (
             "the next layer's policy continues this layer's count: every_second_product() must "
             "begin a new count each time."
         )
-    if (
-        mine["kept"]
-        == expected["a layer of 7 products"]["kept"]
-        != mine["kept when asked again in the second run"]
-    ):
-        return (
-            "the second run gets other answers than the first: the answers must be the same for "
-            "each product."
-        )
-    if (
-        mine == expected["a layer of 7 products"]
-        and got["a layer with fused attention"]["kept"] != "1, 3"
-    ):
+    fused = got["a layer with fused attention"]
+    if fused["kept"] != "1, 3":
         return "fused attention is counted as a product: it is not in PRODUCTS, and runs again."
-    return _why_these(mine, expected["a layer of 7 products"])
+    if fused[others]:
+        return (
+            "fused attention is kept: it is not in PRODUCTS, so it runs again like all that is no "
+            "product."
+        )
+    return None
 
 
 _ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
@@ -248,6 +260,11 @@ _ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 def _why_these(mine, right) -> str | None:
     """What is said if the kept products fit no known mistake."""
     others = "other operations kept"
+    if mine["kept"] == right["kept"] and mine[others] == right[others]:
+        return (
+            "the second run gets other answers than the first: the answers must be the same for "
+            "each operation."
+        )
     if mine["kept"] == right["kept"] or mine[others] != right[others]:
         return None
     if mine["kept"] == "2, 4, 6":  # the mistake "the others"

@@ -134,16 +134,25 @@ def _round_trip(candidate, folder: str) -> Seen:
     files = sum(path.is_file() for path in Path(folder).rglob("*"))
     after = [disk.unpack(each) for each in packed]
     tensors = all(isinstance(each, torch.Tensor) for each in after)
-    same = near = 0
+    same = near = last = 0
+    back = []
     for t, (dtype, shape, numbers) in zip(after, before, strict=True) if tensors else ():
-        if (t.dtype, t.shape, t.tolist()) == (dtype, shape, numbers):
+        back.append((t.dtype, t.shape, t.tolist()))
+        last += back[-1] == before[-1]
+        if back[-1] == (dtype, shape, numbers):
             same += 1
         elif t.shape == shape:
             near += torch.allclose(
                 t.double(), torch.tensor(numbers, dtype=torch.float64), rtol=1e-2
             )
-    found = {"of 27, come back as they were": same, "nearly so": int(near)}
-    return Seen(found, files=files, packed=len(packed), tensors=tensors)
+    found = {
+        "of 27, come back as they were": same,
+        "nearly so": int(near),
+        "as the last one that was packed": last,
+    }
+    # All of them are there, but not where they belong.
+    moved = sorted(map(str, back)) == sorted(map(str, before))
+    return Seen(found, files=files, packed=len(packed), tensors=tensors, moved=moved)
 
 
 def _stays(candidate, folder: str, *shape: int) -> bool:
@@ -235,19 +244,27 @@ def _why_written(got, expected) -> str | None:
     return None
 
 
+def _why_other_tensors(notes) -> str:
+    """What is said of tensors that do not come back as they were."""
+    if 0 < notes["files"] < notes["packed"]:
+        return (
+            "files are overwritten: two tensors got the same name (id(tensor) and "
+            "data_ptr() are used again after a tensor is freed); number the files."
+        )
+    if notes["moved"]:
+        return (
+            "the tensors come back in another order: unpack must read the file that pack has "
+            "named, in whatever order it is asked."
+        )
+    return "unpack does not return what pack was given: numbers, dtype and shape must be the same."
+
+
 def _explain_disk(got, expected):
     notes = got.notes
     if not notes["tensors"]:
         return "unpack does not return a tensor: it must read the file that pack has named."
     if "a step" not in got:
-        if 0 < notes["files"] < notes["packed"]:
-            return (
-                "files are overwritten: two tensors got the same name (id(tensor) and "
-                "data_ptr() are used again after a tensor is freed); number the files."
-            )
-        return (
-            "unpack does not return what pack was given: numbers, dtype and shape must be the same."
-        )
+        return _why_other_tensors(notes)
     if not notes["files"]:
         return "nothing is moved: no file appears in the folder."
     if notes["keeps_all"]:
@@ -309,12 +326,19 @@ def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True) -> tuple[nn.Module
         return mlp, torch.randn(rows, tokens, TILED_WIDTH).requires_grad_(needs)
 
 
-def _lengths(mlp) -> list[int]:
-    """A list that grows by the number of tokens each time ``mlp`` runs."""
+def _lengths(mlp, rows: int, tokens: int) -> list[int]:
+    """A list that grows by the number of tokens each time ``mlp`` runs on a part of (rows, tokens,
+    width).
+    """
     lengths: list[int] = []
 
     def forward(x, original=mlp.forward):
-        lengths.append(x.shape[1] if x.numel() else 0)
+        if not x.numel():
+            lengths.append(0)
+        elif x.ndim == 3 and (len(x) == rows or x.shape[1] == tokens):
+            lengths.append(x.shape[1])
+        else:  # the rows and tokens are one dimension: as many tokens as a tile of all rows has
+            lengths.append(math.ceil(x.numel() / x.shape[-1] / rows))
         return original(x)
 
     mlp.forward = forward
@@ -323,7 +347,7 @@ def _lengths(mlp) -> list[int]:
 
 def _tile_case(candidate, tiles: int, *setting, needs: bool = True):
     mlp, x = tiled_setting(*setting, needs=needs)
-    lengths = _lengths(mlp)
+    lengths = _lengths(mlp, len(x), x.shape[1])
     out = candidate(mlp, x, tiles)
     first, needed = len(lengths), math.ceil(x.shape[1] / tiles)
     if out.requires_grad:
@@ -347,12 +371,15 @@ def _masks_differ(candidate) -> int:
     return 0 if x.grad is None else int(((out != 0) != (x.grad != 0)).sum())
 
 
+_OTHER_TILES = HiddenCase("50 tokens in 7 tiles")
+
+
 def _observe_tiled(candidate):
     found, again = _tile_case(candidate, 4, 2, 22)
     cases = {
         "22 tokens in 4 tiles": found,
         "an x that needs no gradient": _tile_case(candidate, 3, 1, 9, needs=False)[0],
-        HiddenCase("50 tokens in 7 tiles"): _tile_case(candidate, 7, 3, 50)[0],
+        _OTHER_TILES: _tile_case(candidate, 7, 3, 50)[0],
         "dropout": {"numbers with another mask in backward": _masks_differ(candidate)},
     }
     mlp, x = tiled_setting()
@@ -385,7 +412,24 @@ def _explain_tiled(got, expected):
             "this is a reentrant checkpoint, which needs an input that requires a gradient: "
             "use_reentrant=False."
         )
-    return _why_runs(mine, got["dropout"]) or _why_long(mine, got)
+    return _why_runs(got) or _why_long(mine, got) or _why_long_elsewhere(got)
+
+
+def _why_long_elsewhere(got) -> str | None:
+    """What is said of tiles that are right for 22 tokens in 4, and too long for others."""
+    name = "tokens of the longest tile beyond the needed"
+    beyond = got["an x that needs no gradient"][name]  # 9 tokens in 3 tiles
+    if beyond:
+        return (
+            f"of 9 tokens in 3 tiles, the longest tile has {3 + beyond}, and 3 are enough: "
+            "x.tensor_split(tiles, dim=1) makes them even."
+        )
+    if got[_OTHER_TILES][name]:
+        return (
+            "for other numbers of tokens and tiles, the longest tile is longer than it has to be: "
+            "x.tensor_split(tiles, dim=1) makes them even."
+        )
+    return None
 
 
 def _why_long(mine, got) -> str | None:
@@ -425,9 +469,11 @@ def _why_output(mine, right) -> str | None:
     return None
 
 
-def _why_runs(mine, dropout) -> str | None:
+def _why_runs(got) -> str | None:
     """How often the MLP runs, and with which random numbers."""
-    if mine["tiles beyond those asked for"]:
+    mine, dropout = got["22 tokens in 4 tiles"], got["dropout"]
+    cases = (mine, got["an x that needs no gradient"], got[_OTHER_TILES])
+    if any(case["tiles beyond those asked for"] for case in cases):
         return (
             "the MLP runs more often than asked for: x.split(n) takes the length of a tile, and "
             "x.tensor_split(n) their number."
@@ -454,6 +500,13 @@ EXERCISES = (
         explain=_explain_disk,
         tolerance=0.0,
         raises=(
+            (
+                r"'NoneType' object has no attribute 'seek'|PathLike object, not NoneType",
+                (
+                    "unpack reads a file whose name is None: let pack return the name of the file "
+                    "that it has written (is a `return` missing?)."
+                ),
+            ),
             (
                 r"no attribute 'seek'|PathLike object, not (Parameter|Tensor)",
                 (

@@ -199,7 +199,13 @@ def _cache(
     each=lambda bytes_per_number: bytes_per_number,
 ):
     def wrong(config, rows_, tokens, bytes_per_number):
-        width = getattr(config, heads) * size(config)
+        if heads == "one":
+            number = 1
+        elif heads == "sharing":
+            number = config.num_attention_heads // config.num_key_value_heads
+        else:
+            number = getattr(config, heads)
+        width = number * size(config)
         count = (config.num_hidden_layers if layers else 1) * (rows_ if rows else 1)
         return both * count * width * positions(tokens) * each(bytes_per_number)
 
@@ -352,6 +358,15 @@ EXERCISES = (
         reference=layers_to_recompute,
         observe=_observe_layers,
         explain=_explain_layers,
+        raises=(
+            (
+                "slice indices must be integers",
+                (
+                    "peak was called with a number that is not whole: k is a number of layers, so "
+                    "halve with //."
+                ),
+            ),
+        ),
         mistakes=(
             Mistake(
                 "one after another",
@@ -410,6 +425,19 @@ EXERCISES = (
                 (
                     "every query head is counted with its own keys and values: grouped heads share "
                     "them, so there are only num_key_value_heads."
+                ),
+            ),
+            Mistake(
+                "no heads",
+                _cache(heads="one"),
+                ("this is the cache of one key-value head: there are num_key_value_heads of them."),
+            ),
+            Mistake(
+                "heads that share",
+                _cache(heads="sharing"),
+                (
+                    "this counts the query heads that share a key-value head: the cache has one "
+                    "key and one value for each of the num_key_value_heads."
                 ),
             ),
             Mistake(

@@ -61,3 +61,28 @@ RIGHT["0.1"] |= {
     "an untouched tensor": lambda shape, size: torch.empty(shape, dtype=torch.int8).numel() * size,
     "torch.Size": lambda shape, size: torch.Size(shape).numel() * size,
 }
+
+
+def _unpacks_two(shape, size):
+    rows, columns = shape
+    return rows * columns * size
+
+
+def _returns_in_the_loop(shape, size):
+    total = 1
+    for side in shape:
+        total *= side
+        return total * size  # one level too deep
+    return None
+
+
+WRONG["0.1"] |= {
+    "unpacks two": (_unpacks_two, "any number of sides"),
+    "returns in the loop": (_returns_in_the_loop, "only the first side"),
+    "all but the last": (
+        lambda shape, size: math.prod(shape[:-1]) * size,
+        "the last side is left out",
+    ),
+    "added": (lambda shape, size: math.prod(shape) + size, "this adds bytes_per_element"),
+    "the number of sides": (lambda shape, size: len(shape) * size, "counts the sides"),
+}

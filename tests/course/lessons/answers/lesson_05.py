@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 05 as people write them; see lesson_00.py."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -369,7 +370,7 @@ WRONG["5.6"] = {
     "rank": (lambda m, n, r, lr: _lora(m, n, 4, lr), "`rank` has no effect"),
     "names": (lambda m, n, r, lr: _lora(m, ("q_proj", "v_proj"), r, lr), "in `names`"),
     "sgd": (partial(_lora, make=torch.optim.SGD), "AdamW"),
-    "head": (partial(_lora, thaw=("lm_head",)), "too many are trained"),
+    "head": (partial(_lora, thaw=("lm_head",)), "too many require a gradient"),
     "first layer": (partial(_lora, only=lambda path: "layers.0." in path), "in `names`|adapters"),
     "on the model": (_on_the_model, "not yet: the adapters hang on the model itself"),
     "optimizer first": (
@@ -942,5 +943,252 @@ WRONG["5.3"] |= {
     "a warm-up from a tenth": (
         _climbs_by(lambda update, warm: max(update / warm, 0.1)),
         "the warm-up begins at 0.1 of the learning rate",
+    ),
+}
+
+
+def _one_update(
+    model,
+    optimizer,
+    batch,
+    *,
+    forward=_per_block,
+    around=contextlib.nullcontext,
+    zero=True,
+    loss_after=False,
+    first=lambda optimizer: None,
+    result=torch.Tensor.item,
+):
+    """Exercise 5.10's update, with a checkpoint on each block."""
+    first(optimizer)
+    with around():
+        loss = F.cross_entropy(forward(model, batch["x"]), batch["labels"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=zero)
+    if loss_after:
+        loss = F.cross_entropy(model(batch["x"]), batch["labels"])
+    return result(loss)
+
+
+def _without_head(model, x):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def _reentrant(model, x):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return model.head(x)
+
+
+def _at_once(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def _draws_first(model, x):
+    torch.rand(3)
+    return _per_block(model, x)
+
+
+_BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+RIGHT["5.10"] |= {
+    "zeros stay": partial(_one_update, zero=False),
+    "cleared before the step too": partial(_one_update, first=lambda o: o.zero_grad()),
+    "a detached loss": partial(_one_update, result=torch.Tensor.detach),
+}
+WRONG["5.10"] |= {
+    "autocast": (partial(_one_update, around=_BF16), "forward computes in bfloat16"),
+    "without the head": (partial(_one_update, forward=_without_head), "model.head never runs"),
+    "reentrant": (partial(_one_update, forward=_reentrant), "only the head's weights have moved"),
+    "one checkpoint": (partial(_one_update, forward=_at_once), "on each block by itself"),
+    "draws first": (partial(_one_update, forward=_draws_first), "draws other numbers"),
+    "loss after the update": (
+        partial(_one_update, loss_after=True),
+        "the update is right, but the loss is another one",
+    ),
+    "a loss with a graph": (partial(_one_update, result=lambda loss: loss), "keeps its graph"),
+}
+
+
+def _updates_of(body, *, after=None):
+    """Exercise 5.5's updates: ``body(model, batch, optimizer, loss)`` for each batch."""
+
+    def train_mixed(model, batches, lr):
+        model.float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        for batch in batches:
+            with _BF16():
+                loss = model(**batch).loss
+            loss.backward()
+            body(optimizer)
+        if after:
+            after(optimizer)
+        return optimizer
+
+    return train_mixed
+
+
+def _new_each_time(model, batches, lr):
+    model.float()
+    for batch in batches:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        with _BF16():
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+_NO_UPDATE = "has not updated any weight"
+WRONG["5.5"] |= {
+    "a new optimizer each time": (_new_each_time, "has made 1 update, but should have made 3"),
+    "one step after the loop": (
+        _updates_of(lambda o: None, after=lambda o: o.step()),
+        "has made 1 update, but should have made 3",
+    ),
+    "two steps each": (
+        _updates_of(lambda o: (o.step(), o.step(), o.zero_grad())),
+        "has made 6 updates, but should have made 3",
+    ),
+    "cleared before the step": (_updates_of(lambda o: (o.zero_grad(), o.step())), _NO_UPDATE),
+    "no step": (_updates_of(lambda o: o.zero_grad()), _NO_UPDATE),
+}
+
+
+def _scaled_by(share):
+    """``share(update, warm, updates)`` of the learning rate."""
+
+    def schedule(optimizer, warm, updates):
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda update: share(update, warm, updates)
+        )
+
+    return _falls_by(schedule)
+
+
+def _one_at_a_time(optimizer, micro_batches, window, warmup, accumulate):
+    for micro in micro_batches:
+        accumulate(micro)
+
+
+def _stacked(optimizer, micro_batches, window, *given):
+    accumulate = given[-1]
+    _epoch(optimizer, micro_batches, window, given[0], lambda some: accumulate(torch.stack(some)))
+
+
+RIGHT["5.3"] |= {"a stack of micro-batches": _stacked}
+WRONG["5.3"] |= {
+    "the fall forgets the warm-up": (
+        _scaled_by(lambda u, warm, n: u / warm if u < warm else 1 - u / n),
+        "the highest learning rate of an update is 0.8 of the given one",
+    ),
+    "0 in the last update": (
+        _scaled_by(lambda u, warm, n: u / warm if u < warm else (n - 1 - u) / (n - 1 - warm)),
+        "ends before the epoch: the last update has a learning rate of 0",
+    ),
+    "a bent warm-up": (
+        _scaled_by(lambda u, warm, n: (u / warm) ** 2 if u < warm else (n - u) / (n - warm)),
+        "the warm-up does not climb in a straight line",
+    ),
+    "one micro-batch, no list": (_one_at_a_time, "takes a list of micro-batches"),
+}
+
+
+def _other_name(of):
+    """The resumed run whose weights have a name beside ``saved``, which alone is deleted."""
+
+    def script(model, optimizer, file, batches):
+        saved = torch.load(file)
+        start, weights, states = saved["step"], of(saved), saved["optimizer"]
+        del saved
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        return train_on(model, optimizer, batches[start:])
+
+    return script
+
+
+WRONG["5.11"] |= {
+    "another name": (
+        answer(2, _other_name(lambda saved: saved["model"])),
+        "`saved`, or another name for them",
+    ),
+}
+
+
+def _adapters(model, names, rank, lr, *, freeze=True, trained=("A", "B"), handed=("A", "B")):
+    """Exercise 5.6, where ``trained`` matrices require a gradient, and some are ``handed`` over."""
+    _lora(model, names, rank, lr, freeze=freeze)
+    given = []
+    for path, parameter in model.named_parameters():
+        own = path.rpartition(".")[2]
+        if own in ("A", "B"):
+            parameter.requires_grad_(own in trained)
+            if own in handed:
+                given.append(parameter)
+    return torch.optim.AdamW(given, lr=lr)
+
+
+WRONG["5.6"] |= {
+    "B alone": (partial(_adapters, handed=("B",)), "0 of 6 matrices A move, and 6 matrices B"),
+    "B frozen": (partial(_adapters, trained=("A",), handed=("A",)), "too few require a gradient"),
+    "not frozen, not handed over": (
+        partial(_adapters, freeze=False),
+        "numbers too many require a gradient",
+    ),
+}
+
+
+def _late_binding(model, lr, steps):
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizers = {p: torch.optim.AdamW([p], lr=lr) for p in trained}
+    schedules = {
+        p: torch.optim.lr_scheduler.LinearLR(optimizers[p], 1.0, 0.0, steps) for p in trained
+    }
+    for p in optimizers:
+
+        def hook(_):
+            optimizers[p].step()  # noqa: B023 (the mistake)
+            schedules[p].step()  # noqa: B023
+            optimizers[p].zero_grad()  # noqa: B023
+
+        p.register_post_accumulate_grad_hook(hook)
+    return LayerWiseDummyOptimizer(optimizer_dict=optimizers, lr=lr)
+
+
+def _no_hook(model, lr, steps):
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    return LayerWiseDummyOptimizer(optimizer_dict=dict.fromkeys(trained, optimizer), lr=lr)
+
+
+WRONG["5.9"] |= {
+    "the loop's last": (_late_binding, "1 of 75 parameters move.*the loop's last value"),
+    "no hook": (_no_hook, "no optimizer has stepped on a gradient"),
+}
+
+
+def _divided_by(number):
+    """Exercise 5.7's sum over all tokens, divided by ``number`` of the pieces."""
+
+    def held_out_loss(model, rows):
+        total = _held_out(model, rows, add=lambda total, n: total)
+        return total / number(list(split(rows, 4)))
+
+    return held_out_loss
+
+
+WRONG["5.7"] |= {
+    "by the pieces": (_divided_by(len), "divided by the number of pieces"),
+    "by the last piece": (
+        _divided_by(lambda pieces: count_targets(pieces[-1]["labels"])),
+        "divided by the predicted tokens of the last piece",
     ),
 }

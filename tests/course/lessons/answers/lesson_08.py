@@ -82,6 +82,21 @@ def _by_kind():
     return policy
 
 
+def _keeps_attention_too(policy):
+    return lambda ctx, op, *args: SAVE if "attention" in str(op) else policy(ctx, op)
+
+
+def _keeps_all_again(policy):
+    """The rest is kept, but only when the second run asks."""
+
+    def asked(ctx, op, *args):
+        if op not in PRODUCTS and ctx.is_recompute:
+            return SAVE
+        return policy(ctx, op)
+
+    return asked
+
+
 WRONG["8.1"] = {
     "every second operation": (lambda: _policy(is_product=lambda op: True), "operation"),
     "the others": (lambda: _policy(odd=0), "first"),
@@ -99,6 +114,15 @@ WRONG["8.1"] = {
     "the rest too": (lambda: _policy(rest=SAVE), "other operations than products"),
     "contexts": (lambda: create_selective_checkpoint_contexts(_policy()), "policy itself|called"),
     "mm alone": (lambda: _policy(is_product=lambda op: op == aten.mm.default), "addmm|bmm"),
+    "keeps attention too": (lambda: _keeps_attention_too(_policy()), "fused attention is kept"),
+    "the test the wrong way round": (
+        lambda: _policy(is_product=lambda op: op not in PRODUCTS),
+        "no product is kept, but other operations are",
+    ),
+    "other answers in the second run": (
+        lambda: _keeps_all_again(_policy()),
+        "second run gets other answers|other operations than products",
+    ),
     "keeps nothing": (lambda: lambda ctx, op, *args, **kwargs: AGAIN, "nothing is kept|no product"),
 }
 
@@ -1010,3 +1034,97 @@ WRONG["8.4"] |= {
     "rounded": (lambda n, o, b, s: round(2 * n / b / (o / s)), "return it with its fraction"),
 }
 WRONG["8.7"] |= {"in 32 bits": (_in_32_bits, "wrapped around")}
+
+
+class _Stack(exercises_moving.Disk):
+    """Reads the files in the reverse order, whatever it is asked for."""
+
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.stay:
+            return tensor
+        torch.save(tensor.detach().clone(), f"{self.folder}/{self.number}.pt")
+        self.number += 1
+        return self.number
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self.number -= 1
+        return torch.load(f"{self.folder}/{self.number}.pt")
+
+
+class _ReturnsNothing(exercises_moving.Disk):
+    def pack(self, tensor):
+        packed = super().pack(tensor)
+        return packed if isinstance(packed, torch.Tensor) else None
+
+
+WRONG["8.3"] |= {
+    "a stack": (_Stack, "come back in another order"),
+    "returns nothing": (_ReturnsNothing, "a file whose name is None"),
+}
+
+
+def _half(peak, layers, budget):
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) / 2
+        if peak(middle) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+WRONG["8.5"] |= {"a half layer": (_half, "halve with //")}
+
+
+def _flat_tokens(mlp, x, tiles):
+    """Cuts the tokens of all rows together: each tile is at most as large as one of all rows."""
+    tokens = x.reshape(-1, x.shape[-1])
+    parts = [checkpoint(mlp, part, use_reentrant=False) for part in tokens.tensor_split(tiles)]
+    return torch.cat(parts).view_as(x)
+
+
+def _row_by_row(mlp, x, tiles):
+    rows = [row.tensor_split(tiles) for row in x]
+    run = partial(checkpoint, mlp, use_reentrant=False)
+    return torch.stack([torch.cat([run(part) for part in parts]) for parts in rows])
+
+
+def _flat_row(mlp, x, tiles):
+    """The same, as one long row."""
+    return _flat_tokens(lambda part: mlp(part[None])[0], x, tiles)
+
+
+RIGHT["8.6"] |= {"rows and tokens in one": _flat_tokens, "one long row": _flat_row}
+WRONG["8.6"] |= {
+    "each row whole": (
+        partial(_tiled, dim=0, cut=lambda x, tiles: x.split(1)),
+        "rows are cut|whole sequence at once",
+    ),
+    "row by row": (_row_by_row, "runs more often than asked for"),
+    "one token more": (
+        partial(_tiled, cut=lambda x, tiles: x.split(x.shape[1] // tiles + 1, 1)),
+        "of 9 tokens in 3 tiles, the longest tile has 4, and 3 are enough",
+    ),
+    "rounded": (
+        partial(_tiled, cut=lambda x, tiles: x.split(round(x.shape[1] / tiles), 1)),
+        "runs more often than asked for",
+    ),
+}
+
+
+def _cache_of_heads(heads):
+    return lambda c, rows, tokens, size: (
+        2 * c.num_hidden_layers * heads(c) * c.head_dim * rows * tokens * size
+    )
+
+
+WRONG["8.7"] |= {
+    "no heads": (_cache_of_heads(lambda c: 1), "cache of one key-value head"),
+    "heads that share": (
+        _cache_of_heads(lambda c: c.num_attention_heads // c.num_key_value_heads),
+        "query heads that share a key-value head",
+    ),
+}
