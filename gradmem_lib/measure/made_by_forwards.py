@@ -75,15 +75,17 @@ def needed_without_a_graph(holders: Sequence[Holder], facts: Facts) -> int:
     forward, it may keep n.
     """
     made = _made_by_one_forward(holders, facts)
-    in_layer, by_inner_layer = defaultdict[str, list[_Made]](list), defaultdict[str, int](int)
+    by_outer_layer = defaultdict[str, list[_Made]](list)
+    kept_of_layer = defaultdict[str, int](int)  # by the innermost layer that made it
     for one in made:
         layers = _layers_of(one.module, facts.structure)
-        in_layer[layers[0]].append(one)
-        by_inner_layer[layers[-1]] = max(by_inner_layer[layers[-1]], one.nbytes * one.times)
+        outer, inner = layers[0], layers[-1]
+        by_outer_layer[outer].append(one)
+        kept_of_layer[inner] = max(kept_of_layer[inner], one.nbytes * one.times)
     largest_layer = 0
-    for layer, of_layer in in_layer.items():
+    for layer, of_layer in by_outer_layer.items():
         largest_layer = max(largest_layer, _needed_in_layer(layer, of_layer, facts.structure))
-    return min(largest_layer + sum(by_inner_layer.values()), _total(made))
+    return min(largest_layer + sum(kept_of_layer.values()), _total(made))
 
 
 def _made_by_one_forward(holders: Sequence[Holder], facts: Facts) -> list[_Made]:

@@ -213,11 +213,13 @@ def logits_of_few_tokens(remedied: bool) -> MemoryTracker:
 
 
 class Features(nn.Module):
-    """Keeps the output of each layer until it returns."""
+    """Runs its layers one by one, and keeps the output of each until it returns, as an encoder of
+    images does.
+    """
 
-    def __init__(self):
+    def __init__(self, layers):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))
+        self.layers = layers
 
     def forward(self, x):
         features = []
@@ -229,7 +231,8 @@ class Features(nn.Module):
 
 def features_of_a_validation(remedied: bool) -> MemoryTracker:
     """Without a graph, the validation's forward still has the outputs of all layers."""
-    model = Features()
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)]
+    model = Features(nn.ModuleList(blocks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with MemoryTracker(model, optimizer, live=False) as tracker:
         train(model, optimizer, rows=16)
@@ -319,25 +322,8 @@ def validation_of_a_model_that_collects_sums(remedied: bool) -> MemoryTracker:
     return _validation(JumpingKnowledge(), remedied)
 
 
-class TakesStages(nn.Module):
-    """Runs the layers of its chain one by one, and collects the outputs, as an encoder of images
-    does.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = chain()
-
-    def forward(self, x):
-        stages = []
-        for layer in self.encoder:
-            x = layer(x)
-            stages.append(x)
-        return torch.stack([stage.mean() for stage in stages])
-
-
 def validation_of_a_chain_whose_layers_are_called_one_by_one(remedied: bool) -> MemoryTracker:
-    return _validation(TakesStages(), remedied)
+    return _validation(Features(chain()), remedied)
 
 
 def validation_of_a_chain_whose_inputs_a_hook_collects(remedied: bool) -> MemoryTracker:
@@ -437,6 +423,32 @@ def evaluation_with_positions(remedied: bool) -> MemoryTracker:
     return _evaluation_with_tokens_first(Positions(), remedied)
 
 
+class TableOfTokens(nn.Module):
+    """A forward makes a table of tokens with tokens, for each of four heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(100, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1]).float()
+        table = (places[:, None, None] - places) * torch.arange(1.0, 5.0)[:, None]
+        return self.head(self.embedding(ids)).mean() + table.mean()
+
+
+def evaluation_of_as_many_rows_as_tokens(remedied: bool) -> MemoryTracker:
+    model = TableOfTokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(3):
+            model(torch.randint(0, 100, (8, 16))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.randint(0, 100, (64 if remedied else 128, 128)))
+    return tracker
+
+
 def evaluation_with_tokens_first(remedied: bool) -> MemoryTracker:
     return _evaluation_with_tokens_first(TokensFirst(), remedied)
 
@@ -497,6 +509,7 @@ def rollouts_before_updates(remedied: bool) -> MemoryTracker:
         scores_of_pixels_of_six_micro_batches,
         evaluation_with_tokens_first,
         evaluation_with_positions,
+        evaluation_of_as_many_rows_as_tokens,
         rollouts_before_updates,
     ],
     ids=lambda program: program.__name__,

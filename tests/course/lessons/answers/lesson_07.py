@@ -703,7 +703,9 @@ WRONG["7.1"] |= {
 }
 
 
-def _one_hook(place):
+def _adds_all(hooked):
+    """Hooks on some of the parameters, each of which adds the gradients of all."""
+
     def float32_sums(parameters):
         sums = [torch.zeros(p.shape) for p in parameters]
 
@@ -713,32 +715,25 @@ def _one_hook(place):
                     total.add_(p.grad)
                     p.grad = None
 
-        parameters[place].register_post_accumulate_grad_hook(add_all)
+        for p in parameters[hooked]:
+            p.register_post_accumulate_grad_hook(add_all)
         return sums
 
     return float32_sums
 
 
-def _every_hook_adds_all(parameters):
-    sums = [torch.zeros(p.shape) for p in parameters]
-
-    def add_all(_):
-        for p, total in zip(parameters, sums, strict=True):
-            if p.grad is not None:
-                total.add_(p.grad)
-                p.grad = None
-
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(add_all)
-    return sums
-
-
 _OWN_HOOK = "of them still have a gradient in .grad: each needs a hook of its own"
 WRONG["7.2"] |= {
-    "one hook, on the first": (_one_hook(0), f"two backwards of 4 parameters, 3 {_OWN_HOOK}"),
-    "one hook, on the last": (_one_hook(-1), f"300 backwards of 2 parameters, 1 {_OWN_HOOK}"),
+    "one hook, on the first": (
+        _adds_all(slice(1)),
+        f"two backwards of 4 parameters, 3 {_OWN_HOOK}",
+    ),
+    "one hook, on the last": (
+        _adds_all(slice(-1, None)),
+        f"300 backwards of 2 parameters, 1 {_OWN_HOOK}",
+    ),
 }
-RIGHT["7.2"] |= {"every hook adds all": _every_hook_adds_all}
+RIGHT["7.2"] |= {"every hook adds all": _adds_all(slice(None))}
 
 
 def _of_bits(begin, end, mask=-(1 << 16)):
