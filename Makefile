@@ -81,7 +81,6 @@ start: $(TEST)
 
 notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
-	$(PY) -m gradmem_lib.course.learner.titles
 	$(PY) -m gradmem_lib.course.ledger --write
 	PYTHONPATH=tools $(PY) teaching/sheets.py
 	PYTHONPATH=tools $(PY) teaching/build_page.py

@@ -28,7 +28,7 @@ from record import record
 # A plain checkout: the library is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gradmem_lib.course.lessons.lesson_09.exercises_lion import Lion
+from gradmem_lib.course.lessons.lesson_09.exercises import Lion
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.training.prepare import make_optimizer
 from gradmem_lib.training.recipe import Recipe

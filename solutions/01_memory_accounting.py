@@ -106,7 +106,7 @@ guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 #
 # Write `resident_bytes(model)`. It returns a dict with the bytes of `"parameters"`, `"gradients"` and `"optimizer"` for
 # a model that trains with AdamW. The model may have any dtype, frozen parameters and tied weights (one tensor under two
-# names). Run nothing: shapes and dtypes tell all of it.
+# names). Buffers do not count. Run nothing: shapes and dtypes tell all of it.
 #
 # <details><summary>Hint 1: where to begin</summary>
 #

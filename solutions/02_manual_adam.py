@@ -69,6 +69,7 @@ def sgd(p, grad, state, lr):
 #
 # You will try each rule in two places. The first is a valley with two parameters. It is thirty times steeper in one
 # direction than in the other, and every gradient is noisy, like the gradient of a small batch.
+# <!-- holds: steepness[1] == 30 * steepness[0] -->
 
 # %%
 minimum, steepness = torch.tensor([2.0, 1.0]), torch.tensor([1.0, 30.0])
@@ -168,6 +169,7 @@ show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 # %% [markdown]
 # The learning rate is the same, and the zigzag is gone. Along the valley the path is no faster than before, because the
 # average of small gradients is small.
+# <!-- holds: (paths["momentum"] - minimum)[20, 0].abs() >= 0.9 * (paths["SGD"] - minimum)[20, 0].abs() -->
 #
 # ## 3 · The second moment: a step size for every number
 #
@@ -235,7 +237,7 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
 # with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
-# (Kingma and Ba 2015). With β₁ = 0.9 too, and without the corrections, Adam's first step is 0.1 / √0.001 = 3.16 times lr.
+# (Kingma and Ba 2015). With β₁ = 0.9 too, and without the corrections, Adam's first step is 0.1 / √0.001 = {{0.1 / sqrt(0.001):.2f}} times lr.
 #
 # ### Exercise 2.3 · Adam
 #
@@ -371,8 +373,10 @@ for name, kept in theirs.state[p].items():
 # ## 7 · What bf16 moments cost
 #
 # A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128 numbers from 1 to 2, then 128 from
-# 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide. If you add less than half a gap, the sum
-# is rounded back to the old number.
+# 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide.
+# <!-- holds: every.unique().numel() == 128 and torch.finfo(bf16).eps == 2**-7 -->
+# If you add less than half a gap, the sum is rounded back to the old number.
+# <!-- holds: torch.equal(every + 0.99 / 256, every) -->
 #
 # Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Up to which v does such an
 # addition count?
@@ -405,18 +409,21 @@ for step in (100, 400, 500, 2000, 4000, 10000):
 guess_c.reveal(measured=100 * max(runs[1]))
 
 # %% [markdown]
-# In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, more than 0.001. After step 2000
-# gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does. With steady gradients
-# m is 0.01 as well. At step 10,000 a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is
-# $0.01 / \sqrt{0.000389} = 0.5$ lr.
+# In bf16, v climbs to {{max(runs[1]):g}} and **stops**. <!-- holds: runs[1][-1] == max(runs[1]) -->
+# From there on half a gap is {{max(runs[1]) / 256:.5f}}, more than 0.001. After step 2000 gradients are a hundred times
+# smaller. <!-- holds: gradients[0] == 100 * gradients[-1] -->
+# float32 forgets the large ones, and bf16 *never* does. With steady gradients m is 0.01 as well. At step 10,000 a step
+# in bf16 is $0.01 / \sqrt{ {{runs[1][-1]:g}} } = {{0.01 / sqrt(runs[1][-1]):.3f}}$ lr long. In float32 it is
+# $0.01 / \sqrt{ {{runs[0][-1]:.3g}} } = {{0.01 / sqrt(runs[0][-1]):.1f}}$ lr.
 #
 # v never falls because `v.mul_(0.999)`, the first half of each step, rounds back to v. The steps stay too short, training
 # stalls, and no error is raised. What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
 # - **a smaller β₂**, such as 0.95: then a step takes 5 % off v, more than a gap, and v follows the gradients up and
-#   down. The table's last column shows it (0.98, not 1, is rounding);
+#   down. The table's last column shows it ({{runs[2][1999]:.2f}}, not 1, is rounding);
 # - **float32 weights** and computing under autocast: a weight of 1 in bf16 does not notice a step of 0.001 either.
+#   <!-- holds: every[0] - 0.001 == every[0] == 1 -->
 #
 # ## 8 · What the step itself needs
 #
@@ -470,14 +477,17 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
 # - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
+#   <!-- holds: runs[1] == sorted(runs[1]) -->
 # - **A step's temporaries**, on the tiny Llama: none (`fused`), two copies of the largest parameter (PyTorch's loop), a
 #   copy of the whole model (`foreach`).
+#   <!-- holds: needed["foreach"] == sum(sizes) and needed["fused"] == 0 -->
 #
 # Lesson 03 is about batches that do not fit.
 #
 # ## Optional: why v never falls, and where the fused kernel stops
 #
-# In section 7's table, v in bf16 is *above* float32's up to step 500, and it never falls. Why? Each step should first
+# In section 7's table, v in bf16 is *above* float32's up to step 500, and it never falls.
+# <!-- holds: all(runs[1][step] > runs[0][step] for step in (99, 399, 499)) --> Why? Each step should first
 # take something away: `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
 
 # %%
@@ -502,12 +512,13 @@ for g in gradients[:4000]:
 print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
 
 # %% [markdown]
-# What the fused kernel adds gets smaller as v rises: at 0.25 it is 0.001 · (1 − 0.25) = 0.00075, and half a gap is
-# 0.00098. So its v stops at half of what v reached in section 7, and never falls either.
+# What the fused kernel adds gets smaller as v rises: at {{seen[-1]:g}} it is 0.001 · (1 − {{seen[-1]:g}}) =
+# {{0.001 * (1 - seen[-1]):.5f}}, and half a gap is {{seen[-1] / 256:.5f}}. So its v stops at half of what v reached in
+# section 7, and never falls either. <!-- holds: seen[1999] == seen[-1] == max(runs[1]) / 2 -->
 #
 # ## Optional: AdamW with one temporary
 #
-# The plain loop needs two copies of the largest parameter here, and three where two such parameters follow each other.
+# The plain loop needs two copies of the largest parameter here.
 # How many does your rule of exercise 2.4 need?
 
 # %%
@@ -525,7 +536,7 @@ print(f"exercise 2.4 needs {yours / max(sizes):.1f} × the largest parameter")
 #
 # Write `frugal_adamw` with the arguments of `adamw` and the same result. At no moment may more than one tensor as large
 # as `p` be alive beside p, its gradient, m and v. Leave `grad` as it is. The check's budget is these bytes, and a few
-# more for scalars.
+# more for scalars. Arrays of numpy count too.
 #
 # <details><summary>Hint 1: who makes tensors?</summary>
 #

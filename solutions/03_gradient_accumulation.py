@@ -231,9 +231,9 @@ count_targets = check("3.2", count_targets)
 #
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
 #
-# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each,
-# `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int, perhaps
-# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean (anything that `float()`
+# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. A micro-batch is anything that
+# `loss_and_count` takes: `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int,
+# perhaps 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean (anything that `float()`
 # takes). Keep one graph at a time.
 #
 # <details><summary>Hint 1: the total first</summary>
@@ -292,9 +292,10 @@ print(items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-1
 #
 # ●●○ · 8 minutes · trains: when to step, when to zero, and the last incomplete window
 #
-# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable, also a
-# generator. Update after every `window` micro-batches, and once more for whatever is left. Return a list: each update's
-# mean loss.
+# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable: a list, or an
+# iterator with more micro-batches than fit into memory. So hold only one window of them at a time, and one graph. Update
+# after every `window` micro-batches, and once more for whatever is left. Return a list: each update's mean loss, without
+# its graph.
 #
 # <details><summary>Hint 1: use what you have</summary>
 #
@@ -745,7 +746,8 @@ guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 20
 #
 # Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
 # `Trainer` will divide by the accumulation steps itself. If the model uses the number, leave it alone. Return the
-# model. Do not decide by the model's name: ask the model.
+# model. Do not decide by the model's name: ask the model, which may be in training mode and have dropout. Set the
+# attribute on this model, not on its class.
 #
 # <details><summary>Hint 1: how to ask</summary>
 #

@@ -655,7 +655,7 @@ SafeCheckpoint = check("4.2", SafeCheckpoint)
 #
 # A Function has a node in the graph only if one of its arguments requires a gradient. Write
 # `from_frozen(embedding, layers, ids)`: the output of `layers` on `embedding(ids)`, with each layer in a
-# **reentrant** checkpoint. All layers must learn, and the embedding must not.
+# **reentrant** checkpoint. All layers must learn, also those with dropout, and the embedding must not.
 #
 # <details><summary>Hint 1: what is missing</summary>
 #
@@ -672,7 +672,7 @@ SafeCheckpoint = check("4.2", SafeCheckpoint)
 
 # %%
 def from_frozen(embedding, layers, ids):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises_frozen.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises.py
 
 
 from_frozen = check("4.3", from_frozen)
@@ -698,7 +698,7 @@ from_frozen = check("4.3", from_frozen)
 
 # %%
 def run_in_segments(layers, x, k):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises_schedules.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises.py
 
 
 run_in_segments = check("4.4", run_in_segments)

@@ -352,8 +352,8 @@ bar("or: no checkpoints", recipe | {"checkpointing": None}, aside=True)
 # ●●○ · 8 minutes · trains: the order of freezing, adding and handing to the optimizer
 #
 # Write `add_adapters(model, names, rank, lr)`: freeze the model, replace each layer called by one of `names` (such as
-# `"q_proj"`) by `LoRALinear(layer, rank)`, and return an AdamW for all that is trained. Two steps must stay under
-# **4.5 MiB**. With every weight trained they take 7.3 MiB.
+# `"q_proj"`) by `LoRALinear(layer, rank)`, and return an AdamW for all that is trained, with `lr` and otherwise its
+# defaults. Two steps must stay under **4.5 MiB**. With every weight trained they take 7.3 MiB.
 #
 # <details><summary>Hint 1: a layer's place</summary>
 #
@@ -460,7 +460,7 @@ print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 # %%
 def held_out_loss(model, rows):
     """The mean loss, a float. rows: a dict for the model. Leave it in train mode."""
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_evaluation.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises.py
 
 
 held_out_loss = check("5.7", held_out_loss)
@@ -675,8 +675,9 @@ on_one_card = check("5.1", on_one_card)
 #
 # `model` is a residual net in plain PyTorch, with 12 `model.blocks`, dropout and drop path. `model(batch["x"])` gives the
 # outputs, and `F.cross_entropy(outputs, batch["labels"])` the loss. Write `same_step(model, optimizer, batch)`: one update
-# with all 64 rows, and the loss as a float. Leave no gradient behind. It must be the update that the plain step makes from
-# the same random state, and stay under **1.1 MiB**. Micro-batches would fit. Are they the same update?
+# with all 64 rows, and the loss as a float. Leave no gradient behind, and the model in training mode. It must be the update
+# that the plain step makes from the same random state, and stay under **1.1 MiB**. Micro-batches would fit. Are they the
+# same update?
 #
 # <details><summary>Hint 1: who draws when?</summary>
 #
@@ -774,7 +775,7 @@ train_epoch = check("5.3", train_epoch)
 # %%
 def train_and_log(model, window):
     """The window's mean loss, a float; neither steps nor zeroes."""
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_steps.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises.py
 
 
 train_and_log = check("5.4", train_and_log)
@@ -804,7 +805,7 @@ train_and_log = check("5.4", train_and_log)
 def train_mixed(model, batches, lr):
     """Train model in place, a batch an update; return the optimizer.
     Autocast: torch.autocast("cpu", dtype=torch.bfloat16)."""
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_dtypes.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises.py
 
 
 train_mixed = check("5.5", train_mixed)

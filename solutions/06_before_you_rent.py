@@ -82,6 +82,7 @@ by PyTorch, and 8.20 MiB is reserved by PyTorch but unallocated."""
 # what is unallocated). It returns a dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`,
 # what all other processes hold; and `"in_pieces"`, which is `True` if free and idle bytes together are enough for the
 # request, so that it fails only because they are not in one piece. The check has this message's numbers, and others.
+# <!-- holds: lesson_06.REAL_MESSAGE == (*card, *process) -->
 #
 # <details><summary>Hint 1: the process</summary>
 #
@@ -96,7 +97,7 @@ by PyTorch, and 8.20 MiB is reserved by PyTorch but unallocated."""
 
 # %%
 def read_error(asked, total, free, process, allocated, idle):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_06/exercises_numbers.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_06/exercises.py
 
 
 read_error = check("6.1", read_error)
@@ -119,8 +120,9 @@ print("in pieces:", found["in_pieces"])
 print(said.to_text(80))
 
 # %% [markdown]
-# A smaller batch would change 218 MiB at most, the tensors. The other process holds 25 times as much, and nothing in your
-# script can change that. The 2.0 GiB of this process outside PyTorch are the context and libraries.
+# A smaller batch would change {{numbers.allocated / 2**20:.0f}} MiB at most, the tensors. The other process holds
+# {{said.figures["other_processes"] / numbers.allocated:.0f}} times as much, and nothing in your script can change that.
+# The {{said.figures["context"] / 2**30:.1f}} GiB of this process outside PyTorch are the context and libraries.
 #
 # Now an error of our own. The run is SmolLM2-135M with AdamW in float32, on 4 rows of 256 tokens, and the card has 4 GiB.
 # `out_of_memory` replays all requests of the step by the rules of PyTorch's allocator, until the card is full. Then it says
@@ -148,10 +150,11 @@ guess_a.reveal(
 # The formula adds the refused request to what is allocated. The step needs more, because **an error shows the first
 # request too many, not the last.** So the refused request does not say how much larger a card must be.
 #
-# Free and idle bytes are enough for this request, but in pieces, and a tensor needs one block. This is **fragmentation**.
+# Free and idle bytes are enough for this request, but in pieces, and a tensor needs one block.
+# <!-- holds: error.free + error.unallocated >= error.asked --> This is **fragmentation**.
 # With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here this setting
 # could serve the one request, but not the run, because the tensors of the whole step and the context are more than the
-# card has. As a rule:
+# card has. <!-- holds: run.peak.total < error.total < run.peak.total + used[0] - used[1] - used[2] --> As a rule:
 #
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths, since
 #   unequal rows leave idle blocks of unequal sizes.
@@ -225,10 +228,20 @@ print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} byt
 #
 # <details><summary>The answers</summary>
 #
-# 1. GPT-2 XL, with 12 GiB. Llama-2-7B's weights, gradients and states alone are 50.
-# 2. With 4 rows, they do so between 128 and 256 tokens. With one row, they do so a little above 512.
-# 3. Activations, 17 GiB, of which the log-softmax of the logits has 4. Next come 8 GiB of temporaries. They are the
-#    logits' gradients: the spike of lesson 01, section 3.
+# 1. GPT-2 XL, with {{accounting.estimate(accounting.SHAPES["GPT-2 XL"], batch_size=1, seq_len=512).total / 2**30:.0f}} GiB.
+#    Llama-2-7B's weights, gradients and states alone are {{8 * accounting.SHAPES["Llama-2-7B"].parameters / 2**30:.0f}}.
+# 2. With 4 rows, they do so between 128 and 256 tokens.
+#    <!-- holds: [2 * step.by_category["activations"] > step.total for step in (accounting.estimate(shape, batch_size=4,
+#    seq_len=tokens, attention="eager") for tokens in (128, 256))] == [False, True] -->
+#    With one row, they do so a little above 512.
+#    <!-- holds: [2 * step.by_category["activations"] > step.total for step in (accounting.estimate(shape, batch_size=1,
+#    seq_len=tokens, attention="eager") for tokens in (512, 576))] == [False, True] -->
+# 3. Activations, {{accounting.estimate(accounting.SHAPES["Llama-3.2-1B"], batch_size=8,
+#    seq_len=1024).by_category["activations"] / 2**30:.0f}} GiB, of which the log-softmax of the logits has
+#    {{4 * 8 * 1024 * known_model("Llama-3.2-1B")[1].vocab_size / 2**30:.0f}}.
+#    Next come {{accounting.estimate(accounting.SHAPES["Llama-3.2-1B"], batch_size=8,
+#    seq_len=1024).by_category["temporaries"] / 2**30:.0f}} GiB of temporaries. They are the logits' gradients: the spike of
+#    lesson 01, section 3.
 #
 # </details>
 
@@ -302,7 +315,7 @@ guess_c.reveal(
 # ●●○ · 5 minutes · trains: putting a technique into a loop of your own, and leaving the update what it was
 #
 # Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns
-# that mean, under **22 MiB**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or
+# that mean, under **{{lesson_06.CLASSIFIER_CARD}}**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or
 # both. Leave the model in train or eval mode, as it was.
 #
 # <details><summary>Hint 1: checkpoints</summary>
@@ -335,7 +348,7 @@ train_small = check("6.3", train_small)
 # %% [markdown]
 # ## 4 · A 7B, and the cards
 #
-# Now take Llama-2-7B, with 8 rows of 2,048 tokens an update, technique by technique. (`8 × 1` means 8
+# Now take Llama-2-7B, with {{lesson_06.BATCH_7B}} rows of {{lesson_06.TOKENS_7B:,}} tokens an update, technique by technique. (`8 × 1` means 8
 # micro-batches of one row.) "Needs" is the peak, the driver's context and a rough share for the allocator. A star
 # stands under each size of card that is enough.
 
@@ -386,12 +399,13 @@ claims.show("C54")
 
 # %% [markdown]
 # In full fine-tuning, accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients
-# are 25 GiB before the first token. A run that fits trains few weights (LoRA), or frees each gradient at once. Exercise
+# are {{4 * accounting.SHAPES["Llama-2-7B"].parameters / 2**30:.0f}} GiB before the first token. A run that fits trains few weights (LoRA), or frees each gradient at once. Exercise
 # 6.5 trains every weight in the second way.
 #
 # The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block
-# of 64 weights shares. On 16 GB, two thirds are then left. What does the planner do with this room? (`margin=0` lets it
-# use all of it.)
+# of 64 weights shares. <!-- holds: [name for name in options if options[name].needs <= cards["12GB"]] == list(options)[-1:] -->
+# On 16 GB, two thirds are then left. <!-- holds: 0.32 < options["+ base in 4 bits"].needs / cards["16GB"] < 0.35 -->
+# What does the planner do with this room? (`margin=0` lets it use all of it.)
 
 # %%
 from gradmem_lib import plan
@@ -429,8 +443,11 @@ from gradmem_lib.course import published
 published.show()
 
 # %% [markdown]
-# Most rows are within one per cent, and the worst, torchtune's LoRA, is 5.9 % too high. Ask of any published figure: which
-# versions, and does it count tensors, the allocator, or the whole process?
+# Most rows are within one per cent, and the worst, torchtune's LoRA, is
+# {{100 * max(row.predicted / row.published - 1 for row in published.rows()):.1f}} % too high.
+# <!-- holds: max(published.rows(), key=lambda row: abs(row.predicted / row.published - 1)).run == "LoRA" -->
+# <!-- holds: sorted(abs(row.predicted / row.published - 1) for row in published.rows())[len(published.rows()) // 2] < 0.01 -->
+# Ask of any published figure: which versions, and does it count tensors, the allocator, or the whole process?
 #
 # ## 6 · What comes next?
 #
@@ -460,8 +477,9 @@ show_decisions(run, card="3.5 GiB")
 # has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are
 # `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that can be enough, at
 # best, or `"none"`. One half of the chart's columns is for forward and backward, the other for the optimizer's step.
-# Count each marked part whole. In forward and backward, `"temporaries"` are the logits' gradients; in the optimizer's step
-# they are the optimizer's own.
+# "At best" counts each marked part whole. In life 8-bit states leave a quarter of float32 states and half of bf16 states,
+# and weights in 4 bits leave more than a quarter of bf16 weights. In forward and backward, `"temporaries"` are the logits' gradients. In the optimizer's
+# step they are the optimizer's own. Ask each technique by itself, without the ones before it.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -505,7 +523,8 @@ for name, option in options.items():
 
 # %% [markdown]
 # "none" means that no technique alone is enough. Then take the cheapest one that shrinks a large part, and ask again.
-# Section 4 tried checkpointing first, and then 8-bit AdamW.
+# "QLoRA" at `+ 8 × 1` means that checkpointing, 8-bit states or LoRA alone cannot be enough, even at best. Section 4 went
+# up in small steps all the same, to show what each one takes away: checkpointing, and then 8-bit AdamW.
 #
 # ## 7 · What you can now do
 #
@@ -523,8 +542,9 @@ for name, option in options.items():
 # %% [markdown]
 # ## Optional: an evaluation that collects
 #
-# Nothing later needs the optional sections. The evaluation below gives the accuracy of a classifier with 1,000 classes, on
-# 40 batches of 16 rows (the last one has 5). It needs more memory after each batch, and runs out of it.
+# Nothing later needs the optional sections. The evaluation below gives the accuracy of a classifier with
+# {{small.body[-1].out_features:,}} classes, on 40 batches of 16 rows (the last one has 5).
+# <!-- holds: [len(x) for x, _ in held_out] == 39 * [16] + [5] --> It needs more memory after each batch, and runs out of it.
 
 # %%
 from gradmem_lib.course import evaluation_leak_setting
@@ -555,7 +575,8 @@ except BudgetExceeded as exceeded:
 
 # %% [markdown]
 # A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step:
-# weights in 4 bits, which the error names, would only let a few more batches pass. The error's line says where the logits
+# weights in 4 bits, which the error names, would only let a few more batches pass.
+# <!-- holds: sum(p.nbytes for p in small.parameters()) < 10 * small(held_out[0][0]).nbytes --> The error's line says where the logits
 # were *made*. Which line *keeps* them? (Its first remedy, `.cpu()`, is for a card: here the model is on the CPU, so
 # nothing would move. A forward without `no_grad` has the same symptom: see exercise 5.7 of lesson 05.)
 #
@@ -565,7 +586,7 @@ except BudgetExceeded as exceeded:
 #
 # Write `logits_leak()`. It returns two things: the number of the line that keeps tensors which the result does not need,
 # and the fixed script. The fixed script returns the same accuracy, leaves the model as the script does, and stays within
-# 1 MiB, however many batches there are.
+# {{lesson_06.EVALUATION_BUDGET}}, however many batches there are.
 #
 # <details><summary>Hint 1: what is needed?</summary>
 #
@@ -581,7 +602,7 @@ except BudgetExceeded as exceeded:
 # %%
 def logits_leak():
     """(the number of the line, the fixed script)."""
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_06/exercises_leak.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_06/exercises.py
 
 
 logits_leak = check("6.7", logits_leak)
@@ -648,9 +669,10 @@ for rows in (4, 3, 2, 1):
     print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
 
 # %% [markdown]
-# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need 70 % of the bytes, and
-# going from two rows to one saves less: the peak is then where all gradients are there, and no part of it depends on
-# the batch.
+# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need
+# {{100 * with_rows(moments, 4, 2) / run.peak.total:.0f}} % of the bytes, and going from two rows to one saves less: the peak is
+# then where all gradients are there, and no part of it depends on the batch.
+# <!-- holds: peak.by_category["gradients"] >= 4 * shape.parameters and 1e4 * peak.by_category["activations"] < peak.total -->
 
 # %% [markdown]
 # ## Optional: rules of thumb
@@ -682,9 +704,11 @@ quoted(shape, smol.config, 8, 1024)
 quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
-# The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted
-# for models whose logits are a small part, and here SmolLM2's logits and their gradients are 41 % of the peak. It also
-# adds all activations to all gradients. But Llama's peak is in the optimizer's step. All gradients are there, and the
+# The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps.
+# <!-- holds: round(16 * shape.parameters / sum(accounting.resident_bytes(shape).values()), 3) == 2 -->
+# Korthikanti's 34 was counted for models whose logits are a small part, and here SmolLM2's logits and their gradients are
+# {{100 * 3 * 4 * 8 * 1024 * smol.config.vocab_size / accounting.estimate(shape, batch_size=8, seq_len=1024).total:.0f}} % of
+# the peak. It also adds all activations to all gradients. But Llama's peak is in the optimizer's step. All gradients are there, and the
 # activations are gone: hence the 16 %. **A rule of thumb is right for the model it was made for.**
 
 # %% [markdown]
@@ -719,8 +743,8 @@ for every in (None, 1, 2, 6):
 
 # %% [markdown]
 # Either technique halves the peak. With micro-batches, checkpoints still take off more than a quarter. Segments of one
-# layer and of two are almost equal, because weights, gradients and states are most of what is left. Now measure one of
-# these predictions, 4 × 2 rows with two layers a segment:
+# layer and of two are almost equal, because weights, gradients and states are most of what is left.
+# <!-- holds: 16 * sum(p.numel() for p in neox.parameters()) > 0.75 * tracker.peak.total --> Now measure one of these predictions, 4 × 2 rows with two layers a segment:
 
 # %%
 neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
@@ -747,13 +771,18 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 #
 # `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"`
 # that end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens. A plain step takes
-# 43.7 MB. Write `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss,
-# under **10.5 MB**. `t5_setting()` of `gradmem_lib.course` makes all three. Leave no checkpoints on.
+# {{with_checkpoints(lesson_06.t5_setting()[0], None, lesson_06.t5_setting()[2]).total / 1e6:.1f}} MB. Write
+# `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under
+# **{{lesson_06.T5_CARD}}**. `t5_setting()` of `gradmem_lib.course` makes all three. Leave no checkpoints on.
 #
 # <details><summary>Hint 1: the way</summary>
 #
 # Track one plain step, ask `diagnose` about it, and call `predict(model, batch=batch)` with and without checkpoints.
-# Checkpoints alone are not enough. Micro-batches alone are enough only if each has a single row.
+# Checkpoints alone are not enough.
+# <!-- holds: with_checkpoints(lesson_06.t5_setting()[0], 1, lesson_06.t5_setting()[2]).total > 10.5e6 -->
+# Micro-batches alone are enough only if each has a single row.
+# <!-- holds: [with_checkpoints(lesson_06.t5_setting()[0], None, lesson_06.t5_setting()[2],
+# Recipe(accumulation=pieces)).total < 10.5e6 for pieces in (8, 16)] == [False, True] -->
 #
 # <details><summary>Hint 2: the shares</summary>
 #
@@ -819,7 +848,7 @@ print(bert_large.table())
 #
 # <details><summary>Hint 1: before any prediction</summary>
 #
-# 6,738,415,616 weights. How many GiB in float32, in bf16? And as many gradients?
+# {{accounting.SHAPES["Llama-2-7B"].parameters:,}} weights. How many GiB in float32, in bf16? And as many gradients?
 #
 # <details><summary>Hint 2: the way out</summary>
 #

@@ -43,7 +43,10 @@ from gradmem_lib.course import claims, models, texts, trainer_dtypes
 # |---|---|---|---|---|
 # | float32 | 8 | 23 | 3.4e38 | 1.4e-45 |
 # | bf16 | 8 | 7 | 3.4e38 | 9.2e-41 |
-# | float16 | 5 | 10 | 65,504 | 6.0e-8 |
+# | float16 | 5 | 10 | {{torch.finfo(torch.float16).max:,.0f}} | 6.0e-8 |
+#
+# <!-- holds: [f"{torch.finfo(d).tiny * torch.finfo(d).eps:.1e}" for d in (torch.float32, torch.bfloat16, torch.float16)]
+# == ["1.4e-45", "9.2e-41", "6.0e-08"] -->
 #
 # bf16 is float32 with 16 fraction bits cut off. float16 gives up range instead. So float16 should lose *small
 # gradients*, and bf16 should lose *small changes*.
@@ -314,7 +317,7 @@ scaled_step = check("7.5", scaled_step)
 
 # %% [markdown]
 # PyTorch's scaler, `torch.amp.GradScaler`, does the same. Its name for `patience` is `growth_interval`, which is
-# 2,000 by default. Watch it begin with too large a scale:
+# {{torch.amp.GradScaler("cpu").get_growth_interval():,}} by default. Watch it begin with too large a scale:
 
 # %%
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -380,8 +383,8 @@ for name, recipe in recipes.items():
 #
 # A few small updates change the losses little. In the stored notebook (one short update of a model cut to one
 # layer, hence high losses), all six losses are within 0.2 % of each other. The difference is in the
-# weights. At this rate, rounding to the nearest moves 1.9 % of all bf16 weights (section 3). The masters hold every
-# update, but a bf16 weight changes only when its master has moved by half a gap. Over 5,000 updates, most masters move
+# weights. At this rate, rounding to the nearest moves {{share:.1f}} % of all bf16 weights (section 3). The masters hold
+# every update, but a bf16 weight changes only when its master has moved by half a gap. Over many updates a master moves
 # that far, even if each update is random. With rounding by chance, each weight moves as far as it should on average,
 # from the first update on.
 #
@@ -410,12 +413,14 @@ guess_c.reveal(measured=round(saved[1]))
 
 # %% [markdown]
 # - **One row.** The peak is at the end of backward, where activations are almost gone. Autocast changes nothing.
+#   <!-- holds: round(saved[0]) == 0 -->
 # - **Four rows.** The peak is at the beginning of backward, and autocast needs *more* there: its bf16 copies of the
-#   weights are larger than what it saves in activations.
-# - **From five rows on** it saves, and more with every row.
+#   weights are larger than what it saves in activations. <!-- holds: saved[1] < 0 -->
+# - **From five rows on** it saves, and more with every row. <!-- holds: 0 < saved[2] < saved[3] < saved[4] -->
 #
-# All bf16 halves the residents at any batch. From four rows on, the peak falls by less than half, since the loss stays
-# float32.
+# All bf16 halves the residents at any batch. <!-- holds: round(peak(1, "float32") / peak(1, "bf16"), 3) == 2 -->
+# From four rows on, the peak falls by less than half, since the loss stays float32.
+# <!-- holds: all(peak(n, "bf16") > peak(n, "float32") / 2 for n in (4, 8, 32)) -->
 #
 # ## 7 · The same through `Trainer`
 #

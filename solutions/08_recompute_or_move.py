@@ -232,10 +232,10 @@ class Disk:
         self.stay = {w.untyped_storage().data_ptr() for w in weights}
 
     def pack(self, tensor):
-        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_moving.py
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises.py
 
     def unpack(self, packed):
-        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_moving.py
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises.py
 
 
 Disk = check("8.3", Disk)
@@ -283,7 +283,7 @@ guess_b.reveal(measured=round(100 * stay / points["nothing"][0]))
 
 # %%
 def break_even(nbytes, operations, bandwidth, speed):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_numbers.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises.py
 
 
 break_even = check("8.4", break_even)
@@ -354,7 +354,7 @@ claims.show("C48")
 
 # %%
 def layers_to_recompute(peak, layers, budget):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_numbers.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises.py
 
 
 layers_to_recompute = check("8.5", layers_to_recompute)
@@ -658,7 +658,7 @@ for tile in tiles:
 
 # %%
 def kv_cache(config, rows, tokens, bytes_per_number):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_numbers.py
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises.py
 
 
 kv_cache = check("8.7", kv_cache)

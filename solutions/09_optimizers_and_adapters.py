@@ -150,7 +150,9 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
     print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
 
 # %% [markdown]
-# (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone, and
+# (These are medians of relative errors.) Equal distances round many v to 0.
+# <!-- holds: (quantize(v, torch.linspace(0, 1, 256), 256)[2] == 0).float().mean() > 0.2 -->
+# There AdamW divides m by `eps` alone, and
 # the weight takes a huge step. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal
 # distances within each power of ten.
 #
@@ -168,7 +170,7 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 #
 # Lion keeps one momentum m. For each parameter with a gradient g: shrink the parameter as AdamW does, by 1 − lr ·
 # weight_decay. Then subtract lr times the **sign** of beta1 · m + (1 − beta1) · g. Last, m becomes
-# beta2 · m + (1 − beta2) · g. Write `step`. m lives in `self.state[p]`, in the parameter's dtype.
+# beta2 · m + (1 − beta2) · g. Write `step`, which only reads g. m lives in `self.state[p]`, in the parameter's dtype.
 #
 # <details><summary>Hint 1: the state</summary>
 #
@@ -217,13 +219,14 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
     print(f"{name:<9} singular values from {values[0]:.1g} to {values[-1]:.1g}")
 
 # %% [markdown]
-# The update's singular values are far closer together.
+# The update's singular values are far closer together. <!-- holds: values[0] < 2 * values[-1] -->
 #
 # **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G
-# of 576 rows and 1,536 columns. Let the columns of a matrix P be the r directions in which G is largest. Then PᵀG has
-# r rows instead of 576, and Adam's two moments are as small. The step is P times Adam's update. P is renewed every
-# few hundred steps. With r = 64, P and both moments together are 7.6 times smaller than AdamW's moments. What is
-# lost? In our test with 512 tokens, the largest four directions keep 56 % of G's norm, so the others matter too.
+# of {{gradient.shape[0]}} rows and {{gradient.shape[1]:,}} columns. Let the columns of a matrix P be the r directions
+# in which G is largest. Then PᵀG has r rows instead of 576, and Adam's two moments are as small. The step is P times Adam's update. P is renewed every
+# few hundred steps. With r = 64, P and both moments together are
+# {{2 * gradient.numel() / (64 * (576 + 2 * 1536)):.1f}} times smaller than AdamW's moments. What is lost? All that G has in
+# other directions. An optional section measures it.
 #
 # ## 4 · One table
 #
@@ -279,13 +282,16 @@ for name, (make, rate) in rates.items():
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers it saves nothing |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
-# | Muon | all directions alike | batches are small: its products cost what 1,800 tokens of SmolLM2 cost |
+# | Muon | all directions alike | batches are small: its products cost what {{round(30
+# * sum(10 * min(p.shape) ** 2 * (2 * max(p.shape) + min(p.shape)) for p in matrices[-7:]) / (6
+# * model.num_parameters()), -2):,.0f}} tokens of SmolLM2 cost |
 #
 # ## 5 · Gradients that do not wait
 #
-# In float32, gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as
-# its gradient is complete, and frees the gradient. At most the largest gradient exists: on the tiny Llama, 8.4 of
-# 29.4 MB. Whatever needs *all* gradients at once breaks:
+# In float32, gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter
+# as soon as its gradient is complete, and frees the gradient. At most the largest gradient exists: on the tiny Llama,
+# {{max(p.nbytes for p in models.tiny_llama().parameters()) / 1e6:.1f}} of
+# {{sum(p.nbytes for p in models.tiny_llama().parameters()) / 1e6:.1f}} MB. Whatever needs *all* gradients at once breaks:
 #
 # - **accumulation**, which adds them up over micro-batches;
 # - a **scaler** (lesson 07), which looks at all of them before any step;
@@ -332,7 +338,7 @@ class LoRA(nn.Module):
 
     def forward(self, x):
         """x: (..., in). Return (..., out)."""
-        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_09/exercises_adapters.py
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_09/exercises.py
 
 
 LoRA = check("9.5", LoRA)
@@ -342,37 +348,52 @@ LoRA = check("9.5", LoRA)
 # A started at zero too, nothing would ever move.
 #
 # Now take Llama-2-7B in bf16, on one row of 2,048 tokens. With every weight trained, its activations are at most
-# 12.06 GiB.
+# {{max(every_weight.timeline.by_category["activations"]) / 2**30:.2f}} GiB.
 
 # %%
 guess_b = predict_first(
     "9.b", "Llama-2-7B's activations with LoRA of rank 16, at most?", unit="GiB"
 )
 
+
 # %%
-seven, chart = known_model("Llama-2-7B")[1], Waterfall()
-ways = {"every weight": {}, "LoRA": {"lora_rank": 16}}
-ways["+ checkpoints"] = ways["LoRA"] | {"checkpointing": "per-layer"}
-for name, choice in ways.items():
+def seven(**choice):
     recipe = Recipe("bf16", "adamw-fused", **choice)
-    run = predict(seven, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
-    chart.add(name, run.peak)
-    if name == "LoRA":
-        most = max(run.timeline.by_category["activations"]) / 2**30
+    config = known_model("Llama-2-7B")[1]
+    return predict(config, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
+
+
+every_weight, lora = seven(), seven(lora_rank=16)
+rerun = seven(lora_rank=16, checkpointing="per-layer")
+chart = Waterfall()
+chart.add("every weight", every_weight.peak)
+chart.add("LoRA", lora.peak)
+chart.add("+ checkpoints", rerun.peak)
+most = max(lora.timeline.by_category["activations"]) / 2**30
 guess_b.reveal(measured=round(most, 2), what="predicted")
 chart
 
 # %% [markdown]
-# LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer,
-# to reach the adapters below. So the peak falls by less than that: it moves to where the activations are. With every
-# weight trained, checkpoints do not move the peak, which is at the end of backward. With LoRA they take 41 % off.
+# LoRA removes
+# {{sum(max(every_weight.timeline.by_category[part]) - max(lora.timeline.by_category[part])
+# for part in ("gradients", "optimizer")) / 2**30:.0f}} GiB of gradients and states, and hardly any activations: backward
+# still passes through every layer, to reach the adapters below.
+# <!-- holds: 0.9 * max(every_weight.timeline.by_category["activations"]) / 2**30 < most -->
+# So the peak falls by less than that: it moves to where the activations are.
+# <!-- holds: 0 < every_weight.peak.total - lora.peak.total < 37 * 2**30 and
+# lora.peak.by_category["activations"] > every_weight.peak.by_category["activations"] -->
+# With every weight trained, checkpoints do not move the peak, which is at the end of backward.
+# <!-- holds: abs(seven(checkpointing="per-layer").peak.total / every_weight.peak.total - 1) < 0.001 -->
+# With LoRA they take {{100 * (1 - rerun.peak.total / lora.peak.total):.0f}} % off.
 # **Adapters make checkpointing matter more.**
 #
 # These adapters are in bf16. PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each
-# layer keeps a float32 copy of its input, and activations are 17.38 GiB.
+# layer also keeps a float32 copy of its input.
 #
 # The factor α / r keeps the addition's size when you change r. *Where* adapters are is a choice too: on queries and
-# values alone, activations are 9.17 GiB, since fewer layers keep their input.
+# values alone, activations are
+# {{max(seven(lora_rank=16, lora_targets=("q_proj", "v_proj")).timeline.by_category["activations"]) / 2**30:.2f}} GiB, since
+# fewer layers keep their input.
 #
 # Behind a frozen embedding, the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
 # one. Do checkpoints need this call?
@@ -399,7 +420,8 @@ merged = (base.float() + 1e-4 * torch.randn(weight.shape)).bfloat16()
 print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 
 # %% [markdown]
-# These weights are about 0.2, the additions 0.0001. Merged in bf16, most are lost. So merge in float32, or do not
+# These weights are about {{weight.std():.1f}}, the additions 0.0001. Merged in bf16, most are lost.
+# <!-- holds: (merged == base).float().mean() > 0.5 --> So merge in float32, or do not
 # merge. If you do not merge, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a
 # small file, which PEFT loads, and `set_adapter` chooses.
 #
@@ -424,7 +446,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
     print(f"{name:<6}error {error.norm() / w.norm():.1%} of a weight")
 
 # %% [markdown]
-# NF4's error is smaller.
+# NF4's error is smaller. <!-- holds: error.norm() < (quantize(w, torch.linspace(-1, 1, 16), 64)[2] - w).norm() -->
 #
 # **The bytes.** Half a byte a weight, and a float32 absmax for 64 weights, are 0.5 + 4/64 = 0.5625 bytes. *Double
 # quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
@@ -439,7 +461,11 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # ## 8 · The loss
 #
 # With weights in 4 bits and checkpoints, SmolLM2's logits and their gradients are the largest part (8 rows of 128
-# tokens). A 7B's weights are still larger, on a row of 2,048. Lesson 05's loss in chunks takes the logits away:
+# tokens). <!-- holds: 2 * 4 * 8 * 128 * small.vocab_size == max(smollm2_peak(30, Recipe("bf16", "adamw-8bit",
+# checkpointing="per-layer", lora_rank=16, quantized_base=True)).by_category.values()) -->
+# A 7B's weights are still larger, on a row of 2,048.
+# <!-- holds: seven(lora_rank=16, quantized_base=True, checkpointing="per-layer").peak.by_category["parameters"]
+# > 2 * 4 * 2048 * 32000 --> Lesson 05's loss in chunks takes the logits away:
 # `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it refuses a model that changes them
 # first. Gemma 2 *caps* its logits, for example. An optional section writes a loss in chunks that knows caps.
 #
@@ -491,9 +517,16 @@ for layers, recipe in under_300():
 chart
 
 # %% [markdown]
-# With every weight, the embedding and twelve layers are 135 MiB. Backward ends with three tables of the embedding's
-# size, 54 MiB each: a gradient, an activation and a temporary. Thirteen layers do not fit. With adapters, the weights
-# of 40 layers are hardly larger, and the peak is in forward.
+# With every weight, the embedding and twelve layers are
+# {{smollm2_peak(*under_300()[0]).by_category["parameters"] / 2**20:.0f}} MiB. Backward ends with three tables of the
+# embedding's size, {{small.vocab_size * small.hidden_size * 2 / 2**20:.0f}} MiB each: a gradient, an activation and a
+# temporary. <!-- holds: all(round(smollm2_peak(*under_300()[0]).by_category[part] / 2**20) == 54
+# for part in ("gradients", "activations", "temporaries")) -->
+# Thirteen layers do not fit. <!-- holds: smollm2_peak(13, under_300()[0][1]).total > 300 * 2**20 >=
+# max(smollm2_peak(*pair).total for pair in under_300()) -->
+# With adapters, the weights of 40 layers are hardly larger, and the peak is in forward.
+# <!-- holds: smollm2_peak(*under_300()[1]).phase == "forward" and
+# smollm2_peak(*under_300()[1]).by_category["parameters"] / 2**20 < 1.05 * 135 -->
 #
 # ## 10 · What you can now do
 #
@@ -586,8 +619,10 @@ def keeps_matrix(layer, x):
 
 
 # %% [markdown]
-# SmolLM2 has 106,168,320 weights in 4 bits. With adapters on queries and values, `KeepsInput` keeps two bf16 tensors
-# more in each of the 30 layers: the MLP's input, 576 numbers a token, and `down_proj`'s, 1,536.
+# SmolLM2 has {{sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2):,}} weights in 4 bits. With
+# adapters on queries and values, `KeepsInput` keeps two bf16 tensors more in each of the {{small.num_hidden_layers}}
+# layers: the MLP's input, {{small.hidden_size}} numbers a token, and `down_proj`'s, {{small.intermediate_size:,}}.
+# <!-- holds: abs(formula / turn - 1) < 0.001 -->
 
 # %%
 question = "From how many tokens on does this QLoRA need more than LoRA?"
@@ -625,8 +660,8 @@ formula = 106_168_320 * (2 - 0.5159) / (30 * 2 * (576 + 1536))
 guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
-# QLoRA saves 150 MiB at any length, and the inputs kept for nothing grow with the tokens. With kept matrices, QLoRA needs
-# more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which
+# QLoRA saves {{ways[0] - ways[1]:.0f}} MiB at any length, and the inputs kept for nothing grow with the tokens. With kept
+# matrices, QLoRA needs more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which
 # doubles many activations.
 #
 # ## Optional: a loss in chunks, by hand
@@ -696,13 +731,13 @@ ChunkedLoss = check("9.7", ChunkedLoss)
 hidden = torch.randn(512, 64, requires_grad=True)
 head = torch.zeros(8192, 64, requires_grad=True)
 given = hidden, head, torch.randint(0, 8192, (512,))
-ways = {"logits at once": lambda: F.cross_entropy(hidden @ head.T, given[2])}
-ways["yours"] = lambda: ChunkedLoss.apply(*given, 30.0)
+losses = {"logits at once": lambda: F.cross_entropy(hidden @ head.T, given[2])}
+losses["yours"] = lambda: ChunkedLoss.apply(*given, 30.0)
 if hasattr(F, "linear_cross_entropy"):
-    ways["theirs"] = partial(F.linear_cross_entropy, *given)
+    losses["theirs"] = partial(F.linear_cross_entropy, *given)
     options = nn.LinearCrossEntropyOptions()
-    ways["with options"] = partial(ways["theirs"], options=options)
-for name, loss_of in ways.items():
+    losses["with options"] = partial(losses["theirs"], options=options)
+for name, loss_of in losses.items():
     hidden.grad = head.grad = None
     with MemoryTracker(live=False) as tracker:
         loss_of().backward()
@@ -716,7 +751,7 @@ for name, loss_of in ways.items():
 #
 # ## Optional: GaLore
 #
-# Section 3 described it. How much of the gradient G, which has 576 rows, does P keep?
+# Section 3 described it. How much of the gradient G, which has {{gradient.shape[0]}} rows, does P keep?
 
 # %% tags=["nbval-ignore-output"]
 from gradmem_lib.course import adam_update
@@ -727,17 +762,17 @@ for rank in (4, 16, 64):
     print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
-# The cell has few tokens, and G has at most as many directions as there are tokens. With 512 tokens, four directions keep
-# 56 %. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`).
+# The cell has few tokens, and G has at most as many directions as there are tokens. With more tokens, the first four
+# directions keep less. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`).
 #
 # ### Exercise 9.9 · GaLore: moments of a small gradient
 #
 # ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
 #
-# Write `galore_step`, one step on a matrix `p` in place. P is for the *shorter* side: (rows, rank) if `p` is wide, with
-# PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, which lasts for `every`
-# calls. The next call makes it anew. Subtract lr · scale · the update, mapped back. The only tensors in `state` are P and
-# two moments.
+# Write `galore_step`, one step on a matrix `p` in place, which only reads G. P is for the *shorter* side: (rows, rank) if
+# `p` is wide, with PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, which
+# lasts for `every` calls. The next call makes it anew, and keeps the moments. Subtract lr · scale · the update, mapped
+# back. The only tensors in `state` are P and two moments.
 #
 # <details><summary>Hint 1: the directions</summary>
 #

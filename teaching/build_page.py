@@ -2,7 +2,8 @@
 and docs/teaching/NN.md for each lesson, with its questions and the wrong answers to expect.
 
 ``make notebooks`` runs this file. It also writes gradmem_lib/course/teacher/questions.json, which
-the class board reads.
+the class board reads, gradmem_lib/course/learner/exercises.json with the exercises' titles, and the
+minutes in README.md.
 
 In the text, a block "```run 90" is a run sheet of at most 90 minutes. Its lines are "10 | what" for
 ten minutes, or "L01 1-3 | what" for sections of a lesson ("L01" for all of it). What stands under
@@ -19,15 +20,17 @@ from math import ceil
 from pathlib import Path
 
 from build_notebooks import ROOT, Problem, write
-from lesson_facts import Lesson, lessons
+from lesson_facts import Lesson, StatedExercise, lessons
 from sheet_facts import sheet
 
-from gradmem_lib.course.catalogue import all_exercises
-from gradmem_lib.course.judge.exercise import Exercise
+from gradmem_lib.course.catalogue import get
+from gradmem_lib.course.judge.exercise import parsed
 
 TEXT, PAGE = ROOT / "teaching" / "notes.md", ROOT / "docs" / "teaching.md"
 FOLDER = ROOT / "docs" / "teaching"  # a page for each lesson
 QUESTIONS = ROOT / "gradmem_lib" / "course" / "teacher" / "questions.json"
+README = ROOT / "README.md"
+TITLES = ROOT / "gradmem_lib" / "course" / "learner" / "exercises.json"
 ASKING = 1  # minute more that a room takes for a prediction: the picture, and a word about it
 STEP = 5  # rows of a run sheet are whole multiples
 RUN = re.compile(r"^```run (\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -128,7 +131,6 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
     minutes, optional = lesson.minutes.stated
     more = f", {optional} more for optional exercises" if optional else ""
     room = part_of(lesson, "")[0]
-    exercises = all_exercises(lesson.number)
     # Written for one page: a bold line is a heading here, and the other headings are elsewhere.
     notes = notes.replace("**Where rooms get stuck**", "## Where rooms get stuck")
     notes = notes.replace("](#", "](../teaching.md#")
@@ -166,9 +168,11 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
                 for asked in lesson.asked
             ),
             "",
-            f"## Exercises ({len(exercises)}): wrong answers to expect, and what `check` says",
+            "## Exercises: wrong answers to expect, and what `check` says",
             "",
-            *(line for exercise in exercises for line in _exercise(exercise, lesson)),
+            "Each line is a change of the right answer, and what is said of it.",
+            "",
+            *(line for stated in lesson.exercises for line in _exercise(stated)),
         ]
     )
 
@@ -182,23 +186,18 @@ def _seconds(lesson: Lesson) -> str:
     return f" Run All takes {row[1]} on two CPU cores." if row else ""
 
 
-def _exercise(exercise: Exercise, lesson: Lesson) -> list[str]:
-    heading = next(
-        (cell.source for cell in lesson.cells if f"### Exercise {exercise.id} ·" in cell.source), ""
-    )
-    optional = re.search(
-        r"[●○]{3} · \d+ minutes · optional", heading.partition(f"Exercise {exercise.id} ·")[2]
-    )
-    said = dict.fromkeys(says for _, says in exercise.raises)
-    return [
-        f"### {exercise.id} {escape(exercise.title)}",
+def _exercise(stated: StatedExercise) -> list[str]:
+    optional = " · optional" if stated.optional else ""
+    lines = [
+        f"### {stated.id} {escape(stated.title)}",
         "",
-        f"{exercise.dots} · {exercise.minutes} minutes{' · optional' if optional else ''}",
-        "",
-        *(f"- {_plain(mistake.name)}: “{_plain(mistake.says)}”" for mistake in exercise.mistakes),
-        *(f"- stopped by an error: “{_plain(says)}”" for says in said),
+        f"{stated.dots} · {stated.minutes} minutes{optional}",
         "",
     ]
+    for changes, says in parsed(get(stated.id).mistakes):
+        written = ", ".join(f"`{change}`" for change in changes)
+        lines.append(f"- {written}: “{_plain(says)}”")
+    return [*lines, ""]
 
 
 def _plain(words: str) -> str:
@@ -215,10 +214,32 @@ def questions(found: list[Lesson]) -> str:
     return json.dumps(asked, indent=1, ensure_ascii=False) + "\n"
 
 
+def titles(found: list[Lesson]) -> str:
+    """Id, title and difficulty of every exercise, in order."""
+    rows = []
+    for lesson in found:
+        for stated in lesson.exercises:
+            row = {"id": stated.id, "title": stated.title, "difficulty": stated.dots.count("●")}
+            rows.append(json.dumps(row, ensure_ascii=False))
+    return "[\n" + ",\n".join(rows) + "\n]\n"
+
+
+def readme(found: list[Lesson], text: str) -> str:
+    """README.md with the minutes that each lesson states in its table of lessons."""
+    for lesson in found:
+        row = rf"^(\| \[[^]]*\]\(lessons/{lesson.source.stem}\.ipynb\) \|[^|]*\|) \d+ \|"
+        text = re.sub(row, rf"\1 {lesson.minutes.stated[0]} |", text, flags=re.MULTILINE)
+    return text
+
+
 def pages() -> dict:
     """What belongs into which file."""
     found, text = lessons(), TEXT.read_text(encoding="utf-8")
-    return {PAGE: page(found, text), **lesson_pages(found, text), QUESTIONS: questions(found)}
+    return {PAGE: page(found, text), **lesson_pages(found, text)} | {
+        QUESTIONS: questions(found),
+        TITLES: titles(found),
+        README: readme(found, README.read_text(encoding="utf-8")),
+    }
 
 
 if __name__ == "__main__":

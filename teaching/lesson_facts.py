@@ -17,6 +17,9 @@ from pathlib import Path
 from build_notebooks import ROOT
 from minutes import Minutes, cells_of, of_cells
 
+EXERCISE = re.compile(
+    r"^### Exercise (\d+\.\d+) · (.*)\n\n([●○]{3}) · (\d+) minutes( · optional)?", re.MULTILINE
+)
 ROW = re.compile(r"^  (\w[\w ]*?)  +(\S.*?)(?:  +(\S.*))?$")
 
 
@@ -36,6 +39,17 @@ class Asked:
     differs: bool  # between machines, or in the short form that is stored
 
 
+@dataclass(frozen=True)
+class StatedExercise:
+    """What the lesson says above an exercise."""
+
+    id: str
+    title: str
+    dots: str  # the difficulty: ●○○, ●●○ or ●●●
+    minutes: int
+    optional: bool
+
+
 class Lesson:
     """A lesson by its source."""
 
@@ -52,6 +66,15 @@ class Lesson:
                 1
             ].split()
         )
+
+    @cached_property
+    def exercises(self) -> list[StatedExercise]:
+        """By number."""
+        found = []
+        for cell in self.cells:
+            for id, title, dots, minutes, optional in EXERCISE.findall(cell.source):
+                found.append(StatedExercise(id, title, dots, int(minutes), bool(optional)))
+        return sorted(found, key=lambda exercise: int(exercise.id.partition(".")[2]))
 
     def cell_under(self, heading: str) -> str:
         """The prose of the cell with that heading, without the heading and the paragraph

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_notebooks import ROOT, lesson_from, read_source
+from build_notebooks import ROOT, lesson_from, read_source, stored_solution, with_figures
 from IPython.core.inputtransformer2 import TransformerManager
 
 PROSE, CODE = 130, 40  # words a minute: prose of somebody whose English is a third language
@@ -54,7 +54,9 @@ def minutes(source: Path) -> Minutes:
 
 def cells_of(source: Path) -> list:
     """The cells of the learner's notebook."""
-    return lesson_from(read_source(source), source.name)[0].cells
+    notebook = read_source(source)
+    solution = stored_solution(source.with_suffix(".ipynb"), notebook)
+    return with_figures(lesson_from(notebook, source.name)[0], solution).cells
 
 
 def of_cells(cells: list[tuple[str, str]]) -> Minutes:

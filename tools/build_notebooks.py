@@ -17,6 +17,11 @@ a first cell. An answer is marked in the source in one of four ways:
     name = value  # SOLUTION        becomes ``name = ...  # your value here``
     # %% tags=["solution-only"]     the whole cell is left out of the lesson
 
+A figure in prose is written as ``{{expression:format}}``, as in an f-string: "the peak is
+{{peak / MiB:.1f}} MiB". Behind a sentence that states an order, such as "half of it stays", stands
+``<!-- holds: kept == peak / 2 -->``. Both are computed where all cells have run, in a last cell of
+the solution. The figures stand in the prose of both notebooks, and what does not hold fails.
+
 Apart from the outputs that running gives, the same source gives the same bytes. Whatever is wrong
 in any notebook is collected and shown together at the end.
 """
@@ -57,6 +62,9 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 STALE = "out of step with its source; run `make notebooks`"
 BEGIN = re.compile(r"(\s*)### BEGIN SOLUTION\s*")
 END = re.compile(r"\s*### END SOLUTION\s*")
+FIGURE = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)
+HOLDS = re.compile(r"\s*<!-- holds: (.+?) -->", re.DOTALL)
+FIGURES = "# What the text above states, computed from what the cells have left."
 IN_FILE = re.compile(r"(\s+)raise NotImplementedError\s*#\s*SOLUTION in (\S+)\s*")
 VALUE = re.compile(r"(\s*[A-Za-z_][\w.]*(\[[^\]=]*\])?(\s*:[^=#]+)?\s*=)(?!=).*#\s*SOLUTION\s*")
 STRAY = re.compile(r".*#\s*((BEGIN|END)\s+)?SOLUTION\b.*")
@@ -235,6 +243,12 @@ def read_source(path: Path) -> NotebookNode:
     """
     notebook = jupytext.read(path, fmt="py:percent")
     root = path.parent.parent
+    lines = [f'print(f"""{{{figure}}}""")' for figure in found_in(notebook, FIGURE)]
+    lines += [f"assert {holds}, {holds!r}" for holds in found_in(notebook, HOLDS)]
+    if lines:
+        metadata = {"tags": ["solution-only"]}
+        source = "\n".join([FIGURES, *lines])
+        notebook.cells.append(nbformat.v4.new_code_cell(source, metadata=metadata))
     seen: Counter[tuple[str, str]] = Counter()
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type == "code" and "# SOLUTION in " in cell.source:
@@ -246,6 +260,34 @@ def read_source(path: Path) -> NotebookNode:
             :8
         ]
     return normalise(notebook)
+
+
+def found_in(notebook: NotebookNode, pattern: re.Pattern) -> list[str]:
+    """The expressions that the prose has in places of a pattern, each once, on one line."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            found += [" ".join(expression.split()) for expression in pattern.findall(cell.source)]
+    return list(dict.fromkeys(found))
+
+
+def with_figures(notebook: NotebookNode, solution: NotebookNode | None) -> NotebookNode:
+    """``notebook`` with the figures in its prose filled in, as ``solution`` has computed them; a
+    question mark where it has not run.
+    """
+    figures = found_in(notebook, FIGURE)
+    values = dict.fromkeys(figures, "?")
+    if figures and solution is not None:
+        printed = [output.get("text", "") for output in solution.cells[-1].outputs]
+        values = dict(zip(figures, "".join(printed).splitlines(), strict=True))
+    cells = []
+    for cell in notebook.cells:
+        cell = NotebookNode(cell)
+        if cell.cell_type == "markdown":
+            text = HOLDS.sub("", cell.source)
+            cell.source = FIGURE.sub(lambda found: values[" ".join(found[1].split())], text)
+        cells.append(cell)
+    return NotebookNode(notebook, cells=cells)
 
 
 def lesson_from(notebook: NotebookNode, name: str) -> tuple[NotebookNode, list[str]]:
@@ -341,10 +383,15 @@ def with_first_cell(lesson: NotebookNode) -> NotebookNode:
     return NotebookNode(lesson, cells=[first, *lesson.cells])
 
 
-def build_lesson(lesson: NotebookNode, path: Path, *, check: bool) -> list[str]:
+def build_lesson(
+    lesson: NotebookNode, path: Path, solution: NotebookNode | None, *, check: bool
+) -> list[str]:
     """Write the learner's notebook to ``path`` or, with ``check``, only compare it; returns what is
-    wrong.
+    wrong. ``solution`` has the figures of its prose.
     """
+    if solution is None and found_in(lesson, FIGURE):
+        return [f"lessons/{path.name}: {STALE}"]
+    lesson = with_figures(lesson, solution)
     text = to_text(with_first_cell(lesson))
     if not check:
         write(path, text)
@@ -360,14 +407,17 @@ def build_solution(source: NotebookNode, path: Path, *, check: bool, again: bool
     name = f"solutions/{path.name}"
     solution = stored_solution(path, source)
     if check:
-        in_step = solution is not None and path.read_bytes() == to_text(solution).encode()
-        return list(failures(solution, name)) if in_step else [f"{name}: {STALE}"]
+        if solution is None or any(failures(solution, name)):
+            return [f"{name}: {STALE}", *(failures(solution, name) if solution else ())]
+        in_step = path.read_bytes() == to_text(with_figures(solution, solution)).encode()
+        return [] if in_step else [f"{name}: {STALE}"]
     if again or solution is None or any(failures(solution, name)):
         print(f"running {name} ...", flush=True)
         solution = execute(source, path.parent)
-    if not any(failures(solution, name)):
-        write(path, to_text(solution))
-    return list(failures(solution, name))
+    wrong = list(failures(solution, name))
+    if not wrong:
+        write(path, to_text(with_figures(solution, solution)))
+    return wrong
 
 
 def orphans(root: Path) -> Iterator[str]:
@@ -430,21 +480,24 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             problems.append(str(problem))
             continue
         for number, cell in enumerate(source.cells, 1):
-            if cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES:
+            is_long = cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES
+            if is_long and not cell.source.startswith(FIGURES):
                 print(
                     f"warning: {name}, cell {number}: more than {MAX_LINES} lines of code",
                     file=sys.stderr,
                 )
         lesson, wrong = lesson_from(source, name)
         if not wrong:
-            wrong += build_lesson(
-                lesson, root / "lessons" / f"{path.stem}.ipynb", check=options.check
-            )
+            stored = path.with_suffix(".ipynb")
             if not options.lessons_only:
                 again = options.all or bool(options.names)
-                wrong += build_solution(
-                    source, path.with_suffix(".ipynb"), check=options.check, again=again
-                )
+                wrong += build_solution(source, stored, check=options.check, again=again)
+            wrong += build_lesson(
+                lesson,
+                root / "lessons" / f"{path.stem}.ipynb",
+                stored_solution(stored, source),
+                check=options.check,
+            )
         problems += wrong
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -5,9 +5,8 @@ settings.
 from importlib import import_module
 
 _HOMES = {
-    "judge.exercise": "Exercise Mistake calls measure",
+    "judge.exercise": "Exercise calls measured",
     "learner.guesses": "Guess",
-    "lessons.audit": "audit",
     "catalogue": "UnknownExercise all_exercises get",
     "lessons.lesson_01.exercises": "train_budget",
     "lessons.lesson_01.exercises_leak": "history_setting",
@@ -16,11 +15,9 @@ _HOMES = {
     "lessons.lesson_03.settings": "CARD batch_setting",
     "lessons.lesson_04.settings": "chain_budget chain_setting",
     "lessons.lesson_05.exercises_leak": "resume_setting",
-    "lessons.lesson_06.exercises_leak": "evaluation_leak_setting",
-    "lessons.lesson_06.exercises_models": "classifier_setting t5_setting",
+    "lessons.lesson_06.exercises": "classifier_setting evaluation_leak_setting t5_setting",
     "lessons.lesson_07.claims": "trainer_dtypes",
-    "lessons.lesson_09.exercises_capstone": "smollm2_peak",
-    "lessons.lesson_09.exercises_galore": "adam_update",
+    "lessons.lesson_09.exercises": "adam_update smollm2_peak",
     "lessons.lesson_11.puzzles": "puzzle",
     "lessons.lesson_11.stars": "stars",
     "lessons.shared.hf_trainer": "quiet_arguments trainer_factors",

@@ -10,8 +10,10 @@ import pkgutil
 import re
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from .judge.exercise import Exercise
+if TYPE_CHECKING:
+    from .judge.exercise import Exercise
 
 MOVED = {"5.8": "6.5"}  # exercises that another lesson has now
 

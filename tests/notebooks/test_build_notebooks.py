@@ -126,6 +126,25 @@ def test_a_stub_stands_where_the_answer_stood():
     assert builder.strip_solution(source, "here") == expected
 
 
+def test_figures_in_prose_are_what_the_cells_have_left(course, capfd):
+    prose = "# It is {{double(guess) / 7:.2f}}, and {{guess}}; {{table['a'] +\n# 1:,}}.\n"
+    prose += "# It is more. <!-- holds: guess > table['a'] -->\n"
+    root = course(f"{SOURCE}\n# %% [markdown]\n{prose}")
+    assert run(root, capfd)[0] == 0
+    for folder in ("solutions", "lessons"):
+        (said,) = [c for c in notebook(root, folder).cells if c.source.startswith("It is")]
+        assert said.source == "It is 12.00, and 42; 2.\nIt is more."
+    assert notebook(root, "solutions").cells[-1].source.startswith(builder.FIGURES)
+    assert run(root, capfd, "--check")[0] == 0
+    assert "running" not in run(root, capfd)[1]
+    path = root / "lessons" / "01_first.ipynb"
+    path.write_text(path.read_text().replace("and 42;", "and 43;"))
+    assert run(root, capfd, "--check")[0] == 1
+    course(f"{SOURCE}\n# %% [markdown]\n{prose.replace('guess >', 'guess <')}")
+    code, printed = run(root, capfd)
+    assert code == 1 and "AssertionError" in printed
+
+
 def test_building_runs_the_solution_and_stores_its_outputs(course, capfd, monkeypatch):
     monkeypatch.setenv("GRADMEM_LIVE", "1")
     root = course(

@@ -19,7 +19,7 @@ from gradmem_lib.__main__ import main, parser
 from gradmem_lib.commands import terminal
 from gradmem_lib.commands.model_step import command_words
 from gradmem_lib.course.learner.progress import record_check
-from gradmem_lib.course.learner.titles import titles, titles_of_the_exercises
+from gradmem_lib.course.learner.titles import titles
 from gradmem_lib.course.material import models
 from gradmem_lib.planning.options import METHODS
 from gradmem_lib.prediction.loop import Loop
@@ -393,10 +393,6 @@ def test_progress_counts_what_has_passed_and_names_the_next(capsys):
     _, out, _ = command(capsys, "progress")
     of = sum(title.id.startswith("1.") for title in titles())
     assert re.search(rf"01     1 of {of} +1\.2 .*\(tries: 1\)", out)
-
-
-def test_the_listed_titles_are_those_of_the_exercises():
-    assert titles() == titles_of_the_exercises(), "run python -m gradmem_lib.course.learner.titles"
 
 
 def test_explain_reads_a_file_standard_input_and_words(capsys, tmp_path, monkeypatch):

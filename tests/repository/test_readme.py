@@ -8,7 +8,6 @@ import json
 import re
 
 import pytest
-from minutes import minutes
 from PIL import Image
 from support.paths import ROOT
 
@@ -82,14 +81,6 @@ def test_the_commands_are_those_of_the_command_line(text):
 def test_every_lesson_is_in_the_course_map():
     lessons = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb"))
     assert re.findall(r"^\| \[\d\d .*?\]\(lessons/(.*?)\)", README, re.MULTILINE) == lessons
-
-
-def test_the_minutes_of_a_lesson_are_those_that_it_states():
-    rows = re.findall(
-        r"^\| \[\d\d .*?\]\(lessons/(.*?)\.ipynb\) \|.*?\| (\S+) \| [^|]* \|$", README, re.MULTILINE
-    )
-    stated = {path.stem: minutes(path).stated[0] for path in sorted(ROOT.glob("solutions/*.py"))}
-    assert {name: int(column) for name, column in rows} == stated
 
 
 def surprises() -> list[tuple[str, str]]:

@@ -52,7 +52,7 @@ def solution_of(exercise: Exercise) -> Solution:
     own = _in_notebook(exercise.id)
     if own is not None:
         return own
-    reference = exercise.reference
+    reference = exercise.right
     module = sys.modules[reference.__module__]
     tree = ast.parse(textwrap.dedent(inspect.getsource(reference)))
     return Solution(reference.__name__, [], tree.body, vars(module))

@@ -21,7 +21,7 @@ from support.paths import ROOT
 from gradmem_lib.course.catalogue import all_exercises, get
 from gradmem_lib.course.judge import time_limit
 from gradmem_lib.course.judge.exercise import Exercise
-from gradmem_lib.course.judge.verdict import PASSED, Run, judge, of_reference
+from gradmem_lib.course.judge.verdict import PASSED, Look, judge, of_reference
 
 EQUIVALENT = Path(ROOT, "tests", "course", "lessons", "equivalent_solutions.md")
 SECONDS = 5.0  # that a changed solution may run, or ten times as long as the reference takes
@@ -37,7 +37,7 @@ def chosen(exercise: Exercise, most: int, seed: int) -> list[Change]:
 def survivors(exercise: Exercise, changes: list[Change]) -> list[str]:
     """The changes that the check lets pass, and that nobody has argued to be right answers."""
     known = equivalents().get(exercise.id, {})
-    unnamed = replace(exercise, mistakes=())  # whether it is refused does not depend on its name
+    unnamed = replace(exercise, mistakes="")  # whether it is refused does not depend on its name
     expected = of_reference(exercise)
     found = []
     for change in changes:
@@ -46,7 +46,7 @@ def survivors(exercise: Exercise, changes: list[Change]) -> list[str]:
     return found
 
 
-def passes(exercise: Exercise, change: Change, expected: Run) -> bool:
+def passes(exercise: Exercise, change: Change, expected: Look) -> bool:
     try:
         answer = answer_of(change.solution)
     except Exception:
@@ -80,7 +80,7 @@ def main() -> None:
     exercises = [get(id) for id in asked.ids] or all_exercises()
     print(f"seed {asked.seed}, at most {asked.most} changes an exercise")
     for exercise in exercises:
-        if not callable(exercise.reference):
+        if not callable(exercise.right):
             continue  # a value has no statements
         began = time.monotonic()
         changes = chosen(exercise, asked.most, asked.seed)

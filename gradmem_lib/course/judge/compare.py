@@ -14,17 +14,20 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
+import numpy
+import torch
+
 
 @dataclass(frozen=True)
 class Measured:
     """What some code returned, its peak of live bytes, and its budget (both in bytes). ``says``:
-    its own sentence for too many bytes.
+    the sentence for too many bytes.
     """
 
     value: Any
     peak: int
     budget: int
-    says: str = ""
+    says: str
 
     @property
     def over(self) -> int:
@@ -33,34 +36,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class TensorWithoutNumbers:
-    """Represents a tensor on the meta device. It equals no other kind of answer."""
-
-    shape: tuple[int, ...]
-
-
-def over_budget(run: Measured) -> str:
-    """A sentence with peak and budget of a run that takes too many bytes."""
-    return run.says or (
-        f"Your code peaks at {run.peak:,} bytes; the budget is {run.budget:,} bytes ({run.over:,} "
-        "too many)."
-    )
-
-
-@dataclass(frozen=True)
 class Difference:
     """The first place where an answer departs from the expected one.
 
     ``path`` names the place, from the outside in. ``said`` shows the expected value, ``hinted``
-    keeps it back. ``over`` is set when the value is right and only the byte budget is not;
-    ``worded`` when text differs.
+    keeps it back.
     """
 
     path: tuple[Any, ...]
     said: str
     hinted: str
-    over: Measured | None = None
-    worded: bool = False
 
 
 def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference | None:
@@ -96,22 +81,20 @@ def _measured_difference(got: Measured, expected: Measured, tolerance: float) ->
     # another.
     same_peak = got.over == expected.over == 0 or got.peak == expected.peak
     if found is None and not same_peak:
-        words = f"peaks at {got.peak:,} bytes; the budget is {got.budget:,} bytes"
-        return Difference((), words, words, over=got)
+        return Difference((), got.says, got.says)
     return found
 
 
 def _other_difference(got: Any, expected: Any) -> Difference | None:
     """For text, which may be written in other letters, and for values of different kinds."""
-    both_are_text = isinstance(expected, str) and isinstance(got, str)
-    if both_are_text:
+    if isinstance(expected, str) and isinstance(got, str):
         same = got.strip().casefold() == expected.strip().casefold()
     else:
         same = isinstance(expected, type(got)) and bool(got == expected)
     if same:
         return None
     shown = "None (is a `return` missing?)" if got is None else describe(got)
-    return replace(_plain_difference(shown, describe(expected)), worded=both_are_text)
+    return _plain_difference(shown, describe(expected))
 
 
 def shortened(text: str, most: int) -> str:
@@ -128,27 +111,26 @@ def describe(value: Any) -> str:
 
 def _describe(value: Any) -> str:
     value = plain(value)
-    if value is None or isinstance(value, bool) or _is_dtype_or_device(value):
+    if value is None or isinstance(value, (bool, torch.dtype, torch.device)):
         return str(value)
     if isinstance(value, Real):
         return _describe_number(value)
     if isinstance(value, str):
-        return repr(value if len(value) <= 40 else value[:37] + "...")
-    if isinstance(value, frozenset):
-        return _describe_set(value)
+        return repr(shortened(value, 40))
     if _is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, frozenset)):
+        return _describe_several(value)
+    return f"a value of type {type(value).__name__}"
+
+
+def _describe_several(value: tuple | frozenset) -> str:
+    if len(value) > 12 or any(map(_is_tensor, value)):
         return f"a sequence of length {len(value)}"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return "a dict" if isinstance(value, dict) else f"a value of type {type(value).__name__}"
-
-
-def _describe_set(value: frozenset) -> str:
-    if len(value) > 20:
-        return f"a set of {len(value)} things"
-    return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
+    words = map(_describe, value)
+    if isinstance(value, frozenset):
+        words = sorted(words)
+    return f"[{', '.join(words)}]"
 
 
 def _describe_number(value: Real) -> str:
@@ -162,11 +144,11 @@ def _describe_number(value: Real) -> str:
 
 def plain(value: Any) -> Any:
     """The one form under which different spellings of a value are compared."""
-    if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
-        value = value.item() if getattr(value, "ndim", 1) == 0 else _as_tensor(value)
+    if isinstance(value, (numpy.generic, numpy.ndarray)):
+        value = _as_tensor(value) if value.ndim else value.item()
     if _is_tensor(value):
         if value.is_meta:
-            return TensorWithoutNumbers(tuple(value.shape))
+            return f"a tensor without numbers, of shape {tuple(value.shape)}"
         value = value.detach().cpu()
         return value.item() if value.ndim == 0 else value
     if isinstance(value, (list, tuple)):
@@ -189,22 +171,12 @@ def plain_int(value: Any) -> Any:
     return value
 
 
-def _is_dtype_or_device(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, (torch.dtype, torch.device))
-
-
 def _is_tensor(value: Any) -> bool:
-    import torch
-
     return isinstance(value, torch.Tensor)
 
 
 def _as_tensor(value: Any) -> Any:
     """A tensor of nested numbers, or ``value`` itself when it is not that."""
-    import torch
-
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -241,8 +213,6 @@ def _plain_difference(got: str, expected: str) -> Difference:
 
 
 def _tensor_difference(got, expected, tolerance: float) -> Difference | None:
-    import torch
-
     if got.shape != expected.shape:
         return _plain_difference(describe(got), describe(expected))
     ours, theirs = expected.to(torch.float64), got.to(torch.float64)

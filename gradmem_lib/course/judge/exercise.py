@@ -1,151 +1,171 @@
-"""The parts of an exercise: a reference, a way to observe a candidate, and the wrong answers that
-people really give.
+"""What an exercise is: a right answer, the cases in which answers are seen, and a few mistakes.
+
+    Exercise("0.1", area, calls((2, 3), (4, 4)), '''
+        width * height → width + height
+            this adds the sides: an area is their product.
+    ''')
+
+``cases(answer)`` yields pairs of a name and what was seen, the simplest case first. The first case
+in which an answer differs from the right one is what the learner hears, so its name is a
+requirement in the task's words. A mistake is a change of the right answer's text, or a wrong answer
+by name, and below it its sentence, which is said only of an answer that does the same. Title,
+difficulty, minutes and hints stand in the notebook.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+import itertools
+import sys
+import textwrap
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...units import parse_bytes
 from .compare import Measured
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A wrong answer that people really give. It runs, and ``says`` is the sentence that names it.
-
-    ``function`` is what a learner would hand to ``check``: a function, a class, or for a value
-    exercise a plain value.
-    """
-
-    name: str
-    function: Any
-    says: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One exercise. Difficulty is 1 to 3; ``minutes`` and ``trains`` tell the learner what it costs
-    and gives.
+    """One exercise. ``right``: a right answer, which is a function, a class or a value.
 
-    ``reference`` is a right answer: a function, a class or a plain value. ``observe(candidate)``
-    returns what a candidate does, from new inputs at each call; the default is the candidate
-    itself, for value exercises. A dict from ``observe`` has one entry per case, and its keys are
-    shown to the learner ("two layers, bf16"). ``explain(got, expected)`` may return a sentence for
-    whole families of mistakes, or ``None``; ``raises`` are pairs of a pattern for "Kind: text" of
-    an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole numbers
-    must be equal. ``afterwards`` is called with a right answer, and returns what else is said of
-    it. ``changes`` names the arguments that an answer is asked to change, or a switch of one
-    ("model.mode", "model.hook"; "model.train" is a mode that may be left in training). All others
-    must be left as they were, a model's mode, hooks, checkpointing and config among them, and so
-    must the dtypes of all weights. What the reference leaves, an answer may leave too.
+    ``cases(answer)`` runs an answer on inputs that it makes afresh. ``mistakes`` is a text of
+    changes and sentences, see ``parsed``. ``changes`` names the arguments that an answer may
+    change, or one switch of an argument: ``"p state"``, ``"model.mode"``, ``"model.hook"``, or
+    ``"model.train"`` for a mode that may be left in training. ``tolerance`` is relative and holds
+    for floats; whole numbers must be equal. ``pairs``: two mistakes at once are named too, which is
+    for steps and loops, not for formulas. ``afterwards(answer)`` is what else is said of a right
+    answer.
     """
 
     id: str
-    title: str
-    difficulty: int
-    minutes: int
-    trains: str
-    reference: Any
-    mistakes: tuple[Mistake, ...]
-    observe: Callable[[Any], Any] = lambda candidate: candidate
-    explain: Callable[[Any, Any], str | None] | None = None
-    raises: tuple[tuple[str, str], ...] = ()
+    right: Any
+    cases: Callable[[Any], Iterable[tuple[str, Any]]]
+    mistakes: str = ""
+    changes: str = ""
     tolerance: float = 1e-5
-    changes: tuple[str, ...] = ()
+    pairs: bool = False
     afterwards: Callable[[Any], str] | None = None
 
     @property
     def name(self) -> str:
-        """The learner's name for it: the reference's name, or "the answer"."""
-        return getattr(self.reference, "__name__", "the answer")
+        """The learner's name for it: that of the right answer, or "the answer"."""
+        return getattr(self.right, "__name__", "the answer")
 
-    @property
-    def dots(self) -> str:
-        """The difficulty as ●○○, ●●○ or ●●●."""
-        return "●" * self.difficulty + "○" * (3 - self.difficulty)
+    def wrong_answers(self) -> Iterator[tuple[Any, str]]:
+        """(wrong answer, sentence) of each mistake."""
+        for changes, says in parsed(self.mistakes):
+            yield self.changed(changes), says
+
+    def with_two_mistakes(self) -> Iterator[tuple[Any, str]]:
+        """(wrong answer, both sentences) of each two mistakes whose changes fit into one text."""
+        for (one, says), (other, too) in itertools.combinations(parsed(self.mistakes), 2):
+            both = self.changed(one + other)
+            if both is not None:
+                yield both, f"two things at once: {says} And {too}"
+
+    def changed(self, changes: list[str]) -> Any:
+        """The right answer with these changes of its text; ``None`` where one of them does not fit.
+        A line without an arrow is an expression for a whole wrong answer.
+        """
+        home = self.right if callable(self.right) else self.cases
+        names = dict(vars(sys.modules[home.__module__]))
+        if " →" not in changes[0]:
+            return eval(changes[0], names) if len(changes) == 1 else None
+        text = textwrap.dedent(inspect.getsource(self.right))
+        for change in changes:
+            was, arrow, now = change.partition(" →")
+            if not arrow or text.count(was) != 1:
+                return None
+            text = text.replace(was, now.strip() or ("pass" if is_statement(was, text) else ""))
+        try:
+            exec(compile(text, f"<{self.id}>", "exec"), names)
+        except SyntaxError:  # two changes may not go together
+            return None
+        return names[self.right.__name__]
 
 
-class HiddenCase(str):
-    """The key of a hidden case: it is never shown, so that answers cannot be hard-coded."""
+def is_statement(was: str, text: str) -> bool:
+    """Whether ``was`` is a whole line of ``text``, so that ``pass`` must take its place."""
+    return any(line.strip() == was.strip() for line in text.splitlines())
 
 
-@dataclass(frozen=True)
-class Calls:
-    """An ``observe`` that calls the candidate once per tuple of arguments, each time with fresh
-    copies of them.
+def parsed(mistakes: str) -> Iterator[tuple[list[str], str]]:
+    """(changes, sentence) of each mistake. Each change is a line ``was → now``, or ``was →`` for
+    one that is left out. A sentence stands below its changes, four spaces further to the right.
     """
-
-    cases: tuple[tuple, ...]
-    hidden: tuple[tuple, ...] = ()
-
-    def __call__(self, candidate: Callable) -> dict[str, Any]:
-        return {
-            self.key(arguments): candidate(*copy.deepcopy(arguments))
-            for arguments in (*self.cases, *self.hidden)
-        }
-
-    def key(self, arguments: tuple) -> str:
-        """The key of a case: its arguments, as they are written."""
-        kind = HiddenCase if arguments in self.hidden else str
-        return kind(f"({', '.join(map(repr, arguments))})")
+    changes: list[str] = []
+    says: list[str] = []
+    for line in [*textwrap.dedent(mistakes).strip().splitlines(), "end"]:
+        if line.startswith("    "):
+            says.append(line.strip())
+            continue
+        if says:
+            yield changes, " ".join(says)
+            changes, says = [], []
+        if line:
+            changes.append(line)
 
 
-def calls(*cases: tuple, hidden: tuple[tuple, ...] = ()) -> Calls:
-    """``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and
-    ``candidate((5,), 2)``.
-
-    Cases that are ``hidden`` are judged like the others and never printed. For arguments that are
-    not short when written out, such as models, write a function that returns a dict of named cases.
-    """
-    return Calls(cases, hidden)
+class Hidden(str):
+    """The name of a case that is judged and never shown: no answer can be a list of them."""
 
 
-def measure(
-    run: Callable[[], Any], *, budget: int | str, model: Any = None, optimizer: Any = None
+def calls(*cases: tuple, hidden: Iterable[tuple] = ()) -> Callable:
+    """Cases that call the answer with these arguments, each time with copies of them."""
+
+    def of(answer):
+        for arguments in (*cases, *hidden):
+            kind = Hidden if arguments in hidden else str
+            written = ", ".join(map(repr, arguments))
+            yield kind(f"({written})"), answer(*copy.deepcopy(arguments))
+
+    of.arguments = cases
+    return of
+
+
+def measured(
+    run: Callable[[], Any],
+    budget: int | str,
+    unit: str = "",
+    size: int = 0,
+    model: Any = None,
+    optimizer: Any = None,
 ) -> Measured:
-    """Run ``run()`` under a ``MemoryTracker`` and return its value and its peak in bytes, beside
-    ``budget``.
+    """What ``run()`` returns, with its peak of live bytes beside ``budget``.
 
-    For use inside ``observe``: ``check`` then accepts the right value only if the peak is at most
-    the budget, and says how many bytes over it was. The budget is compared afterwards, not
-    enforced, so that the peak is known in full.
+    ``unit`` of ``size`` bytes ("tensors as large as p") puts what is too much into words. The
+    budget is compared afterwards and not enforced, so that the peak is known in full.
     """
     from ...measure.tracker import MemoryTracker
-    from ...units import parse_bytes
 
     with MemoryTracker(model, optimizer, live=False) as tracker:
         value = run()
-    return Measured(value, tracker.peak.total, parse_bytes(budget))
+    peak, most = tracker.peak.total, parse_bytes(budget)
+    says = f"Your code peaks at {peak:,} bytes; the budget is {most:,} bytes"
+    too_many = (peak - most) / size if size else 0
+    if too_many >= 0.5:
+        says += f", {too_many:.1f} {unit} too many"
+    return Measured(value, peak, most, f"{says}.")
 
 
-class Seen(dict):
-    """What a candidate did, case by case.
-
-    ``notes`` are only for ``explain``, and are not compared.
+def outside_torch(run: Callable[[], Any], enough: int) -> Measured:
+    """The most bytes that Python and numpy hold at once for ``run()``, which no ``MemoryTracker``
+    sees, beside the bytes that are ``enough``.
     """
-
-    def __init__(self, cases, **notes):
-        super().__init__(cases)
-        self.notes = notes
-
-
-def outside_torch(run: Callable[[], Any]) -> int:
-    """The most bytes that Python and numpy hold at once for ``run()``, which a ``MemoryTracker``
-    does not see.
-    """
-    import tracemalloc
-
-    on = tracemalloc.is_tracing()
-    if not on:
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
         tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         run()
-        return tracemalloc.get_traced_memory()[1] - before
+        held = tracemalloc.get_traced_memory()[1] - before
     finally:
-        if not on:
+        if not was_tracing:
             tracemalloc.stop()
+    says = f"Python and numpy hold about {held // 1000:,} kB; {enough // 1000:,} kB are enough."
+    return Measured(None, held, enough, says)

@@ -1,145 +1,161 @@
 """Finds what an answer has changed of its arguments: numbers, a model's switches, an optimizer's
 settings, and the dtype and ``.grad`` of weights.
+
+An argument is described by facts, which are compared before and after a call. A fact has a kind,
+such as "mode", which is also the word by which an exercise allows it: ``changes="model.mode"``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...compat.modules import hook_counts
 from ...compat.tensors import version
-from .model_switches import changed_switch, model_switches
-from .side_effects import Left
+
+# A fact: its kind, the module, weight or name that it is about, and its state.
+Fact = tuple[str, Any, Any]
+# Facts that must stay even where an argument may change.
+LASTING = ("dtype", "gradient", "requires_grad of weights")
+# What to do about a fact of each kind; the others are put back.
+REMEDIES = {
+    "dtype": "convert a copy, and leave the weights as they are",
+    "gradient": "set .grad to None, as it was, or use torch.autograd.grad",
+    "mode": "model.train() and model.eval() switch it, so call the other one",
+    "attribute": "use a local variable, or delete it",
+}
 
 
-def arguments_of(reference: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments by the reference's names."""
+def arguments_of(right: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments by the right answer's names."""
     try:
-        return inspect.signature(reference).bind(*args, **kwargs).arguments
+        return inspect.signature(right).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return {}
 
 
 class Given:
-    """A function's arguments, recorded so that changes can be found afterwards.
+    """A function's arguments, described so that changes can be found afterwards.
 
-    Numbers are copied to memory that a ``MemoryTracker`` does not count. For models, only switches
-    are recorded, since an answer may change weights and gradients. ``may_change`` names arguments
-    that may change, or a switch of one ("model.mode"). The dtypes of weights must stay even there,
-    and no gradient may be left where none was. A tensor that requires a gradient must go on doing
-    so, outside of a model.
+    Numbers are copied to memory that no ``MemoryTracker`` counts. ``may_change`` names
+    arguments that may change, or one kind of fact of an argument ("model.mode"). The dtypes of
+    weights must stay even there, and no gradient may be left where none was.
     """
 
     def __init__(self, arguments: dict[str, Any], may_change: tuple[str, ...] = ()):
         self.arguments = arguments
         self.may_change = may_change
-        self.values: dict[str, Any] = {}  # as they were, for each argument that must not change
-        self.weights: dict[str, list[torch.Tensor]] = {}
-        self.weights_before: dict[str, list[_Weight]] = {}
-        self.trained: dict[str, list[torch.Tensor]] = {}  # weights that required a gradient
-        for name, value in arguments.items():
-            if name not in may_change:
-                self.values[name] = _comparable(value)
-            weights = _weights_in(value)
-            self.weights[name] = weights
-            self.weights_before[name] = _look_at(weights)
-            self.trained[name] = []
-            if not isinstance(value, nn.Module):  # a model's are among its switches
-                self.trained[name] = [weight for weight in weights if weight.requires_grad]
+        self.weights = {name: _weights_in(value) for name, value in arguments.items()}
+        self.before = {name: self._facts_of(name) for name in arguments}
 
-    def changes(self) -> Iterator[Left]:
-        """What has changed of each argument."""
-        for name in self.arguments:
-            if name in self.values:
-                yield from self._changed_value(name)
-            yield from self._changed_weights(name)
+    def changes(self) -> Iterator[tuple[tuple[str, str], str]]:
+        """(name, kind) and a sentence for each fact that has changed of an argument."""
+        for name, facts in self.before.items():
+            now = {}
+            for kind, about, state in self._facts_of(name):
+                now[kind, _key(about)] = state
+            for kind, about, was in facts:
+                # What is gone or new does not count.
+                is_now = now.get((kind, _key(about)), was)
+                if kind == "attribute":
+                    is_now = is_now | was
+                if is_now != was and not self._may(name, kind, was, is_now):
+                    # Where the right answer moves the weights, an answer trains, and may leave its
+                    # gradients. So a weight that has moved is noted under the same name.
+                    noted = "gradient" if kind == "version" else kind
+                    yield (name, noted), _sentence(name, kind, about)
 
-    def _changed_value(self, name: str) -> Iterator[Left]:
+    def _facts_of(self, name: str) -> list[Fact]:
+        """Everything of an argument that an answer has to leave as it was."""
         value = self.arguments[name]
-        before, after = self.values[name], _comparable(value)
-        if isinstance(value, nn.Module):
-            yield from self._changed_model(name, before, after)
-        elif isinstance(value, torch.optim.Optimizer):
-            yield from self._changed_settings(name, before, after)
-        elif before != after:
-            yield (
-                (name, "value"),
-                f"your code has changed `{name}` in place: do not change an argument, work on a "
-                "copy",
-            )
+        return [*_facts_of_weights(value, self.weights[name]), *_facts_of_value(value)]
 
-    def _changed_model(self, name: str, before: dict, after: dict) -> Iterator[Left]:
-        for kind in before:
-            if any(f"{name}.{word}" in self.may_change for word in kind.split()):
-                continue
-            may_train = kind == "another mode" and f"{name}.train" in self.may_change
-            for what in changed_switch(kind, before[kind], after[kind], may_be_on=may_train):
-                yield (name, kind), f"your code leaves `{name}` with {what}"
-
-    def _changed_settings(self, name: str, before: list[dict], after: list[dict]) -> Iterator[Left]:
-        """Of an optimizer's groups."""
-        for was, now in zip(before, after, strict=False):
-            for key in was:
-                if f"{name}.{key}" in self.may_change or was[key] == now.get(key):
-                    continue
-                yield (
-                    (name, key),
-                    f"your code leaves `{name}` with another {key} than before: restore it",
-                )
-
-    def _changed_weights(self, name: str) -> Iterator[Left]:
-        """What has changed of the weights in an argument: a model, an optimizer, a list of them."""
-        before = self.weights_before[name]
-        after = _look_at(self.weights[name])
-        pairs = list(zip(before, after, strict=True))
-        if any(was.dtype != now.dtype for was, now in pairs):
-            yield (
-                (name, "another dtype"),
-                f"your code leaves `{name}` with weights of another dtype than before: convert a "
-                "copy, and leave the weights as they are",
-            )
-        if not all(weight.requires_grad for weight in self.trained[name]):
-            yield (
-                (name, "another requires_grad"),
-                f"your code leaves `{name}` with weights that require no gradient any more: put "
-                "requires_grad back",
-            )
-        if any(now.has_gradient and not was.has_gradient for was, now in pairs):
-            yield (
-                (name, "gradients"),
-                f"your code leaves `{name}` with gradients in .grad, where there were none: set "
-                "them to None, or use torch.autograd.grad",
-            )
-        elif before != after:
-            # Where the reference moves the weights, an answer trains, and may leave its gradients.
-            yield (name, "gradients"), ""
+    def _may(self, name: str, kind: str, was: Any, now: Any) -> bool:
+        if kind == "gradient" and was:  # another one may be in its place
+            return True
+        if kind == "mode" and now and f"{name}.train" in self.may_change:
+            return True
+        # A wrapped forward is a hook in another form.
+        if kind == "attribute" and f"{name}.hook" in self.may_change:
+            return True
+        if name in self.may_change and kind not in LASTING:
+            return True
+        return f"{name}.{kind}" in self.may_change
 
 
-class _Weight(NamedTuple):
-    """What is compared of a weight."""
-
-    dtype: torch.dtype
-    has_gradient: bool  # other than zeros
-    version: int  # how often it has been changed in place
+def _key(about: Any) -> Any:
+    return about if isinstance(about, str) else id(about)
 
 
-def _look_at(weights: list[torch.Tensor]) -> list[_Weight]:
-    return [_Weight(w.dtype, _has_numbers(w.grad), version(w)) for w in weights]
+def _sentence(name: str, kind: str, about: Any) -> str:
+    if kind == "version":
+        return ""
+    if kind == "value":
+        return f"Your code has changed `{name}` in place: do not change an argument, work on a copy"
+    where = f" ({about})" if isinstance(about, str) else ""
+    remedy = REMEDIES.get(kind, "put back what was there")
+    return f"Your code leaves `{name}` with another {kind}{where} than before: {remedy}"
 
 
-def _has_numbers(gradient: torch.Tensor | None) -> bool:
-    if gradient is None:
-        return False
-    if type(gradient) is not torch.Tensor or gradient.device.type != "cpu":
-        return True
-    if gradient.layout != torch.strided:
-        return True
-    numbers = _bytes_of(gradient)
-    return numbers.count(0) < len(numbers)
+def _facts_of_value(value: Any) -> Iterator[Fact]:
+    if isinstance(value, nn.Module):
+        yield from _facts_of_model(value)
+    elif isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            for setting, entry in group.items():
+                if setting != "params":
+                    yield setting, group, _data(entry)
+    else:
+        yield "value", "", _data(value)
+
+
+def _facts_of_weights(value: Any, weights: list[torch.Tensor]) -> Iterator[Fact]:
+    for weight in weights:
+        yield "version", weight, version(weight)
+        yield "dtype", weight, weight.dtype
+        yield "gradient", weight, _has_numbers(weight.grad)
+        if not isinstance(value, nn.Module):
+            yield "requires_grad of weights", weight, weight.requires_grad
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _facts_of_model(model: nn.Module) -> Iterator[Fact]:
+    """Its switches: an answer may change weights and gradients."""
+    for module in model.modules():
+        yield "mode", module, module.training
+        yield "hook", module, hook_counts(module)
+        yield "attribute", module, _own_attributes(module)
+        if isinstance(module, nn.Dropout):
+            yield "dropout", module, module.p
+        if hasattr(module, "gradient_checkpointing"):
+            yield "checkpointing", module, module.gradient_checkpointing
+    for parameter in model.parameters():
+        yield "hook", parameter, hook_counts(parameter)
+        yield "requires_grad", parameter, parameter.requires_grad
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        for field, state in config.to_dict().items():
+            yield "config", f"config.{field}", state
+
+
+def _own_attributes(module: nn.Module) -> frozenset[str]:
+    """The names of methods that ``module`` itself has, not its class, and of tensors that it keeps
+    and are no parameters or buffers. Numbers and the like do not count.
+    """
+    names = set()
+    for name, value in vars(module).items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        entries = value if isinstance(value, (list, tuple)) else (value,)
+        if callable(value) or any(isinstance(entry, torch.Tensor) for entry in entries):
+            names.add(name)
+    return frozenset(names)
 
 
 def _weights_in(value: Any) -> list[torch.Tensor]:
@@ -159,33 +175,31 @@ def _weights_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _comparable(value: Any) -> Any:
-    """Something that compares equal as long as ``value`` has not changed; ``None`` for values that
-    are not checked.
-    """
-    if isinstance(value, nn.Module):
-        return model_switches(value)
-    if isinstance(value, torch.optim.Optimizer):
-        return [_settings_of(group) for group in value.param_groups]
-    return _data(value)
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: _data(value) for name, value in group.items() if name != "params"}
+def _has_numbers(gradient: torch.Tensor | None) -> bool:
+    """Whether there is a gradient that is not zero everywhere."""
+    if gradient is None:
+        return False
+    if type(gradient) is not torch.Tensor or not _can_be_read(gradient):
+        return True
+    numbers = _bytes_of(gradient)
+    return numbers.count(0) < len(numbers)
 
 
 def _data(value: Any) -> Any:
+    """A copy of numbers, for comparison; ``None`` for what is not compared."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad or value.device.type != "cpu" or value.layout != torch.strided:
+        if value.requires_grad or not _can_be_read(value):
             return None
         return value.dtype, tuple(value.shape), _bytes_of(value)
     if isinstance(value, dict):
         return [(key, _data(entry)) for key, entry in value.items()]
     if isinstance(value, (list, tuple)):
         return [_data(entry) for entry in value]
-    if isinstance(value, (int, float, str)):
-        return value
-    return None
+    return value if isinstance(value, (int, float, str)) else None
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -1,51 +1,38 @@
-"""Finds what an answer leaves behind for all code after it: switches of torch, and states of the
-process. Reports them, and restores them.
+"""Finds what an answer leaves behind for all code after it, in torch and in the process: a sentence
+each. Puts it back.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 
 from ..machine import compat as course_compat
 
 # What an answer left behind: a name for it, such as ("model", "another mode"), and a sentence. The
-# sentence is empty where only what the reference does counts.
+# sentence is empty where only what the right answer does counts.
 Left = tuple[tuple[str, str], str]
 
 
-def switches() -> dict[str, Any]:
-    """Every switch of torch that stays on after the code that set it, for the thread or for all."""
-    return {
-        "gradients": torch.is_grad_enabled(),
-        "autocast": tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ),
-        "autocast's cache": torch.is_autocast_cache_enabled(),
-        "autocast's nesting": autocast_nesting(),
-        "the default dtype": torch.get_default_dtype(),
-        "the default device": torch.get_default_device(),
-        "deterministic algorithms": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "the number of threads": torch.get_num_threads(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "the choice of attention kernels": _attention_kernels(),
-        "modes that watch operations": course_compat.dispatch_modes(),
-        "hooks on every module": course_compat.global_hooks(),
-        "saved-tensor hooks": course_compat.saved_tensor_hooks(),
-    }
+@dataclass(frozen=True)
+class Switch:
+    """Something that stays as code has set it: how it is read, and how it is put back."""
+
+    name: str
+    read: Callable[[], Any]
+    put_back: Callable[[Any], None]
+
+
+def _set_device(before: torch.device) -> None:
+    torch.set_default_device(None)  # "cpu" would stay on as a mode that all operations pass
+    if torch.get_default_device() != before:
+        torch.set_default_device(before)
 
 
 def autocast_nesting() -> int:
@@ -54,194 +41,99 @@ def autocast_nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def _attention_kernels() -> tuple[bool, ...]:
-    """Which kernels ``scaled_dot_product_attention`` may choose. The CPU asks the same switches."""
-    kernels = torch.backends.cuda
-    return (
-        kernels.flash_sdp_enabled(),
-        kernels.mem_efficient_sdp_enabled(),
-        kernels.math_sdp_enabled(),
-    )
-
-
-def changed_switches(before: dict[str, Any]) -> Iterator[Left]:
-    """What is left of each switch that has changed."""
-    now = switches()
-    for name, value in before.items():
-        if now[name] == value:
-            continue
-        how = f"{name} {_how(name, value, now[name])}"
-        stays = ""
-        if name == "gradients" and value is True:
-            stays = " (torch.set_grad_enabled stays until it is called again)"
-        yield (
-            (name, "changed"),
-            f"your code leaves {how}, for all code after it: restore it, best by a `with` "
-            f"block{stays}",
-        )
-
-
-def _how(name: str, before: Any, now: Any) -> str:
-    """How a switch is left: "on", "at torch.float64", or "changed"."""
-    if name == "autocast":
-        return _autocast(before, now)
-    if name in ("gradients", "autocast's cache"):
-        return "on" if now else "off"
-    if name.startswith("the ") and not isinstance(now, tuple):
-        return f"at {now}"
-    return "changed"
-
-
-def _autocast(before: tuple, now: tuple) -> str:
-    """The state of autocast: (device, on or off, dtype) for each kind of device."""
-    for (kind, was_on, was_dtype), (_, on, dtype) in zip(before, now, strict=True):
-        if on != was_on:
-            return f"on for {kind}" if on else f"off for {kind}"
-        if dtype != was_dtype:
-            return f"for {kind} at {dtype} by default, which was {was_dtype}"
-    return "changed"
-
-
-def restore(before: dict[str, Any]) -> None:
-    """Restore every switch."""
-    now = switches()
-    if now == before:
-        return
-    torch.set_grad_enabled(before["gradients"])
-    _restore_autocast(before)
-    torch.set_default_dtype(before["the default dtype"])
-    if now["the default device"] != before["the default device"]:
-        _restore_default_device(before["the default device"])
-    if now["deterministic algorithms"] != before["deterministic algorithms"]:
-        # Not always: this call imports torch's compiler, which takes seconds.
-        deterministic, warns = before["deterministic algorithms"]
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-    torch.autograd.set_detect_anomaly(before["anomaly detection"])
-    torch.set_num_threads(before["the number of threads"])
-    torch.set_float32_matmul_precision(before["the precision of float32 products"])
-    flash, mem_efficient, math = before["the choice of attention kernels"]
-    torch.backends.cuda.enable_flash_sdp(flash)
-    torch.backends.cuda.enable_mem_efficient_sdp(mem_efficient)
-    torch.backends.cuda.enable_math_sdp(math)
-    for mode in reversed(now["modes that watch operations"]):
-        if mode not in before["modes that watch operations"]:
-            mode.__exit__(None, None, None)
-    course_compat.restore_global_hooks(before["hooks on every module"])
-    course_compat.restore_saved_tensor_hooks(before["saved-tensor hooks"])
-
-
-def _restore_autocast(before: dict[str, Any]) -> None:
-    for kind, enabled, dtype in before["autocast"]:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(before["autocast's cache"])
-    nesting = before["autocast's nesting"]
-    while autocast_nesting() > nesting:
+def _set_autocast_nesting(before: int) -> None:
+    while autocast_nesting() > before:
         torch.autocast_decrement_nesting()
-    while autocast_nesting() < nesting:
+    while autocast_nesting() < before:
         torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
 
 
-def _restore_default_device(device: torch.device) -> None:
-    torch.set_default_device(None)  # "cpu" would stay on as a mode that all operations pass
-    if torch.get_default_device() != device:
-        torch.set_default_device(device)
+def _leave_modes(before: list) -> None:
+    for mode in reversed(course_compat.dispatch_modes()):
+        if mode not in before:
+            mode.__exit__(None, None, None)
 
 
-def process_state() -> dict[str, Any]:
-    """What holds for the whole process and stays as code has set it."""
-    return {
-        "the working directory": _working_directory(),
-        "the environment": dict(os.environ),
-        "modules": len(sys.modules),
-        "the recursion limit": sys.getrecursionlimit(),
-        "garbage collection": gc.isenabled(),
-        "the way in which tensors are printed": course_compat.print_options(),
-        "the way in which numpy prints": numpy.get_printoptions(),
-        "what numpy does at errors": numpy.geterr(),
-        "threads": {thread for thread in threading.enumerate() if type(thread) is threading.Thread},
-    }
-
-
-def _working_directory() -> str:
+def _directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:  # it was deleted
         return ""
 
 
-def left_in_process(before: dict[str, Any]) -> Iterator[Left]:
-    """What is left of each state of the process that has changed; a thread may still run."""
-    now = process_state()
-    for name, value in before.items():
-        if now[name] == value or name == "modules":
-            continue
-        if name == "the environment":
-            for variable in _changed_variables(before):
-                yield (
-                    (name, variable),
-                    f"your code leaves {variable} in the environment with another value than "
-                    "before: put it back",
-                )
-        elif name == "threads":
-            if any(thread.is_alive() for thread in now[name] - value):
-                yield (name, ""), "your code leaves a thread that still runs: join it"
-        else:
-            yield (
-                (name, "changed"),
-                f"your code leaves {name} changed, for all code after it: put it back",
-            )
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if type(thread) is threading.Thread}
 
 
-def _changed_variables(before: dict[str, Any]) -> list[str]:
-    """The names of environment variables that have changed since ``before``. A module that is
-    imported may set new ones, as torch's compiler does: these stay, and are no answer's doing.
-    """
-    was, now = before["the environment"], dict(os.environ)
-    if len(sys.modules) > before["modules"]:
-        names = was.keys()
-    else:
-        names = was.keys() | now.keys()
-    return sorted(name for name in names if was.get(name) != now.get(name))
+SWITCHES = [
+    Switch("gradients", torch.is_grad_enabled, torch.set_grad_enabled),
+    Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Switch("the default device", torch.get_default_device, _set_device),
+    Switch("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    Switch("modes that watch operations", course_compat.dispatch_modes, _leave_modes),
+    Switch("hooks on every module", course_compat.global_hooks, course_compat.restore_global_hooks),
+    Switch(
+        "saved-tensor hooks",
+        course_compat.saved_tensor_hooks,
+        course_compat.restore_saved_tensor_hooks,
+    ),
+    Switch(
+        "autocast for the CPU",
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda was: torch.set_autocast_enabled("cpu", was),
+    ),
+    Switch(
+        "the dtype of autocast for the CPU",
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda was: torch.set_autocast_dtype("cpu", was),
+    ),
+    Switch("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    Switch("autocast's nesting", autocast_nesting, _set_autocast_nesting),
+    Switch("the working directory", _directory, os.chdir),
+    Switch("the environment", lambda: dict(os.environ), os.environ.update),
+    Switch("garbage collection", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+    Switch("a thread that still runs", _threads, lambda was: None),  # it cannot be stopped
+]
 
 
-def restore_process(before: dict[str, Any]) -> None:
-    """Restore what holds for the whole process, except threads."""
-    directory = before["the working directory"]
-    if directory not in ("", _working_directory()):
-        os.chdir(directory)
-    for variable in _changed_variables(before):
-        if variable in before["the environment"]:
-            os.environ[variable] = before["the environment"][variable]
-        else:
-            del os.environ[variable]
-    if sys.getrecursionlimit() != before["the recursion limit"]:
-        sys.setrecursionlimit(before["the recursion limit"])
-    if before["garbage collection"]:
-        gc.enable()
-    else:
-        gc.disable()
-    torch.set_printoptions(**before["the way in which tensors are printed"])
-    numpy.set_printoptions(**before["the way in which numpy prints"])
-    numpy.seterr(**before["what numpy does at errors"])
+def state() -> dict[str, Any]:
+    return {switch.name: switch.read() for switch in SWITCHES}
 
 
-def judging_functions() -> dict[ModuleType, dict[str, Any]]:
-    """All names of the modules that judge, those of this folder: an answer may put something of its
-    own there.
-    """
+def changed(before: dict[str, Any]) -> dict[tuple[str, str], str]:
+    """The switches that are not as ``before``, with a sentence each."""
     found = {}
-    for name, module in list(sys.modules.items()):
-        if name.startswith(f"{__package__}."):
-            found[module] = dict(vars(module))
+    for switch in SWITCHES:
+        name = switch.name
+        was, now = before[name], switch.read()
+        if name == "the environment":
+            # A module that is imported may set new variables, which is no answer's doing.
+            now = {variable: now.get(variable) for variable in was}
+        if name == "a thread that still runs":
+            if any(thread.is_alive() for thread in now - was):
+                found[name, "changed"] = f"Your code leaves {name}: join it"
+        elif now != was:
+            found[name, "changed"] = (
+                f"Your code leaves {name} {_how(name, was, now)}, for all code after it: "
+                "restore it, best by a `with` block"
+            )
     return found
 
 
-def restore_judging_functions(before: dict[ModuleType, dict[str, Any]]) -> None:
-    """Put back what was there, before anything is compared."""
-    for module, names in before.items():
-        now = module.__dict__  # not vars(module): an answer may have added a `vars` here, too
-        for name in now.keys() - names.keys():
-            del now[name]  # it may hide a builtin, as compare.isinstance = … does
-        now.update(names)
+def _how(name: str, was: Any, now: Any) -> str:
+    """How a switch is left: "on", "at torch.float64", or "changed"."""
+    if isinstance(now, bool):
+        return "on" if now else "off"
+    if name == "the environment":
+        others = [variable for variable in was if now[variable] != was[variable]]
+        return f"changed ({', '.join(others)})"
+    return f"at {now}" if name.startswith("the ") and not isinstance(now, tuple) else "changed"
+
+
+def restore(before: dict[str, Any]) -> None:
+    """Put back every switch that is not as ``before``."""
+    for switch in SWITCHES:
+        if switch.read() != before[switch.name]:
+            switch.put_back(before[switch.name])

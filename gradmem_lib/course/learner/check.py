@@ -1,15 +1,10 @@
-"""The function that learners call: ``check("1.3", answer)``.
-
-Also: the list of exercises, and tests of an exercise's quality.
-"""
+"""The function that learners call: ``check("1.3", answer)``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..catalogue import get
-from ..judge.not_attempted import given
-from ..judge.verdict import PASSED, judge, wrong
 
 
 def check(id: str, candidate: Any) -> Any:
@@ -23,24 +18,33 @@ def check(id: str, candidate: Any) -> Any:
 
     Raises ``UnknownExercise`` (a ``KeyError``) for an id that does not exist, and nothing else.
     """
+    # Not above: the judge imports torch, and `from gradmem_lib import check` need not wait for it.
+    from ..judge.not_attempted import given
+    from ..judge.verdict import OPEN, PASSED, judge, wrong
     from .progress import record_check
+    from .titles import title_of
 
     exercise = get(id)
+    title = title_of(exercise.id)
     try:
         verdict = judge(exercise, candidate)
     except KeyboardInterrupt:
         # Everything that was switched is back by now, and a traceback through the course's own code
         # helps nobody.
-        print(f"○ {exercise.id} interrupted, and not judged: {exercise.title}")
+        print(f"○ {exercise.id} interrupted, and not judged: {title}")
         return given(exercise)
-    except Exception as error:
-        # Too odd even to compare, such as a list that holds itself.
+    except Exception as error:  # too odd even to compare
         says = (
             f"this answer cannot be compared ({type(error).__name__}): return plain numbers or "
-            "tensors"
+            "tensors."
         )
         verdict = wrong(exercise, says)
     record_check(exercise.id, verdict.outcome)
-    more = verdict.outcome == PASSED and exercise.afterwards and exercise.afterwards(candidate)
-    print(verdict.line, *([more] if more else []))
+    after = {
+        PASSED: f": {title}",
+        OPEN: f": {title} (later cells use the reference solution)",
+    }
+    print(verdict.line + after.get(verdict.outcome, ""))
+    if verdict.outcome == PASSED and exercise.afterwards:
+        print(exercise.afterwards(candidate))
     return verdict.result

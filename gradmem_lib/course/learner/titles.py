@@ -1,15 +1,15 @@
-"""The exercises' titles, without importing the exercises, which import torch.
+"""The exercises' titles and difficulties, as their notebooks state them.
 
-They are kept in ``exercises.json``, and a test compares it with the exercises. After a change,
-``python -m gradmem_lib.course.learner.titles`` writes it anew.
+``make notebooks`` writes them to ``exercises.json``, so that nobody has to import the exercises,
+which import torch.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,16 @@ class Title:
         return "●" * self.difficulty + "○" * (3 - self.difficulty)
 
 
-def titles() -> list[Title]:
+@cache
+def titles() -> tuple[Title, ...]:
     """Id, title and difficulty of every exercise, in order."""
     text = files(__package__).joinpath("exercises.json").read_text(encoding="utf-8")
-    return [Title(**row) for row in json.loads(text)]
+    return tuple(Title(**row) for row in json.loads(text))
 
 
-def titles_of_the_exercises() -> list[Title]:
-    """The same, from the exercises themselves. It imports torch."""
-    from ..catalogue import all_exercises
-
-    return [Title(found.id, found.title, found.difficulty) for found in all_exercises()]
-
-
-if __name__ == "__main__":
-    rows = [json.dumps(asdict(row), ensure_ascii=False) for row in titles_of_the_exercises()]
-    file = Path(__file__).with_name("exercises.json")
-    file.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+def title_of(id: str) -> str:
+    """The title of the exercise; empty for one that stands in no notebook."""
+    for row in titles():
+        if row.id == id:
+            return row.title
+    return ""

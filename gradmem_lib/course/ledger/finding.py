@@ -8,12 +8,15 @@ needs no condition. Other figures that a reader should see, but that decide noth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import InitVar, dataclass, field
 from math import inf, isnan
 
 from ...units import MiB
 
 VERDICTS = ("holds", "holds only if", "does not hold")
+SENTENCES = r"^ *(holds|only if|fails|why|needs): "  # how each begins in the text of a finding
+Figures = dict[str, int | float | str]
 MOST_SHOWN = 3  # figures beside a sentence that is read in ten seconds
 GB = 10**9  # the documents' own unit
 OTHER_SENTENCE = (
@@ -118,6 +121,16 @@ def less(what: str, found: float, unit: str = "times", than: float = 1.0) -> Fig
     return Figure(what, "less", found, high=than * 0.999, unit=unit)
 
 
+def some(what: str, found: float) -> Figure:
+    """A share that is claimed to be there; a hundredth counts."""
+    return Figure(what, "some", found, low=0.01, unit="%")
+
+
+def none(what: str, found: float, unit: str = "") -> Figure:
+    """Claimed to be 0."""
+    return Figure(what, "none", found, high=0, unit=unit)
+
+
 def yes(what: str, found: bool) -> Figure:
     """Something that is claimed to be so."""
     return Figure(what, "yes", found, low=1, high=1, unit="yes")
@@ -128,10 +141,10 @@ class Finding:
     """The answer to a claim.
 
     ``own``, ``where``, ``elsewhere``, ``beyond``: figures, three in all; all but the last decide.
-    ``holds``, ``only_if``, ``fails``: the sentence for each verdict that can be met; ``only_if``
-    goes on after "Holds only if". ``why``: what explains it; ``figures``: all else that was
-    computed, bytes unless the name says otherwise; ``needs``: what the answer needs beyond a CPU,
-    empty for nothing.
+    ``says``: a text with a sentence for each verdict that can be met, "holds: …", "only if: …",
+    which goes on after "Holds only if", and "fails: …"; "why: …", what explains it; and "needs: …",
+    what the answer needs beyond a CPU. Each begins a line. ``figures``: all else that was computed,
+    bytes unless the name says otherwise.
     """
 
     own: tuple[Figure, ...]
@@ -142,10 +155,14 @@ class Finding:
     only_if: str = ""
     fails: str = ""
     why: str = ""
-    figures: dict[str, int | float | str] = field(default_factory=dict)
     needs: str = ""
+    figures: Figures = field(default_factory=dict)
+    says: InitVar[str] = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, says: str) -> None:
+        _, *parts = re.split(SENTENCES, says, flags=re.MULTILINE)
+        for name, sentence in zip(parts[::2], parts[1::2], strict=True):
+            object.__setattr__(self, name.replace(" ", "_"), " ".join(sentence.split()))
         if not self.own:
             raise ValueError(
                 "own=() leaves nothing to judge by: give at least one Figure of the claim's "

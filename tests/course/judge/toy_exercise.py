@@ -1,18 +1,16 @@
-"""A small exercise for tests of how a check judges: the area of a rectangle."""
+"""Small exercises for tests of how a check judges."""
 
-from gradmem_lib.course.judge.exercise import Exercise, Mistake, calls
+from gradmem_lib.course.judge.exercise import Exercise, calls
 
 
-def exercise_of(reference, observe, *mistakes, **fields):
-    fields = {
-        "id": "0.7",
-        "title": "a test",
-        "difficulty": 2,
-        "minutes": 3,
-        "trains": "testing",
-        **fields,
-    }
-    return Exercise(reference=reference, observe=observe, mistakes=mistakes, **fields)
+def exercise_of(right, cases, mistakes="", **fields):
+    """``cases``: what the exercise takes, or a function that returns the one thing to look at."""
+
+    def yields(answer):
+        yield "it", cases(answer)
+
+    takes = cases if hasattr(cases, "arguments") or fields.pop("yields", False) else yields
+    return Exercise("0.7", right, takes, mistakes, **fields)
 
 
 def area(width, height):
@@ -21,9 +19,13 @@ def area(width, height):
 
 AREA = exercise_of(
     area,
-    calls((3, 5), (2.5, 4)),
-    Mistake("perimeter", lambda w, h: 2 * (w + h), "this is the way around it."),
-    Mistake("sum", lambda w, h: w + h, "this adds the sides."),
-    Mistake("width", lambda w, h: w * w, "this squares the width."),
-    Mistake("string", lambda w, h: w * str(h), "this repeats text."),
+    calls((3, 5), (2.5, 4), hidden=[(7, 11)]),
+    """
+    width * height → 2 * (width + height)
+        this is the way around it.
+    width * height → width + height
+        this adds the sides.
+    width * height → width * str(height)
+        this repeats text.
+    """,
 )

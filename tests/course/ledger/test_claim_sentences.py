@@ -151,15 +151,12 @@ def test_c20_and_c40():
         row("C20", f"BERT-large, 24 layers, segments of {k}: saved") for k in (1, 5)
     )
     assert every > root
-    extra = [
-        claims_price._flops(32, trained, 4) / claims_price._flops(32, trained, None) - 1
-        for trained in (True, False)
-    ]
+    extra = [claims_price._more(trained, 4) for trained in (True, False)]
     # The first layer's input needs a gradient here, so that backward is two forwards, or one.
     assert 0.25 < extra[0] < 1 / 3 and 0.4 < extra[1] < 1 / 2
     assert says("C40", "with frozen weights, backward is half as long.")
     trained, frozen = (
-        claims_price._flops(32, trained, None) / claims_price._flops(32, False, None)
+        claims_price._flops(trained, None) / claims_price._flops(False, None)
         for trained in (True, False)
     )
     assert trained == pytest.approx(3 / 2, abs=0.03) and frozen == 1  # 1 + 2 and 1 + 1 forwards

@@ -108,6 +108,8 @@ FOUND_AT = {
     "fits": 3,
     "more": 1,
     "less": 1,
+    "some": 1,
+    "none": 1,
     "yes": 1,
     "Figure": 2,
 }

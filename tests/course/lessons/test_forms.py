@@ -75,13 +75,13 @@ RETURNED = {
     "whole floats": whole_as_floats,
 }
 # Their arguments may be given by name, which a plain *args does not take.
-FUNCTIONS = [id for id in QUICK if not isinstance(get(id).reference, type)]
+FUNCTIONS = [id for id in QUICK if not isinstance(get(id).right, type)]
 
 
 @pytest.mark.parametrize("id", each(2, FUNCTIONS))
 def test_a_right_answer_passes_however_it_is_called_and_whatever_it_returns(id):
     exercise = get(id)
-    expected, reference = of_reference(exercise), exercise.reference
+    expected, reference = of_reference(exercise), exercise.right
     answers = {name: around(reference) for name, around in CALLED.items()}
     for name, change in RETURNED.items():
         answers[name] = lambda *args, c=change: everywhere(c, reference(*args))

@@ -24,12 +24,7 @@ from gradmem_lib import (
     predict,
 )
 from gradmem_lib.course import models, texts, trainer_dtypes
-from gradmem_lib.course.lessons.lesson_05 import (
-    exercises_batch,
-    exercises_leak,
-    exercises_steps,
-    settings,
-)
+from gradmem_lib.course.lessons.lesson_05 import exercises, exercises_leak, settings
 from gradmem_lib.course.material import smollm2_runs
 from gradmem_lib.techniques.losses import CHUNK_TOKENS
 from gradmem_lib.techniques.optimizers import AdamW8bit
@@ -276,17 +271,20 @@ def test_a_run_from_the_beginning_fits_where_the_resumed_one_does_not():
     with MemoryTracker(model, optimizer, budget=budget, live=False):
         exercises_leak.train_on(model, optimizer, batches)
     with pytest.raises(BudgetExceeded):
-        leak = exercises_leak.LEAK
-        model, optimizer, *rest = leak.setting(leak.batches)
+        model, optimizer, *rest = exercises_leak.resume_setting()
         with MemoryTracker(model, optimizer, budget=budget, live=False):
-            leak.script(model, optimizer, *rest)
+            exercises_leak.resume(model, optimizer, *rest)
 
 
 def test_24_rows_where_5_fit():
     assert lesson("05").says("For 24 rows where 5 fit, it is 4 × 6: the largest size that fits and")
-    names = exercises_batch.TRAIN, exercises_batch.STEPS, exercises_batch.EVAL
+    names = (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "per_device_eval_batch_size",
+    )
     given = dict(zip(names, (24, 1, 24), strict=True))
-    found = exercises_batch.on_one_card(given, 1, 5)
+    found = exercises.on_one_card(given, 1, 5)
     assert [found[name] for name in names] == [4, 6, 4]
 
 
@@ -296,7 +294,7 @@ def test_the_log_has_no_room_for_the_logits_of_all_micro_batches(kind):
     card = parse_bytes(settings.LOG_CARD)
     model, window = settings.log_setting(kind)
     with MemoryTracker(model, budget=card, live=False):
-        exercises_steps.train_and_log(model, window)
+        exercises.train_and_log(model, window)
     model, window = settings.log_setting(kind)
     kept = []
     with MemoryTracker(model, live=False) as tracker:
@@ -305,3 +303,39 @@ def test_the_log_has_no_room_for_the_logits_of_all_micro_batches(kind):
             out.loss.backward()
             kept.append(out.logits.detach())
     assert tracker.peak.total > card
+
+
+def peak_of_steps(setting, steps: int) -> str:
+    model, ids = setting()
+    model.train()
+    with MemoryTracker(model, live=False) as tracker:
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(steps):
+            model(input_ids=ids, labels=ids).loss.backward()
+            if steps > 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    return f"{tracker.peak.total / MiB:.1f} MiB"
+
+
+def test_the_peaks_before_the_exercises():
+    said = lesson("05")
+    for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "BACKWARD_CARD", "EVAL_CARD"):
+        assert said.says(f"**{getattr(settings, card)}**"), card
+    assert said.says(f"where it takes {peak_of_steps(settings.checkpointing_setting, 1)} now")
+    peak = peak_of_steps(settings.lora_setting, 2)
+    assert said.says(f"With every weight trained they take {peak}")
+    model, rows = settings.backward_setting(tied=False)
+
+    def ordinary(model, lr, steps):
+        return torch.optim.AdamW(model.parameters(), lr=lr)
+
+    run, _ = exercises.three_updates(ordinary, model, rows, lr=1e-3, steps=3)
+    assert said.says(f"where one AdamW takes {run.peak / MiB:.1f} MiB")
+
+
+def test_checkpoints_beside_torchs_adafactor():
+    assert lesson("05").says("it would be less than one MiB lower.")
+    changes = {"precision": "bf16", "optimizer": "adafactor-torch", "accumulation": 8}
+    lower = peak_of(**changes).total - peak_of(**changes, checkpointing="per-layer").total
+    assert 0 < lower < MiB

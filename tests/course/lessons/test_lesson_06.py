@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lesson_facts import lessons
 from support import oom_programs as programs
 from support.paths import ROOT
@@ -22,12 +23,11 @@ from gradmem_lib import (
     predict,
 )
 from gradmem_lib.course.ledger import published
-from gradmem_lib.course.lessons.lesson_01 import exercises_leak as exercises_leak_01
-from gradmem_lib.course.lessons.lesson_03 import exercises_leak as exercises_leak_03
-from gradmem_lib.course.lessons.lesson_05 import exercises_leak as exercises_leak_05
-from gradmem_lib.course.lessons.lesson_06 import exercises_leak
-from gradmem_lib.course.lessons.lesson_06 import exercises_models as exercises
-from gradmem_lib.course.lessons.lesson_06.exercises_numbers import REAL_MESSAGE, read_error
+from gradmem_lib.course.lessons.lesson_01 import exercises_leak as leak_01
+from gradmem_lib.course.lessons.lesson_03 import exercises_leak as leak_03
+from gradmem_lib.course.lessons.lesson_05 import exercises_leak as leak_05
+from gradmem_lib.course.lessons.lesson_06 import exercises
+from gradmem_lib.course.lessons.lesson_06.exercises import REAL_MESSAGE, read_error
 from gradmem_lib.prediction.allocator import CONTEXT
 from gradmem_lib.units import GiB, MiB
 
@@ -41,12 +41,19 @@ def asked(model: str, rows: int, tokens: int, **recipe):
     return predict(config, batch_size=rows, seq_len=tokens, recipe=recipe, target="cuda").peak
 
 
+def loss_of(model, batch):
+    if isinstance(batch, dict):
+        return model(**batch).loss
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
 @pytest.mark.parametrize("setting", [exercises.classifier_setting, exercises.t5_setting])
 def test_cards_and_peaks_of_its_exercises(setting):
     model, optimizer, *batch = setting()
     batch = batch[0] if isinstance(batch[0], dict) else tuple(batch)
     with MemoryTracker(model, optimizer, live=False) as tracker:
-        exercises._mean(model, batch).backward()
+        loss_of(model, batch).backward()
     if isinstance(batch, dict):
         assert (
             f"takes {tracker.peak.total / 1e6:.1f} MB" in TEXT
@@ -135,11 +142,19 @@ def first_cause(program) -> str:
     return diagnose(program()).causes[0].name
 
 
+# Of each leak: the script, its arguments, and the budget that it exceeds.
+HISTORY = leak_01.with_history, leak_01.history_setting, leak_01.HISTORY_BUDGET
+WINDOW = leak_03.with_entropy, leak_03.window_setting, leak_03.WINDOW_BUDGET
+RESUME = leak_05.resume, leak_05.resume_setting, leak_05.RESUME_BUDGET
+LOGITS = exercises.evaluate, exercises.evaluation_leak_setting, exercises.EVALUATION_BUDGET
+
+
 def traced(leak) -> MemoryTracker:
-    model, *rest = leak.setting(leak.batches)
+    script, setting, _ = leak
+    model, *rest = setting()
     optimizer = rest[0] if isinstance(rest[0], torch.optim.Optimizer) else None
     with MemoryTracker(model, optimizer, live=False) as tracker:
-        leak.script(model, *rest)
+        script(model, *rest)
     return tracker
 
 
@@ -149,12 +164,12 @@ CAUSES = {
         (programs.losses_in_a_list, "Bytes grow from step to step"),
         (programs.outputs_in_a_list, "Bytes grow from step to step"),
         (programs.metrics_with_their_graph, "Bytes grow from step to step"),
-        (partial(traced, exercises_leak_01.LEAK), "Bytes grow from step to step"),
+        (partial(traced, HISTORY), "Bytes grow from step to step"),
     ],
     "accumulation saves too little": [
         (programs.losses_added_up, "Losses are added up before one backward"),
         (
-            partial(traced, exercises_leak_03.LEAK),
+            partial(traced, WINDOW),
             "Forwards stay in memory after their own backward",
         ),
     ],
@@ -164,11 +179,11 @@ CAUSES = {
     "it fails only in evaluation": [
         (programs.logits_in_a_list, "An evaluation collects its results"),
         (programs.validation_with_gradients, "A forward's graph is never used"),
-        (partial(traced, exercises_leak.LEAK), "An evaluation collects its results"),
+        (partial(traced, LOGITS), "An evaluation collects its results"),
     ],
     "it fails only after a resume": [
         (programs.checkpoint_after_resume, "The weights are there more than once"),
-        (partial(traced, exercises_leak_05.LEAK), "The weights are there more than once"),
+        (partial(traced, RESUME), "The weights are there more than once"),
     ],
     "it fails when it saves": [
         (programs.deepcopy_at_save, "The weights are there more than once"),
@@ -244,28 +259,29 @@ def test_each_row_leads_to_a_section_or_an_exercise_that_is_there():
 @pytest.mark.parametrize(
     "leak, name",
     [
-        (exercises_leak_01.LEAK, "01_memory_accounting"),
-        (exercises_leak_03.LEAK, "03_gradient_accumulation"),
-        (exercises_leak_05.LEAK, "05_fine_tuning"),
-        (exercises_leak.LEAK, "06_before_you_rent"),
+        (HISTORY, "01_memory_accounting"),
+        (WINDOW, "03_gradient_accumulation"),
+        (RESUME, "05_fine_tuning"),
+        (LOGITS, "06_before_you_rent"),
     ],
     ids=["1.9", "3.10", "5.11", "6.7"],
 )
 def test_the_script_of_a_leak_is_the_one_in_its_lesson_and_runs_out_of_memory(leak, name):
-    function = leak.script.__name__
+    script, setting, budget = leak
+    function = script.__name__
     shown = re.search(
         rf"^def {function}\(.*?\n(?=\n\n|\Z)", LESSONS[name], re.DOTALL | re.MULTILINE
     )[0]
     lines = shown.rstrip().splitlines()
     assert [int(line.rpartition("# ")[2]) for line in lines] == list(range(1, len(lines) + 1))
     bare = [line.rpartition("  # ")[0] for line in lines]
-    own = inspect.getsource(leak.script).rstrip().splitlines()
+    own = inspect.getsource(script).rstrip().splitlines()
     del own[1]  # its docstring
     assert bare == own
-    assert f'budget="{leak.budget}"' in LESSONS[name]
-    model, *rest = leak.setting(leak.batches)
-    with pytest.raises(BudgetExceeded), MemoryTracker(model, budget=leak.budget, live=False):
-        leak.script(model, *rest)
+    assert f'budget="{budget}"' in LESSONS[name]
+    model, *rest = setting()
+    with pytest.raises(BudgetExceeded), MemoryTracker(model, budget=budget, live=False):
+        script(model, *rest)
 
 
 def test_the_plan_that_is_printed_is_the_one_that_is_explained():

@@ -22,8 +22,7 @@ from gradmem_lib import (
     split,
 )
 from gradmem_lib.course import bert_large
-from gradmem_lib.course.lessons.lesson_06 import exercises, exercises_leak
-from gradmem_lib.course.lessons.lesson_06 import exercises_models as models_of_06
+from gradmem_lib.course.lessons.lesson_06 import exercises
 from gradmem_lib.units import GiB, parse_bytes
 
 SMOLLM2 = 134_515_008  # parameters
@@ -57,7 +56,7 @@ def test_a_checkpoint_a_block_is_best_for_the_classifier():
     rows = re.findall(r"^every=(\w+) +([\d,]+) bytes", said.printed, re.MULTILINE)
     peaks = {every: int(peak.replace(",", "")) for every, peak in rows}
     assert min(peaks.values()) == peaks["1"] and sorted(peaks.values())[2] > 1.1 * peaks["1"]
-    net, _, images, labels = models_of_06.classifier_setting()
+    net, _, images, labels = exercises.classifier_setting()
     with checkpoint_layers(net.blocks, "best") as best:
         torch.nn.functional.cross_entropy(net(images), labels).backward()
     assert best.internal[0] > 5 * best.boundary[0]
@@ -66,19 +65,19 @@ def test_a_checkpoint_a_block_is_best_for_the_classifier():
 def test_the_cards_of_the_exercises():
     said = lesson("06")
     assert said.says("mean loss of all 30 images, which returns that mean, under **22 MiB**.")
-    assert models_of_06.CLASSIFIER_CARD == "22 MiB"
-    _, _, images, _ = models_of_06.classifier_setting()
+    assert exercises.CLASSIFIER_CARD == "22 MiB"
+    _, _, images, _ = exercises.classifier_setting()
     assert len(images) == 30
     assert said.says("gradient, which returns the loss, under **10.5 MB**.")
-    assert models_of_06.T5_CARD == "10.5 MB"
+    assert exercises.T5_CARD == "10.5 MB"
     assert said.says(
         "a classifier with 1,000 classes, on 40 batches of 16 rows (the last one has 5)."
     )
-    net, batches = exercises_leak.evaluation_leak_setting()
+    net, batches = exercises.evaluation_leak_setting()
     assert net(batches[0][0]).shape == (16, 1000)
     assert [len(x) for x, _ in batches] == [16] * 39 + [5]
     assert said.says("stays within 1 MiB, however many batches there are")
-    assert exercises_leak.EVALUATION_BUDGET == "1 MiB"
+    assert exercises.EVALUATION_BUDGET == "1 MiB"
 
 
 def test_what_a_7b_holds_before_the_first_token():
@@ -101,7 +100,7 @@ def test_an_evaluation_that_collects_is_not_saved_by_weights_in_4_bits():
     before = said.printed.removesuffix(error)
     weights = re.findall(r"([\d,]+) bytes  parameters\n", before)[-1]
     room = float(collected) * 1024 + int(weights.replace(",", ""))  # if no weight took a byte
-    _, held_out = exercises_leak.evaluation_leak_setting()
+    _, held_out = exercises.evaluation_leak_setting()
     assert 2 * room / (float(each) * 1024) < len(held_out)
 
 
@@ -123,7 +122,7 @@ def test_which_cards_need_4_bits_and_what_they_leave():
 def test_each_rung_of_the_ladder_is_lower_until_the_smallest_card_is_enough():
     said = lesson("06")
     assert said.says("Then take the cheapest one that shrinks a large part, and ask again.")
-    assert said.says("Section 4 tried checkpointing first, and then 8-bit AdamW.")
+    assert said.says("what each one takes away: checkpointing, and then 8-bit AdamW.")
     named = re.findall(r"^(\+ .+?) {2,}[\d.]+ GiB in backward +next: (.+)$", said.printed, re.M)
     assert named == [("+ 8 × 1", "QLoRA"), ("+ checkpointing", "LoRA"), ("+ 8-bit AdamW", "LoRA")]
     table = said.printed.partition("peak  needs")[2]
@@ -207,7 +206,7 @@ def test_checkpoints_and_micro_batches_of_the_neox():
 
 
 def t5_peak(size: int, *, checkpoints: bool) -> int:
-    model, optimizer, batch = models_of_06.t5_setting()
+    model, optimizer, batch = exercises.t5_setting()
     handle = checkpoint_layers(model, 1) if checkpoints else None
     with MemoryTracker(model, optimizer, live=False) as tracker:
         for micro in split(batch, size):
@@ -220,7 +219,7 @@ def t5_peak(size: int, *, checkpoints: bool) -> int:
 
 def test_what_is_enough_for_the_t5():
     said = lesson("06")
-    card = parse_bytes(models_of_06.T5_CARD)
+    card = parse_bytes(exercises.T5_CARD)
     assert said.says(f"A plain step takes {t5_peak(16, checkpoints=False) / 1e6:.1f} MB.")
     assert said.says("Checkpoints alone are not enough.") and t5_peak(16, checkpoints=True) > card
     assert said.says("Micro-batches alone are enough only if each has a single row.")

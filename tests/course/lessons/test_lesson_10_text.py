@@ -7,7 +7,7 @@ from support.lesson_text import Lesson
 from torch import nn
 
 from gradmem_lib import Recipe, known_model, predict
-from gradmem_lib.course.lessons.lesson_10 import exercises, exercises_shards, exercises_two_cards
+from gradmem_lib.course.lessons.lesson_10 import exercises
 from gradmem_lib.course.material import models
 from gradmem_lib.planning.cards import CARDS
 from gradmem_lib.prediction.configs import skeleton
@@ -42,20 +42,20 @@ def test_the_largest_part_of_a_step_under_fsdp(said):
 
 
 def test_the_budgets_of_both_exercises(said):
-    model, ids = exercises_shards.wrap_setting()
+    model, ids = exercises.wrap_setting()
     layers = ("one", "two", "three", "four", "five", "six")[len(model.model.layers) - 1]
     assert ids[:2].shape == (2, 32)
     assert said.says(
         f"A forward and a backward of a tiny Llama of {layers} layers, 2 rows of 32 tokens, on one "
-        f"of 2 ranks may take **{exercises_shards.WRAP_CARD:,} bytes**."
+        f"of 2 ranks may take **{exercises.WRAP_CARD:,} bytes**."
     )
-    side = exercises_shards.SIDE
-    assert exercises_shards.LAYERS == 6
+    side = exercises.SIDE
+    assert exercises.LAYERS == 6
     assert said.says(
-        f"six layers of {side} x {side} on 4 ranks may take **{exercises_shards.SHARD_CARD:,} bytes"
+        f"six layers of {side} x {side} on 4 ranks may take **{exercises.SHARD_CARD:,} bytes"
     )
     whole = 6 * side * side * 4
-    assert whole + whole / 4 > exercises_shards.SHARD_CARD  # all of them whole, beside the shards
+    assert whole + whole / 4 > exercises.SHARD_CARD  # all of them whole, beside the shards
 
 
 def test_an_h100s_link_and_its_computing(said):
@@ -76,13 +76,13 @@ def test_the_base_of_a_70b_on_two_cards(said):
         f"{2 * every / 1e9:.0f} GB in bf16, {NF4 * linear / 1e9:.0f} GB in 4 bits, half of that on "
         "each card if they are cut."
     )
-    card = CARDS[exercises_two_cards.TWO_CARDS]
+    card = CARDS[exercises.TWO_CARDS]
     assert said.says("In bf16, half of the base alone is too large.") and every > card.nbytes
     ((peak,),) = said.figures(r"Prediction 10.f\n.*\n +predicted +([\d.]+) GiB")
     assert said.says("Most of the peak is the base: each rank keeps half of the 4-bit weights")
     assert 0.5 < NF4 * linear / 2 / (peak * GiB) < 1
-    assert said.says("with a row of 1,024 tokens on each.") and exercises_two_cards.TOKENS == 1024
-    assert said.says(f"adapters of rank {exercises_two_cards.RANK} on every linear layer")
+    assert said.says("with a row of 1,024 tokens on each.") and exercises.TOKENS == 1024
+    assert said.says(f"adapters of rank {exercises.two_cards().lora_rank} on every linear layer")
 
 
 def test_what_shards_on_the_host_move(said):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from build_notebooks import FIGURE, read_source
 from lesson_facts import Lesson, lessons
 from sheet_facts import sheet
 
@@ -123,11 +124,23 @@ def sources(name: str) -> list[Source]:
     return [_source(lesson) for lesson in lessons() if lesson.number == name]
 
 
+COMPUTED = "⁂"  # stands where the builder fills in a figure, or computes whether it holds
+
+
 def _source(lesson: Lesson) -> Source:
+    """A lesson as its author writes it. What is computed when it is built need not be known."""
     texts: dict[str, list[str]] = {"markdown": [], "code": []}
-    for cell in lesson.cells:
-        texts[cell.cell_type].append(cell.source)
-    return Source(stated_in(texts["markdown"]), lesson.printed, "\n".join(texts["code"]))
+    for cell in read_source(lesson.source).cells:
+        text = FIGURE.sub(COMPUTED, cell.source)
+        text = re.sub(
+            r"([.:!?][*_]*)\s*<!-- holds: .+? -->", rf"{COMPUTED}\1", text, flags=re.DOTALL
+        )
+        texts[cell.cell_type].append(text)
+    sentences = []
+    for sentence in stated_in(texts["markdown"]):
+        if COMPUTED not in sentence or any(map(is_figure, numbers(sentence))):
+            sentences.append(sentence)
+    return Source(sentences, lesson.printed, "\n".join(texts["code"]))
 
 
 def _notes() -> Source:

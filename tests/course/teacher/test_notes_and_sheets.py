@@ -18,8 +18,7 @@ from support.lesson_text import lesson, notes, on_sheet
 from support.nightly import ALL
 from support.paths import ROOT
 
-from gradmem_lib.course.catalogue import get
-from gradmem_lib.course.lessons.lesson_03.exercises_counting import plan_window
+from gradmem_lib.course.lessons.lesson_03.exercises import plan_window
 from gradmem_lib.course.lessons.lesson_11 import puzzles
 from gradmem_lib.units import GiB
 
@@ -68,7 +67,8 @@ def test_what_exercises_ask_for():
     _, rounded = plan_window(64 * tokens + 1, 4, 2048, 1)
     assert exact == 64 * tokens and rounded == 65 * tokens
     assert "The tokens of an update may then be more than asked for." in notes()
-    assert get("4.1").minutes == 10
+    (stated,) = [e for lesson in lessons() for e in lesson.exercises if e.id == "4.1"]
+    assert stated.minutes == 10
     assert "Exercise 4.1 may take longer than its ten minutes." in notes()
     assert "many say 1,000, which is 1 / (1 − β)." in notes() and round(1 / (1 - 0.999)) == 1000
     assert "Draw the 16 bits that are cut off" in notes()

@@ -6,6 +6,7 @@ Real objects answer wherever they fit on a CPU, and closed forms of ``accounting
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
 
 import torch
@@ -15,10 +16,11 @@ from ....compat.tensors import storage_key
 from ....training.prepare import prepare
 from ....training.recipe import Recipe
 from ...ledger import Finding, answers
-from ...ledger.finding import GB, Figure, about, between, gb, in_unit, more, yes
+from ...ledger.finding import GB, Figures, about, between, gb, in_unit, more, none, some, yes
 from ...ledger.saved_tensors import saved_tensors
 from ...material import accounting
 from ...material.shapes import SHAPES, Shape
+from ..shared.claim_runs import name_of, peak_of, resident, seeded
 
 # What autocast-bf16 keeps, autocast-fp16 keeps too.
 PRECISIONS = ("float32", "bf16", "autocast-bf16", "float32-master")
@@ -43,8 +45,7 @@ GPT_1_3B = Shape(
 
 def adam_states(dtype: torch.dtype, **options) -> tuple[nn.Linear, torch.optim.AdamW]:
     """A small layer in ``dtype`` after one real AdamW step on gradients of 1e-4."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         layer = nn.Linear(64, 64, bias=False, dtype=dtype)
     optimizer = torch.optim.AdamW(layer.parameters(), **options)
     layer.weight.grad = torch.full_like(layer.weight, 1e-4)
@@ -75,15 +76,15 @@ def states_after_a_step(optimizer: str) -> tuple[int, int]:
 
 @answers("C01")
 def seven_billion() -> Finding:
-    figures: dict[str, int | float | str] = {"parameters of Llama-2-7B, count": SEVEN.parameters}
+    figures: Figures = {"parameters of Llama-2-7B, count": SEVEN.parameters}
     kept, saved = {}, {}
     for name in ("bf16", "autocast-bf16", "float32-master"):
-        resident = accounting.resident_bytes(SEVEN, name)
-        kept[name] = sum(resident.values())
+        parts = accounting.resident_bytes(SEVEN, name)
+        kept[name] = sum(parts.values())
         saved[name] = sum(accounting.model_activations(SEVEN, 1, 2048, precision=name).values())
-        peak = accounting.estimate(SEVEN, batch_size=1, seq_len=2048, precision=name)
+        peak = peak_of(SEVEN, 1, 2048, name)
         figures[f"{name}: parameters + gradients + Adam"] = " + ".join(
-            f"{n:,}" for n in resident.values()
+            f"{n:,}" for n in parts.values()
         )
         figures[f"{name}: activations of 1 x 2048 tokens"] = saved[name]
         figures[f"{name}: peak without accumulation ({peak.moment})"] = peak.total
@@ -98,17 +99,16 @@ def seven_billion() -> Finding:
             between("all four, accumulating 1 x 2048", 104 * GB, 124 * GB, together, "GB"),
         ),
         where=(about("without float32 weights", 84 * GB, without, "GB"),),
-        only_if=(
-            "Adam's states are in FP32 and the weights are not; PyTorch's mixed precision "
-            "keeps the weights in FP32, too."
-        ),
-        why="Autocast keeps the weights in float32, and other recipes keep a float32 master copy "
-        "beside 16-bit weights. Both need "
-        f"16 bytes a parameter. Pure bf16 keeps {gb(kept['bf16'])}, with Adam's states in bf16. "
-        "Without accumulation, the peak "
-        "is less than the sum of all four, since backward frees activations while it adds "
-        "gradients. With accumulation, the peak is "
-        "the sum: from the second micro-batch on, forward keeps all gradients.",
+        says=f"""
+            only if: Adam's states are in FP32 and the weights are not; PyTorch's mixed
+                precision keeps the weights in FP32, too.
+            why: Autocast keeps the weights in float32, and other recipes keep a float32 master
+                copy beside 16-bit weights. Both need 16 bytes a parameter. Pure bf16 keeps
+                {gb(kept["bf16"])}, with Adam's states in bf16. Without accumulation, the peak is
+                less than the sum of all four, since backward frees activations while it adds
+                gradients. With accumulation, the peak is the sum: from the second micro-batch on,
+                forward keeps all gradients.
+            """,
         figures=figures,
     )
 
@@ -123,66 +123,48 @@ def _destroyed(states: torch.dtype) -> float:
 
 @answers("C02")
 def adam_state_dtype() -> Finding:
-    figures: dict[str, int | float | str] = {}
-    widths = set()
+    figures: Figures = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            _, optimizer = adam_states(dtype, **options)
-            found = {moment.dtype for moment in _moments_of(optimizer)}
-            of = (
-                f"{str(dtype).removeprefix('torch.')} weights, "
-                f"{next(iter(options))}={next(iter(options.values()))}"
-            )
-            figures[f"{of}: states in"] = ", ".join(
-                str(kind).removeprefix("torch.") for kind in found
-            )
-            widths |= {kind.itemsize for kind in found} if dtype is torch.float16 else set()
+        for option, on in (("foreach", False), ("foreach", True), ("fused", True)):
+            _, optimizer = adam_states(dtype, **{option: on})
+            found = {name_of(moment.dtype) for moment in _moments_of(optimizer)}
+            figures[f"{name_of(dtype)} weights, {option}={on}: states in"] = ", ".join(found)
     layer, optimizer = adam_states(torch.float16, foreach=False)
+    widths = [moment.itemsize for moment in _moments_of(optimizer)]
     second = optimizer.state[layer.weight]["exp_avg_sq"]
     figures["float16, gradients of 1e-4: largest entry of v after a step"] = float(second.max())
     figures["bytes a state in PyTorch, FP16 model"] = max(widths)
     return Finding(
         own=(
-            Figure(
-                "weights lost in a step with FP16 states",
-                "some",
-                _destroyed(torch.float16),
-                low=0.01,
-                unit="%",
-            ),
-            Figure("the same, FP32 states", "none", _destroyed(torch.float32), high=0, unit="%"),
+            some("weights lost in a step with FP16 states", _destroyed(torch.float16)),
+            none("the same, FP32 states", _destroyed(torch.float32), "%"),
         ),
-        elsewhere=(
-            Figure(
-                "weights lost, BF16 states", "some", _destroyed(torch.bfloat16), low=0.01, unit="%"
-            ),
-        ),
-        only_if=(
-            "the states would be in FP16, where one step destroys the weights; in BF16 it stays "
-            "finite."
-        ),
-        fails="A step with states in FP16 gives the right weights.",
-        why=f"In float16, the v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step "
-        "divides by almost 0. In bf16, the "
-        "same step stays finite; lesson 02 shows what is lost there. Plain, foreach and fused "
-        "AdamW choose the same dtype. The states "
-        "are in float32 where the weights are (as under autocast), or where a recipe adds a "
-        "float32 master copy.",
+        elsewhere=(some("weights lost, BF16 states", _destroyed(torch.bfloat16)),),
+        says=f"""
+            only if: the states would be in FP16, where one step destroys the weights; in BF16
+                it stays finite.
+            fails: A step with states in FP16 gives the right weights.
+            why: In float16, the v of a gradient of 1e-4 rounds to {second.max():.0f}, and the
+                step divides by almost 0. In bf16, the same step stays finite; lesson 02 shows what
+                is lost there. Plain, foreach and fused AdamW choose the same dtype. The states are
+                in float32 where the weights are (as under autocast), or where a recipe adds a
+                float32 master copy.
+            """,
         figures=figures,
     )
 
 
 @answers("C03")
 def adam_over_gradients() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     states, gradients = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         layer, optimizer = adam_states(dtype)
         states[dtype] = sum(moment.nbytes for moment in _moments_of(optimizer))
         gradients[dtype] = layer.weight.grad.nbytes
-        figures[
-            f"{str(dtype).removeprefix('torch.')} layer after a real step: states / gradients"
-        ] = f"{states[dtype]:,} / {gradients[dtype]:,}"
+        figures[f"{name_of(dtype)} layer after a real step: states / gradients"] = (
+            f"{states[dtype]:,} / {gradients[dtype]:,}"
+        )
     times = {}
     for name in PRECISIONS:
         per = accounting.bytes_per_parameter(name, "adamw")
@@ -198,51 +180,55 @@ def adam_over_gradients() -> Finding:
             about("states / gradients, one dtype", 4, alike, "times"),
             about("with an FP32 master copy", 4, times["float32-master"], "times"),
         ),
-        only_if=(
-            "states are in FP32 and gradients in 2 bytes, as in its example; in one dtype, states "
-            "take twice as much."
-        ),
-        fails="FP32 states are not 4 times as large as 2-byte gradients.",
+        says="""
+            only if: states are in FP32 and gradients in 2 bytes, as in its example; in one
+                dtype, states take twice as much.
+            fails: FP32 states are not 4 times as large as 2-byte gradients.
+            """,
         figures=figures,
     )
 
 
-@answers("C04")
-def moving_averages() -> Finding:
+def _moving_average(name: str, whole: float) -> tuple[float, float]:
+    """The shares of the new value that Adam's ``name`` takes, and of itself that it keeps.
+    ``whole``: what met a state of 0 in the first step, a gradient of 1e-4 or its square.
+    """
     layer, optimizer = adam_states(torch.float64)
-    state = optimizer.state[layer.weight]
-    first = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-    # the first gradient, and its square, met states of 0
-    taken = {"exp_avg": 1e-4, "exp_avg_sq": 1e-8}
-    takes = {name: (first[name] / whole).mean().item() for name, whole in taken.items()}
+    moment = optimizer.state[layer.weight][name]
+    first = moment.clone()
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
-    keeps = {name: (state[name] / first[name]).mean().item() for name in first}
-    rest = max(abs(takes[name] + keeps[name] - 1) for name in keeps)
-    half = {name: log(0.5) / log(share) for name, share in keeps.items()}
-    exact = {"unit": "%", "within": 1e-9}
+    return (first / whole).mean().item(), (moment / first).mean().item()
+
+
+@answers("C04")
+def moving_averages() -> Finding:
+    m_takes, m_keeps = _moving_average("exp_avg", 1e-4)
+    v_takes, v_keeps = _moving_average("exp_avg_sq", 1e-8)
+    rest = max(abs(m_takes + m_keeps - 1), abs(v_takes + v_keeps - 1))
+    half_of_m, half_of_v = log(0.5) / log(m_keeps), log(0.5) / log(v_keeps)
     return Finding(
         own=(
-            about("Adam's m keeps", 0.9, keeps["exp_avg"], **exact),
-            about("v keeps", 0.999, keeps["exp_avg_sq"], **exact),
+            about("Adam's m keeps", 0.9, m_keeps, "%", 1e-9),
+            about("v keeps", 0.999, v_keeps, "%", 1e-9),
             yes("each takes the rest of the new one", rest < 1e-9),
         ),
-        holds="PyTorch's Adam does this by default.",
-        fails="A step of PyTorch's Adam with its default betas does something else.",
-        why=f"In other words, m forgets half of a gradient in {half['exp_avg']:.1f} steps, and v "
-        "forgets half of its square in "
-        f"{half['exp_avg_sq']:.0f}.",
+        says=f"""
+            holds: PyTorch's Adam does this by default.
+            fails: A step of PyTorch's Adam with its default betas does something else.
+            why: In other words, m forgets half of a gradient in {half_of_m:.1f} steps,
+                and v forgets half of its square in {half_of_v:.0f}.
+            """,
         figures={
-            "default betas": str(optimizer.defaults["betas"]),
-            "half-life of m, steps": half["exp_avg"],
-            "half-life of v, steps": half["exp_avg_sq"],
+            "default betas": str(adam_states(torch.float64)[1].defaults["betas"]),
+            "half-life of m, steps": half_of_m,
+            "half-life of v, steps": half_of_v,
         },
     )
 
 
 def _five_modules() -> tuple[nn.Sequential, torch.Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     return net, torch.tensor([[1.0, 2.0]])
 
@@ -259,13 +245,14 @@ def five_modules() -> Finding:
     _, nbytes = saved_tensors(lambda: net(x), but_not=(x, *net.parameters()))
     return Finding(
         own=(about("intermediate tensors kept", 5, len(intermediate), within=0),),
-        fails=f"Only {len(intermediate)} are kept, the outputs of the two ReLUs.",
-        holds="Each module's output is kept.",
-        why=f"Autograd saves {len(saved)} tensors in {len(storages)} storages: the input, "
-        f"{len(storages & parameters)} weight "
-        f"matrices, and {len(intermediate)} intermediate results. Each of these results is used "
-        "twice, by its ReLU and by the next "
-        "Linear. The outputs of the Linears, and so the network's output, are not kept.",
+        says=f"""
+            fails: Only {len(intermediate)} are kept, the outputs of the two ReLUs.
+            holds: Each module's output is kept.
+            why: Autograd saves {len(saved)} tensors in {len(storages)} storages: the input,
+                {len(storages & parameters)} weight matrices, and {len(intermediate)} intermediate
+                results. Each of these results is used twice, by its ReLU and by the next Linear.
+                The outputs of the Linears, and so the network's output, are not kept.
+            """,
         figures={
             "tensors handed to autograd, count": len(saved),
             "distinct storages, count": len(storages),
@@ -288,11 +275,12 @@ def no_fit() -> Finding:
         message = f"AttributeError: {error}"
     return Finding(
         own=(yes("a PyTorch module has fit", message == "nothing"),),
-        fails="A PyTorch module has no fit(); the call net(x) runs the forward pass.",
-        holds="This version of PyTorch has nn.Module.fit.",
-        why=(
-            "In libraries that have a fit(), it runs the whole training loop, not one forward pass."
-        ),
+        says="""
+            fails: A PyTorch module has no fit(); the call net(x) runs the forward pass.
+            holds: This version of PyTorch has nn.Module.fit.
+            why: In libraries that have a fit(), it runs the whole training loop, not one
+                forward pass.
+            """,
         figures={"what net.fit() raises": message, "shape of net(x)": str(tuple(net(x).shape))},
     )
 
@@ -301,7 +289,7 @@ def no_fit() -> Finding:
 def gradients_and_batch() -> Finding:
     from ...material.models import tiny_llama
 
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     gradients, activations = {}, {}
     for attention, name in (("sdpa", "fused"), ("eager", "eager")):
         model = tiny_llama(
@@ -309,14 +297,9 @@ def gradients_and_batch() -> Finding:
         )
         for batch_size, seq_len in ((1, 64), (4, 64), (1, 256)):
             ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
-            loss: list[torch.Tensor] = []
-            _, saved = saved_tensors(
-                lambda model=model, ids=ids, loss=loss: loss.append(
-                    model(input_ids=ids, labels=ids).loss
-                ),
-                but_not=model.parameters(),
-            )
-            loss[0].backward()
+            run = partial(model, input_ids=ids, labels=ids)
+            _, saved = saved_tensors(run, but_not=model.parameters())
+            run().loss.backward()
             key = (name, batch_size, seq_len)
             gradients[key] = sum(parameter.grad.nbytes for parameter in model.parameters())
             activations[key] = saved
@@ -337,18 +320,20 @@ def gradients_and_batch() -> Finding:
             ),
             more("activations, 4 times the sequence", fused),
         ),
-        holds="Gradients have the shapes of the parameters for any batch.",
-        fails="Gradients or activations behave differently here.",
-        why=f"With four times the sequence, activations grow {fused:.1f} times under fused "
-        f"attention but {eager:.1f} times under "
-        "eager attention, whose scores grow with the square of the sequence.",
+        says=f"""
+            holds: Gradients have the shapes of the parameters for any batch.
+            fails: Gradients or activations behave differently here.
+            why: With four times the sequence, activations grow {fused:.1f} times under fused
+                attention but {eager:.1f} times under eager attention, whose scores grow with the
+                square of the sequence.
+            """,
         figures=figures,
     )
 
 
 @answers("C32")
 def states_over_parameters() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     times = {}
     for optimizer, momentum in (("adamw", 0.0), ("sgd", 0.9), ("sgd", 0.0)):
         key = f"{optimizer}, momentum {momentum}" if momentum else optimizer
@@ -378,15 +363,13 @@ def states_over_parameters() -> Finding:
                 "times",
             ),
         ),
-        only_if=(
-            "the optimizer is Adam, its own example; without a master copy, SGD, Adafactor and "
-            "8-bit AdamW keep about the parameters' size, or less."
-        ),
-        fails="Adam's states are outside that range.",
-        why=(
-            "No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the "
-            "gradients does."
-        ),
+        says="""
+            only if: the optimizer is Adam, its own example; without a master copy, SGD,
+                Adafactor and 8-bit AdamW keep about the parameters' size, or less.
+            fails: Adam's states are outside that range.
+            why: No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the
+                gradients does.
+            """,
         figures=figures,
     )
 
@@ -398,19 +381,18 @@ def one_point_three_billion() -> Finding:
         name: sum(accounting.bytes_per_parameter(name, "adamw").values()) * nominal
         for name in PRECISIONS
     }
-    real = {name: sum(accounting.resident_bytes(GPT_1_3B, name).values()) for name in PRECISIONS}
+    real = {name: resident(GPT_1_3B, name) for name in PRECISIONS}
     claimed = 104 * GB // 10
     return Finding(
         own=(about("1.3B in its own loop (autocast)", claimed, totals["autocast-bf16"], "GB"),),
         where=(about("all in 2 bytes", claimed, totals["bf16"], "GB"),),
-        only_if=(
-            "all numbers take 2 bytes, even Adam's states; the document's own loop uses "
-            "autocast, which keeps twice as much."
-        ),
-        fails="No recipe keeps that much.",
-        why="Autocast multiplies in bf16 and keeps weights, gradients and states in float32. A "
-        "recipe with a float32 master copy "
-        "needs the same total.",
+        says="""
+            only if: all numbers take 2 bytes, even Adam's states; the document's own loop uses
+                autocast, which keeps twice as much.
+            fails: No recipe keeps that much.
+            why: Autocast multiplies in bf16 and keeps weights, gradients and states in float32.
+                A recipe with a float32 master copy needs the same total.
+            """,
         figures={f"1.3e9 parameters, {name}": total for name, total in totals.items()}
         | {"parameters of a GPT of 24 x 2048, count": GPT_1_3B.parameters}
         | {f"that GPT, {name}": total for name, total in real.items()},
@@ -431,7 +413,7 @@ def batch_to_exceed(shape: Shape, **options) -> int:
 
 @answers("C36")
 def activations_rule() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     times = {}
     for precision in ("autocast-bf16", "bf16"):
         kept = accounting.resident_bytes(GPT_1_3B, precision)
@@ -461,10 +443,12 @@ def activations_rule() -> Finding:
             more("the same, eager", eager),
         ),
         elsewhere=(more("activations / both, checkpointed", less_),),
-        only_if=("nothing is checkpointed, as in its own 1.3B model."),
-        fails="At 4 x 2048 tokens activations stay below parameters and optimizer states.",
-        why="In pure bf16, parameters and states take half, and the ratio is "
-        f"{times['bf16', 'fused', None]:.1f} with fused attention and "
-        f"{times['bf16', 'eager', None]:.1f} with eager attention.",
+        says=f"""
+            only if: nothing is checkpointed, as in its own 1.3B model.
+            fails: At 4 x 2048 tokens activations stay below parameters and optimizer states.
+            why: In pure bf16, parameters and states take half, and the ratio is
+                {times["bf16", "fused", None]:.1f} with fused attention and
+                {times["bf16", "eager", None]:.1f} with eager attention.
+            """,
         figures=figures,
     )

@@ -47,16 +47,15 @@ def one_layer() -> Finding:
                 "32 layers, fused attention", 100 * GB, layers * traced["fused"], "GB", within=0.2
             ),
         ),
-        fails=(
-            "Layers that store scores keep three times that much. Fused attention comes near the "
-            "sum, but stores no scores."
-        ),
-        holds="A layer of that size stores what is claimed.",
-        why=f"The document's products are {gb(qkv)}, {gb(scores)} and {gb(ffn)}: "
-        f"{gb(layers * (qkv + scores + ffn))} over 32 layers. Eager "
-        f"attention keeps the softmax twice, in float32 and in bf16: {gb(softmax)} a layer. A "
-        "layer also keeps more of its feed-forward "
-        "part than that product counts.",
+        says=f"""
+            fails: Layers that store scores keep three times that much. Fused attention comes
+                near the sum, but stores no scores.
+            holds: A layer of that size stores what is claimed.
+            why: The document's products are {gb(qkv)}, {gb(scores)} and {gb(ffn)}:
+                {gb(layers * (qkv + scores + ffn))} over 32 layers. Eager attention keeps the
+                softmax twice, in float32 and in bf16: {gb(softmax)} a layer. A layer also keeps
+                more of its feed-forward part than that product counts.
+            """,
         figures={
             "queries, keys and values by the document's product": qkv,
             "scores by its product": scores,
@@ -82,14 +81,13 @@ def long_sequence() -> Finding:
     return Finding(
         own=(about("scores of a layer at its batch of 8", 8 * GB, one_copy[8], "GB"),),
         beyond=(about("at a batch of 2", 8 * GB, one_copy[2], "GB"),),
-        fails=(
-            "Its own batch of 8 needs four times as much: 4 times the sequence makes the scores "
-            "16 times as large, not 4."
-        ),
-        holds="One copy of the scores at its own batch is that large.",
-        why=f"For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused "
-        "attention keeps no scores, only one number for "
-        f"each row: {lse:,} bytes.",
+        says=f"""
+            fails: Its own batch of 8 needs four times as much: 4 times the sequence makes the
+                scores 16 times as large, not 4.
+            holds: One copy of the scores at its own batch is that large.
+            why: For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused
+                attention keeps no scores, only one number for each row: {lse:,} bytes.
+            """,
         figures={f"one bf16 copy of the scores, batch {batch}": n for batch, n in one_copy.items()}
         | {
             "saved by eager attention, batch 8: softmax": softmax,
@@ -113,14 +111,14 @@ def attention_over_mlp() -> Finding:
             about("halves of a real layer, eager", 8, ratio["eager"], "times", within=0.15),
         ),
         elsewhere=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
-        only_if=(
-            "attention is eager, which its example counts; with fused attention the "
-            "feed-forward half is larger."
-        ),
-        fails="The scores are not 8 times the feed-forward part.",
-        why=f"One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, and the "
-        f"feed-forward part takes {ffn / GiB:.0f} GiB. "
-        "This counts one copy of each; a real layer keeps several copies of both.",
+        says=f"""
+            only if: attention is eager, which its example counts; with fused attention the
+                feed-forward half is larger.
+            fails: The scores are not 8 times the feed-forward part.
+            why: One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, and
+                the feed-forward part takes {ffn / GiB:.0f} GiB. This counts one copy of each; a
+                real layer keeps several copies of both.
+            """,
         figures={
             "one head": head,
             "all heads": scores,

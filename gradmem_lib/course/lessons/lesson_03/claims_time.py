@@ -6,7 +6,6 @@ ratios that ``benchmarks/accumulation.py`` recorded are quoted with their device
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import cache
@@ -15,15 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ....compat.dispatch_modes import TorchDispatchMode
-from ....techniques.accumulation import accumulate_gradients, split
+from ....techniques.accumulation import split
 from ....techniques.losses import next_token_loss
 from ...ledger import Finding, answers, bert_large
-from ...ledger.finding import Figure, about, more
-from ...machine.course_files import course_folder
-from ...material import models
-from .claims import SIZES, tokens
-
-RECORD = course_folder("benchmarks/results") / "accumulation.json"
+from ...ledger.finding import Figure, Figures, about, more
+from ..shared.claim_runs import recorded, where_recorded
+from .claims import tokens, window
 
 
 class _Count(TorchDispatchMode):
@@ -41,42 +37,31 @@ def _work(k: int, step_each: bool = False) -> tuple[int, int, int]:
     """Operations, floating-point operations in matrix products, and additions to gradients, of one
     window of 32.
     """
-    model = models.tiny_llama(**SIZES, attention="eager")  # the counter sees its products
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    batch = tokens(32)
+    # the counter sees the products of eager attention
+    model, optimizer, update = window(batch, k, attention="eager")
+    if step_each:
 
-    def window():
-        if step_each:
-            for micro in split(tokens(32), 32 // k):
+        def update():
+            for micro in split(batch, 32 // k):
                 loss, count = next_token_loss(model, micro)
                 (loss / count).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            return
-        accumulate_gradients(
-            split(tokens(32), 32 // k), lambda m: next_token_loss(model, m), total_items=32 * 31
-        )
-        optimizer.step()
-        optimizer.zero_grad()
 
-    window()  # the first step makes Adam's states
+    update()  # the first step makes Adam's states
     with FlopCounterMode(display=False) as flops, _Count() as count:  # the inner one is asked first
-        window()
+        tokens(32)  # a window's batch is made in one operation, which counts
+        update()
     additions = 0 if step_each else (k - 1) * sum(p.numel() for p in model.parameters())
     return count.operations, flops.get_total_flops(), additions
 
 
-def recorded() -> dict | None:
-    """What ``benchmarks/accumulation.py`` wrote, or None where the course's folder has no
-    record.
-    """
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
-
-
 def _recorded_figures(*ways: str) -> dict[str, str]:
-    found = recorded()
+    found = recorded("accumulation")
     if found is None:
         return {"recorded times": "none here: run benchmarks/accumulation.py"}
-    where = f"{found['clock']}, {found['where']['device']}, {found['where']['date']}"
+    where = where_recorded(found)
     return {
         f"recorded time of {k} {way} micro-batches / one batch of 16 ({where})": f"{ratio:.2f}"
         for way in ways
@@ -89,7 +74,7 @@ def _recorded(k: int, kind: Callable[[str, float], Figure]) -> tuple[Figure, ...
     """The recorded time of k accumulated micro-batches over one batch, as a figure; nothing where
     there is no record.
     """
-    found = recorded()
+    found = recorded("accumulation")
     ratios = found["accumulated"] if found else {}
     return (kind(f"our CPU record, {k} micro-batches", ratios[str(k)]),) if str(k) in ratios else ()
 
@@ -106,15 +91,14 @@ def the_same_samples_take_longer() -> Finding:
     return Finding(
         own=(more("time in its table, 1 x 4 / 4", _published()),),
         elsewhere=_recorded(4, more) + _recorded(16, more),
-        only_if=(
-            "micro-batches are too small for the device, as the rows of its table; larger ones "
-            "cost little or no time."
-        ),
-        fails="Its own table says otherwise.",
-        why=f"The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times as "
-        "many for 8 micro-batches. "
-        "Accumulation is less work than an update after every micro-batch, since the optimizer "
-        "steps once.",
+        says=f"""
+            only if: micro-batches are too small for the device, as the rows of its table;
+                larger ones cost little or no time.
+            fails: Its own table says otherwise.
+            why: The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times
+                as many for 8 micro-batches. Accumulation is less work than an update after every
+                micro-batch, since the optimizer steps once.
+            """,
         figures={
             "operations, one batch of 32": one[0],
             "operations, 8 x 4 accumulated": cut[0],
@@ -135,15 +119,15 @@ def no_overhead() -> Finding:
             about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"),
             *_recorded(4, _as_long),
         ),
-        holds=(
-            "The computation is the same for 32 and for 4 x 8; micro-batches that are too small "
-            "lose time."
-        ),
-        fails="The matrix products of the micro-batches need another number of operations.",
-        why="Besides the products, there are K - 1 additions to each gradient, "
-        f"{cut[2] / cut[1]:.1%} of the operations here. For K = 4, "
-        f"{cut[0] / one[0]:.1f} times as many operations have to be started, and small operations "
-        "leave a device partly idle.",
+        says=f"""
+            holds: The computation is the same for 32 and for 4 x 8; micro-batches that are too
+                small lose time.
+            fails: The matrix products of the micro-batches need another number of operations.
+            why: Besides the products, there are K - 1 additions to each gradient,
+                {cut[2] / cut[1]:.1%} of the operations here. For K = 4, {cut[0] / one[0]:.1f} times
+                as many operations have to be started, and small operations leave a device partly
+                idle.
+            """,
         figures={
             "FLOP in matrix products, one batch of 32": one[1],
             "FLOP in matrix products, 4 x 8": cut[1],
@@ -196,7 +180,7 @@ def learning_rates(name: str) -> dict[tuple[int, int], float]:
 
 @answers("C31")
 def linear_scaling() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     nearest = {}
     for name in LEARNING_RATES:
         found = learning_rates(name)
@@ -214,14 +198,13 @@ def linear_scaling() -> Finding:
             about("learning rate, Adam, 4 times the batch", 4, nearest["Adam"], "times", within=0),
         ),
         where=(about("the same, SGD", 4, nearest["SGD"], "times", within=0),),
-        only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's "
-        "own loop uses Adam, whose "
-        "rate grows with the square root.",
-        holds="for Adam, which the document's own loop uses.",
-        fails="Neither SGD nor Adam follows this rule.",
-        why=(
-            "Adam already divides by the gradient's size. You do not have to follow any rule: an "
-            "unchanged learning rate is safe, only slower."
-        ),
+        says="""
+            only if: the optimizer is SGD and the batch is small enough to be noisy; the
+                document's own loop uses Adam, whose rate grows with the square root.
+            holds: for Adam, which the document's own loop uses.
+            fails: Neither SGD nor Adam follows this rule.
+            why: Adam already divides by the gradient's size. You do not have to follow any
+                rule: an unchanged learning rate is safe, only slower.
+            """,
         figures=figures,
     )

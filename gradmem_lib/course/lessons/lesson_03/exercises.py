@@ -1,30 +1,132 @@
-"""Lesson 03's exercises about windows: the right divisor, and the whole loop around it."""
+"""Lesson 03's exercises but its leak: windows of micro-batches, and the update that each makes."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import islice
 
 import torch
+import torch.nn.functional as F
+from torch.nn import utils
 
 from ....names import IGNORED
-from ....techniques.losses import count_targets
-from ...judge.compare import describe, difference, plain
-from ...judge.exercise import Exercise, Mistake, Seen
-from ..shared.gradient_weights import (
-    ANOTHER_STEP,
-    NO_BACKWARD,
-    NO_STEP,
-    STEP_FIRST,
-    ZEROED,
-    Graphs,
-    before_each_update,
-    parts_of,
-    weights_of,
-    why,
-    why_loss,
+from ....techniques.accumulation import split
+from ....techniques.losses import next_token_loss
+from ...judge.exercise import Exercise, calls, measured
+from ..shared.gradient_weights import Graphs, Updates
+from ..shared.hf_trainer import one_batch, trainer_logs, trainer_setting
+from ..shared.residual_net import labelled_rows, residual_net
+from ..shared.settings import (
+    Bigrams,
+    bigram_loss,
+    flat,
+    gradients_of,
+    quietly,
+    rows,
+    with_large_gradients,
 )
-from ..shared.settings import Bigrams, bigram_loss, flat, gradients_of, rows
+from .settings import CARD, batch_setting
+
+# 3.1
+
+
+def plan_window(
+    tokens_per_update: int, micro_batch: int, seq_len: int, gpus: int
+) -> tuple[int, int]:
+    """Micro-batches that each GPU needs for at least ``tokens_per_update``, and the tokens that
+    makes.
+    """
+    at_once = micro_batch * seq_len * gpus
+    steps = math.ceil(tokens_per_update / at_once)
+    return steps, steps * at_once
+
+
+PLAN = Exercise(
+    "3.1",
+    plan_window,
+    calls(
+        (524288, 4, 2048, 1),
+        (524288, 4, 2048, 8),
+        (500000, 4, 2048, 1),
+        (524288, 8, 1000, 3),
+        (1000, 4, 2048, 1),
+        hidden=[(100_000, 3, 700, 7), (90_000, 5, 600, 3), (77, 1, 10, 6)],
+    ),
+    """
+    math.ceil → math.floor
+        this rounds down, and the update gets fewer tokens than asked for: the remaining tokens need
+        a micro-batch too.
+    math.ceil(tokens_per_update / at_once) → math.floor(tokens_per_update / at_once) + 1
+        this adds a micro-batch even where the division has no remainder: round up only when there
+        is one.
+    math.ceil(tokens_per_update / at_once) → max(1, tokens_per_update // at_once)
+        this rounds down, but to no less than 1: the update must see at least the tokens.
+    seq_len * gpus → seq_len
+        this forgets the GPUs: each of them works on a micro-batch of its own at the same time.
+    micro_batch * seq_len * gpus → micro_batch * gpus
+        this counts sequences: a micro-batch has micro_batch times seq_len tokens.
+    return steps, steps * at_once → return steps, tokens_per_update
+        the steps are right; the tokens are those asked for, not the tokens of that many whole
+        micro-batches.
+    return steps, steps * at_once → return steps * gpus, steps * at_once
+        these are the steps of all GPUs together: return the steps of each GPU.
+    micro_batch * seq_len * gpus → micro_batch * (seq_len - 1) * gpus
+        this counts seq_len - 1 tokens for each sequence: the plan counts all tokens, micro_batch
+        times seq_len in a micro-batch.
+    """,
+)
+
+# 3.2
+
+
+def count_targets(labels: torch.Tensor) -> int:
+    """How many tokens a causal language model predicts, for labels (batch, sequence) in which -100
+    is to be ignored.
+    """
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def count_cases(answer):
+    yield "sequences of 5, 3 and 8 tokens", answer(rows(5, 3, 8))
+    prompt = rows(8, 8)
+    prompt[:, :3] = IGNORED
+    yield "two sequences of 8 tokens, the first 3 of which have the label -100", answer(prompt)
+    padded = rows(5, 3).flip(1)
+    yield "sequences of 5 and 3 tokens, with -100 on the left", answer(padded)
+    zeros = rows(6, 4)
+    zeros[0, 2] = zeros[1, 1] = 0
+    yield "sequences of 6 and 4 tokens, two of which have the id 0", answer(zeros)
+    yield "labels that are all -100", answer(torch.full((2, 4), IGNORED))
+
+
+TARGETS = Exercise(
+    "3.2",
+    count_targets,
+    count_cases,
+    """
+    int((labels[:, 1:] != IGNORED).sum()) → labels.numel()
+        this counts padding: a label of -100 adds nothing to the loss.
+    int((labels[:, 1:] != IGNORED).sum()) → labels[:, 1:].numel()
+        this still counts padding, after the shift: a label of -100 adds nothing to the loss.
+    != IGNORED → == IGNORED
+        this counts the labels that are ignored: count those that are not -100.
+    labels[:, 1:] → labels[1:]
+        labels[1:] leaves out the first sequence: positions are the second dimension, labels[:, 1:].
+    labels[:, 1:] → labels
+        this counts position 0: nothing comes before the first token, so nothing predicts it.
+    labels[:, 1:] → labels[:, :-1]
+        this drops the last label and keeps the first: logits lose their last position, labels their
+        first.
+    int((labels[:, 1:] != IGNORED).sum()) → int((labels != IGNORED).sum()) - len(labels)
+        this subtracts one for every sequence: where the first label is already -100, a real label
+        is lost.
+    != IGNORED → > 0
+        this treats token 0 as padding: it is a token like any other, and only -100 is ignored.
+    """,
+)
+
+# 3.3
 
 
 def accumulate(micro_batches, loss_and_count) -> float:
@@ -40,90 +142,63 @@ def accumulate(micro_batches, loss_and_count) -> float:
     return mean
 
 
-def accumulates(backward, report=None):
-    """A wrong ``accumulate``: what it calls backward on, from (loss, count, K, total), and returns,
-    from (losses, counts).
-    """
-
-    def wrong(micro_batches, loss_and_count):
-        counts, losses = [loss_and_count(micro)[1] for micro in micro_batches], []
-        for micro, count in zip(micro_batches, counts, strict=True):
-            loss, _ = loss_and_count(micro)
-            backward(loss, count, len(counts), sum(counts)).backward()
-            losses.append(loss.item())
-        return report(losses, counts) if report else sum(losses) / sum(counts)
-
-    return wrong
-
-
-def _each_mean(losses, counts):
-    return [loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)]
-
-
-def mean_of_means(losses, counts):
-    return sum(_each_mean(losses, counts)) / len(losses)
-
-
-def _mean_times_count(losses, counts):
-    return sum(m * c for m, c in zip(_each_mean(losses, counts), counts, strict=True)) / sum(counts)
-
-
-def _accumulations() -> dict[str, list]:
+def windows() -> dict[str, list[torch.Tensor]]:
+    without_items = torch.full((1, 5), IGNORED)
     return {
         "micro-batches of equal counts": [rows(6, 6), rows(6, 6, seed=1), rows(6, 6, seed=2)],
-        "micro-batches of unequal counts": unequal(),
-        "one micro-batch without a label": [rows(4), torch.full((1, 5), IGNORED), rows(7, seed=1)],
+        UNEQUAL: [rows(3), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(6, seed=3)],
+        "a micro-batch of labels -100": [rows(4), without_items, rows(7, seed=1)],
     }
 
 
-def _observe_accumulate(candidate):
-    found = {}
-    backwards = 0
-    for name, micro_batches in _accumulations().items():
+UNEQUAL = "micro-batches of unequal counts"
+
+
+def accumulation_cases(answer):
+    for name, micro_batches in windows().items():
         model = Bigrams()
         graphs = Graphs(bigram_loss(model))
-        loss = candidate(micro_batches, graphs)
-        found[name] = {
-            "gradient": gradients_of(model),
-            "loss": loss,
-            "graphs that are kept at once": graphs.kept,
-        }
-        backwards += graphs.backwards
-    return Seen(found, backwards=backwards)
+        loss = answer(micro_batches, graphs)
+        yield f"{name}, whether backward has gone through a loss", bool(graphs.backwards)
+        yield f"{name}, the gradient", gradients_of(model)
+        yield f"{name}, the loss that is returned", loss
+        yield f"{name}, graphs that are kept beside the newest", graphs.kept
 
 
-def _explain_accumulate(got, expected):
-    if not got.notes["backwards"]:
-        return NO_BACKWARD
-    # the one that tells most
-    names = sorted(expected, key="micro-batches of unequal counts".__ne__)
-    right = {
-        name: difference(got[name]["gradient"], expected[name]["gradient"]) is None
-        for name in names
-    }
-    for name in names:
-        model, micro_batches = Bigrams(), _accumulations()[name]
-        parts, counts = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
-        if not right[name]:
-            weights = weights_of(got[name]["gradient"], parts)
-            return why(weights, counts) if weights else None
-        elif all(right.values()) and difference(got[name]["loss"], expected[name]["loss"]):
-            sums = [bigram_loss(model)(micro)[0].item() for micro in micro_batches]
-            if what := why_loss(plain(got[name]["loss"]), sums, counts):
-                return f"the gradient is right; the returned loss is {what}."
-    if all(right.values()) and got[name]["graphs that are kept at once"]:
-        return GRAPHS_KEPT
-    return None
-
-
-GRAPHS_KEPT = (
-    "the graphs of several micro-batches are kept at once: call backward on each before "
-    "the next forward, and keep loss.item()."
+DIVISOR = Exercise(
+    "3.3",
+    accumulate,
+    accumulation_cases,
+    """
+    (loss / total) → loss
+        no division: this is the gradient of the sum, as many times too large as there are tokens.
+    loss, _ → loss, count
+    (loss / total) → (loss / count)
+        this adds up the gradients of the micro-batches' means: with K of them it is about K times
+        too large.
+    loss, _ → loss, count
+    (loss / total) → (loss / count / len(micro_batches))
+        dividing by K gives every micro-batch the same weight: a token of a short one then counts
+        more than one of a long one.
+    (loss / total) → (loss / len(micro_batches))
+        loss is a sum already: divide it by the tokens of all micro-batches, not by K.
+    loss, _ → loss, count
+    loss.item() / total → (loss / count / len(micro_batches)).item()
+        the loss that is returned is an unweighted average of the micro-batches' means.
+    loss, _ → loss, count
+    loss.item() / total → (loss / count).item()
+        the loss that is returned is the sum of the micro-batches' means, about K times too large.
+    loss, _ → loss, count
+    mean += loss.item() / total → mean = (loss / count).item()
+        the loss that is returned is only the last micro-batch's.
+    loss_and_count(micro)[1] for → count_targets(micro["labels"]) for
+        a micro-batch may be anything that loss_and_count takes (here it is a tensor, and no dict
+        with labels): loss_and_count(micro) also says how many items it has.
+    """,
+    pairs=True,
 )
 
-
-def unequal():
-    return [rows(3), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(6, seed=3)]
+# 3.4
 
 
 def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float]:
@@ -132,459 +207,525 @@ def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float
     """
     losses, rest = [], iter(micro_batches)
     while held := list(islice(rest, window)):
-        losses.append(accumulate(held, loss_and_count))
+        total = sum(loss_and_count(micro)[1] for micro in held)
+        mean = 0.0
+        for micro in held:
+            loss, _ = loss_and_count(micro)
+            (loss / total).backward()
+            mean += loss.item() / total
+        losses.append(mean)
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
-def _trains(
-    per_micro=lambda optimizer: None,
-    *,
-    first=False,
-    last=True,
-    each=False,
-    zero=True,
-    weight=None,
-    full=False,
-):
-    """A wrong ``train``: what it does after each micro-batch, if it zeroes ``first``, how it weighs
-    one, from (count, total, K).
+# Micro-batch n has n items, so that the items of a loss tell which one it is.
+LENGTHS = ((2,), (2, 2), (4,), (3, 3), (4, 3), (7,), (5, 4))
+STREAM, LONG = 20, 16_384  # micro-batches of so many tokens, 128 KiB each
+
+
+def steep_bigrams() -> Bigrams:
+    """Its gradients are longer than what people clip to."""
+    model = Bigrams()
+    with torch.no_grad():
+        model.table.mul_(10)
+    return model
+
+
+def numbered(n: int) -> list[torch.Tensor]:
+    return [rows(*each, seed=seed) for seed, each in enumerate(LENGTHS[:n])]
+
+
+def have_graphs(losses) -> bool:
+    if isinstance(losses, (list, tuple)):
+        return any(map(have_graphs, losses))
+    return getattr(losses, "grad_fn", None) is not None
+
+
+def train_cases(answer):
+    for n, window in ((6, 3), (7, 3), (5, 2)):
+        name = f"{n} micro-batches in windows of {window}"
+        model = steep_bigrams()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        graphs = Graphs(bigram_loss(model))
+        updates = Updates(model, optimizer, graphs)
+        losses = answer(model, optimizer, iter(numbered(n)), window, graphs)
+        yield f"{name}, updates by the given optimizer", len(updates.gradients)
+        made_of = [" ".join(map(str, items)) for items in updates.went_back]
+        yield f"{name}, the micro-batches of each update", " | ".join(made_of)
+        gradients = [*updates.gradients, *[None] * n]
+        for number in range(math.ceil(n / window)):
+            yield f"{name}, the gradient of update {number + 1}", gradients[number]
+        yield f"{name}, the mean losses", losses
+        yield f"{name}, the weights at the end", flat(model.parameters())
+        yield f"{name}, graphs that are kept beside the newest", graphs.kept
+        yield f"{name}, whether the losses have graphs", have_graphs(losses)
+    yield from list_and_stream_cases(answer)
+
+
+def list_and_stream_cases(answer):
+    model = Bigrams()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    graphs = Graphs(bigram_loss(model))
+
+    def at_most_100_times(micro):
+        if len(graphs.backwards) > 100:
+            raise ValueError(
+                "a list is read from its beginning for each window: take all windows from one "
+                "iterator, iter(micro_batches)"
+            )
+        return graphs(micro)
+
+    yield "a list of 5 micro-batches", answer(model, optimizer, numbered(5), 2, at_most_100_times)
+
+    def on_a_stream():
+        model = Bigrams()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loss = bigram_loss(model)
+        stream = (torch.full((1, LONG), n % 11) for n in range(STREAM))
+        # Only three tokens of each are used: what is measured is the micro-batches themselves.
+        return answer(model, optimizer, stream, 2, lambda micro: loss(micro[:, :3]))
+
+    # A window, the next one, and two micro-batches to spare.
+    run = measured(on_a_stream, 6 * 8 * LONG, "micro-batches", 8 * LONG)
+    yield f"a stream of {STREAM} large micro-batches, of which one window of 2 is held", run
+
+
+LOOP = Exercise(
+    "3.4",
+    train,
+    train_cases,
     """
+    for micro in held: → for micro in (optimizer.zero_grad() or micro for micro in held):
+        this zeroes the gradients inside the window: only the last micro-batch's gradients are left.
+    while held := list(islice(rest, window)): → while held := list(islice(rest, 1)):
+        this steps after every micro-batch: that trains with small batches and accumulates nothing.
+    held := list(islice(rest, window)) → (held := list(islice(rest, window)))[window - 1 :]
+        this drops the last window when it is not full: its micro-batches were read but not used.
+    (loss / total).backward() → (loss / total * len(held) / window).backward()
+        the last window is divided as if it were full: with fewer micro-batches its gradient is too
+        small.
+    optimizer.zero_grad() →
+        without zero_grad between windows, every update repeats the gradients of all those before
+        it.
+    loss, _ → loss, count
+    (loss / total) → (loss / count / len(held))
+    loss.item() / total → loss.item() / count / len(held)
+        the windows are right; inside a window every micro-batch has the same weight, however many
+        tokens it has.
+    optimizer.step() → optimizer.zero_grad(); optimizer.step()
+        the gradient is zero at the step: call zero_grad() after step(), and not between backward
+        and step().
+    iter(micro_batches) → iter(list(micro_batches))
+        list() reads all micro-batches at once, and a long stream does not fit into memory: hold one
+        window at a time.
+    """,
+)
 
-    def wrong(model, optimizer, micro_batches, window, loss_and_count):
-        losses, rest = [], iter(micro_batches)
-        while held := list(islice(rest, window)):
-            if len(held) < window and not last:
-                break
-            total, mean = sum(loss_and_count(micro)[1] for micro in held), 0.0
-            for micro in held:
-                if first:
-                    optimizer.zero_grad()
-                loss, count = loss_and_count(micro)
-                part = loss / (weight(count, total, len(held)) if weight else total)
-                (part * len(held) / window if full else part).backward()
-                mean += loss.item() / total if each else part.item()
-                per_micro(optimizer)
-            if not each:
-                optimizer.step()
-            if zero:
-                optimizer.zero_grad()
-            losses.append(mean)
-        return losses
-
-    return wrong
+# 3.5
 
 
-def step_and_zero(optimizer):
+def window_loss(means: list[float], counts: list[int]) -> float:
+    """The mean loss of a window's items, from each micro-batch's mean loss and its number of
+    items.
+    """
+    weighted = [mean * count for mean, count in zip(means, counts, strict=True)]
+    return sum(weighted) / sum(counts)
+
+
+LOGGED = Exercise(
+    "3.5",
+    window_loss,
+    calls(
+        ([2.0, 4.0], [10, 30]),
+        ([3.0, 1.0, 2.5], [5, 0, 20]),
+        ([2.5, 3.5], [8, 8]),
+        hidden=[([0.0, 1.0, 0.0], [2, 5, 3]), ([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])],
+    ),
+    """
+    sum(weighted) / sum(counts) → sum(means) / len(means)
+        this averages the means without weights: a micro-batch with few tokens counts as much as one
+        with many.
+    sum(weighted) / sum(counts) → sum(means) / len(means) ** 2
+        this divides by K before logging, and then averages: K times too small. Log before dividing,
+        or add up instead of averaging.
+    sum(weighted) / sum(counts) → means[-1]
+        this logs only the last micro-batch.
+    sum(weighted) / sum(counts) → means[0]
+        this logs only the first micro-batch.
+    / sum(counts) →
+        this is the sum over all items: divide it by their number.
+    sum(weighted) / sum(counts) → sum(means)
+        this adds up means: K times too large.
+    / sum(counts) → / max(counts)
+        the sum over all items is divided by the largest count: divide it by the number of items.
+    / sum(counts) → / len(counts)
+        the sum over all items is divided by K: divide it by the number of items.
+    """,
+)
+
+# 3.6
+
+
+def multiply(model, factor) -> None:
+    for p in model.parameters():
+        p.grad *= factor
+
+
+def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) -> float:
+    """One update on a list of micro-batches, its gradient clipped to ``max_norm``; the norm before
+    clipping.
+    """
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    for micro in micro_batches:
+        loss, _ = loss_and_count(micro)
+        (loss / total).backward()
+    norm = utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
+    return norm.item()
 
 
-_EPOCHS = {
-    "6 micro-batches in windows of 3": (((2,), (9, 3), (12, 12), (5,), (4, 4), (7,)), 3),
-    "7 micro-batches in windows of 3": (((2,), (9, 3), (12, 12), (5,), (4, 4), (7,), (6, 2)), 3),
-    "5 micro-batches in windows of 2": (((6,), (3,), (8,), (5,), (4,)), 2),
-}
-
-
-def _observe_train(candidate):
-    found = {}
-    backwards = {}
-    for name, (lengths, window) in _EPOCHS.items():
+def clip_cases(answer):
+    for words, max_norm in (("larger", 100.0), ("smaller", 0.1), ("smaller", 0.5)):
+        name = f"max_norm {max_norm:g}, which is {words} than the norm"
         model = Bigrams()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-        micro_batches = [rows(*each, seed=seed) for seed, each in enumerate(lengths)]
-        updates: list[torch.Tensor] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         graphs = Graphs(bigram_loss(model))
-        before: list[int] = []
-
-        def look(
-            model=model, micro_batches=micro_batches, updates=updates, graphs=graphs, before=before
-        ):
-            before.append(graphs.backwards)
-            with torch.enable_grad():
-                parts, _ = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
-            updates.append(torch.tensor(weights_of(gradients_of(model), parts) or [0.0]))
-
-        before_each_update(optimizer, look)
-        losses = candidate(model, optimizer, iter(micro_batches), window, graphs)
-        # Before each update, and in all.
-        backwards[name] = [*before, graphs.backwards]
-        found[name] = {
-            "weights": flat(model.parameters()),
-            "losses": losses,
-            "updates": len(updates),
-            "graphs that are kept at once": graphs.kept,
-            "losses that have a graph": sum(
-                isinstance(loss, torch.Tensor) and loss.requires_grad for loss in losses or ()
-            )
-            if isinstance(losses, list | tuple)
-            else 0,
-        }
-        found[f"{name}: each micro-batch's weight"] = {
-            f"update {i}": weights for i, weights in enumerate(updates, 1)
-        }
-    return Seen(found | {_LIST: _observe_list(candidate)}, backwards=backwards)
+        updates = Updates(model, optimizer, graphs)
+        micro_batches = windows()[UNEQUAL]
+        norm = answer(model, optimizer, micro_batches, graphs, max_norm)
+        yield f"{name}, updates by the given optimizer", len(updates.gradients)
+        yield f"{name}, whether backward ran before the step", any(updates.went_back)
+        yield f"{name}, the gradient at the step", [*updates.gradients, None][0]
+        yield f"{name}, the norm before clipping, which is returned", norm
+        yield f"{name}, the weights after the update", flat(model.parameters())
+        yield f"{name}, graphs that are kept beside the newest", graphs.kept
+        answer(model, optimizer, micro_batches, graphs, max_norm)
+        yield f"{name}, the gradient of a second update", [None, *updates.gradients][-1]
 
 
-_LIST = "a list of 5 micro-batches"
-
-
-class MicroBatches(list):
-    """A list that stops an answer which reads it from its beginning for each window."""
-
-    def __init__(self, micro_batches):
-        super().__init__(micro_batches)
-        self.reads = 0
-
-    def __iter__(self):
-        self.reads += 1
-        if self.reads > 20:
-            raise ValueError(_FROM_THE_BEGINNING)
-        return super().__iter__()
-
-
-_FROM_THE_BEGINNING = (
-    "a list is read from its beginning for each window: take all windows from one iterator, "
-    "iter(micro_batches)."
-)
-
-
-def _observe_list(candidate) -> dict:
-    """The losses on a list, which can be read more than once, and what stopped the answer."""
-    lengths, window = list(_EPOCHS.values())[-1]
-    micro_batches = MicroBatches(rows(*each, seed=seed) for seed, each in enumerate(lengths))
-    model = Bigrams()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    try:
-        losses = candidate(model, optimizer, micro_batches, window, bigram_loss(model))
-    except (TypeError, ValueError) as error:
-        return {"stopped by": str(error), "losses": []}
-    return {"stopped by": "", "losses": losses}
-
-
-def _explain_train(got, expected):
-    for name, (lengths, window) in _EPOCHS.items():
-        updates, right = (
-            list(seen[f"{name}: each micro-batch's weight"].values()) for seen in (got, expected)
-        )
-        counts = [count_targets(rows(*each)) for each in lengths]
-        if not updates:
-            if plain(got[name]["losses"]) == ():
-                return (
-                    "nothing was read: micro_batches is an iterator, and after it is read to "
-                    "its end, it gives nothing more. Keep each window in a list."
-                )
-            moved = difference(got[name]["weights"], flat(Bigrams().parameters()))
-            return ANOTHER_STEP if moved else NO_STEP
-        if len(updates[0]) == len(counts) and not held_of(updates)[0]:
-            return _why_nothing(got.notes["backwards"][name])
-        if held_of(updates) == held_of(right)[:-1]:
-            # The update is missing, and perhaps its loss is not.
-            losses = plain(got[name]["losses"])
-            has_loss = isinstance(losses, tuple) and len(losses) == len(right)
-            return _why_no_last_update(len(counts), window, has_loss)
-        if says := _why_updates(updates, right, counts, window):
-            return says
-    return _why_graphs(got) or _why_losses(got, expected)
-
-
-def _why_nothing(backwards: list[int]) -> str:
-    """What is said where the first update has no gradient. ``backwards``: how often backward had
-    run before each update, and in all.
+CLIPPED = Exercise(
+    "3.6",
+    clipped_update,
+    clip_cases,
     """
-    if not backwards[-1]:
-        return NO_BACKWARD
-    if not backwards[0]:
-        return STEP_FIRST
-    return ZEROED
-
-
-def _why_no_last_update(micro_batches: int, window: int, has_loss: bool) -> str:
-    """What is said where each update is made of its window, and the last one is missing."""
-    is_full = micro_batches % window == 0
-    if has_loss:
-        which = "the last window" if is_full else "the last window, which is not full,"
-        return f"{which} has its loss in the list, but no step() is made for it."
-    if is_full:
-        return (
-            f"with {micro_batches} micro-batches in windows of {window} the last window is full, "
-            "and no update is made of it: each window makes an update."
-        )
-    return (
-        "this drops the last window when it is not full: its micro-batches were read but not used."
-    )
-
-
-def held_of(updates) -> list[set[int]]:
-    """Which micro-batches each update is made of, from 0."""
-    return [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
-
-
-def _why_graphs(got) -> str | None:
-    if any(got[name]["losses that have a graph"] for name in _EPOCHS):
-        return "the losses keep their graphs, one for each update: keep loss.item()."
-    if any(got[name]["graphs that are kept at once"] for name in _EPOCHS):
-        return GRAPHS_KEPT
-    return None
-
-
-def _why_losses(got, expected) -> str | None:
-    """What is said where each update is right."""
-    others = [name for name in expected if name != _LIST]
-    if all(difference(got[name], expected[name]) is None for name in others):
-        stopped = got[_LIST]["stopped by"]
-        if stopped == _FROM_THE_BEGINNING:
-            return stopped
-        return f"micro_batches may be a list too, and your code does not read one: {stopped}."
-    losses, right = next((got[name]["losses"], expected[name]["losses"]) for name in _EPOCHS)
-    if isinstance(plain(losses), tuple) and len(losses) == len(right):
-        lengths, window = next(iter(_EPOCHS.values()))
-        first = [
-            bigram_loss(Bigrams())(rows(*each, seed=i)) for i, each in enumerate(lengths[:window])
-        ]
-        if what := why_loss(
-            plain(losses[0]), [loss.item() for loss, _ in first], [int(n) for _, n in first]
-        ):
-            return f"the updates are right; the first of the losses is {what}."
-        if isinstance(plain(losses[0]), tuple):
-            return (
-                "the updates are right, but the first of the losses is "
-                f"{describe(losses[0])}: put the mean loss alone into the list, one number."
-            )
-        return (
-            "the updates are right, but the losses are not: each loss is the mean that backward "
-            "was called on, before the update."
-        )
-    return None
-
-
-def _why_updates(updates, right, counts, window) -> str | None:
-    held, wanted = held_of(updates), held_of(right)
-    if len(updates) == len(counts) > len(right):
-        if all(len(one) <= 1 for one in held):
-            return (
-                "this steps after every micro-batch: that trains with small batches and "
-                "accumulates nothing."
-            )
-        return (
-            f"{len(updates)} updates are made of {len(counts)} micro-batches, and some "
-            "micro-batches are in several of them: each belongs to one window, and "
-            f"{len(counts)} in windows of {window} make {len(right)} updates."
-        )
-    if (
-        held
-        and len(held[0]) > 0
-        and held[0] == set(range(len(held[0]))) != wanted[0]
-        and len(updates) <= len(right) + 1
-    ):
-        many = "micro-batch" if len(held[0]) == 1 else "micro-batches"
-        return f"the first update is made of {len(held[0])} {many}, and the window is {window}."
-    joined = [*wanted[:-2], set().union(*wanted[-2:])]
-    if len(updates) == len(right) - 1 and held == joined:
-        return (
-            "what is left at the end is joined to the window before it: it makes an update of its "
-            "own."
-        )
-    for number, (mine, theirs, u) in enumerate(zip(held, wanted, updates, strict=False), 1):
-        # The gradients are those of the weights before this update, so the micro-batches went
-        # through the model again: gradients that were left in .grad are others.
-        if mine > theirs and min(mine) < min(theirs):
-            return (
-                f"update {number} is made of {_named(mine)}, and should be made of "
-                f"{_named(theirs)}: the others belong to an earlier window. If you collect a "
-                "window in a list, empty it after each update; if you slice a list, begin where "
-                "the last slice ended."
-            )
-        inside = sorted(theirs)
-        if mine == theirs and all(
-            math.isclose(u[i] * sum(counts), 1, rel_tol=1e-3) for i in inside
-        ):
-            return (
-                "this divides by the items of all micro-batches: an update is the mean over "
-                "those of its own window."
-            )
-        says = (
-            why([u[i].item() for i in inside], [counts[i] for i in inside]) if len(u) > 1 else None
-        )
-        if says:
-            return (
-                says if len(inside) == window else f"in the last window, which is not full, {says}"
-            )
-    return (
-        f"there are {len(updates)} updates, and there should be {len(right)}."
-        if len(updates) != len(right)
-        else None
-    )
-
-
-def _named(micro_batches: set[int]) -> str:
-    """ "micro-batches 1, 2 and 3", from indices that begin at 0."""
-    *most, last = [str(i + 1) for i in sorted(micro_batches)]
-    if not most:
-        return f"micro-batch {last}"
-    return f"micro-batches {', '.join(most)} and {last}"
-
-
-# What an answer raises that takes a micro-batch apart itself, as if it were a dict of tensors.
-COUNTS_ITSELF = (
-    "too many indices for tensor|only integers, slices|object has no attribute 'labels'",
-    (
-        "a micro-batch may be anything that loss_and_count takes (here it is a tensor, and no dict "
-        "with labels): loss_and_count(micro) also says how many items it has."
-    ),
+    norm = utils.clip_grad_norm_(model.parameters(), max_norm) →
+    .backward() → .backward(); norm = utils.clip_grad_norm_(model.parameters(), max_norm)
+        this clips inside the window: the accumulated gradient is clipped again and again, and early
+        micro-batches lose most.
+    optimizer.step() →
+    norm = utils → optimizer.step(); norm = utils
+        the update used the unclipped gradient: clip after the last backward and before the step.
+    optimizer.step() → multiply(model, min(1.0, norm / max_norm)); optimizer.step()
+    norm = utils.clip_grad_norm_(model.parameters(), max_norm) → norm = gradients_of(model).norm()
+        the factor is turned round: it is max_norm / norm, and at most 1.
+    (loss / total) → loss
+    optimizer.step() → multiply(model, 1 / total); optimizer.step()
+        this clips before dividing: max_norm is meant for the norm of the mean.
+    parameters(), max_norm) → parameters(), max_norm / len(micro_batches))
+        this clips to max_norm / K: the gradient is that of one update, so it gets the whole
+        max_norm.
+    optimizer.step() → utils.clip_grad_value_(model.parameters(), max_norm); optimizer.step()
+    utils.clip_grad_norm_(model.parameters(), max_norm) → gradients_of(model).norm()
+        this clips each number by itself, which changes the gradient's direction: clip its norm.
+    optimizer.step() → utils.clip_grad_norm_(model.table, max_norm); optimizer.step()
+    optimizer.step() → utils.clip_grad_norm_(model.head, max_norm); optimizer.step()
+    utils.clip_grad_norm_(model.parameters(), max_norm) → gradients_of(model).norm()
+        each parameter is clipped by its own norm: use one norm, that of all parameters together.
+    optimizer.zero_grad() →
+        the first update is right and a second one repeats its gradient: zero_grad() is missing.
+    """,
+    pairs=True,
 )
 
+# 3.7
 
-EXERCISES = (
-    Exercise(
-        id="3.3",
-        title="the right divisor",
-        difficulty=2,
-        minutes=8,
-        trains="the gradient of a mean, taken piece by piece",
-        reference=accumulate,
-        observe=_observe_accumulate,
-        explain=_explain_accumulate,
-        raises=(
-            COUNTS_ITSELF,
-            (
-                "ZeroDivisionError",
-                (
-                    "a micro-batch may have 0 items: divide by the items of the whole window, "
-                    "never by those of one micro-batch."
-                ),
-            ),
-        ),
-        mistakes=(
-            Mistake(
-                "no division",
-                accumulates(lambda loss, count, k, total: loss),
-                (
-                    "no division: this is the gradient of the sum, as many times too large as "
-                    "there are tokens."
-                ),
-            ),
-            Mistake(
-                "sum of means",
-                accumulates(
-                    lambda loss, count, k, total: loss / count,
-                    lambda ls, cs: sum(_each_mean(ls, cs)),
-                ),
-                (
-                    "this adds up the means of the micro-batches: with K of them the result is "
-                    "about K times too large."
-                ),
-            ),
-            Mistake(
-                "by K",
-                accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means),
-                (
-                    "dividing by K gives every micro-batch the same weight: a token of a short one "
-                    "then counts more than one of a long one."
-                ),
-            ),
-            Mistake(
-                "logged unweighted",
-                accumulates(lambda loss, count, k, total: loss / total, mean_of_means),
-                (
-                    "the gradient is right; the loss is an unweighted average of the "
-                    "micro-batches' means."
-                ),
-            ),
-            Mistake(
-                "logged last",
-                accumulates(
-                    lambda loss, count, k, total: loss / total, lambda ls, cs: ls[-1] / cs[-1]
-                ),
-                "the gradient is right; the loss is only the last micro-batch's.",
-            ),
-            Mistake(
-                "mean times count",
-                accumulates(lambda loss, count, k, total: loss / total, _mean_times_count),
-                (
-                    "the mean of a micro-batch without labels is 0 / 0, which is not a number, "
-                    "even when multiplied by 0: use the sum."
-                ),
-            ),
-        ),
-    ),
-    Exercise(
-        id="3.4",
-        title="the whole loop, and what is left at its end",
-        difficulty=2,
-        minutes=8,
-        trains="when to step, when to zero, and the last incomplete window",
-        reference=train,
-        observe=_observe_train,
-        explain=_explain_train,
-        raises=(
-            COUNTS_ITSELF,
-            (
-                r"has no len\(\)|not subscriptable",
-                (
-                    "micro_batches is an iterator, which has no length and no [ ]: islice reads "
-                    "one window, and list() reads everything."
-                ),
-            ),
-            (
-                "ZeroDivisionError",
-                (
-                    "where `window` divides the number of micro-batches, nothing is left for a "
-                    "last update: accumulate no empty list."
-                ),
-            ),
-        ),
-        mistakes=(
-            Mistake(
-                "zeroes inside",
-                _trains(first=True, zero=False),
-                (
-                    "this zeroes the gradients inside the window: only the last micro-batch's "
-                    "gradients are left."
-                ),
-            ),
-            Mistake(
-                "steps every micro-batch",
-                _trains(step_and_zero, each=True, weight=lambda count, total, k: count),
-                (
-                    "this steps after every micro-batch: that trains with small batches and "
-                    "accumulates nothing."
-                ),
-            ),
-            Mistake(
-                "drops the last",
-                _trains(last=False),
-                (
-                    "this drops the last window when it is not full: its micro-batches were read "
-                    "but not used."
-                ),
-            ),
-            Mistake(
-                "last one by the full window",
-                _trains(full=True),
-                (
-                    "the last window is divided as if it were full: with fewer micro-batches its "
-                    "gradient is too small."
-                ),
-            ),
-            Mistake(
-                "never zeroes",
-                _trains(zero=False),
-                (
-                    "without zero_grad between windows, every update repeats the gradients of all "
-                    "those before it."
-                ),
-            ),
-            Mistake(
-                "by K",
-                _trains(weight=lambda count, total, k: count * k),
-                (
-                    "the windows are right; inside a window every micro-batch has the same weight, "
-                    "however many tokens it has."
-                ),
-            ),
-        ),
-    ),
+
+def train_64(model, optimizer, batch, loss_and_count) -> float:
+    """One update on all rows of ``batch``, in micro-batches that fit; the mean loss over all
+    tokens.
+    """
+    pieces = list(split(batch, 8))
+    total = sum(count_targets(piece["labels"]) for piece in pieces)
+    mean = 0.0
+    for piece in pieces:
+        loss, _ = loss_and_count(piece)
+        (loss / total).backward()
+        mean += loss.item() / total
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean
+
+
+def card_cases(answer):
+    model, optimizer, batch = batch_setting()
+    with_large_gradients(model.lm_head, 100)  # longer than what people clip to
+    updates = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+
+    def run():
+        return answer(model, optimizer, batch, lambda micro: next_token_loss(model, micro))
+
+    def first_moments():
+        # Adam's first step moves each weight equally far, but its m is a tenth of the gradient.
+        return 10 * flat(optimizer.state[p].get("exp_avg") for p in model.parameters())
+
+    update = measured(run, CARD, model=model, optimizer=optimizer)
+    yield "updates by the given optimizer", len(updates)
+    first = first_moments()
+    yield "whether there is a gradient at the step", bool(first.any())
+    yield "the gradient of the update", first
+    yield "the mean loss over all tokens", update.value
+    yield f"the peak on a card of {CARD}", replace(update, value=None)
+    # Gradients that the first update left show in the second one, if they are a thousand times as
+    # large.
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(1000)
+    run()
+    stays = first_moments().norm() > 100 * first.norm()
+    yield "whether the first update's gradient is in a second one", bool(stays)
+
+
+ON_THE_CARD = Exercise(
+    "3.7",
+    train_64,
+    card_cases,
+    """
+    split(batch, 8) → split(batch, 64)
+        all 64 sequences go through at once: that is the batch that does not fit.
+    split(batch, 8) → split(batch, 16)
+        the micro-batch has 16 sequences, and 16 are too many for this card.
+    mean = 0.0 → mean = whole = 0.0
+    (loss / total).backward() → whole = whole + loss / total
+    optimizer.step() → whole.backward(); optimizer.step()
+        one backward at the end keeps every micro-batch's graph until then: that is the full batch
+        again.
+    mean = 0.0 → mean, kept = 0.0, []
+    (loss / total).backward() → (loss / total).backward(retain_graph=True); kept.append(loss)
+        retain_graph=True and a list of losses keep every graph alive: keep loss.item().
+    loss, _ → loss, count
+    (loss / total) → (loss / count / len(pieces))
+    loss.item() / total → loss.item() / count / len(pieces)
+        it fits, but dividing by K weights the sequences wrongly: their lengths differ, so divide by
+        the tokens of all 64.
+    loss, _ → loss, count
+    optimizer.step() →
+    (loss / total).backward() → (loss / count).backward(); optimizer.step(); optimizer.zero_grad() #
+        it fits, but it makes eight updates: the exercise asks for one.
+    optimizer.zero_grad() →
+        the first update is right and a second one repeats its gradient: zero_grad() is missing.
+    """,
+    tolerance=1e-4,
 )
+
+# 3.8
+
+
+def mended(model, batch):
+    """``model``, told to ``Trainer`` as what it is: one that heeds the number of items, or one that
+    does not.
+    """
+    training = model.training
+    model.eval()
+    few = model(**batch, num_items_in_batch=torch.tensor(1)).loss.item()
+    many = model(**batch, num_items_in_batch=torch.tensor(1000)).loss.item()
+    model.train(training)
+    if few == many:
+        model.accepts_loss_kwargs = False
+    return model
+
+
+def without_the_number(
+    self, input_ids=None, labels=None, attention_mask=None, num_items_in_batch=None, **kwargs
+):
+    given = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+    return super(type(self), self).forward(**given, **kwargs)
+
+
+# The kind of model, and what its class changes. The last one has a language model's head, too.
+MODELS = {
+    "a BERT classifier": ("BertForSequenceClassification", {}),
+    "a causal Llama": ("LlamaForCausalLM", {}),
+    "a causal Llama whose loss is a plain mean": (
+        "LlamaForCausalLM",
+        {"forward": without_the_number},
+    ),
+}
+SETTING = "accepts_loss_kwargs"
+
+
+def nameless(name: str):
+    """Model and examples, of a class whose name tells nothing, with dropout."""
+    kind, members = MODELS[name]
+    model, examples = trainer_setting(kind)
+    model.__class__ = type("Tiny", (type(model),), dict(members))
+    set_dropout(model, 0.1)
+    if kind.endswith("SequenceClassification"):
+        # which its forward writes there by itself
+        model.config.problem_type = "single_label_classification"
+    return model.eval(), examples
+
+
+def set_dropout(model, p: float) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+
+
+@quietly
+def trainer_cases(answer):
+    from transformers import default_data_collator
+
+    for name, (kind, _) in MODELS.items():
+        model, examples = nameless(name)
+        batch = default_data_collator(examples)
+        right = one_batch(trainer_setting(kind)[0], batch)
+        fixed = answer(model, batch)
+        classes = [each for each in type(model).__mro__ if SETTING in vars(each)]
+        for each in classes:
+            delattr(each, SETTING)
+        yield f"{name}, whether the attribute is set on its class, for all models", bool(classes)
+        set_dropout(fixed, 0.0)
+        fixed.zero_grad()
+        logged = trainer_logs(fixed, examples, 4)
+        for what in ("loss", "grad_norm"):
+            words = f"{name}, the {what} that Trainer logs in 4 steps, over that of one batch"
+            yield words, logged[what] / right[what]
+    model, examples = nameless("a BERT classifier")
+    answer(model.train(), default_data_collator(examples))
+    asked = bool(getattr(model, SETTING, True))
+    yield "a BERT classifier in training mode, accepts_loss_kwargs", asked
+
+
+TRAINER = Exercise(
+    "3.8",
+    mended,
+    trainer_cases,
+    """
+    if few == many: → if False:
+        the classifier's loss and gradient are still multiplied by the 4 accumulation steps.
+    if few == many: → if True:
+        the classifier is now right, but the language model is wrong, because it does use the number
+        of items: ask each model itself, because neither its name nor its signature says so.
+    if few == many: → if few != many:
+        accepts_loss_kwargs is set on the wrong models: set it to False where the number makes no
+        difference.
+    if few == many: → if not hasattr(model, "lm_head"):
+        a model with a language model's head may ignore the number too: compare its losses for two
+        numbers.
+    model.eval() →
+        a classifier with dropout is judged wrongly: in training mode dropout makes any two losses
+        differ, so ask it in eval mode.
+    """,
+    changes="model.mode",  # Trainer puts it into training mode itself
+    tolerance=1e-4,
+)
+
+# 3.9
+
+PIECE = 3
+
+
+def fair_error(model, batch, accumulate) -> float:
+    """The relative error of the gradient of ``batch`` in pieces of 3 rows, with all layers in
+    evaluation mode.
+
+    Afterwards each module is in the mode in which it was, and no gradient is left.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    gradients = []
+    for pieces in ([batch], list(split(batch, PIECE))):
+        model.zero_grad(set_to_none=True)
+        accumulate(pieces)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    for module, mode in modes.items():
+        module.training = mode
+    once, cut = gradients
+    return ((cut - once).norm() / once.norm()).item()
+
+
+def loops(model, n: int) -> dict:
+    """Ways to leave the gradient of pieces of ``n`` rows: one is right, and two are not."""
+
+    def summed(micro):
+        return F.cross_entropy(model(micro["x"]), micro["labels"], reduction="sum")
+
+    def divides_once(pieces):
+        for piece in pieces:
+            (summed(piece) / n).backward()
+
+    def first_piece_counts_double(pieces):
+        for number, piece in enumerate(pieces):
+            is_double = number == 0 and len(pieces) > 1
+            ((1 + is_double) * summed(piece) / n).backward()
+
+    def compares_rows(pieces):
+        for piece in pieces:
+            outputs = model(piece["x"])
+            spread = (outputs - outputs.mean(dim=0)).square().sum()
+            (spread / n).backward()
+
+    return {
+        "a loop that divides once": divides_once,
+        "a loop that counts the first piece double": first_piece_counts_double,
+        "a loss that compares the rows of a piece": compares_rows,
+    }
+
+
+def fair_cases(answer):
+    for n, has_gradient in ((12, False), (17, True)):
+        for name in loops(None, n):
+            model = residual_net(dtype=torch.float64)
+            model.blocks[0].eval()  # it was so before, and has to stay so
+            if has_gradient:
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, 0.01)
+            loop = loops(model, n)[name]
+            seen = []
+
+            def accumulate(pieces, loop=loop, seen=seen):
+                pieces = list(pieces)
+                seen.append(sorted(len(piece["labels"]) for piece in pieces))
+                loop(pieces)
+
+            error = answer(model, labelled_rows(n, dtype=torch.float64), accumulate)
+            name = f"{name}, with {n} rows"
+            yield f"{name}, rows of the pieces", " ".join(map(str, max(seen, key=len, default=[])))
+            yield f"{name}, the error", round(float(error), 6)
+            trained = sum(module.training for module in model.modules())
+            yield f"{name}, modules in training mode afterwards", trained
+            yield f"{name}, whether a gradient is left", bool(gradients_of(model).any())
+
+
+FAIR = Exercise(
+    "3.9",
+    fair_error,
+    fair_cases,
+    """
+    model.eval() →
+        dropout and drop path draw other numbers in each forward, so even a right loop is off:
+        switch these layers off for the comparison, by model.eval().
+    module.training = mode → model.train()
+        the model is not as it was: note `training` of each module before model.eval(), and set it
+        again, since a block that was in evaluation mode has to stay there.
+    model.zero_grad(set_to_none=True) → if not gradients: model.zero_grad()
+        the second gradient is added to the first one: call zero_grad between the two measurements.
+    / once.norm() →
+        this is the length of the difference: divide it by the length of the full batch's gradient.
+    (cut - once).norm() / once.norm() → (cut.norm() / once.norm() - 1).abs()
+        this compares the lengths of the two gradients: two of the same length may point elsewhere,
+        so take the length of their difference.
+    / once.norm() → / cut.norm()
+        this divides by the length of the gradient in pieces: divide by that of the full batch's.
+    / once.norm()) → / once.norm()).square()
+        this is the square of the error: a length is the root of the sum of the squares.
+    split(batch, PIECE) → [batch]
+        the batch is not cut: the second gradient must be that of pieces of 3 rows.
+    """,
+    changes="model.mode",  # a case of its own
+)
+EXERCISES = (PLAN, TARGETS, DIVISOR, LOOP, LOGGED, CLIPPED, ON_THE_CARD, TRAINER, FAIR)

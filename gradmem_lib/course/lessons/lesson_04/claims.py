@@ -18,8 +18,9 @@ from ....measure.tracker import MemoryTracker
 from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.schedules import best_segments, uniform_segments
 from ...ledger import Finding, answers
-from ...ledger.finding import Figure, about, less, more
+from ...ledger.finding import Figure, Figures, about, less, more
 from ...material import accounting, models
+from ..shared.claim_runs import token_ids
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4  # bytes of a boundary of the chains
@@ -64,7 +65,7 @@ def _llama(layers: int, attention: str):
     model = models.tiny_llama(
         layers=layers, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
     )
-    ids = torch.randint(0, 128, (4, 32), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(4, vocab=128)
     return model, ids
 
 
@@ -130,7 +131,7 @@ def root_of_depth() -> Finding:
         "a checkpoint a layer": lambda n: 1,
         "segments of the root": math.isqrt,
     }
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     power = {}
     for way, every in ways.items():
         few, many = (chain(n, 1, every(n))[0] for n in (16, 256))
@@ -145,14 +146,14 @@ def root_of_depth() -> Finding:
             about("the same, no checkpoint", 1, power["no checkpoint"]),
         ),
         elsewhere=(about("power of n, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
-        only_if=(
-            "there is a checkpoint every sqrt(n) layers, its own schedule; with the libraries' "
-            "default, one per layer, memory still grows with n."
-        ),
-        fails="Activations grow differently.",
-        why="One checkpoint per layer keeps the n inputs of the layers, and each input is small. "
-        "Only the layers' activations shrink: "
-        "parameters, gradients and logits stay the same.",
+        says="""
+            only if: there is a checkpoint every sqrt(n) layers, its own schedule; with the
+                libraries' default, one per layer, memory still grows with n.
+            fails: Activations grow differently.
+            why: One checkpoint per layer keeps the n inputs of the layers, and each input is
+                small. Only the layers' activations shrink: parameters, gradients and logits stay
+                the same.
+            """,
         figures=figures,
     )
 
@@ -179,12 +180,12 @@ def whole_model_in_one() -> Finding:
             ),
         ),
         beyond=(less("peak, one checkpoint / none", peak["the whole model"] / peak["nothing"]),),
-        fails="One checkpoint around the whole model saves nothing at the peak.",
-        holds="Both save the same at the peak.",
-        why=(
-            "Backward recomputes the whole model at once. One checkpoint looks best only if you "
-            "measure right after forward."
-        ),
+        says="""
+            fails: One checkpoint around the whole model saves nothing at the peak.
+            holds: Both save the same at the peak.
+            why: Backward recomputes the whole model at once. One checkpoint looks best only if
+                you measure right after forward.
+            """,
         figures={
             f"16 layers, a = 5 x, checkpoint around {name}: bytes after forward": n
             for name, n in alive.items()
@@ -207,16 +208,16 @@ def more_checkpoints() -> Finding:
             less("work added to it, 16 / 4", work[1] / work[4]),
         ),
         where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
-        only_if=(
-            "layers keep little besides their input and segments are shorter than sqrt(n); in "
-            "Transformers, more checkpoints need less memory."
-        ),
-        holds="in Transformers, too.",
-        fails="The opposite is true even for layers that keep little.",
-        why="A recomputed segment is in memory as a whole: with few checkpoints, memory grows for "
-        "any kind of layer. Every layer "
-        "runs once more for any number of checkpoints; many checkpoints need fewer operations, "
-        "since PyTorch stops each recomputation early.",
+        says="""
+            only if: layers keep little besides their input and segments are shorter than
+                sqrt(n); in Transformers, more checkpoints need less memory.
+            holds: in Transformers, too.
+            fails: The opposite is true even for layers that keep little.
+            why: A recomputed segment is in memory as a whole: with few checkpoints, memory
+                grows for any kind of layer. Every layer runs once more for any number of
+                checkpoints; many checkpoints need fewer operations, since PyTorch stops each
+                recomputation early.
+            """,
         figures={
             (
                 f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / "
@@ -254,15 +255,15 @@ def every_root_of_n() -> Finding:
                 "times",
             ),
         ),
-        only_if=(
-            "a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times "
-            "its input, so segments of one or two layers are best."
-        ),
-        holds="for a Transformer, too.",
-        fails="Other segments are best, even for layers that keep little.",
-        why="The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes and its "
-        "input has x bytes. Segments of "
-        "unequal length, long ones first, need even less memory, but a few more calls of a layer.",
+        says="""
+            only if: a layer keeps little besides its input; a Transformer layer keeps 20 to 30
+                times its input, so segments of one or two layers are best.
+            holds: for a Transformer, too.
+            fails: Other segments are best, even for layers that keep little.
+            why: The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes and
+                its input has x bytes. Segments of unequal length, long ones first, need even less
+                memory, but a few more calls of a layer.
+            """,
         figures={
             "64 layers, a = x: best equal segments": small[0],
             "64 layers, a = 5 x: best equal segments": large[0],
@@ -281,7 +282,7 @@ def every_root_of_n() -> Finding:
 
 @answers("C28")
 def shallow_networks() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     saved = {}
     for n in (2, 4, 8, 16, 64):
         before, (k, after) = chain(n, 5, None)[0], _best_equal(n, 5)
@@ -301,10 +302,12 @@ def shallow_networks() -> Finding:
             Figure("of 8 layers", "less than of 64", saved[8], high=saved[64] - 0.01, unit="%"),
         ),
         beyond=(Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),),
-        holds="Fewer layers save less, but there is no threshold at 10.",
-        fails="Shallow networks save as much.",
-        why="One segment is always in memory as a whole, and if there are few segments, this is a "
-        "large share. Transformer blocks "
-        "keep more besides their input, so they save more at the same depth.",
+        says="""
+            holds: Fewer layers save less, but there is no threshold at 10.
+            fails: Shallow networks save as much.
+            why: One segment is always in memory as a whole, and if there are few segments, this
+                is a large share. Transformer blocks keep more besides their input, so they save
+                more at the same depth.
+            """,
         figures=figures,
     )

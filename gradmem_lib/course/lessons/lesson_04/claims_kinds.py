@@ -12,54 +12,49 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from ...ledger import Finding, answers
-from ...ledger.finding import in_unit, yes
+from ...ledger.finding import Figures, in_unit, yes
 from ...machine.compat import checkpoint_hook
 from ...material import models
+from ..shared.claim_runs import gradient, seeded, token_ids
 from .claims import WIDTH, inputs, on
 
 
-def architectures() -> tuple[bool, int, dict[str, int | float | str]]:
+def architectures() -> tuple[bool, int, Figures]:
     """For C30, under checkpoints: whether layers that depend on more than their input have the same
     gradient to the bit, how often batch normalization's running statistics are updated in a step,
     and figures.
     """
-    figures: dict[str, int | float | str] = {}
-    equal = {}
-    with torch.random.fork_rng(devices=[]):
+    figures: Figures = {}
+    equal = []
+
+    def compare(name, net, run) -> None:
+        """Note whether ``run`` gives ``net`` the same gradient with checkpoints."""
+        gradients = []
+        for every in (None, 1):
+            torch.manual_seed(1)
+            with on(net, every):
+                run().backward()
+            gradients.append(gradient(net))
+        equal.append(torch.equal(*gradients))
+        figures[f"checkpointing, {name}: gradient the same to the bit"] = in_unit(equal[-1], "yes")
+
+    with seeded():
         for name, extra in (
             ("dropout", nn.Dropout(0.5)),
             ("layer norm", nn.LayerNorm(8)),
             ("batch norm", nn.BatchNorm1d(8)),
         ):
-            torch.manual_seed(0)
             net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), extra, nn.ReLU()), nn.Linear(8, 1))
             x = torch.randn(32, 8, requires_grad=True)
-            gradients = []
-            for every in (None, [1, 1]):
-                net.zero_grad()
-                torch.manual_seed(1)
-                with on(net, every):
-                    net(x).square().sum().backward()
-                gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-            equal[name] = torch.equal(*gradients)
-            figures[f"checkpointing, {name}: gradient the same to the bit"] = in_unit(
-                equal[name], "yes"
-            )
-    updates = int(extra.num_batches_tracked) - 1
-    figures["checkpointing, batch norm: updates of its running statistics in one step"] = updates
-    tied = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, tied=True)
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for every in (None, 1):
-        tied.zero_grad()
-        with on(tied, every):
-            tied(input_ids=ids).logits.square().mean().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in tied.parameters()]))
-    equal["tied weights"] = torch.equal(*gradients)
-    figures["checkpointing, GPT-2 with tied weights: gradient the same to the bit"] = in_unit(
-        equal["tied weights"], "yes"
-    )
-    return all(equal.values()), updates, figures
+            compare(name, net, lambda net=net, x=x: net(x).square().sum())
+        updates = int(extra.num_batches_tracked) - 1
+        figures["checkpointing, batch norm: updates of its running statistics in one step"] = (
+            updates
+        )
+        tied = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, tied=True)
+        ids = token_ids(2, 8, 64)
+        compare("GPT-2 with tied weights", tied, lambda: tied(input_ids=ids).logits.square().mean())
+    return all(equal), updates, figures
 
 
 def _learns(reentrant: bool) -> tuple[bool, bool]:
@@ -139,10 +134,12 @@ def which_kind() -> Finding:
             yes("made of saved-tensor hooks", issubclass(checkpoint_hook, saved_tensors_hooks)),
             yes("compiles into one graph", found["compiles into one graph", False]),
         ),
-        holds="It does everything that the reentrant kind does, and more.",
-        fails="It cannot do all of that here.",
-        why="The reentrant kind gives no gradient where the input requires none (it warns), takes "
-        "no keyword arguments and breaks "
-        "torch.autograd.grad. It compiles, too. The other kind stops its recomputation early.",
+        says="""
+            holds: It does everything that the reentrant kind does, and more.
+            fails: It cannot do all of that here.
+            why: The reentrant kind gives no gradient where the input requires none (it warns),
+                takes no keyword arguments and breaks torch.autograd.grad. It compiles, too. The
+                other kind stops its recomputation early.
+            """,
         figures=figures,
     )

@@ -7,7 +7,6 @@ and times are quoted from what ``benchmarks/checkpointing.py`` and a published t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from functools import cache
@@ -16,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ....techniques.schedules import uniform_segments
 from ...ledger import Finding, answers, bert_large
-from ...ledger.finding import about, at_least, between
-from ...machine.course_files import course_folder
-from ...material import accounting, models
+from ...ledger.finding import Figures, about, at_least, between
+from ...material import models
+from ..shared.claim_runs import peak_of, recorded, where_recorded
 from .claims import (
     BERT_LARGE,
     GPT2_XL,
@@ -36,21 +35,12 @@ from .claims import (
     share_left,
 )
 
-RECORD = course_folder("benchmarks/results") / "checkpointing.json"
-
-
-def recorded() -> dict | None:
-    """What ``benchmarks/checkpointing.py`` wrote, or None where the course's folder has no
-    record.
-    """
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
-
 
 def _times(*variants: str) -> dict[str, float]:
     """Recorded times relative to no checkpoint, for variants whose names begin like this, in every
     timed setting.
     """
-    found = recorded() or {"settings": {}}
+    found = recorded("checkpointing") or {"settings": {}}
     return {
         f"{name}: {setting['what']}": row["time / none"]
         for setting in found["settings"].values()
@@ -60,10 +50,10 @@ def _times(*variants: str) -> dict[str, float]:
 
 
 def _recorded_times(*variants: str) -> dict[str, str]:
-    found, times = recorded(), _times(*variants)
+    found, times = recorded("checkpointing"), _times(*variants)
     if not times:
         return {"recorded times": "none here: run benchmarks/checkpointing.py"}
-    where = f"{found['clock']}, {found['where']['device']}, {found['where']['date']}"
+    where = where_recorded(found)
     return {
         f"recorded time / none, {name} ({where})": f"{ratio:.2f}" for name, ratio in times.items()
     }
@@ -73,7 +63,7 @@ def _recorded_range(*variants: str) -> str:
     """A sentence with the smallest and the largest recorded time, or nothing where there is no
     record.
     """
-    found, times = recorded(), _times(*variants).values()
+    found, times = recorded("checkpointing"), _times(*variants).values()
     if not times:
         return ""
     return (
@@ -83,22 +73,30 @@ def _recorded_range(*variants: str) -> str:
 
 
 @cache
-def _flops(n: int, trained: bool, every: int | None) -> int:
-    layers = models.chain(n, width=WIDTH).requires_grad_(trained)
+def _flops(trained: bool, every: int | None) -> int:
+    """Operations of a step of a chain of 32 layers."""
+    layers = models.chain(32, width=WIDTH).requires_grad_(trained)
     with on(layers, every), FlopCounterMode(display=False) as flops:
         layers(inputs()).square().sum().backward()
     return flops.get_total_flops()
 
 
-def _more(after: float, before: float) -> str:
-    return f"{after / before - 1:+.1%}"
+def _more(trained: bool, every: int) -> float:
+    """How many more than without checkpoints, as a share."""
+    return _flops(trained, every) / _flops(trained, None) - 1
 
 
 @answers("C15")
 def twenty_per_cent_slower() -> Finding:
     table = {run.name: run for run in bert_large.RUNS}
     before, after = table["1 x 4"], table["1 x 4, checkpointing"]
-    work = {(trained, k): _flops(32, trained, k) for trained in (True, False) for k in (None, 1, 8)}
+    figures: Figures = {}
+    for weights in ("trained", "frozen"):
+        for k in (1, 8):
+            trained = weights == "trained"
+            figures[f"operations in a chain, {weights} weights, segments of {k}"] = (
+                f"{_flops(trained, k):,}, {_more(trained, k):+.1%}"
+            )
     return Finding(
         own=(
             about(
@@ -110,26 +108,20 @@ def twenty_per_cent_slower() -> Finding:
             ),
         ),
         elsewhere=(about("time added in its table", 0.2, after.seconds / before.seconds - 1, "%"),),
-        only_if=("speed means rows per second, and then roughly; the added time is more."),
-        fails="Its own table says otherwise.",
-        why="The cost depends on the layers, the device and what is trained: with frozen weights, "
-        "backward is shorter, so the second "
-        "forward is a larger share." + _recorded_range("per layer", "sqrt"),
-        figures={
-            (
-                f"operations in a chain, {'trained' if trained else 'frozen'} weights, segments of "
-                f"{k}"
-            ): (f"{work[trained, k]:,}, {_more(work[trained, k], work[trained, None])}")
-            for trained, k in work
-            if k
-        }
-        | _recorded_times("per layer", "sqrt"),
+        says=f"""
+            only if: speed means rows per second, and then roughly; the added time is more.
+            fails: Its own table says otherwise.
+            why: The cost depends on the layers, the device and what is trained: with frozen
+                weights, backward is shorter, so the second forward is a larger
+                share.{_recorded_range("per layer", "sqrt")}
+            """,
+        figures=figures | _recorded_times("per layer", "sqrt"),
     )
 
 
 @answers("C20")
 def saves_half_to_four_fifths() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     saved = {}
     for shape in (BERT_LARGE, GPT2_XL):
         for k in (round(math.sqrt(shape.layers)), 1):
@@ -152,29 +144,29 @@ def saves_half_to_four_fifths() -> Finding:
         elsewhere=(
             between("saved by one checkpoint a layer", 0.5, 0.8, saved["BERT-large", 1], "%"),
         ),
-        only_if=(
-            "segments have sqrt(n) layers, its own schedule; one checkpoint per layer saves more."
-        ),
-        fails="Its own models save a different share, or need a different amount of work.",
-        why=f"With one checkpoint per layer, BERT-large saves {saved['BERT-large', 1]:.0%} for "
-        f"{work[1]:.0%} more operations. The extra work "
-        "is at most one forward: a third of a step where all weights are trained, half where they "
-        "are frozen.",
+        says=f"""
+            only if: segments have sqrt(n) layers, its own schedule; one checkpoint per layer
+                saves more.
+            fails: Its own models save a different share, or need a different amount of work.
+            why: With one checkpoint per layer, BERT-large saves {saved["BERT-large", 1]:.0%}
+                for {work[1]:.0%} more operations. The extra work is at most one forward: a third of
+                a step where all weights are trained, half where they are frozen.
+            """,
         figures=figures | _recorded_times("per layer", "sqrt"),
     )
 
 
-def _longest(card: int, **checkpointing) -> int:
+def _longest(card: int, checkpointing: int | str | None) -> int:
     """The longest sequence on which Llama-2-7B in pure bf16 trains with AdamW on a card of this
     size, at batch 1.
     """
     low, high = 1, 2**20
     while low < high:
         middle = (low + high + 1) // 2
-        need = accounting.estimate(
-            SEVEN, batch_size=1, seq_len=middle, precision="bf16", **checkpointing
-        )
-        low, high = (middle, high) if need.total <= card else (low, middle - 1)
+        if peak_of(SEVEN, 1, middle, checkpointing=checkpointing).total <= card:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
@@ -182,7 +174,7 @@ def _longest(card: int, **checkpointing) -> int:
 def twice_the_sequence() -> Finding:
     root = round(math.sqrt(SEVEN.layers))
     longest = {
-        (card, every): _longest(card * 10**9, checkpointing=every)
+        (card, every): _longest(card * 10**9, every)
         for card in (60, 80, 141)
         for every in (None, root, "per-layer")
     }
@@ -193,12 +185,13 @@ def twice_the_sequence() -> Finding:
             at_least("the same on 80 GB", 2, times[80], "times"),
             about("more operations, 16 layers", 0.33, llama_work(16, 4), "%"),
         ),
-        holds="A 7B in bf16 with AdamW gains at least that on a card of 60 GB or more.",
-        fails="On one of these cards the sequence is less than twice as long.",
-        why=f"On 141 GB the factor is {times[141]:.1f}, by the closed forms of lesson 01. One "
-        "checkpoint per layer gives "
-        f"{longest[80, 'per-layer'] / longest[80, None]:.1f} times on 80 GB. The activations "
-        "shrink by more, but the logits do not.",
+        says=f"""
+            holds: A 7B in bf16 with AdamW gains at least that on a card of 60 GB or more.
+            fails: On one of these cards the sequence is less than twice as long.
+            why: On 141 GB the factor is {times[141]:.1f}, by the closed forms of lesson 01. One
+                checkpoint per layer gives {longest[80, "per-layer"] / longest[80, None]:.1f} times
+                on 80 GB. The activations shrink by more, but the logits do not.
+            """,
         figures={
             (
                 f"longest sequence on {card} GB, "
@@ -207,12 +200,8 @@ def twice_the_sequence() -> Finding:
             for (card, every), n in longest.items()
         }
         | {
-            "operations in a chain, 32 trained layers, segments of 6": _more(
-                _flops(32, True, 6), _flops(32, True, None)
-            ),
-            "operations in a chain, 32 frozen layers, segments of 6": _more(
-                _flops(32, False, 6), _flops(32, False, None)
-            ),
+            "operations in a chain, 32 trained layers, segments of 6": f"{_more(True, 6):+.1%}",
+            "operations in a chain, 32 frozen layers, segments of 6": f"{_more(False, 6):+.1%}",
         },
     )
 
@@ -221,27 +210,24 @@ def twice_the_sequence() -> Finding:
 def eight_segments_of_four() -> Finding:
     segments = uniform_segments(32, 4)
     _, calls = chain(32, 5, 4)
-    frozen = _flops(32, False, 4) / _flops(32, False, None) - 1
+    frozen = _more(False, 4)
     return Finding(
         own=(
             about("more operations, a checkpoint every 4", 0.33, llama_work(16, 4), "%"),
             about(f"extra forward passes, {len(segments)} segments", 1, calls / 32 - 1, within=0),
         ),
         elsewhere=(about("more operations, frozen weights", 0.33, frozen, "%"),),
-        only_if=(
-            "all weights are trained, as in its example; with frozen weights, backward is half "
-            "as long."
-        ),
-        fails="The number of segments, passes or operations differs.",
-        why="The extra operations are a little less than a third, since PyTorch stops a "
-        "recomputation as soon as it has the last "
-        "missing tensor. With frozen weights, backward is half as long, and the extra is "
-        f"{frozen:.0%} in a chain.",
+        says=f"""
+            only if: all weights are trained, as in its example; with frozen weights, backward
+                is half as long.
+            fails: The number of segments, passes or operations differs.
+            why: The extra operations are a little less than a third, since PyTorch stops a
+                recomputation as soon as it has the last missing tensor. With frozen weights,
+                backward is half as long, and the extra is {frozen:.0%} in a chain.
+            """,
         figures={
             "forward calls of a layer, in forward and backward": calls,
-            "operations in a chain, frozen weights": _more(
-                _flops(32, False, 4), _flops(32, False, None)
-            ),
+            "operations in a chain, frozen weights": f"{frozen:+.1%}",
         },
     )
 
@@ -271,17 +257,16 @@ def a_table_of_shares() -> Finding:
         beyond=(about("speed, slowest of our CPU records", 0.67, 1 / max(times), "%"),)
         if times
         else (),
-        fails=(
-            f"One checkpoint per layer leaves {still['float32']:.0%} of the activations, not "
-            f"20%{_speeds(times)}."
-        ),
-        holds="The memory and the speeds are as claimed.",
-        why=f"Segments of 6 leave about 20% ({share_left(SEVEN, 6):.1%}). In pure bf16, one "
-        f"checkpoint per layer leaves {still['bf16']:.1%}. It needs "
-        f"{work[1]:.0%} more operations ({1 / (1 + work[1]):.0%} of the speed), and segments of 4 "
-        f"need {work[4]:.0%} more "
-        f"({1 / (1 + work[4]):.0%}): by operations, one checkpoint per layer is faster."
-        + _recorded_range("per layer"),
+        says=f"""
+            fails: One checkpoint per layer leaves {still["float32"]:.0%} of the activations,
+                not 20%{_speeds(times)}.
+            holds: The memory and the speeds are as claimed.
+            why: Segments of 6 leave about 20% ({share_left(SEVEN, 6):.1%}). In pure bf16, one
+                checkpoint per layer leaves {still["bf16"]:.1%}. It needs {work[1]:.0%} more
+                operations ({1 / (1 + work[1]):.0%} of the speed), and segments of 4 need
+                {work[4]:.0%} more ({1 / (1 + work[4]):.0%}): by operations, one checkpoint per
+                layer is faster.{_recorded_range("per layer")}
+            """,
         figures={
             f"Llama-2-7B, 8 x 2048, a checkpoint a layer: left, {name}": f"{n:.1%}"
             for name, n in still.items()
@@ -298,7 +283,7 @@ def a_table_of_shares() -> Finding:
 
 @answers("C50")
 def root_of_depth_as_length() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     for shape in (SEVEN, GPT3):
         root, best = round(math.sqrt(shape.layers)), best_length(shape)
         figures[f"{shape.name}, {shape.layers} layers: square root"] = (
@@ -320,12 +305,12 @@ def root_of_depth_as_length() -> Finding:
                 "left by the best segments of 32", 0.2, share_left(SEVEN, best_length(SEVEN)), "%"
             ),
         ),
-        holds=(
-            "Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer leaves less."
-        ),
-        fails="The roots, or the share that is left, differ.",
-        why="The root of the depth is best where layers keep little besides their input (see C27). "
-        "A Transformer block keeps more than "
-        "20 times its input.",
+        says="""
+            holds: Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer
+                leaves less.
+            fails: The roots, or the share that is left, differ.
+            why: The root of the depth is best where layers keep little besides their input (see
+                C27). A Transformer block keeps more than 20 times its input.
+            """,
         figures=figures,
     )

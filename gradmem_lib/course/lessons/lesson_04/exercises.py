@@ -1,22 +1,29 @@
-"""Lesson 04's exercises about one checkpoint: by hand, and with its random numbers."""
-
-from __future__ import annotations
-
-from functools import partial
+"""Lesson 04's exercises, in the order of their numbers: a checkpoint, segments of checkpoints, and
+their best lengths.
+"""
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ...judge.compare import difference
-from ...judge.exercise import Exercise, Mistake
+from ....techniques.checkpointing import checkpoint_layers
+from ....techniques.schedules import best_segments, uniform_segments
+from ...judge.compare import plain_int
+from ...judge.exercise import Exercise, calls, measured, outside_torch
 from ..shared.settings import gradients_of
 from .layers import (
-    copies_of_weights,
+    ROWS,
+    WIDTH,
+    alive_after,
     count_calls,
     first_input,
     kept_boundaries,
     one_by_one,
     trained_layers,
 )
+from .settings import CHAIN_BOUNDARY, chain_budget, chain_setting
+
+# 4.1
 
 
 class Checkpoint(torch.autograd.Function):
@@ -39,271 +46,133 @@ class Checkpoint(torch.autograd.Function):
         return None, x.grad
 
 
-def _but(made, **members):
-    """A wrong ``Checkpoint`` or ``SafeCheckpoint``, of the same name, which PyTorch puts into its
-    messages.
+DEEPEST = 40  # an answer that goes on into earlier layers is as deep as there are layers
+
+
+def apply_of(answer):
+    """``apply`` as PyTorch has it, whatever the answer has under that name, with a backward that
+    stops where it calls itself without end: PyTorch would follow it for minutes.
     """
-    members = {name: staticmethod(function) for name, function in members.items()}
-    given = {name: staticmethod(getattr(made, name)) for name in ("forward", "backward")}
-    return type(torch.autograd.Function)(made.__name__, (torch.autograd.Function,), given | members)
-
-
-def _keeps_the_graph():
-    def forward(ctx, run, x):
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.out = run(ctx.x)
-        return ctx.out.detach()
-
-    def backward(ctx, gradient):
-        torch.autograd.backward(ctx.out, gradient)
-        return None, ctx.x.grad
-
-    return _but(Checkpoint, forward=forward, backward=backward)
-
-
-def _backward_without_grad(ctx, gradient):
-    x = ctx.saved_tensors[0].detach().requires_grad_()
-    torch.autograd.backward(ctx.run(x), gradient)
-    return None, x.grad
-
-
-def _backward_without_detach(ctx, gradient):
-    (x,) = ctx.saved_tensors
-    with torch.enable_grad():
-        out = ctx.run(x)
-    torch.autograd.backward(out, gradient)
-    return None, x.grad
-
-
-def _backward_for_the_input_alone(ctx, gradient):
-    x = ctx.saved_tensors[0].detach().requires_grad_()
-    with torch.enable_grad():
-        out = ctx.run(x)
-    return None, torch.autograd.grad(out, x, gradient)[0]
-
-
-def _backward_without_requires_grad(ctx, gradient):
-    x = ctx.saved_tensors[0].detach()
-    with torch.enable_grad():
-        out = ctx.run(x)
-    torch.autograd.backward(out, gradient)
-    return None, x.grad
-
-
-def _backward_of_one(ctx, gradient):
-    return Checkpoint.backward(ctx, gradient)[1]
-
-
-def apply_of(candidate):
-    """``apply`` as ``torch.autograd.Function`` has it, which runs the candidate's forward and
-    backward, whatever its class has under that name.
-    """
-    return partial(torch.autograd.Function.apply.__func__, _that_ends(candidate))
-
-
-_RUNS_ITSELF = "backward runs itself again"
-_DEEPEST = 40  # an answer that goes on into earlier layers is as deep as there are layers
-
-
-def _that_ends(candidate):
-    """``candidate`` with a backward that stops where it has called itself without end, which
-    PyTorch would follow for minutes.
-    """
-    original = candidate.backward
-    if original is torch.autograd.Function.backward:
-        return candidate
-    inside = []
+    depth = 0
 
     def backward(ctx, *gradients):
-        if len(inside) > _DEEPEST:
-            raise RecursionError(_RUNS_ITSELF)
-        inside.append(None)
+        nonlocal depth
+        if depth > DEEPEST:
+            raise RecursionError("backward runs itself again")
+        depth += 1
         try:
-            return original(ctx, *gradients)
+            return answer.backward(ctx, *gradients)
         finally:
-            inside.pop()
+            depth -= 1
 
     members = {"backward": staticmethod(backward)}
-    return type(candidate)(candidate.__name__, (candidate,), members)
+    stopped = type(answer)(answer.__name__, (answer,), members)
+    return lambda run, x: torch.autograd.Function.apply.__func__(stopped, run, x)
 
 
-def _backward_that_overwrites(ctx, gradient):
-    x = ctx.saved_tensors[0].detach().requires_grad_()
-    with torch.enable_grad():
-        out = ctx.run(x)
-    weights = list(ctx.run.parameters())
-    of_x, *of_weights = torch.autograd.grad(out, [x, *weights], gradient)
-    for weight, found in zip(weights, of_weights, strict=True):
-        weight.grad = found
-    return None, of_x
+def gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _copies_the_weights(ctx, run, x):
-    ctx.copies = [p.clone() for p in run.parameters()]
-    return Checkpoint.forward(ctx, run, x)
-
-
-def _observe_checkpoint(candidate):
+def checkpoint_cases(answer):
+    apply = apply_of(answer)
     layers, x = trained_layers(4), first_input()
-    apply = apply_of(candidate)
     with count_calls(layers) as order:
         out = one_by_one(apply, layers, x)
+        yield "the output of four layers", out
         out.square().sum().backward()
-    found = {
-        "four layers": {
-            "output": out,
-            "gradient of the input": torch.zeros_like(x) if x.grad is None else x.grad,
-            "gradients of the weights": gradients_of(layers),
-        }
-    }
-    kept = kept_boundaries(lambda layers, x: one_by_one(apply, layers, x), trained_layers(8))
-    found["what 8 layers keep"] = {"boundaries alive after forward": kept}
-    found[_ONE] = {"boundaries alive after forward": _kept_by_one(apply)}
-    found["copies of weights"] = {"alive after forward": copies_of_weights(apply)}
-    found["four layers, forward calls"] = {"in forward and backward": len(order)}
-    found[_BEFORE] = {"gradients of the weights": _added_gradients(apply)}
-    found[_FROZEN] = _beside_frozen(apply)
-    found[_ORDER] = {"gradients of the weights": _gradients_first_come(apply)}
-    found[_AFTER] = {"boundaries that are still alive": _kept_after_backward(apply)}
-    return found
+    yield "the gradient of x, before all layers", gradient(x)
+    yield "the gradients of the weights inside run", gradients_of(layers)
+    yield "boundaries alive after forward of one layer, its input among them", kept_by_one(apply)
+    layers = trained_layers(2)
+    weights = sum(p.nbytes for p in layers.parameters())
+    held = alive_after(lambda layers, x: one_by_one(apply, layers, x), layers, rows=1)
+    yield "whether there are copies of the weights after forward", held > 1.5 * weights
+    yield "how often the layers run, in forward and backward together", order.times(layers)
+    layers = trained_layers(2)
+    for p in layers.parameters():
+        p.grad = torch.ones_like(p)
+    one_by_one(apply, layers, first_input()).square().sum().backward()
+    yield (
+        "weights that have a .grad of ones already, to which the new one is added",
+        gradients_of(layers),
+    )
+    yield "a frozen layer between two others, the gradients", gradients_beside_frozen(apply)
+    gradients = gradients_of_two(apply)
+    yield "two calls whose backwards run in the order of their forwards, the gradients", gradients
+
+    def step(layers, x):
+        out = apply(layers, x)
+        out.square().sum().backward()
+        return out
+
+    # x, its gradient and the output are alive, and some answers keep what they saved for longer
+    freed = kept_boundaries(step, trained_layers(1)) <= 5
+    yield "whether the graph of the second run is freed after backward", freed
 
 
-def _beside_frozen(apply) -> dict:
-    """The gradients of three layers, where the second one is frozen, and what stopped the answer
-    there.
-    """
+def kept_by_one(apply, dropout: float = 0.0) -> int:
+    """Boundaries alive after forward of one layer whose output nobody else keeps."""
+    (layer,) = trained_layers(1, dropout)
+    return kept_boundaries(lambda layer, x: apply(layer, x).sum(), layer)
+
+
+def gradients_beside_frozen(apply):
+    """The gradients of three layers, of which the second is frozen; text where that is refused."""
     layers = trained_layers(3)
     layers[1].requires_grad_(False)
-    stopped = ""
     try:
         one_by_one(apply, layers, first_input()).square().sum().backward()
     except RuntimeError as error:
-        stopped = str(error)
-    return {"stopped by": stopped, "gradients of the weights": gradients_of(layers)}
+        return str(error)
+    return gradients_of(layers)
 
 
-def _gradients_first_come(apply, dropout: float = 0.0) -> torch.Tensor:
-    """The gradients of two layers beside each other, whose backwards run in the order of their
-    forwards.
-    """
+def gradients_of_two(apply, dropout: float = 0.0) -> torch.Tensor:
     layers, x = trained_layers(2, dropout), first_input()
     for out in [apply(layer, x) for layer in layers]:
         out.square().sum().backward()
     return gradients_of(layers)
 
 
-def _kept_after_backward(apply) -> int:
-    """Boundaries of 8 layers that are alive after backward; 0 where they are no more than what
-    was kept for it.
+CHECKPOINT = Exercise(
+    "4.1",
+    Checkpoint,
+    checkpoint_cases,
     """
-
-    def step(layers, x):
-        out = one_by_one(apply, layers, x)
-        out.square().sum().backward()
-        return out
-
-    kept = kept_boundaries(step, trained_layers(8))
-    return kept if kept > 2 * 8 else 0
-
-
-def _kept_by_one(apply) -> int:
-    """Boundaries that one layer keeps whose output nobody else keeps, with its input."""
-
-    def summed(layers, x):
-        return one_by_one(apply, layers, x).sum()
-
-    return kept_boundaries(summed, trained_layers(1))
-
-
-def _added_gradients(apply) -> torch.Tensor:
-    """The gradients of layers whose weights have a gradient of ones before."""
-    layers = trained_layers(2)
-    for parameter in layers.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    one_by_one(apply, layers, first_input()).square().sum().backward()
-    return gradients_of(layers)
-
-
-_BEFORE = "weights that have a gradient already"
-_FROZEN = "a frozen layer between two others"
-_ORDER = "two layers side by side, whose backwards run in the order of their forwards"
-_AFTER = "8 layers after backward"
-
-
-_COPIES = (
-    "copies of the weights are kept in ctx: keep only x; run has its weights when it runs again."
+    enable_grad() → no_grad()
+        autograd is off inside backward, and what you call backward on has no graph: run again under
+        torch.enable_grad(), and hand the output of this run, with the incoming gradient, to
+        torch.autograd.backward.
+    x = x.detach().requires_grad_() →
+        the saved x is still part of the graph of earlier layers, and backward continues into them:
+        detach x, and let it require a gradient.
+    x.detach().requires_grad_() → x.detach()
+        the detached x does not require a gradient, so earlier layers get no gradient: add
+        requires_grad_().
+    torch.autograd.backward(out, gradient) → torch.autograd.backward(out)
+        the output is no single number: backward on it starts from the incoming gradient,
+        torch.autograd.backward(out, gradient).
+    torch.autograd.backward(out, gradient) → (x.grad,) = torch.autograd.grad(out, x, gradient)
+        the input gets its gradient and the weights get none: torch.autograd.backward reaches both.
+    torch.autograd.backward(out, gradient) → ctx.run.zero_grad(); out.backward(gradient)
+        a weight's gradient replaces the one that was in .grad before: backward adds to it, as
+        accumulation needs.
+    return None, x.grad → return x.grad
+        backward must return two values, because forward took two arguments, run and x: return None,
+        x.grad. Without a `return` it returns one value, None.
+    torch.no_grad() → torch.enable_grad()
+    (x,) = ctx.saved_tensors →
+    x = x.detach().requires_grad_() → x = ctx.x
+    out = ctx.run(x) → out = ctx.out
+    ctx.save_for_backward(x) → ctx.x = x.detach().requires_grad_()
+    return run(x) → ctx.out = run(ctx.x); return ctx.out.detach()
+        no memory is saved: forward builds and keeps the graph of run(x). Keep only x, and run again
+        in backward.
+    """,
 )
-_OWN = (
-    "backwards need not run in the reverse order of the forwards: keep what each call needs in its "
-    "own ctx, not in a list of all calls."
-)
-_KEPT = "what 8 layers keep"
-_ONE = "what one layer keeps"
 
-
-def _explain_kept(got, expected):
-    kept, right = (seen[_KEPT]["boundaries alive after forward"] for seen in (got, expected))
-    if kept > 2 * right:
-        return "the graph of the first run is kept: keep only x, and run again in backward."
-    more = got.get(_ONE) != expected.get(_ONE)
-    if kept > right or more:
-        return (
-            "more than x is kept for each layer: save x itself, no clone or copy of it, and not "
-            "the output."
-        )
-    return None
-
-
-def _explain_checkpoint(got, expected):
-    mine, right = got["four layers"], expected["four layers"]
-    if difference(mine["output"], right["output"]):
-        return "the output is not that of run(x): forward returns what run(x) returns."
-    if not mine["gradients of the weights"].any():
-        return (
-            "the weights inside run get no gradient: torch.autograd.backward(out, gradient) "
-            "reaches them, and x."
-        )
-    if difference(mine["gradient of the input"], right["gradient of the input"]):
-        return (
-            "the gradient that backward returns is not that of x: run again from "
-            "x.detach().requires_grad_(), call backward once on the output with the incoming "
-            "gradient, and return x.grad."
-        )
-    calls, wanted = (
-        seen["four layers, forward calls"]["in forward and backward"] for seen in (got, expected)
-    )
-    if calls > wanted:
-        return "layers run more often than needed: once in forward, and once more in backward."
-    if got["copies of weights"]["alive after forward"]:
-        return _COPIES
-    return _explain_elsewhere(got, expected) or _explain_kept(got, expected)
-
-
-def _explain_elsewhere(got, expected):
-    """What is said of frozen weights, of another order, and of what is left after backward."""
-    if "does not require grad" in got[_FROZEN]["stopped by"]:
-        return (
-            "a frozen weight gets no gradient, and may not be asked for one: take those of the "
-            "weights that require one, or let torch.autograd.backward(out, gradient) find them."
-        )
-    if difference(got[_FROZEN], expected[_FROZEN]):
-        return "a frozen weight gets a gradient: leave requires_grad of the weights as it is."
-    of_weights = "gradients of the weights"
-    if difference(got[_BEFORE][of_weights] + 1, expected[_BEFORE][of_weights]) is None:
-        # Each had a gradient of ones.
-        return (
-            "the gradient that a weight had in .grad before is lost: backward adds to it, as "
-            "accumulation needs."
-        )
-    if difference(got[_ORDER], expected[_ORDER]):
-        return _OWN
-    if got[_AFTER]["boundaries that are still alive"]:
-        return (
-            "the graph of the second run is kept after backward, so the layers pile up: put "
-            "nothing into ctx in backward."
-        )
-    return None
+# 4.2
 
 
 class SafeCheckpoint(torch.autograd.Function):
@@ -321,242 +190,376 @@ class SafeCheckpoint(torch.autograd.Function):
             return Checkpoint.backward(ctx, gradient)
 
 
-def _one_seed_for_all(ctx, *arguments, run):
-    torch.manual_seed(0)
-    return run(ctx, *arguments)
-
-
-def _state_too_late(ctx, run, x):
-    out = Checkpoint.forward(ctx, run, x)
-    ctx.state = torch.get_rng_state()
-    return out
-
-
-def _never_put_back(ctx, gradient):
-    torch.set_rng_state(ctx.state)
-    return Checkpoint.backward(ctx, gradient)
-
-
-class _Everyone:
-    """A ctx whose random state is everybody's."""
-
-
-def _one_state_for_all(ctx, gradient):
-    ctx.state = _Everyone.state
-    return SafeCheckpoint.backward(ctx, gradient)
-
-
-def _state_of_everyone(ctx, run, x):
-    _Everyone.state = torch.get_rng_state()
-    return Checkpoint.forward(ctx, run, x)
-
-
-def _observe_dice(candidate):
+def dice_cases(answer):
+    apply = apply_of(answer)
     layers, x = trained_layers(4, dropout=0.5), first_input()
     torch.default_generator.manual_seed(6)
-    apply = apply_of(candidate)
     out = one_by_one(apply, layers, x)
+    yield (
+        "the output of four layers with dropout, which the first run draws as a plain run does",
+        out,
+    )
     out.square().sum().backward()
     after = torch.rand(3)
-    found = {
-        "four layers with dropout": {
-            "output": out,
-            "gradient of the input": torch.zeros_like(x) if x.grad is None else x.grad,
-            "gradients of the weights": gradients_of(layers),
-        },
-        "after the step": {"the next random numbers": after},
-    }
-    kept = kept_boundaries(lambda layers, x: one_by_one(apply, layers, x), trained_layers(8, 0.5))
-    found["what 8 layers keep"] = {"boundaries alive after forward": kept}
+    yield "the gradient of x, by a second run that drops the same values", gradient(x)
+    yield "the gradients of the weights, by the same second run", gradients_of(layers)
+    yield "the random numbers of the rest of the program, after backward", after
+    kept = kept_by_one(apply, dropout=0.5)
+    yield "boundaries alive after forward of one layer, its input among them", kept
     torch.default_generator.manual_seed(7)
-    found[_ORDER] = {"gradients of the weights": _gradients_first_come(apply, dropout=0.5)}
-    return found
+    gradients = gradients_of_two(apply, dropout=0.5)
+    yield "two calls whose backwards run in the order of their forwards, the gradients", gradients
 
 
-def _explain_dice(got, expected):
-    name = "four layers with dropout"
-    mine, right = got[name], expected[name]
-    if difference(mine["output"], right["output"]):
-        return (
-            "the first run, in forward, draws other random numbers than a plain run of the "
-            "layers: set no seed and use no fork_rng there; only save the state, and run."
-        )
-    if difference(mine, right):
-        return (
-            "the second run draws other masks than the first: it needs the torch.get_rng_state() "
-            "from just before the first run, not a seed, and not the state of another moment."
-        )
-    if difference(got["after the step"], expected["after the step"]):
-        return (
-            "the gradients are right, but the rest of the program gets other random numbers: "
-            "restore the state from before backward's run."
-        )
-    if difference(got[_ORDER], expected[_ORDER]):
-        return _OWN
-    return _explain_kept(got, expected)
-
-
-EXERCISES = (
-    Exercise(
-        id="4.1",
-        title="a checkpoint by hand",
-        difficulty=2,
-        minutes=10,
-        trains="what autograd keeps, and how to run a layer again inside backward",
-        reference=Checkpoint,
-        observe=_observe_checkpoint,
-        explain=_explain_checkpoint,
-        raises=(
-            (
-                r"gradient different than None at position|incorrect number of gradients",
-                (
-                    "backward returns a gradient for each argument of forward, in their order: "
-                    "None for run, then x.grad."
-                ),
-            ),
-            (
-                r"save_for_backward can only save variables",
-                "save_for_backward keeps tensors only: keep run by ctx.run = run.",
-            ),
-            (
-                r"implicitly created only for scalar",
-                (
-                    "the output is no single number: backward on it starts from the incoming "
-                    "gradient, torch.autograd.backward(out, gradient)."
-                ),
-            ),
-            (
-                r"not enough values to unpack \(expected 1, got 0\)",
-                ("ctx.saved_tensors is empty if forward has not called ctx.save_for_backward(x)."),
-            ),
-            (
-                _RUNS_ITSELF,
-                (
-                    "backward calls itself: the output that it calls backward on is the one that "
-                    "forward returned. Run again in backward, from x.detach().requires_grad_(), "
-                    "and call backward on this new output."
-                ),
-            ),
-            (
-                r"'tuple' object has no attribute",
-                "ctx.saved_tensors is a tuple: (x,) = ctx.saved_tensors.",
-            ),
-        ),
-        mistakes=(
-            Mistake("copies", _but(Checkpoint, forward=_copies_the_weights), _COPIES),
-            Mistake(
-                "overwrites",
-                _but(Checkpoint, backward=_backward_that_overwrites),
-                (
-                    "a weight's gradient replaces the one that was in .grad before: backward adds "
-                    "to it, as accumulation needs."
-                ),
-            ),
-            Mistake(
-                "keeps the graph",
-                _keeps_the_graph(),
-                (
-                    "the gradients are right, but no memory is saved: forward builds and keeps the "
-                    "graph of run(x); keep only x, and run again in backward."
-                ),
-            ),
-            Mistake(
-                "no grad in backward",
-                _but(Checkpoint, backward=_backward_without_grad),
-                (
-                    "autograd is off inside backward, and what you call backward on has no graph: "
-                    "run again under torch.enable_grad(), and hand the output of this run, with "
-                    "the incoming gradient, to torch.autograd.backward."
-                ),
-            ),
-            Mistake(
-                "no detach",
-                _but(Checkpoint, backward=_backward_without_detach),
-                (
-                    "the saved x is still part of the graph of earlier layers, and backward "
-                    "continues into them: detach x, and let it require a gradient."
-                ),
-            ),
-            Mistake(
-                "the input alone",
-                _but(Checkpoint, backward=_backward_for_the_input_alone),
-                (
-                    "the input gets its gradient and the weights get none: torch.autograd.backward "
-                    "reaches both."
-                ),
-            ),
-            Mistake(
-                "no requires_grad",
-                _but(Checkpoint, backward=_backward_without_requires_grad),
-                (
-                    "the detached x does not require a gradient, so earlier layers get no "
-                    "gradient: add requires_grad_()."
-                ),
-            ),
-            Mistake(
-                "one gradient",
-                _but(Checkpoint, backward=_backward_of_one),
-                (
-                    "backward must return two values, because forward took two arguments, run and "
-                    "x: return None, x.grad. Without a `return` it returns one value, None."
-                ),
-            ),
-        ),
-    ),
-    Exercise(
-        id="4.2",
-        title="the same random numbers twice",
-        difficulty=2,
-        minutes=6,
-        trains="saving the random state, and leaving the rest of the program alone",
-        reference=SafeCheckpoint,
-        observe=_observe_dice,
-        explain=_explain_dice,
-        mistakes=(
-            Mistake(
-                "not restored",
-                _but(SafeCheckpoint, forward=Checkpoint.forward, backward=Checkpoint.backward),
-                (
-                    "the second run draws other dropout masks than the first: the random state is "
-                    "not restored."
-                ),
-            ),
-            Mistake(
-                "one seed for all",
-                _but(
-                    SafeCheckpoint,
-                    forward=partial(_one_seed_for_all, run=Checkpoint.forward),
-                    backward=partial(_one_seed_for_all, run=Checkpoint.backward),
-                ),
-                (
-                    "a fixed seed gives every layer and every step the same mask: save the random "
-                    "state instead."
-                ),
-            ),
-            Mistake(
-                "state too late",
-                _but(SafeCheckpoint, forward=_state_too_late),
-                (
-                    "the random state is saved after the run, when the random numbers are already "
-                    "drawn."
-                ),
-            ),
-            Mistake(
-                "never put back",
-                _but(SafeCheckpoint, backward=_never_put_back),
-                (
-                    "the gradients are right, but the rest of the program gets the same random "
-                    "numbers twice: torch.random.fork_rng() restores the state."
-                ),
-            ),
-            Mistake(
-                "one state for all",
-                _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
-                (
-                    "all layers share one state, the last layer's: keep the state in ctx, because "
-                    "every call has its own ctx."
-                ),
-            ),
-        ),
-    ),
+DICE = Exercise(
+    "4.2",
+    SafeCheckpoint,
+    dice_cases,
+    """
+    ctx.state = torch.get_rng_state() →
+    torch.set_rng_state(ctx.state) →
+    with torch.random.fork_rng(): → if True:
+        the second run draws other dropout masks than the first: the random state is not restored.
+    ctx.state = torch.get_rng_state() → torch.manual_seed(0)
+    torch.set_rng_state(ctx.state) → torch.manual_seed(0)
+        a fixed seed gives every layer and every step the same mask: save the random state instead.
+    ctx.state = torch.get_rng_state() → out = Checkpoint.forward(ctx, run, x)
+    return Checkpoint.forward(ctx, run, x) → ctx.state = torch.get_rng_state(); return out
+        the random state is saved after the run, when the random numbers are already drawn.
+    with torch.random.fork_rng(): → if True:
+        the gradients are right, but the rest of the program gets the same random numbers twice:
+        torch.random.fork_rng() restores the state.
+    ctx.state = torch.get_rng_state() → SafeCheckpoint.state = torch.get_rng_state()
+    set_rng_state(ctx.state) → set_rng_state(SafeCheckpoint.state)
+        all layers share one state, the last layer's: keep the state in ctx, because every call has
+        its own ctx.
+    """,
 )
+
+# 4.3
+
+
+def from_frozen(embedding, layers, ids):
+    """The output of ``layers``, each in a reentrant checkpoint, on the vectors of a frozen
+    ``embedding``.
+    """
+    x = embedding(ids).requires_grad_()
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+def frozen_cases(answer):
+    generator = torch.Generator().manual_seed(7)
+    embedding = nn.Embedding(50, WIDTH, _weight=torch.randn(50, WIDTH, generator=generator))
+    embedding.requires_grad_(False)
+    ids = torch.randint(0, 50, (ROWS,), generator=generator)
+    layers, head = trained_layers(4), nn.Linear(WIDTH, 1)
+    nn.init.constant_(head.weight, 0.5)
+    nn.init.constant_(head.bias, 0.1)
+    with count_calls(layers) as order:
+        out = answer(embedding, layers, ids)
+        yield "layers that run in forward, in this order", order[:]
+        head(out).square().sum().backward()
+    for i, layer in enumerate(layers, 1):
+        yield f"the gradient of layer {i} of 4", gradients_of(layer)
+    yield "the gradient of what comes after the layers", gradients_of(head)
+    yield "whether the embedding gets a gradient", embedding.weight.grad is not None
+    # An input that requires no gradient is no mistake where layer 1 learns.
+    wants = order.wants or bool(gradients_of(layers).any())
+    yield "whether a gradient is asked of what layer 1 gets", wants
+    yield "how often each layer runs, in forward and backward together", order.times(layers)
+    yield "layers whose first run records no graph, as in a reentrant checkpoint", order.no_graph
+    yield "lengths of the segments that run again, one checkpoint a layer", order.segments(layers)
+    layers = trained_layers(6, dropout=0.5)
+    out = answer(embedding, layers, ids)
+    if out.requires_grad:
+        out.square().sum().backward()
+    yield "six layers with dropout, the gradients", gradients_of(layers)
+
+
+FROZEN = Exercise(
+    "4.3",
+    from_frozen,
+    frozen_cases,
+    """
+    embedding(ids).requires_grad_() → embedding(ids)
+        no layer gets a gradient: a reentrant checkpoint whose input requires no gradient has no
+        node in the graph. Let the embedding's output require one.
+    x = embedding(ids).requires_grad_() → embedding.weight.requires_grad_(); x = embedding(ids)
+        this trains the embedding, which is frozen: let its output require a gradient, not its
+        weight.
+    embedding(ids).requires_grad_() → layers[0](embedding(ids))
+    in layers: → in layers[1:]:
+        the gradients are right, but one layer keeps all its activations: every layer can be
+        checkpointed, the first one too.
+    checkpoint(layer, x, use_reentrant=True) → layer(x)
+        the gradients are right, but nothing is checkpointed.
+    use_reentrant=True) → use_reentrant=True).requires_grad_()
+    embedding(ids).requires_grad_() → embedding(ids)
+        the first layer gets no gradient: its input must require one, and not just its output.
+    checkpoint(layer, x, → checkpoint(layer, x.detach().requires_grad_(),
+        detaching in front of every layer cuts the chain: only the last layer learns. Detach once,
+        in front of the first.
+    use_reentrant=True → use_reentrant=False
+        these are non-reentrant checkpoints: the exercise asks for use_reentrant=True.
+    use_reentrant=True → use_reentrant=True, preserve_rng_state=False
+        the second run draws other random numbers: PyTorch's checkpoint puts the random state back,
+        with preserve_rng_state=True, its default.
+    """,
+)
+
+# 4.4
+
+
+def run_in_segments(layers, x, k):
+    """The output of ``layers`` run in checkpointed segments of ``k``; the last one may be
+    shorter.
+    """
+    for start in range(0, len(layers), k):
+        x = checkpoint(layers[start : start + k], x, use_reentrant=False)
+    return x
+
+
+def by_checkpoint_sequential(layers, x, k):
+    return checkpoint_sequential(layers, -(-len(layers) // k), x, use_reentrant=False)
+
+
+def segment_cases(answer):
+    # More layers than rows too: an answer that counts rows for layers leaves some out there.
+    for n, k, rows in ((8, 4, ROWS), (10, 4, ROWS), (9, 2, 3), (3, 5, ROWS), (7, 5, ROWS)):
+        layers, x, name = trained_layers(n), first_input(rows=rows), f"{n} layers and k = {k}"
+        with count_calls(layers) as order:
+            out = answer(layers, x, k)
+            yield f"{name}, layers that run in forward, in this order", order[:]
+            out.square().sum().backward()
+        yield f"{name}, the gradients of the layers", gradients_of(layers)
+        yield f"{name}, the gradient of x", gradient(x)
+        yield f"{name}, lengths of the segments that run again", order.segments(layers)
+        yield f"{name}, how often each layer runs", order.times(layers)
+        kept = kept_boundaries(lambda layers, x, k=k: answer(layers, x, k), trained_layers(n))
+        yield f"{name}, boundaries alive after forward", kept
+    layers = trained_layers(4, dropout=0.5)
+    torch.default_generator.manual_seed(6)
+    answer(layers, first_input(), 2).square().sum().backward()
+    yield (
+        "layers with dropout, which draw the same numbers again, the gradients",
+        gradients_of(layers),
+    )
+    layers = trained_layers(4)
+    out = answer(layers, first_input(requires_grad=False), 2)
+    if out.requires_grad:
+        out.square().sum().backward()
+    yield "an x that needs no gradient, the gradients of the layers", gradients_of(layers)
+
+
+SEGMENTS = Exercise(
+    "4.4",
+    run_in_segments,
+    segment_cases,
+    """
+    range(0, len(layers), k) → range(0, len(layers) - k + 1, k)
+        layers are left out: where k does not divide their number, there is one shorter segment.
+    range(0, len(layers), k) → range(0, max(1, len(layers) - k + 1), k)
+    start + k], → start + k if start + 2 * k <= len(layers) else len(layers)],
+        the last segment takes all remaining layers and is too long: make one more, shorter one.
+    by_checkpoint_sequential
+        checkpoint_sequential takes a number of segments, gives the last one all the rest, and runs
+        it without a checkpoint: 9 layers in 5 segments are 1, 1, 1, 1, 5.
+    (layers[start : start + k], x → (lambda h: layers[start : start + k](h), x
+        the function looks up its variables when it runs again, and by then the loop has moved on:
+        pass the segment itself to checkpoint.
+    checkpoint(layers[start : start + k], → layers[start + 1 : start + k](checkpoint(layers[start],
+    use_reentrant=False) → use_reentrant=False))
+        one layer in k is checkpointed, and the others keep everything: put k layers in a row into
+        one checkpoint.
+    use_reentrant=False) → use_reentrant=False) if start + k < len(layers) else layers[start:](x)
+        the last segment runs without a checkpoint. Section 6 uses this good idea; here, put the
+        last segment into a checkpoint as well.
+    use_reentrant=False → use_reentrant=True
+        this is a reentrant checkpoint, which needs an input that requires a gradient:
+        use_reentrant=False.
+    use_reentrant=False → use_reentrant=False, preserve_rng_state=False
+        the second run draws other random numbers: PyTorch's checkpoint puts the random state back,
+        with preserve_rng_state=True, its default.
+    """,
+)
+
+# 4.5
+
+
+def kept_at_peak(lengths, a, x):
+    """The most bytes kept at once by segments of these lengths: earlier boundaries, and one whole
+    segment.
+    """
+    return max(i * x + length * a for i, length in enumerate(lengths))
+
+
+PEAK = Exercise(
+    "4.5",
+    kept_at_peak,
+    calls(
+        ([1, 1, 1, 1], 1000, 1000),
+        ([4, 4, 4, 4], 3000, 1000),
+        ([4, 4, 1], 5000, 1000),
+        ([9], 5000, 1000),
+        ([5, 4, 3, 2], 3000, 1000),
+        ([2, 3, 4, 5], 3000, 1000),
+        # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
+        hidden=[([3, 2, 5, 8], 1000, 1), ([7, 3, 6, 1, 2], 2500, 700), ([3, 2, 2, 2], 1000, 800)],
+    ),
+    """
+    i * x → (len(lengths) - 1) * x
+        this adds all boundaries but the last to the longest segment: those of later segments are
+        freed before its backward.
+    i * x → (i + 1) * x
+        one boundary too many: a already includes the input of the segment's first layer.
+    i * x + →
+        the boundaries of earlier segments are left out: each keeps one until its backward.
+    i * x → sum(lengths[:i]) * x
+        a boundary is counted for each earlier layer: each earlier segment keeps one, its input.
+    length * a → length * (a - x)
+        x is taken off a: when a segment runs again, each of its layers keeps all of a, its input
+        included.
+    length * a → length * (a + x)
+        each layer's input is counted twice: a includes x, so m layers keep m * a.
+    i * x → (len(lengths) - 1 - i) * x
+        the boundaries are counted from the end: when a segment runs again, the boundaries of
+        earlier segments are still kept.
+    max(i * x + length * a → max((length, i * x + length * a)
+    in enumerate(lengths)) → in enumerate(lengths))[1]
+        this looks at the longest segment alone: a shorter, later one has more boundaries before it,
+        and may need more.
+    """,
+)
+
+# 4.6
+
+
+def best_length(n, a, x):
+    """The segment length k with the lowest peak for ``n`` layers that keep ``a`` bytes each, ``x``
+    of them their input.
+    """
+    lengths = range(1, n + 1)
+    return min(lengths, key=lambda k: kept_at_peak(uniform_segments(n, k), a, x))
+
+
+# None of them but the one of 1 layer has k = n as its only best length. There is no other: a
+# includes x, so two segments never need more than one segment of all layers.
+CHAINS = (
+    (64, 1000, 1000),
+    (100, 4000, 1000),
+    (32, 23_000, 1000),  # a 7B
+    (96, 28_000, 1000),
+    (4, 20_000, 1000),
+    (1, 1000, 1000),
+    (50, 27_000, 3000),
+    (13, 5000, 1000),
+    (16, 1, 1),  # k is larger than a and x here
+    (96, 1900, 1000),  # as many layers as above, and no whole ratio
+    (10, 1000, 1000),  # where a short last segment counts
+    (3, 1000, 1000),  # the best is more than half of all
+    (400, 1000, 1000),
+)
+
+
+def length_cases(answer):
+    for n, a, x in CHAINS:
+        name, k = f"n = {n}, a = {a} and x = {x}", plain_int(answer(n, a, x))
+        is_length = type(k) is int and 1 <= k <= n
+        yield f"{name}, your length", "a whole number from 1 to n" if is_length else k
+        # Two lengths may have the same peak, so the peak is what counts.
+        peak = kept_at_peak(uniform_segments(n, k), a, x) if is_length else None
+        yield f"{name}, the peak of segments of your length", peak
+
+
+LENGTH = Exercise(
+    "4.6",
+    best_length,
+    length_cases,
+    """
+    lengths = range(1, n + 1) → return max(1, round(n**0.5))
+        this is √n, which is right where a layer keeps no more than its input: with a > x, segments
+        must be shorter.
+    lengths = range(1, n + 1) → return round((n * a / x) ** 0.5)
+        a and x are swapped: the more a layer keeps, the shorter the segments.
+    lengths = range(1, n + 1) → return 1
+        segments of one layer are right for most Transformers, but not for every model: the length
+        depends on n, a and x.
+    lengths = range(1, n + 1) → return round((n * x / a) ** 0.5)
+        for 4 layers with a = 20 x your k is 0: √(n · x / a) is 0.45 there, and a segment has at
+        least one layer.
+    lengths = range(1, n + 1) → return max(1, int((n * x / a) ** 0.5))
+        this rounds down, but the nearest whole number is above: 1.85 is closer to 2.
+    lengths = range(1, n + 1) → return -int(-((n * x / a) ** 0.5) // 1)
+        this rounds up, but the nearest whole number is below: round √(n · x / a) to the nearest.
+    range(1, n + 1) → [k for k in range(1, n + 1) if n % k == 0]
+        only lengths that divide n are tried: the last segment may be shorter than the others.
+    range(1, n + 1) → [2**i for i in range(n.bit_length())]
+        only powers of two are tried: every whole number from 1 to n is a length.
+    """,
+)
+
+# 4.7
+
+
+def train_step(layers, x):
+    """Forward and backward of mean(layers(x)²) within the budget, each layer run forward at most
+    twice; the loss.
+    """
+    lengths = best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0])
+    with checkpoint_layers(layers, lengths):
+        loss = layers(x).square().mean()
+        loss.backward()
+    return loss.item()
+
+
+def budget_cases(answer):
+    layers, x = chain_setting()
+    with count_calls(layers) as order:
+        run = measured(
+            lambda: answer(layers, x), chain_budget(), "boundaries", CHAIN_BOUNDARY, layers
+        )
+    often = max(order.times(layers))
+    yield "the loss", run.value
+    yield "the gradient of x", gradient(x)
+    yield "the most often that a layer runs forward, where this is more than twice", max(often, 2)
+    yield "the card", run
+    # Two schedules may need as many bytes.
+    yield "the segments of a step that does not fit", order.segments(layers) if run.over else []
+    # What is not kept is computed again: where no layer runs twice, it has waited elsewhere.
+    yield "whether layers run again, as nothing may wait elsewhere", often > 1
+    again, rows = chain_setting()
+    yield "the bytes that wait elsewhere", outside_torch(lambda: answer(again, rows), 4_000_000)
+
+
+CARD = Exercise(
+    "4.7",
+    train_step,
+    budget_cases,
+    """
+    best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0]) → 1
+        every layer is its own segment, so 64 boundaries are kept: they do not fit on the card.
+    best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0]) → "sqrt"
+        segments of √64 = 8 layers are too long where a layer keeps five times its input.
+    best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0]) → 4
+        these are the best equal segments, and they are not enough: when an early segment runs
+        again, few boundaries are kept, so it may be longer.
+    [4] * 63 + [25], 1, temporaries=[9] * 63 + [0] → 4, 1
+        these lengths are the best for the layers alone. But all boundaries are still kept when the
+        logits and their loss need 25 more: use fewer, longer segments.
+    , temporaries=[9] * 63 + [0] →
+        the head and its loss are counted. The gradients in a layer's backward, 9 boundaries, are
+        not counted, or they are counted for the head too, whose 25 already include everything. Now
+        the first segments are too long.
+    [4] * 63 + [25], 1, temporaries=[9] * 63 + [0] → 4, 1, 2.0
+        lists inside the list: layers run forward three times, but only one extra forward was
+        allowed.
+    lengths = best_segments(64, [4] * 63 + [25], 1, temporaries=[9] * 63 + [0]) → lengths = [64]
+        nothing is checkpointed: no layer runs again.
+    loss = layers(x).square().mean() → out = layers(x); loss = out.square().mean()
+        the segments fit, and something else is alive beside them: in backward no name may hold the
+        head's outputs, and the loss is layers(x).square().mean().
+    """,
+)
+EXERCISES = (CHECKPOINT, DICE, FROZEN, SEGMENTS, PEAK, LENGTH, CARD)

@@ -19,16 +19,13 @@ def trained_layers(n: int, dropout: float = 0.0) -> nn.Sequential:
     """``n`` residual-free layers (16, 8) -> (16, 8) with weights that are trained, the same ones on
     each call.
     """
+    layers = nn.Sequential()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        return nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH)
-                )
-                for _ in range(n)
-            )
-        )
+        for _ in range(n):
+            wide, narrow = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+            layers.append(nn.Sequential(wide, nn.GELU(), nn.Dropout(dropout), narrow))
+    return layers
 
 
 def first_input(requires_grad: bool = True, rows: int = ROWS) -> torch.Tensor:
@@ -46,9 +43,11 @@ class Order(list):
         self.no_graph: set[int] = set()
         self.wants = False
 
-    def note(self, i: int) -> None:
+    def note(self, i: int, x: torch.Tensor) -> None:
         if i not in self and not torch.is_grad_enabled():
             self.no_graph.add(i)
+        if i == 0 and x.requires_grad:
+            self.wants = True
         self.append(i)
 
     def times(self, layers) -> list[int]:
@@ -57,12 +56,13 @@ class Order(list):
 
     def segments(self, layers) -> list[int]:
         """The lengths of the segments that run again in backward, the first one first."""
-        again, lengths = self[len(layers) :], []
-        for before, i in zip([None, *again], again, strict=False):
+        lengths, before = [], None
+        for i in self[len(layers) :]:
             if before is not None and i == before + 1:
                 lengths[-1] += 1
             else:
                 lengths.append(1)
+            before = i
         return lengths[::-1]
 
 
@@ -74,10 +74,9 @@ def count_calls(layers):
     order = Order()
     for i, layer in enumerate(layers):
 
-        def forward(*args, i=i, original=layer.forward, **kwargs):
-            order.note(i)
-            order.wants |= i == 0 and args[0].requires_grad
-            return original(*args, **kwargs)
+        def forward(x, i=i, original=layer.forward):
+            order.note(i, x)
+            return original(x)
 
         layer.forward = forward  # no hook: some measure a layer by its forward alone
     try:
@@ -93,31 +92,21 @@ def one_by_one(run, layers, x):
     return x
 
 
-def kept_boundaries(forward, layers, rows_of=first_input) -> int:
-    """Boundaries that are alive when ``forward(layers, x)`` has returned, its input and its output
+def alive_after(forward, layers, rows: int = ROWS) -> int:
+    """Bytes that are alive when ``forward(layers, x)`` has returned, its input and its output
     included.
-
-    From two inputs, ``rows_of(rows=…)``, one twice as large: what does not grow with the input,
-    such as a random state, is none.
     """
-    live = []
-    for rows in (ROWS, 2 * ROWS):
-        x = rows_of(rows=rows)
-        with MemoryTracker(layers, live=False) as tracker:
-            out = forward(layers, x)
-            live.append(tracker.current.total)
-            del out
-    return round((live[1] - live[0]) / BOUNDARY)
-
-
-def copies_of_weights(run) -> int:
-    """How many weights of layers that are larger than their inputs have a copy that is alive after
-    ``run(layer, x)``.
-    """
-    layers, x = trained_layers(2), first_input(rows=1)
-    weights = sum(p.nbytes for layer in layers for p in layer.parameters()) // len(layers)
+    x = first_input(rows=rows)
     with MemoryTracker(layers, live=False) as tracker:
-        out = one_by_one(run, layers, x)
-        held = tracker.current.total - sum(p.nbytes for p in layers.parameters())
+        out = forward(layers, x)
+        held = tracker.current.total
     del out
-    return held // weights
+    return held
+
+
+def kept_boundaries(forward, layers) -> int:
+    """The same in boundaries, from two inputs, one twice as large: what does not grow with the
+    input, such as a weight or a random state, is none.
+    """
+    more = alive_after(forward, layers, 2 * ROWS) - alive_after(forward, layers)
+    return round(more / BOUNDARY)

@@ -17,15 +17,19 @@ from ....measure.tracker import MemoryTracker
 from ....planning.cards import CARDS
 from ....training.trainer_arguments import CHECKPOINTING_ARGUMENT
 from ...ledger import Finding, answers
-from ...ledger.finding import Figure, fits, gb, in_unit, yes
+from ...ledger.finding import fits, gb, in_unit, more, some, yes
 from ...machine.compat import enable_checkpointing
-from ...material import accounting, models
+from ...material import models
 from ...material.shapes import SHAPES
 from ..shared.claim_runs import (
     activations,
     c12_prediction,
     checkpoint_by_hand,
+    error,
     error_of,
+    gradient,
+    name_of,
+    resident,
     silent,
     switched_on,
     tiny,
@@ -45,14 +49,14 @@ def _loaded_dtype() -> str:
             layers=1, hidden=16, heads=2, intermediate=32, vocab=64, dtype=torch.float16
         )
         saved.save_pretrained(folder)
-        return str(type(saved).from_pretrained(folder).dtype).removeprefix("torch.")
+        return name_of(type(saved).from_pretrained(folder).dtype)
 
 
 @answers("C12")
 def one_row_32_times() -> Finding:
     shape = SHAPES["Llama-2-7B"]
     found = c12_prediction("autocast-fp16")
-    resident = sum(accounting.resident_bytes(shape, "autocast-bf16", "adamw").values())
+    kept = resident(shape, "autocast-bf16")
     # the embedding is looked up, not multiplied
     copies = 2 * (shape.parameters - shape.embedding_parameters)
     cards = [card.name for card in CARDS.values() if card.nbytes >= found.peak.total]
@@ -62,29 +66,27 @@ def one_row_32_times() -> Finding:
             fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),
         ),
         beyond=(
-            fits("the same, before the first token", "to fit a consumer card", consumer, resident),
+            fits("the same, before the first token", "to fit a consumer card", consumer, kept),
         ),
-        fails=(
-            "All three reduce only activations; weights, gradients and Adam's states alone do "
-            "not fit."
-        ),
-        holds="It fits the largest consumer card.",
-        why="Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 "
-        "copy of the weights "
-        f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that "
-        "the course knows, "
-        f"{' and '.join(cards) or 'none'} has room. If a model is saved in float16, transformers 5 "
-        "also loads it in float16, and then "
-        "the loss scaler refuses the float16 gradients.",
+        says=f"""
+            fails: All three reduce only activations; weights, gradients and Adam's states alone
+                do not fit.
+            holds: It fits the largest consumer card.
+            why: Weights, gradients and states stay in float32. One row of 2,048 tokens and a
+                float16 copy of the weights ({gb(copies)}) are added; autocast keeps this copy until
+                forward ends. Of the cards that the course knows, {" and ".join(cards) or "none"}
+                has room. If a model is saved in float16, transformers 5 also loads it in float16,
+                and then the loss scaler refuses the float16 gradients.
+            needs: a card of that size to see it run; the bytes are predicted
+            """,
         figures={
-            "weights, gradients and Adam states": resident,
+            "weights, gradients and Adam states": kept,
             "1 row of 2048 accumulated, each layer checkpointed, fp16: peak": found.peak.total,
             "the same: activations at most, float16 weights among them": activations(found),
             "float16 weights": copies,
             "dtype that from_pretrained gives a checkpoint in float16": _loaded_dtype(),
             "cards with room, by name": ", ".join(cards) or "none",
         },
-        needs="a card of that size to see it run; the bytes are predicted",
     )
 
 
@@ -97,46 +99,40 @@ def _cached_step(
     change(model)
     with silent(), MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids, labels=ids).loss.backward()
-    return tracker.peak.total, torch.cat([p.grad.flatten() for p in model.parameters()])
+    return tracker.peak.total, gradient(model)
 
 
 @answers("C43")
 def cache_off() -> Finding:
-    (off, reference), (on, gradient) = (
-        _cached_step(on, enable_checkpointing) for on in (False, True)
-    )
+    off, reference = _cached_step(False, enable_checkpointing)
+    on, cached = _cached_step(True, enable_checkpointing)
 
-    def wrong(reentrant: bool) -> float:
+    by_hand = {}
+    for reentrant in (True, False):
         found = _cached_step(True, partial(checkpoint_by_hand, reentrant))[1]
-        return ((found - reference).norm() / reference.norm()).item()
-
-    by_hand = {reentrant: wrong(reentrant) for reentrant in (True, False)}
+        by_hand[reentrant] = error(found, reference)
     trainer = trained(lambda model: setattr(model.config, "use_cache", True))
-    built_in = ((gradient - reference).norm() / reference.norm()).item()
     return Finding(
         own=(
-            Figure("gradient's error with the cache on", "some", built_in, low=0.01, unit="%"),
-            Figure("peak, cache on / off", "more", on / off, low=1.001, unit="times"),
+            some("gradient's error with the cache on", error(cached, reference)),
+            more("peak, cache on / off", on / off),
         ),
-        where=(
-            Figure(
-                "gradient's error, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"
-            ),
-        ),
-        only_if="you write reentrant checkpoints by hand; transformers' own layers skip the cache.",
-        holds=(
-            "With the cache on, transformers' own checkpoints give wrong gradients or need more "
-            "memory."
-        ),
-        fails="The cache does no harm in any of these ways.",
-        why="transformers warns once, and its Trainer sets use_cache to False in any case. With "
-        "torch's reentrant checkpoint around each "
-        "layer, the second run finds the keys of the first run in the cache. No gradient flows "
-        "through these keys, and no warning appears.",
+        where=(some("gradient's error, reentrant by hand", by_hand[True]),),
+        says="""
+            only if: you write reentrant checkpoints by hand; transformers' own layers skip the
+                cache.
+            holds: With the cache on, transformers' own checkpoints give wrong gradients or need
+                more memory.
+            fails: The cache does no harm in any of these ways.
+            why: transformers warns once, and its Trainer sets use_cache to False in any case.
+                With torch's reentrant checkpoint around each layer, the second run finds the keys
+                of the first run in the cache. No gradient flows through these keys, and no warning
+                appears.
+            """,
         figures={
             "checkpointing as transformers does it: peak, use_cache=False": off,
             "checkpointing as transformers does it: peak, use_cache=True": on,
-            "gradients equal in every bit": in_unit(torch.equal(gradient, reference), "yes"),
+            "gradients equal in every bit": in_unit(torch.equal(cached, reference), "yes"),
             "config.use_cache, set to True, after a Trainer was made": str(
                 trainer.model.config.use_cache
             ),
@@ -183,13 +179,15 @@ def checkpointing_kwargs() -> Finding:
             yes("it chooses, beside use_reentrant=False", _named_alone(swallowed)),
         ),
         beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
-        fails="No key names modules: you can choose every n-th layer, but not the attention alone.",
-        holds="Only the named modules are checkpointed.",
-        why="The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An "
-        "unknown key alone is an error. Together with "
-        "use_reentrant=False, it is passed on to the layers, which ignore it: every layer is "
-        "checkpointed as before. A key of torch's "
-        "checkpoint without use_reentrant brings the reentrant kind back.",
+        says="""
+            fails: No key names modules: you can choose every n-th layer, but not the attention
+                alone.
+            holds: Only the named modules are checkpointed.
+            why: The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An
+                unknown key alone is an error. Together with use_reentrant=False, it is passed on to
+                the layers, which ignore it: every layer is checkpointed as before. A key of torch's
+                checkpoint without use_reentrant brings the reentrant kind back.
+            """,
         figures={
             "every_n_layers=2 switches on": second,
             "use_reentrant=False, modules=['self_attn'] switches on": swallowed,
@@ -211,11 +209,12 @@ def max_seq_length() -> Finding:
     ]
     return Finding(
         own=(yes("TrainingArguments takes max_seq_length", not error),),
-        fails="TrainingArguments raises a TypeError; the tokenizer decides the rows' length.",
-        holds="TrainingArguments takes it.",
-        why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's "
-        "SFTConfig now calls it max_length (TRL's issue 3910 and "
-        "pull request 2895).",
+        says="""
+            fails: TrainingArguments raises a TypeError; the tokenizer decides the rows' length.
+            holds: TrainingArguments takes it.
+            why: max_seq_length was an argument of the SFT trainer in another library, TRL.
+                TRL's SFTConfig now calls it max_length (TRL's issue 3910 and pull request 2895).
+            """,
         figures={
             "TrainingArguments(max_seq_length=4096)": error,
             "its fields about lengths": ", ".join(fields) or "none",

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...judge.exercise import Exercise, Mistake
-from ..shared.leaks import Leak, adamw, new_net
+from ...judge.exercise import Exercise
+from ..shared.leaks import adamw, leak_cases, new_net
 
 RESUME_BUDGET = "3.75 MiB"
 ROWS, OUTPUTS, BATCHES, DONE = 16, 1000, 6, 2
@@ -28,10 +28,7 @@ def resume_setting(
     given = list(zip(inputs, targets, strict=True))
     net = new_net(OUTPUTS)
     optimizer = adamw(net)
-    for x, y in given[:done]:
-        F.mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(net, optimizer, given[:done])
     file = io.BytesIO()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
     torch.save(state, file)
@@ -60,6 +57,9 @@ def resume(model, optimizer, file, batches):
     return train_on(model, optimizer, batches[saved["step"] :])
 
 
+# 5.11
+
+
 def resume_leak():
     """The line that keeps the checkpoint alive, and a script that lets it go."""
 
@@ -74,113 +74,44 @@ def resume_leak():
     return 2, fixed
 
 
-def _resumes(*, model_too=True, states_too=True, assign=False, from_start=False):
-    """A script that differs from the right one in what it loads."""
-
-    def script(model, optimizer, file, batches):
-        saved = torch.load(file)
-        if model_too:
-            model.load_state_dict(saved["model"], assign=assign)
-        if states_too:
-            optimizer.load_state_dict(saved["optimizer"])
-        rest = batches if from_start else batches[saved["step"] :]
-        del saved
-        return train_on(model, optimizer, rest)
-
-    return script
-
-
-LEAK = Leak(
-    script=resume,
-    fixed=resume_leak()[1],
-    line=2,
-    setting=resume_setting,
-    hidden_setting=partial(resume_setting, done=1),
-    batches=BATCHES,
-    budget=RESUME_BUDGET,
-    outside=200_000,  # the weights alone are 566 kB
-    stays_outside=(
-        "a copy of the checkpoint is still there while the model trains, as arrays, lists or the "
-        "bytes of a file: no tracker sees it, and the host's memory holds it all the same. Delete "
-        "it before the training, or make none."
+LEAK = Exercise(
+    "5.11",
+    resume_leak,
+    leak_cases(
+        line=2,
+        setting=resume_setting,
+        size=BATCHES,
+        budget=RESUME_BUDGET,
+        outside=200_000,  # the weights alone are 566 kB
+        hidden_setting=partial(resume_setting, done=1),
     ),
-    stays=(
-        "the loaded weights are still there while the model trains: `saved`, or another name for "
-        "them, refers to them until the function returns, unless you delete each such name before "
-        "the training. The loaded states are no copy, since the optimizer uses these very tensors."
-    ),
-    innocent={
-        3: (
-            "line 3 copies the loaded weights into the model's own, and keeps nothing: look for "
-            "the name through which the loaded ones stay alive."
-        ),
-        4: (
-            "line 4 gives the loaded states to the optimizer, which uses these very tensors: they "
-            "are no second copy. Look for what is there twice."
-        ),
-        5: (
-            "line 5 trains, and it needs a number of the checkpoint, but no tensor: look for the "
-            "name that keeps the whole checkpoint until then."
-        ),
-    },
+    """
+    2, fixed → 2, resume
+        the loaded weights are still there while the model trains: a name refers to them until the
+        function returns, unless it is deleted before the training. The loaded states are no copy,
+        since the optimizer uses these very tensors.
+    saved["model"]) → saved["model"], assign=True)
+        assign=True gives the model the loaded tensors, and the optimizer still updates the ones
+        from before: the model no longer learns.
+    saved = torch.load(file) → torch.load(file); saved = torch.load(file)
+        torch.load begins where the file object stands, and an earlier load or read has moved it
+        on. Load once, or call file.seek(0) before the next load (what PyTorch says about
+        weights_only is another matter).
+    optimizer.load_state_dict(saved["optimizer"]) →
+        the loaded states never reach the optimizer: AdamW begins with moments of zero, and the
+        updates are different.
+    batches[saved["step"] :] → batches
+        the run begins with the first batch again: read the step of the checkpoint before you
+        delete it.
+    return 2 → return 3
+        line 3 copies the loaded weights into the model's own, and keeps nothing: look for the name
+        through which the loaded ones stay alive.
+    return 2 → return 4
+        line 4 gives the loaded states to the optimizer, which uses these very tensors: they are no
+        second copy. Look for what is there twice.
+    return 2 → return 5
+        line 5 trains, and it needs a number of the checkpoint, but no tensor: look for the name
+        that keeps the whole checkpoint until then.
+    """,
 )
-
-
-# What reading a checkpoint raises when the file object does not stand at its beginning. PyTorch's
-# own text is about another cause.
-_READ_AGAIN = (
-    "UnpicklingError|EOFError|PytorchStreamReader",
-    (
-        "torch.load begins where the file object stands, and an earlier load or read has moved it "
-        "on. Load once, or call file.seek(0) before the next load (what PyTorch says about "
-        "weights_only is another matter)."
-    ),
-)
-
-
-EXERCISES = (
-    Exercise(
-        id="5.11",
-        title="a checkpoint that stays",
-        difficulty=1,
-        minutes=5,
-        trains="knowing what a resumed run holds twice, and until when",
-        reference=resume_leak,
-        observe=LEAK.observe,
-        explain=LEAK.explain,
-        raises=(_READ_AGAIN,),
-        mistakes=(
-            LEAK.as_it_was(),
-            Mistake(
-                "assigned",
-                LEAK.with_fix(_resumes(assign=True)),
-                (
-                    "assign=True gives the model the loaded tensors, and the optimizer still "
-                    "updates the ones from before: the model no longer learns."
-                ),
-            ),
-            Mistake(
-                "no weights",
-                LEAK.with_fix(_resumes(model_too=False)),
-                "the loaded weights never reach the model: the run begins with new ones.",
-            ),
-            Mistake(
-                "no states",
-                LEAK.with_fix(_resumes(states_too=False)),
-                (
-                    "the loaded states never reach the optimizer: AdamW begins with moments of "
-                    "zero, and the updates are different."
-                ),
-            ),
-            Mistake(
-                "from the start",
-                LEAK.with_fix(_resumes(from_start=True)),
-                (
-                    "the run begins with the first batch again: read the step of the checkpoint "
-                    "before you delete it."
-                ),
-            ),
-            *LEAK.wrong_lines(),
-        ),
-    ),
-)
+EXERCISES = (LEAK,)

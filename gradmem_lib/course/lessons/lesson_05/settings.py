@@ -1,17 +1,16 @@
 """Lesson 05: the models, batches and cards of its exercises, made afresh on each call."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from ...material import models
+from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import text_batch, with_large_gradients
 
 CHECKPOINTING_CARD = "5 MiB"
 
 
-def checkpointing_setting() -> tuple[nn.Module, torch.Tensor]:
+def checkpointing_setting():
     """A tiny Llama of six layers as ``from_pretrained`` leaves a model, and token ids (4, 64)."""
     model = models.tiny_llama(layers=6, hidden=64, heads=4, intermediate=172, vocab=256)
     model.config.use_cache = True
@@ -21,7 +20,7 @@ def checkpointing_setting() -> tuple[nn.Module, torch.Tensor]:
 LOG_CARD = "1.4 MB"
 
 
-def log_setting(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+def log_setting(kind):
     """A tiny Llama and a window of six micro-batches, of ``"equal"`` or ``"unequal"`` lengths."""
     lengths = [(24, 24)] * 6
     if kind == "unequal":
@@ -32,7 +31,7 @@ def log_setting(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     return model, window
 
 
-def bf16_setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+def bf16_setting():
     """A tiny Llama whose weights are bf16, its head tied to its embedding, and three batches."""
     model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=128, tied=True)
     batches = [text_batch(16, 16, vocab=128, seed=seed) for seed in range(3)]
@@ -42,7 +41,7 @@ def bf16_setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 LORA_CARD = "4.5 MiB"
 
 
-def lora_setting() -> tuple[nn.Module, torch.Tensor]:
+def lora_setting():
     """A tiny Llama of three layers, not tied, and token ids (2, 24)."""
     ids = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(3))
     return models.tiny_llama(layers=3, hidden=64, heads=4, intermediate=172, vocab=2048), ids
@@ -51,7 +50,7 @@ def lora_setting() -> tuple[nn.Module, torch.Tensor]:
 BACKWARD_CARD = "6 MiB"
 
 
-def backward_setting(tied: bool) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+def backward_setting(tied):
     """A tiny Llama of eight layers, and three rows for ``Trainer``; ``tied``: two layers, one
     embedding, the first layer frozen.
     """
@@ -66,10 +65,7 @@ def backward_setting(tied: bool) -> tuple[nn.Module, list[dict[str, torch.Tensor
 EVAL_CARD = "2.5 MiB"
 
 
-EVAL_ROWS = 4  # which fit
-
-
-def evaluation_setting() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def evaluation_setting():
     """A tiny GPT-2 with dropout and a key-value cache, in the middle of its training, and 18 rows
     of unequal lengths.
     """
@@ -82,3 +78,13 @@ def evaluation_setting() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         # rows that differ in their loss, as after training
         model.get_input_embeddings().weight.mul_(20)
     return model.train(), text_batch(*(2 + i * i % 61 for i in range(17)), 64, vocab=256)
+
+
+RANDOM_CARD = "1.1 MiB"
+
+
+def random_setting():
+    """A residual net with dropout and drop path in training mode, its SGD, and 64 labelled rows."""
+    model = residual_net(blocks=12, width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    return model, optimizer, labelled_rows(64, width=32)

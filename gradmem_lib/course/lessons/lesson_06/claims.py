@@ -18,10 +18,10 @@ from ....prediction.predict import predict
 from ....training.recipe import Recipe
 from ....units import GiB, MiB
 from ...ledger import Finding, answers, bert_large
-from ...ledger.finding import GB, Figure, about, between, fits, gb, less, more
+from ...ledger.finding import GB, Figure, Figures, about, between, fits, gb, less, more
 from ...material import accounting
 from ...material.shapes import SHAPES, Shape
-from ..shared.claim_runs import predicted, recipe
+from ..shared.claim_runs import peak_of, predicted, recipe, resident
 
 CARD_24 = 24 * GiB
 
@@ -29,14 +29,10 @@ CARD_24 = 24 * GiB
 @answers("C23")
 def gpt2_xl() -> Finding:
     shape = SHAPES["GPT-2 XL"]
-    resident = accounting.resident_bytes(shape, "bf16", "adamw")
-    figures: dict[str, int | float | str] = {
-        "weights, gradients and Adam states, bf16": sum(resident.values())
-    }
+    parts = accounting.resident_bytes(shape)
+    figures: Figures = {"weights, gradients and Adam states, bf16": sum(parts.values())}
     need = {
-        (rows, how): accounting.estimate(
-            shape, batch_size=rows, seq_len=1024, precision="bf16", checkpointing=how
-        )
+        (rows, how): peak_of(shape, rows, 1024, checkpointing=how)
         for rows, how in ((32, None), (32, "per-layer"), (8, "per-layer"))
     }
     for (rows, how), found in need.items():
@@ -45,7 +41,7 @@ def gpt2_xl() -> Finding:
         )
     # From the second micro-batch on, all gradients are there at this moment, too.
     cut = need[8, "per-layer"]
-    both = cut.total - cut.by_category["gradients"] + resident["gradients"]
+    both = cut.total - cut.by_category["gradients"] + parts["gradients"]
     figures["8 rows at a time, gradients of earlier ones there: closed-form peak"] = both
     return Finding(
         own=(
@@ -53,11 +49,13 @@ def gpt2_xl() -> Finding:
             about("checkpointed", 32 * GB, need[32, "per-layer"].total, "GB", within=0.2),
             about("8 rows at a time, too", 22 * GB, both, "GB", within=0.2),
         ),
-        fails="Without any technique, the batch needs almost three times as much.",
-        holds="All three are about right, in bf16.",
-        why="The figures are for pure bf16 with fused attention, where the claimed ones come "
-        "nearest. Here weights, gradients and states "
-        f"take {gb(sum(resident.values()))}; under autocast they take twice as much.",
+        says=f"""
+            fails: Without any technique, the batch needs almost three times as much.
+            holds: All three are about right, in bf16.
+            why: The figures are for pure bf16 with fused attention, where the claimed ones come
+                nearest. Here weights, gradients and states take {gb(sum(parts.values()))}; under
+                autocast they take twice as much.
+            """,
         figures=figures,
     )
 
@@ -78,13 +76,7 @@ def _largest(tokens: tuple[int, int], checkpointing: str | None, budget: int) ->
     fits = None
     for layers in range(1, 64):
         shape = _llama(layers)
-        need = accounting.estimate(
-            shape,
-            batch_size=tokens[0],
-            seq_len=tokens[1],
-            precision="autocast-bf16",
-            checkpointing=checkpointing,
-        )
+        need = peak_of(shape, *tokens, "autocast-bf16", checkpointing)
         if need.total > budget:
             break
         fits = shape
@@ -93,7 +85,7 @@ def _largest(tokens: tuple[int, int], checkpointing: str | None, budget: int) ->
 
 @answers("C25")
 def larger_models() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     times = {}
     for card in (CARD_24, 40 * GiB, 80 * GiB):
         for rows in (1, 8, 32):
@@ -112,15 +104,14 @@ def larger_models() -> Finding:
             between("the same, 80 GiB", 4, 10, times[80 * GiB, 32], "times"),
         ),
         elsewhere=(between("larger model, one row, 80 GiB", 4, 10, times[80 * GiB, 1], "times"),),
-        only_if=(
-            "batch and card are large, as its own 32 in 4 micro-batches of 8; a small batch gains "
-            "nothing."
-        ),
-        fails="Its own batch of 32 in 4 micro-batches of 8 gives another factor.",
-        why="Both techniques shrink only activations. With or without them, weights, gradients and "
-        "states set the limit at 16 bytes a "
-        f"parameter. On 24 GiB the factor is {times[CARD_24, 32]:.1f} (closed forms, mixed "
-        "precision, a family of Llamas).",
+        says=f"""
+            only if: batch and card are large, as its own 32 in 4 micro-batches of 8; a small
+                batch gains nothing.
+            fails: Its own batch of 32 in 4 micro-batches of 8 gives another factor.
+            why: Both techniques shrink only activations. With or without them, weights,
+                gradients and states set the limit at 16 bytes a parameter. On 24 GiB the factor is
+                {times[CARD_24, 32]:.1f} (closed forms, mixed precision, a family of Llamas).
+            """,
         figures=figures,
     )
 
@@ -137,7 +128,7 @@ def _int8_base(shape: Shape) -> int:
 @answers("C51")
 def thirteen_billion() -> Finding:
     shape = SHAPES["Llama-2-13B"]
-    resident = sum(accounting.resident_bytes(shape, "bf16", "adamw").values())
+    all_weights = resident(shape, "bf16")
     qlora = {"lora_rank": LORA_RANK, "quantized_base": True}
     plain = predicted("Llama-2-13B", 1, 2048, recipe(**qlora)).peak.total
     checkpointed = predicted(
@@ -145,27 +136,28 @@ def thirteen_billion() -> Finding:
     ).peak.total
     wider = _int8_base(shape)
     return Finding(
-        own=(about("13B, all weights, before activations", 35 * GB, resident, "GB"),),
+        own=(about("13B, all weights, before activations", 35 * GB, all_weights, "GB"),),
         where=(
             about("LoRA, 8-bit base", 35 * GB, plain + wider, "GB"),
             about("the same, checkpointed", 15 * GB, checkpointed + wider, "GB"),
         ),
-        only_if="adapters are trained on an 8-bit base; training all weights needs far more.",
-        fails="Neither all weights nor adapters on an 8-bit base need that much.",
-        holds="All weights can be trained in that memory.",
-        why="Checkpointing does not shrink weights, gradients and states. With a 4-bit base, 1 x "
-        f"2,048 tokens need {gb(plain)} without "
-        f"checkpoints and {gb(checkpointed)} with them; the figures for 8 bits add the extra bytes "
-        "of the larger base.",
+        says=f"""
+            only if: adapters are trained on an 8-bit base; training all weights needs far more.
+            fails: Neither all weights nor adapters on an 8-bit base need that much.
+            holds: All weights can be trained in that memory.
+            why: Checkpointing does not shrink weights, gradients and states. With a 4-bit base,
+                1 x 2,048 tokens need {gb(plain)} without checkpoints and {gb(checkpointed)} with
+                them; the figures for 8 bits add the extra bytes of the larger base.
+            needs: a card to see it run; the bytes are predicted
+            """,
         figures={
             "weights in bf16": 2 * shape.parameters,
-            "weights, gradients and Adam states in bf16": resident,
+            "weights, gradients and Adam states in bf16": all_weights,
             "an A100 40GB has (as the driver says)": CARDS["A100 40GB"].nbytes,
             "QLoRA, rank 16, 1 x 2048: peak": plain,
             "the same, each layer checkpointed": checkpointed,
             "the base in 8 bits instead of 4: more bytes": wider,
         },
-        needs="a card to see it run; the bytes are predicted",
     )
 
 
@@ -174,7 +166,7 @@ def seven_billion_on_24() -> Finding:
     shape = SHAPES["Llama-2-7B"]
     both = 2 * 2 * shape.parameters
     trio = {"checkpointing": "per-layer", "accumulation": 2}
-    resident = sum(accounting.resident_bytes(shape, "bf16", "adamw").values())
+    all_weights = resident(shape, "bf16")
     lora = predicted("Llama-2-7B", 2, 2048, recipe(**trio, lora_rank=LORA_RANK))
     backward = predicted(
         "Llama-2-7B",
@@ -191,21 +183,23 @@ def seven_billion_on_24() -> Finding:
                 "Adafactor in backward, no accumulation", "to fit 24 GB", card, backward.peak.total
             ),
         ),
-        fails="Weights and gradients alone exceed the card; with LoRA, the same three fit.",
-        holds="Weights and gradients leave room on the card.",
-        why="Accumulation keeps the gradients, so no micro-batch is small enough. With AdamW's "
-        f"states, the sum is {gb(resident)}. All "
-        "weights can be trained if Adafactor steps in backward and frees each gradient at once.",
+        says=f"""
+            fails: Weights and gradients alone exceed the card; with LoRA, the same three fit.
+            holds: Weights and gradients leave room on the card.
+            why: Accumulation keeps the gradients, so no micro-batch is small enough. With
+                AdamW's states, the sum is {gb(all_weights)}. All weights can be trained if
+                Adafactor steps in backward and frees each gradient at once.
+            needs: a 24 GB card to see it run; the bytes are predicted
+            """,
         figures={
             "weights and gradients in bf16": both,
             "an RTX 4090 has (as the driver says)": card,
-            "weights, gradients and Adam states in bf16": resident,
+            "weights, gradients and Adam states in bf16": all_weights,
             (
                 "bf16, checkpointing, accumulation of rows of 2048, LoRA of rank 16: peak"
             ): lora.peak.total,
             "1 x 2048, Adafactor in backward, checkpointing: peak": backward.peak.total,
         },
-        needs="a 24 GB card to see it run; the bytes are predicted",
     )
 
 
@@ -213,25 +207,24 @@ def seven_billion_on_24() -> Finding:
 def seven_billion_on_80() -> Finding:
     trio = {"checkpointing": "per-layer", "accumulation": 2}
     bf16 = predicted("Llama-2-7B", 2, 4096, recipe(**trio))
-    mixed = sum(accounting.resident_bytes(SHAPES["Llama-2-7B"], "autocast-bf16", "adamw").values())
+    mixed = resident(SHAPES["Llama-2-7B"], "autocast-bf16")
     card = CARDS["A100 80GB"].nbytes
     return Finding(
         own=(fits("7B loaded in bf16", "to fit 80 GB", card, bf16.peak.total),),
         elsewhere=(fits("7B loaded in float32", "to fit 80 GB", card, mixed),),
-        only_if=(
-            "the weights are loaded in bf16, as in its own code: then Adam's states are, too."
-        ),
-        fails="Even if the model is loaded in bf16, it exceeds the card.",
-        why=(
-            "bf16=True alone is not enough: for weights in float32 it means autocast, and "
-            "weights, gradients and states stay in float32."
-        ),
+        says="""
+            only if: the weights are loaded in bf16, as in its own code: then Adam's states are,
+                too.
+            fails: Even if the model is loaded in bf16, it exceeds the card.
+            why: bf16=True alone is not enough: for weights in float32 it means autocast, and
+                weights, gradients and states stay in float32.
+            needs: an 80 GB card to see it run; the bytes are predicted
+            """,
         figures={
             "bf16 throughout, rows of 4096 accumulated, checkpointing: peak": bf16.peak.total,
             "float32 weights, gradients and states": mixed,
             "an A100 80GB has (as the driver says)": card,
         },
-        needs="an 80 GB card to see it run; the bytes are predicted",
     )
 
 
@@ -254,7 +247,7 @@ def _times(model: str, seq_len: int, rows: int) -> dict[str, float]:
 @answers("C57")
 def which_first() -> Finding:
     long, short = _times("Llama-3.2-1B", 2048, 16), _times("Llama-3.2-1B", 64, 16)
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     for seq_len, found in ((2048, long), (64, short)):
         for way in ("accumulated", "checkpointed"):
             figures[
@@ -262,41 +255,33 @@ def which_first() -> Finding:
             ] = f"{found[way]:.2f}"
     shape = SHAPES["Llama-3.2-1B"]
     for rows, checkpointing in ((16, None), (1, None), (16, "per-layer"), (1, "per-layer")):
-        need = accounting.estimate(
-            shape,
-            batch_size=rows,
-            seq_len=2048,
-            precision="autocast-bf16",
-            checkpointing=checkpointing,
-        )
+        need = peak_of(shape, rows, 2048, "autocast-bf16", checkpointing)
         figures[
             f"Llama-3.2-1B, {rows} x 2048, checkpointing {checkpointing or 'off'}: closed-form peak"
         ] = need.total
-    ratio = {
-        n: found["accumulated"] / found["checkpointed"] for n, found in ((2048, long), (64, short))
-    }
+    at_2048 = long["accumulated"] / long["checkpointed"]
+    at_64 = short["accumulated"] / short["checkpointed"]
     return Finding(
-        own=(more("time, micro-batches / checkpoints, 2k tokens", ratio[2048]),),
-        where=(more("the same, 64 tokens a row", ratio[64]),),
-        only_if=(
-            "rows are so short that a micro-batch leaves the card idle, or one row does not "
-            "fit; otherwise micro-batches cost less time."
-        ),
-        holds="Checkpoints cost less time than micro-batches at 2,048 tokens a row.",
-        fails="Micro-batches cost less time even where rows are short.",
-        why=f"By estimate, one row of 2,048 tokens at a time costs {long['accumulated'] - 1:.0%} "
-        "more time, and checkpointing costs "
-        f"{long['checkpointed'] - 1:.0%}. At 64 tokens a row, these cost "
-        f"{short['accumulated'] - 1:.0%} and "
-        f"{short['checkpointed'] - 1:.0%}. Where one row does not fit, no micro-batch is small "
-        "enough.",
+        own=(more("time, micro-batches / checkpoints, 2k tokens", at_2048),),
+        where=(more("the same, 64 tokens a row", at_64),),
+        says=f"""
+            only if: rows are so short that a micro-batch leaves the card idle, or one row does
+                not fit; otherwise micro-batches cost less time.
+            holds: Checkpoints cost less time than micro-batches at 2,048 tokens a row.
+            fails: Micro-batches cost less time even where rows are short.
+            why: By estimate, one row of 2,048 tokens at a time costs
+                {long["accumulated"] - 1:.0%} more time, and checkpointing costs
+                {long["checkpointed"] - 1:.0%}. At 64 tokens a row, these cost
+                {short["accumulated"] - 1:.0%} and {short["checkpointed"] - 1:.0%}. Where one row
+                does not fit, no micro-batch is small enough.
+            """,
         figures=figures,
     )
 
 
 @answers("C58")
 def fit_table() -> Finding:
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     base = SHAPES["Llama-3.2-1B"]
     deep = replace(base, name="four times as deep", layers=4 * base.layers)
     saved = {}
@@ -307,13 +292,12 @@ def fit_table() -> Finding:
         ("1 x 2048, four times as deep", deep, 1, 2048),
     ):
         for how in (None, "per-layer"):
-            items = accounting.model_activations(shape, rows, seq_len, checkpointing=how)
-            saved[name, how] = items["blocks"]
-            figures[f"{name}: saved in blocks, checkpointing {how or 'off'}"] = items["blocks"]
+            parts = accounting.model_activations(shape, rows, seq_len, checkpointing=how)
+            saved[name, how] = parts["blocks"]
+            figures[f"{name}: saved in blocks, checkpointing {how or 'off'}"] = parts["blocks"]
     peak = {}
     for precision in ("float32", "autocast-bf16", "bf16"):
-        both = {"batch_size": 8, "seq_len": 1024, "checkpointing": "per-layer"}
-        peak[precision] = accounting.estimate(SHAPES["GPT-2 XL"], precision=precision, **both).total
+        peak[precision] = peak_of(SHAPES["GPT-2 XL"], 8, 1024, precision, "per-layer").total
         figures[f"GPT-2 1.5B, 8 x 1024, checkpointed, {precision}: closed-form peak"] = peak[
             precision
         ]
@@ -328,24 +312,24 @@ def fit_table() -> Finding:
             less("checkpointed GPT-2, mixed / float32", peak["autocast-bf16"] / peak["float32"]),
         ),
         where=(less("the same, all in bf16 / float32", peak["bf16"] / peak["float32"]),),
-        only_if="mixed precision means 16-bit weights and states: its own GPT-2, checkpointed in "
-        "micro-batches, gains nothing from "
-        "autocast.",
-        holds="Each of the three does what it is meant for.",
-        fails="One of the three does not do what it is meant for.",
-        why="Under autocast, weights, gradients and states stay in float32, and 16-bit copies of "
-        "the weights are added. The other two "
-        f"are right: 1 row instead of 16 leaves 1/{1 / cut:.0f} of the saved bytes, and where one "
-        "row is too long or the model "
-        f"too deep, checkpointing reduces {gb(saved['1 x 8192', None])} to "
-        f"{gb(saved['1 x 8192', 'per-layer'])} at 8,192 tokens.",
+        says=f"""
+            only if: mixed precision means 16-bit weights and states: its own GPT-2,
+                checkpointed in micro-batches, gains nothing from autocast.
+            holds: Each of the three does what it is meant for.
+            fails: One of the three does not do what it is meant for.
+            why: Under autocast, weights, gradients and states stay in float32, and 16-bit
+                copies of the weights are added. The other two are right: 1 row instead of 16 leaves
+                1/{1 / cut:.0f} of the saved bytes, and where one row is too long or the model too
+                deep, checkpointing reduces {gb(saved["1 x 8192", None])} to
+                {gb(saved["1 x 8192", "per-layer"])} at 8,192 tokens.
+            """,
         figures=figures,
     )
 
 
-def _published(*names: str) -> tuple[dict[str, int | float | str], list[bert_large.Row]]:
+def _published(*names: str) -> tuple[Figures, list[bert_large.Row]]:
     found = [row for name in names for row in bert_large.rows() if row.run.name == name]
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     for row in found:
         name = row.run.name
         figures[f"{name}: published / explained, MiB"] = f"{row.run.mib:,} / {row.total:,.0f}"
@@ -375,21 +359,20 @@ def bert_large_accumulated() -> Finding:
             _explained("1 x 4, replayed", cut),
         ),
         elsewhere=(_today("BERT-large, batch 4, today's step", whole),),
-        only_if=(
-            "the software is that of January 2022, with all that its V100 held; today's step "
-            "needs less."
-        ),
-        fails="A replay with the software of January 2022 gives other figures.",
-        why=f"The published MB are MiB. A replay without a card gives {whole.total:,.0f} and "
-        f"{cut.total:,.0f} MiB, with the driver's context and "
-        f"the allocator's idle blocks. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB "
-        "of the first figure are gradients that were zeroed "
-        "rather than freed, and inputs that softmax no longer keeps. Today's step needs "
-        f"{whole.parts['today']:,.0f} and "
-        f"{cut.parts['today']:,.0f} MiB for tensors. Accumulation took "
-        f"{cut.run.seconds / whole.run.seconds - 1:.0%} longer.",
+        says=f"""
+            only if: the software is that of January 2022, with all that its V100 held; today's
+                step needs less.
+            fails: A replay with the software of January 2022 gives other figures.
+            why: The published MB are MiB. A replay without a card gives {whole.total:,.0f} and
+                {cut.total:,.0f} MiB, with the driver's context and the allocator's idle blocks.
+                {whole.parts["zeroed"] + whole.parts["softmax"]:,.0f} MiB of the first figure are
+                gradients that were zeroed rather than freed, and inputs that softmax no longer
+                keeps. Today's step needs {whole.parts["today"]:,.0f} and {cut.parts["today"]:,.0f}
+                MiB for tensors. Accumulation took {cut.run.seconds / whole.run.seconds - 1:.0%}
+                longer.
+            needs: a card for the times; the bytes are replayed
+            """,
         figures=figures,
-        needs="a card for the times; the bytes are replayed",
     )
 
 
@@ -402,15 +385,16 @@ def bert_large_checkpointed() -> Finding:
     return Finding(
         own=(_explained("BERT-large, 1 x 4 checkpointed, replayed", row),),
         elsewhere=(_today("BERT-large, checkpointed, today's step", row),),
-        only_if=("the software is that of January 2022, with the driver's context, as in C13."),
-        fails="A replay with the software of January 2022 gives another figure.",
-        why=f"In the replay, {floor / MiB:,.0f} MiB are weights, gradients and states, and "
-        f"{row.parts['context']:,.0f} MiB are the context. Checkpointing "
-        f"affects only the other {remain:,.0f} MiB. The published time is "
-        f"{row.run.seconds / cut.run.seconds - 1:.0%} longer than with "
-        "accumulation alone.",
+        says=f"""
+            only if: the software is that of January 2022, with the driver's context, as in C13.
+            fails: A replay with the software of January 2022 gives another figure.
+            why: In the replay, {floor / MiB:,.0f} MiB are weights, gradients and states, and
+                {row.parts["context"]:,.0f} MiB are the context. Checkpointing affects only the
+                other {remain:,.0f} MiB. The published time is
+                {row.run.seconds / cut.run.seconds - 1:.0%} longer than with accumulation alone.
+            needs: a card for the time; the bytes are replayed
+            """,
         figures=figures,
-        needs="a card for the time; the bytes are replayed",
     )
 
 
@@ -440,18 +424,18 @@ def bert_large_16_rows() -> Finding:
             about("BERT-large, 4 x 4", 8 * GB, cut, "GB", within=0.2),
             about("the same, checkpointed", 5 * GB, checkpointed, "GB", within=0.2),
         ),
-        fails=(
-            "The first figure is right in mixed precision with eager attention; the other two "
-            "need at least a quarter more."
-        ),
-        holds="All three are about right in mixed precision.",
-        why=f"With fused attention, 4 x 4 needs {gb(needs['fused', '4 x 4'])}, as claimed, but "
-        "then 16 rows keep no scores either. Weights, "
-        f"gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. By "
-        "C13's 14,949 MB for 4 rows in float32, 16 rows need more than 24 GB.",
+        says=f"""
+            fails: The first figure is right in mixed precision with eager attention; the other
+                two need at least a quarter more.
+            holds: All three are about right in mixed precision.
+            why: With fused attention, 4 x 4 needs {gb(needs["fused", "4 x 4"])}, as claimed,
+                but then 16 rows keep no scores either. Weights, gradients and Adam's states alone
+                take {gb(floor)}, so AdamW cannot reach 5 GB. By C13's 14,949 MB for 4 rows in
+                float32, 16 rows need more than 24 GB.
+            needs: a card to see it run; the bytes are predicted
+            """,
         figures={
             f"{way}, fp16, {attention} attention: peak": n for (attention, way), n in needs.items()
         }
         | {"weights, gradients and Adam states in float32": floor},
-        needs="a card to see it run; the bytes are predicted",
     )

@@ -14,9 +14,19 @@ import torch
 
 from ....training.memory_callback import MemoryCallback
 from ...ledger import Finding, answers, bert_large
-from ...ledger.finding import about
+from ...ledger.finding import Figures, about
 from ...material import models
-from ..shared.claim_runs import c12_prediction, error_of, predicted, recipe, silent
+from ..shared.claim_runs import (
+    as_rows,
+    c12_prediction,
+    error_of,
+    name_of,
+    one_step,
+    predicted,
+    recipe,
+    silent,
+    token_ids,
+)
 
 PARTS = ("products", "weights", "gradients", "states", "weights after an evaluation")
 
@@ -26,13 +36,9 @@ def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[di
     plain ``Trainer`` on the CPU with ``flags`` as ``TrainingArguments``, and an evaluation; and the
     second step's peak in bytes.
     """
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
     model = models.tiny_llama(
         layers=1, hidden=64, heads=4, intermediate=172, vocab=512, dtype=dtype
     )
-    ids = torch.randint(0, 512, (16, 32), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
     head, seen = model.lm_head, {}
 
     def look(module, given, out) -> None:
@@ -40,25 +46,15 @@ def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[di
 
     head.register_forward_hook(look)
     head.weight.register_post_accumulate_grad_hook(lambda p: seen.update(gradients=p.grad.dtype))
-    fixed = {
-        "max_steps": 2,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-    }
     with silent(), tempfile.TemporaryDirectory() as folder, MemoryCallback(live=False) as memory:
-        given = TrainingArguments(output_dir=folder, **fixed, **flags)
-        trainer = Trainer(model, given, train_dataset=rows, eval_dataset=rows, callbacks=[memory])
-        trainer.remove_callback(PrinterCallback)
+        trainer = one_step(model, as_rows(token_ids(16)), folder, max_steps=2, **flags)
+        trainer.add_callback(memory)
         trainer.train()
-        seen |= {
-            "weights": head.weight.dtype,
-            "states": trainer.optimizer.state[head.weight]["exp_avg"].dtype,
-        }
+        seen["weights"] = head.weight.dtype
+        seen["states"] = trainer.optimizer.state[head.weight]["exp_avg"].dtype
         trainer.evaluate()
     seen["weights after an evaluation"] = head.weight.dtype
-    return {part: str(seen[part]).removeprefix("torch.") for part in PARTS}, memory.by_step[2].total
+    return {part: name_of(seen[part]) for part in PARTS}, memory.by_step[2].total
 
 
 def _mostly_activations(**more) -> tuple[int, int]:
@@ -77,7 +73,7 @@ def fp16_halves() -> Finding:
     full, half = (
         c12_prediction(precision).peak.total for precision in ("float32", "autocast-fp16")
     )
-    figures: dict[str, int | float | str] = {
+    figures: Figures = {
         (
             "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16"
         ): f"{full:,} / {half:,}"
@@ -116,20 +112,17 @@ def fp16_halves() -> Finding:
         beyond=(
             about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),
         ),
-        only_if=(
-            "nearly everything is activations, as with a small model and long rows: fp16=True "
-            "means autocast, and only activations shrink."
-        ),
-        fails=(
-            "fp16=True means autocast: only activations shrink, and in its own example, which "
-            "checkpoints, the memory grows."
-        ),
-        holds="Its own example needs half.",
-        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the "
-        "weights is added. BERT-large, checkpointed "
-        f"and with one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The "
-        "published table shows this, too: 6,775 MB without "
-        "fp16, 7,275 with it.",
+        says=f"""
+            only if: nearly everything is activations, as with a small model and long rows:
+                fp16=True means autocast, and only activations shrink.
+            fails: fp16=True means autocast: only activations shrink, and in its own example,
+                which checkpoints, the memory grows.
+            holds: Its own example needs half.
+            why: Weights, gradients and Adam's states stay in float32, and a float16 copy of the
+                weights is added. BERT-large, checkpointed and with one row at a time, needs
+                {ratio["1 x 4, checkpointing"] - 1:.0%} more. The published table shows this, too:
+                6,775 MB without fp16, 7,275 with it.
+            needs: a card to see it run; the bytes are predicted
+            """,
         figures=figures,
-        needs="a card to see it run; the bytes are predicted",
     )

@@ -7,7 +7,6 @@ tensors.
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from functools import cache, partial
 
@@ -15,7 +14,6 @@ from torch import nn
 
 from ....planning.cards import CARDS
 from ....planning.cost import FLOPS_UTILIZATION
-from ....planning.models import find_model
 from ....prediction.fit import fit
 from ....prediction.predict import predict
 from ....techniques.checkpointing import checkpoint_layers
@@ -26,21 +24,12 @@ from ...ledger.saved_tensors import block_operations
 from ...material import accounting
 from ...material.shapes import SHAPES
 from ..lesson_01.claims import SEVEN
-from ..shared.claim_runs import activations, recipe, switched_on, tiny, trained
+from ..shared.claim_runs import activations, predicted, recipe, switched_on, tiny, trained
 
 
-@cache
 def _predicted(attention: str, tokens: int, **changes):
-    """A step of Llama-2-7B on one row, with room for longer rows than it was made for."""
-    config = copy.deepcopy(find_model("Llama-2-7B")[0])
-    config.max_position_embeddings = max(tokens, config.max_position_embeddings)
-    return predict(
-        config,
-        batch_size=1,
-        seq_len=tokens,
-        recipe=recipe(attention=attention, **changes),
-        target="cuda",
-    )
+    """A step of Llama-2-7B on one row."""
+    return predicted("Llama-2-7B", 1, tokens, recipe(attention=attention, **changes))
 
 
 def part_of_the_saving(part: str, attention: str, tokens: int) -> float:
@@ -118,19 +107,17 @@ def attention_alone() -> Finding:
         elsewhere=(
             between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),
         ),
-        only_if=(
-            "attention is eager, and stores scores; with fused attention, recompute the MLP "
-            "instead."
-        ),
-        fails=(
-            "Attention alone keeps a different share of the saving, or costs a different amount "
-            "of work."
-        ),
-        why="The advice is for stored scores, and with them the share grows with length: "
-        f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, "
-        f"checkpointing the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
-        f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost "
-        f"{work['per-layer', 'eager']:.0%}.",
+        says=f"""
+            only if: attention is eager, and stores scores; with fused attention, recompute the
+                MLP instead.
+            fails: Attention alone keeps a different share of the saving, or costs a different
+                amount of work.
+            why: The advice is for stored scores, and with them the share grows with length:
+                {share["attention", "eager", 8192]:.0%} at 8,192 tokens. With fused attention,
+                checkpointing the MLP alone keeps {share["mlp", "fused", 2048]:.0%} of the saving
+                for {work["mlp", "fused"]:.0%} more operations; whole layers cost
+                {work["per-layer", "eager"]:.0%}.
+            """,
         figures={
             f"share of the saving: {part}, {attention}, {tokens} tokens": f"{found:.1%}"
             for (part, attention, tokens), found in share.items()
@@ -166,13 +153,14 @@ def checkpointing_auto() -> Finding:
             yes('"no" leaves it off', found["no"] == found[False]),
             yes('every="fit" leaves it off where there is room', fitted[1] == found[False]),
         ),
-        fails="No code looks at the memory: any text always switches checkpointing on.",
-        holds="It stays off where there is room.",
-        why="The code only tests if the value is true, and every string with letters is true, even "
-        '"no". This model is tiny and far '
-        'from any limit. checkpoint_layers(model, every="fit", budget=...) predicts the step: '
-        "with half the bytes that it needs, "
-        f"{fitted[0.5]} of 4 layers are recomputed.",
+        says=f"""
+            fails: No code looks at the memory: any text always switches checkpointing on.
+            holds: It stays off where there is room.
+            why: The code only tests if the value is true, and every string with letters is
+                true, even "no". This model is tiny and far from any limit. checkpoint_layers(model,
+                every="fit", budget=...) predicts the step: with half the bytes that it needs,
+                {fitted[0.5]} of 4 layers are recomputed.
+            """,
         figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()}
         | {
             f'every="fit" with {share:.0%} of the bytes runs again': layers
@@ -230,16 +218,17 @@ def moved_activations() -> Finding:
             ),
         ),
         beyond=(Figure("over the bus, away and back", "traffic", crossing, unit="GB"),),
-        only_if=(
-            "activations are meant; the peak of a step falls only where activations cause it."
-        ),
-        fails="Moving saves a different share of the activations.",
-        why="One checkpoint per layer saves "
-        f"{taken_off('activations', 2048, checkpointing='per-layer'):.0%} without a bus. To be "
-        "as fast as "
-        f"recomputing on an A100 at half its rated speed, a bus must carry {needed / GB:.0f} GB a "
-        "second. Moving only the inputs of "
-        f"checkpointed layers sends {gb(inputs_crossing)} over it.",
+        says=f"""
+            only if: activations are meant; the peak of a step falls only where activations
+                cause it.
+            fails: Moving saves a different share of the activations.
+            why: One checkpoint per layer saves
+                {taken_off("activations", 2048, checkpointing="per-layer"):.0%} without a bus. To be
+                as fast as recomputing on an A100 at half its rated speed, a bus must carry
+                {needed / GB:.0f} GB a second. Moving only the inputs of checkpointed layers sends
+                {gb(inputs_crossing)} over it.
+            needs: a card to measure the time; the bytes are predicted
+            """,
         figures={
             (
                 f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}"
@@ -252,7 +241,6 @@ def moved_activations() -> Finding:
             "bytes over the bus, away and back": crossing,
             "operations that checkpoints repeat": again,
         },
-        needs="a card to measure the time; the bytes are predicted",
     )
 
 
@@ -273,16 +261,15 @@ def key_value_cache() -> Finding:
             ),
             more("cache / weights, no shared heads", unshared / weights),
         ),
-        only_if=(
-            "the prompt has 2k tokens, too; at a batch of 32, the cache exceeds the weights only "
-            "in models without shared heads."
-        ),
-        fails="Neither 2k tokens nor 4k tokens take that much.",
-        holds="2k tokens take that much.",
-        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 64 query heads share 8 "
-        "heads of keys and values. Its weights take "
-        f"{gb(weights)}: a cache of that size needs {-(-weights // (per_token * tokens))} rows of "
-        "2,048 tokens.",
+        says=f"""
+            only if: the prompt has 2k tokens, too; at a batch of 32, the cache exceeds the
+                weights only in models without shared heads.
+            fails: Neither 2k tokens nor 4k tokens take that much.
+            holds: 2k tokens take that much.
+            why: A 70B Llama keeps {per_token:,} bytes a token in bf16, since 64 query heads
+                share 8 heads of keys and values. Its weights take {gb(weights)}: a cache of that
+                size needs {-(-weights // (per_token * tokens))} rows of 2,048 tokens.
+            """,
         figures={
             "bytes of keys and values a token, bf16": per_token,
             "cache of 32 x 2048 tokens, bf16": cached,

@@ -1,14 +1,21 @@
-"""Lesson 08's exercises about recomputing a part: a policy, and the operations that it repeats."""
+"""Lesson 08's exercises, in the order of their ids: a policy, the operations that run again, saved
+tensors that move, the numbers that decide, an MLP in tiles and a key-value cache.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,14 +24,21 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from ....compat.dispatch_modes import TorchDispatchMode
-from ...judge.exercise import Exercise, HiddenCase, Mistake
+from ....measure.tracker import MemoryTracker
+from ....techniques.checkpointing import checkpoint_layers
+from ....units import parse_bytes
+from ...judge.compare import plain_int
+from ...judge.exercise import Exercise, Hidden, calls, measured
 from ...machine.compat import cpu_attention
-from ..shared.settings import gradients_of
+from ...material import models
+from ..shared.settings import flat, gradients_of, quietly
 
 aten = torch.ops.aten
+
+# 8.1
+
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 KEEP, REPEAT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-WIDTH = 8
 
 
 def every_second_product():
@@ -42,54 +56,6 @@ def every_second_product():
     return policy
 
 
-def _policies(
-    *,
-    products=PRODUCTS,
-    keeps=lambda count: count % 2 == 1,
-    run=lambda ctx, op: ctx.is_recompute,
-    rest=REPEAT,
-    shared=None,
-):
-    """A wrong ``every_second_product``."""
-
-    def wrong():
-        counts: dict = {} if shared is None else shared
-
-        def policy(ctx, op, *args, **kwargs):
-            if products and op not in products:
-                return rest
-            counts[run(ctx, op)] = counts.get(run(ctx, op), 0) + 1
-            return KEEP if keeps(counts[run(ctx, op)]) else REPEAT
-
-        return policy
-
-    return wrong
-
-
-_ALL_COUNTED = (
-    "operations of every kind are counted here: only products count, so ask op in PRODUCTS before "
-    "you count."
-)
-
-
-def _counts_every_operation(*, again: bool):
-    """Keeps products alone, where the count of all operations is odd: from 1 ``again`` in the
-    second run, or going on from the first.
-    """
-
-    def make():
-        counts = [0, 0]
-
-        def policy(ctx, op, *args, **kwargs):
-            run = int(ctx.is_recompute and again)
-            counts[run] += 1
-            return KEEP if op in PRODUCTS and counts[run] % 2 else REPEAT
-
-        return policy
-
-    return make
-
-
 class Block(nn.Module):
     """Attention written out, and a linear layer: 7 matrix products of three kinds, (rows, tokens,
     8) to the same.
@@ -98,18 +64,12 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.query, self.key, self.value, self.out, self.up = (
-            nn.Linear(WIDTH, WIDTH, bias=i in (0, 3)) for i in range(5)
+            nn.Linear(8, 8, bias=i in (0, 3)) for i in range(5)
         )
 
     def forward(self, x):
         scores = self.query(x) @ self.key(x).transpose(1, 2)
         return x + self.up(F.gelu(self.out(scores.softmax(-1) @ self.value(x))))
-
-
-def _setting(layers: int = 3) -> tuple[nn.ModuleList, torch.Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        return nn.ModuleList(Block() for _ in range(layers)), torch.randn(2, 5, WIDTH)
 
 
 class Operations(TorchDispatchMode):
@@ -124,225 +84,120 @@ class Operations(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def _decisions(policy, ops, again: bool) -> tuple[str, int]:
-    """Which products a policy keeps, and how many other operations."""
-    answers = [policy(SimpleNamespace(is_recompute=again, op_output=None), op) for op in ops]
-    if any(a is None for a in answers):
-        return "no answer for some", 0
-    if not all(isinstance(a, (bool, CheckpointPolicy)) for a in answers):
-        return "another kind of answer", 0
-    kept = [a is True or a in (KEEP, CheckpointPolicy.PREFER_SAVE) for a in answers]
-    products = [keep for op, keep in zip(ops, kept, strict=True) if op in PRODUCTS]
-    return ", ".join(str(i) for i, keep in enumerate(products, 1) if keep) or "none", sum(
-        kept
-    ) - sum(products)
+def decisions(policy, ops, again: bool = False) -> tuple[list[int], int]:
+    """The products that a policy keeps, numbered from 1, and how many other operations."""
+    kept, others, number = [], 0, 0
+    for op in ops:
+        said = policy(SimpleNamespace(is_recompute=again, op_output=None), op)
+        if not isinstance(said, (bool, CheckpointPolicy)):
+            raise TypeError(f"the policy must answer KEEP or REPEAT, not {said!r}, for {op}")
+        number += op in PRODUCTS
+        if said not in (True, KEEP, CheckpointPolicy.PREFER_SAVE):
+            continue
+        if op in PRODUCTS:
+            kept.append(number)
+        else:
+            others += 1
+    return kept, others
 
 
-def _observe_policy(candidate):
-    layers, x = _setting()
+def policy_cases(answer):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        layers, x = nn.ModuleList(Block() for _ in range(3)), torch.randn(2, 5, 8)
     with Operations() as seen:
         layers[0](x)
-    policy = candidate()
-    found: dict = {
-        "what it returns": {"a policy, which can be called (1 is yes)": int(callable(policy))}
-    }
+    policy = answer()
     if not callable(policy):
-        return found
-    kept, rest = _decisions(policy, seen.ops, False)
-    again, rest_again = _decisions(policy, seen.ops, True)
-    other, other_rest = _decisions(candidate(), seen.ops, False)
-    with_attention = [*PRODUCTS[:1], cpu_attention.default, *PRODUCTS[:2]]
-    fused, fused_rest = _decisions(candidate(), with_attention, False)
-    found |= {
-        "a layer of 7 products": {
-            "kept": kept,
-            "other operations kept": rest,
-            "kept when asked again in the second run": again,
-            "other operations kept when asked again": rest_again,
-        },
-        "the next layer, by a policy of its own": {
-            "kept": other,
-            "other operations kept": other_rest,
-        },
-        "a layer with fused attention": {"kept": fused, "other operations kept": fused_rest},
-    }
+        raise TypeError(
+            "every_second_product() must return the policy itself, a function that can be called "
+            f"with (ctx, op, ...), and not {type(policy).__name__}"
+        )
+    kept, others = decisions(policy, seen.ops)
+    yield "a layer of 7 products (addmm, mm and bmm), the numbers of those that are kept", kept
+    yield "operations that are kept and are no products", others
+    again = decisions(policy, seen.ops, again=True)
+    yield "the second run, by ctx.is_recompute, the products and others that are kept", again
+    following = decisions(answer(), seen.ops)
+    yield "the next layer, whose policy begins a new count", following
+    with_attention = [aten.mm.default, cpu_attention.default, aten.mm.default, aten.addmm.default]
+    fused, others = decisions(answer(), with_attention)
+    yield "three products and a fused attention, which is no product, the products kept", fused
+    yield "whether fused attention is kept", bool(others)
     for layer in layers:
         x = checkpoint(
             layer,
             x,
             use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(candidate()),
+            context_fn=lambda: create_selective_checkpoint_contexts(answer()),
         )
     with Operations() as backward:
         x.square().sum().backward()
-    return found | {
-        "three layers, trained": {
-            "gradients": gradients_of(layers),
-            "products in backward": sum(op in PRODUCTS for op in backward.ops),
-        }
-    }
+    yield "three layers, the gradients", gradients_of(layers)
+    products = sum(op in PRODUCTS for op in backward.ops)
+    yield "three layers, the products that run in backward", products
 
 
-_ONE_KIND = "only one kind of product is counted: there are mm, addmm and bmm."
-_WHAT_IS_KEPT = {
-    "no answer for some": (
-        "the policy returns None for some operations: return PREFER_RECOMPUTE for all that runs "
-        "again."
-    ),
-    "another kind of answer": (
-        "the policy must return KEEP or REPEAT themselves, which are of CheckpointPolicy."
-    ),
-    "none": (
-        "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, "
-        "and it is not equal to aten.mm."
-    ),
-    "1": "only the first product is kept: of each two products keep one, the third and so on too.",
-    **dict.fromkeys(("2, 7", "1, 6", "3", "4"), _ONE_KIND),
-}
-_A_KIND_LESS = "one kind of product is not counted: there are mm, addmm and bmm."
-# By the products kept of a layer, and of the layer with fused attention. The second one tells "no
-# bmm" from every third product, "no mm" from every fourth, and "addmm alone" from the first alone.
-_KINDS_COUNTED = {
-    ("1, 4, 7", "1, 3"): _A_KIND_LESS,
-    ("1, 5", "3"): _A_KIND_LESS,
-    ("2, 4, 7", "1"): _A_KIND_LESS,
-    ("1", "3"): _ONE_KIND,
-}
-
-
-def _explain_policy(got, expected):
-    mine = got.get("a layer of 7 products")
-    if mine is None:
-        return (
-            "every_second_product() returns the policy itself (is a `return` missing?), a "
-            "function that can be called with (ctx, op, ...): "
-            "create_selective_checkpoint_contexts is called later."
-        )
-    both = (mine["kept"], got["a layer with fused attention"]["kept"])
-    if both in _KINDS_COUNTED:
-        return _KINDS_COUNTED[both]
-    others = "other operations kept"
-    if mine["kept"] == "none" and mine[others]:
-        return (
-            "no product is kept, but other operations are: keep every second product "
-            "(op in PRODUCTS), and return PREFER_RECOMPUTE for the rest."
-        )
-    if mine["kept"] in _WHAT_IS_KEPT:
-        return _WHAT_IS_KEPT[mine["kept"]]
-    if mine != expected["a layer of 7 products"]:
-        return _why_these(mine, expected["a layer of 7 products"])
-    return _why_another_layer(got, expected)
-
-
-def _why_another_layer(got, expected) -> str | None:
-    """What is said of a policy that is right for the first layer."""
-    others = "other operations kept"
-    following = "the next layer, by a policy of its own"
-    if got[following]["kept"] != expected[following]["kept"]:
-        return (
-            "the next layer's policy continues this layer's count: every_second_product() must "
-            "begin a new count each time."
-        )
-    fused = got["a layer with fused attention"]
-    if fused["kept"] != "1, 3":
-        return "fused attention is counted as a product: it is not in PRODUCTS, and runs again."
-    if fused[others]:
-        return (
-            "fused attention is kept: it is not in PRODUCTS, so it runs again like all that is no "
-            "product."
-        )
-    return None
-
-
-_ORDINALS = {3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
-
-
-def _why_these(mine, right) -> str | None:
-    """What is said if the kept products fit no known mistake."""
-    others = "other operations kept"
-    if mine["kept"] == right["kept"] and mine[others] == right[others]:
-        return (
-            "the second run gets other answers than the first: the answers must be the same for "
-            "each operation."
-        )
-    if mine["kept"] == right["kept"] or mine[others] != right[others]:
-        return None
-    if mine["kept"] == "2, 4, 6":  # the mistake "the others"
-        return None
-    kept = [int(number) for number in mine["kept"].split(", ")]
-    gaps = {after - before for before, after in itertools.pairwise(kept)}
-    if len(gaps) == 1 and gaps <= _ORDINALS.keys():
-        return f"only every {_ORDINALS[gaps.pop()]} product is kept: keep every second one."
-    number = "number" if len(kept) == 1 else "numbers"
-    return (
-        f"of the layer's products 1 to 7, your policy keeps {number} {mine['kept']}: keep the "
-        "first, let the second run again, keep the third, and so on."
-    )
-
-
-def fused_operations(query, key, value, *args, out_val=None, **kwargs):
-    """Operations of fused attention, from shapes (rows, heads, tokens, size of a head): two
-    products.
+POLICY = Exercise(
+    "8.1",
+    every_second_product,
+    policy_cases,
     """
-    rows, heads, queries, size = query
-    return 2 * (2 * rows * heads * queries * key[2] * size)
+    op not in PRODUCTS → False
+        every second operation of any kind is kept: count only matrix products, and repeat the rest.
+    % 2 else → % 2 == 0 else
+        the second product is kept, the fourth and so on: keep the first, the third and so on.
+    counts[ctx.is_recompute] % 2 else → True else
+        every product is kept: let the second run compute every second one.
+    counts[ctx.is_recompute] += 1 → counts[0] += 1
+    counts[ctx.is_recompute] % → counts[0] %
+        the second run continues the count of forward, so it decides differently: count the second
+        run separately, by ctx.is_recompute.
+    return REPEAT → return KEEP
+        other operations than products are kept too, which costs bytes and saves little work: return
+        PREFER_RECOMPUTE for them.
+    op not in PRODUCTS → op not in (aten.mm, aten.addmm, aten.bmm)
+        no product is kept. Do you compare op with aten.mm? It is an overload, such as
+        aten.mm.default, and not equal to aten.mm.
+    op not in PRODUCTS → op != aten.mm.default
+        only one kind of product is counted: there are mm, addmm and bmm.
+    counts[ctx.is_recompute] % 2 else → counts[ctx.is_recompute] == 1 else
+        only the first product is kept: of each two products keep one, the third and so on too.
+    """,
+)
 
-
-def _operations(step, formulas) -> int:
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        step()
-    return counter.get_total_flops()
+# 8.2
 
 
 def repeated(plain, checkpointed):
     """The operations of ``checkpointed()`` that ``plain()`` does without; fused attention counts
     with its two products.
     """
-    return _operations(checkpointed, {cpu_attention: fused_operations}) - _operations(
-        plain, {cpu_attention: fused_operations}
-    )
 
+    def formula(query, key, value, *args, out_val=None, **kwargs):
+        rows, heads, queries, size = query
+        return 2 * (2 * rows * heads * queries * key[2] * size)
 
-def _repeated(formula=None, result=lambda more, less: more - less):
-    def wrong(plain, checkpointed):
-        formulas = {cpu_attention: formula or fused_operations} if formula is not False else {}
-        return result(_operations(checkpointed, formulas), _operations(plain, formulas))
-
-    return wrong
-
-
-def _one_counter(*, checkpointed: bool):
-    """Only one of the two counters gets the formula."""
-    formulas = {cpu_attention: fused_operations}
-
-    def wrong(plain, more):
-        without = _operations(plain, {} if checkpointed else formulas)
-        return _operations(more, formulas if checkpointed else {}) - without
-
-    return wrong
-
-
-def _formula(of):
-    return lambda query, key, value, *args, out_val=None, **kwargs: of(*query, key[2])
+    counts = []
+    for step in (plain, checkpointed):
+        with FlopCounterMode(display=False, custom_mapping={cpu_attention: formula}) as counter:
+            step()
+        counts.append(counter.get_total_flops())
+    return counts[1] - counts[0]
 
 
 class Attention(nn.Module):
-    """Fused attention: (rows, queries, 12) and (rows, keys, 12) to the first's shape, in 3 heads of
-    6.
-    """
+    """Fused attention, and a linear layer, which makes all of the attention run again."""
 
     def __init__(self):
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(12, 18) for _ in range(3))
-        self.out = nn.Linear(18, 12)
+        self.out = nn.Linear(6, 6)
 
-    def forward(self, x, context):
-        parts = [self.query(x), self.key(context), self.value(context)]
-        q, k, v = (part.unflatten(-1, (3, 6)).transpose(1, 2) for part in parts)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    def forward(self, query, key, value):
+        return self.out(F.scaled_dot_product_attention(query, key, value))
 
 
-def _steps(layer, *given):
+def both_steps(layer, *given):
     """A step without a checkpoint, and one with."""
     return (
         lambda: layer(*given).square().sum().backward(),
@@ -350,265 +205,519 @@ def _steps(layer, *given):
     )
 
 
-_FUSED = {  # rows, heads, queries, size of a head, keys
-    "fused attention, 5 tokens to 5": (2, 3, 5, 6, 5),
-    "fused attention, 5 tokens to 9": (2, 3, 5, 6, 9),
-    HiddenCase("fused attention, another row"): (1, 3, 23, 6, 23),
+def repeated_cases(answer):
+    mlp = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
+    steps = both_steps(mlp, torch.randn(10, 12))
+    yield "an MLP, whose 12 × 20 weights run again on 10 rows", answer(*steps)
+    for rows, queries, keys in ((2, 5, 5), (2, 5, 9), (1, 23, 23)):
+        query = torch.randn(rows, 3, queries, 6, requires_grad=True)
+        key, value = (torch.randn(rows, 3, keys, 6, requires_grad=True) for _ in "kv")
+        case = f"fused attention, {rows} rows, 3 heads of 6, {queries} queries and {keys} keys"
+        yield case, answer(*both_steps(Attention(), query, key, value))
+
+
+REPEATED = Exercise(
+    "8.2",
+    repeated,
+    repeated_cases,
+    """
+    {cpu_attention: formula} → {}
+        fused attention is not counted: FlopCounterMode has no formula for it on a CPU; give it one
+        in custom_mapping, under the name without .default.
+    2 * (2 * rows → (2 * rows
+        the formula gives half: attention is two products, queries times keys and weights times
+        values, and a multiplication and an addition are two operations.
+    key[2] → queries
+        the queries are squared: there may be more keys than queries; key[2] has their number.
+    * heads →
+        only one head is counted: each head has its own two products.
+    counts[1] - counts[0] → counts[1]
+        this is the whole step with its checkpoint: what runs again is the difference from the plain
+        step.
+    counts[1] - counts[0] → counts[0]
+        this is the step without its checkpoint: count both steps, and take the difference.
+    counts[1] - counts[0] → counts[0] + counts[1]
+        the sum of both steps is counted: each step has its own counter; return the difference.
+    counts[1] - counts[0] → (counts[1] - counts[0]) // 2
+        a multiplication and an addition are counted as one operation: they are two.
+    """,
+)
+
+# 8.3
+
+DISK_CARD, WIDTH = "1.6 MB", 64
+
+
+class Disk:
+    """Saved-tensor hooks: ``pack`` writes a tensor to a file of ``folder``, ``unpack`` reads it;
+    ``weights`` stay where they are.
+    """
+
+    def __init__(self, folder, weights):
+        self.folder, self.number = folder, 0
+        self.stay = {w.untyped_storage().data_ptr() for w in weights}
+
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.stay:
+            return tensor
+        self.number += 1
+        path = f"{self.folder}/{self.number}.pt"
+        torch.save(tensor.detach().clone(), path)
+        return path
+
+    def unpack(self, packed):
+        return packed if isinstance(packed, torch.Tensor) else torch.load(packed)
+
+
+class Gated(nn.Module):
+    """(rows, 64) to the same; two of the tensors that it saves are views of a wider one."""
+
+    def __init__(self):
+        super().__init__()
+        self.three, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        a, b, c = self.three(x).chunk(3, -1)
+        return x + self.out(torch.where(a > 0, a * b, b) * c.tanh())
+
+
+def disk_setting() -> tuple[nn.Sequential, torch.Tensor]:
+    """An embedding and six gated layers, and ids of 256 rows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        layers = [nn.Embedding(9, WIDTH), *(Gated() for _ in range(6))]
+        return nn.Sequential(*layers), torch.randint(0, 9, (256,))
+
+
+def small_tensors():
+    """Tensors of several kinds, each of which is gone when the next one is made."""
+    for i in range(12):
+        yield torch.full((3, 5), i + 1 / 3)
+        yield torch.arange(24.0).view(4, 6)[:, i % 6 :: 3] + i
+    yield torch.arange(4)
+    yield torch.tensor([True, False])
+    yield torch.full((), 0.1)
+
+
+def come_back(disk) -> int:
+    """How many small tensors come back as they were, of those packed one after another."""
+    packed, before = [], []
+    for tensor in small_tensors():
+        before.append((tensor.dtype, tensor.shape, tensor.tolist()))
+        packed.append(disk.pack(tensor))
+        del tensor
+    same = 0
+    for each, was in zip(packed, before, strict=True):
+        back = disk.unpack(each)
+        if not isinstance(back, torch.Tensor):
+            raise TypeError(f"unpack must return a tensor, and not {type(back).__name__}")
+        same += (back.dtype, back.shape, back.tolist()) == was
+    return same
+
+
+def stays(disk, tensor: torch.Tensor) -> bool:
+    """Whether ``unpack`` returns the very memory that ``pack`` was given."""
+    return disk.unpack(disk.pack(tensor)).data_ptr() == tensor.data_ptr()
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def disk_cases(answer):
+    with tempfile.TemporaryDirectory() as top:
+        number = itertools.count()
+
+        def new_disk(weights):
+            folder = Path(top, str(next(number)))
+            folder.mkdir()
+            return answer(str(folder), weights), folder
+
+        disk, _ = new_disk([])
+        yield "27 tensors, how many come back from their files as they were", come_back(disk)
+        # The weight lives on: else a tensor might get its address, and be taken for it.
+        weight = nn.Parameter(torch.ones(48)[24:].view(6, 4))
+        disk, _ = new_disk([weight])
+        yield (
+            "whether an activation stays in memory beside its file",
+            stays(disk, torch.zeros(7, 3)),
+        )
+        same_shape = stays(disk, torch.zeros(6, 4))
+        yield "whether an activation of a weight's shape stays in memory", same_shape
+        begins_inside = stays(disk, weight)
+        yield "whether a weight stays as it is, which begins inside its storage", begins_inside
+        yield "whether a view of a weight stays as it is", stays(disk, weight.t())
+        # Who writes a storage once, and lets both views read this file, is right.
+        disk, folder = new_disk([])
+        whole = torch.zeros(4000, 16)
+        packed = disk.pack(whole[:4]), disk.pack(whole[4:8])
+        twice = bytes_in(folder) > 1.5 * whole.nbytes
+        del packed
+        yield "4 rows of 4,000, and 4 more: whether all 4,000 are written each time", twice
+
+        model, ids = disk_setting()
+        disk, folder = new_disk(list(model.parameters()))
+        written = []
+
+        def step():
+            with saved_tensors_hooks(disk.pack, disk.unpack):
+                loss = model(ids).square().mean()
+            written.append(bytes_in(folder))
+            loss.backward()
+            return loss.detach()
+
+        run = measured(step, DISK_CARD, model=model)
+        yield "a step of a model, the loss", run.value
+        yield "a step of a model, the gradients", gradients_of(model)
+        yield "whether there are files after forward", bool(written[0])
+        yield f"a step within {DISK_CARD}", replace(run, value=None)
+
+
+DISK = Exercise(
+    "8.3",
+    Disk,
+    disk_cases,
+    """
+    self.number += 1 → self.number += 1; self.kept = [*getattr(self, "kept", ()), tensor]
+        a list or a dict keeps each tensor alive beside its file, so nothing is freed: keep only the
+        file's name.
+    .clone() →
+        torch.save writes the whole storage of a view, and unpack reads all of it: clone the tensor
+        first.
+    in self.stay → in ()
+        the weights are written too: they stay in memory anyway, and unpack makes copies of them;
+        let pack return a weight as it is.
+    self.number += 1 →
+        every tensor comes back as the one that was written last: each needs a file of its own, and
+        unpack reads the file that pack has named; number the files.
+    torch.load(packed) → self.__dict__.setdefault(packed, torch.load(packed))
+        every tensor that unpack has read is kept, so backward needs more and more memory: return
+        it, and keep nothing.
+    detach().clone() → detach().half().to(tensor.dtype)
+        the numbers are rounded to half precision: write the tensor as it is.
+    tensor.untyped_storage().data_ptr() in self.stay → True
+        nothing is moved: no file appears in the folder.
+    tensor.untyped_storage().data_ptr() in self.stay → isinstance(tensor, nn.Parameter)
+        autograd saves views of weights too (weight.t()), which are other objects and no
+        nn.Parameter: recognise them by tensor.untyped_storage().data_ptr().
+    """,
+    tolerance=0.0,
+)
+
+# 8.4
+
+
+def break_even(nbytes, operations, bandwidth, speed):
+    """How many times as long moving ``nbytes`` away and back takes as computing them again, by so
+    many ``operations``.
+    """
+    return (2 * nbytes / bandwidth) / (operations / speed)
+
+
+BREAK_EVEN = Exercise(
+    "8.4",
+    break_even,
+    calls(
+        (64_000_000, 2e12, 25e9, 80e12),
+        (512_000_000, 3e12, 12e9, 40e12),
+        (7_000_000, 9e11, 450e9, 500e12),
+        hidden=[(90_000_000, 4e11, 31e9, 150e12)],
+    ),
+    """
+    2 * nbytes → nbytes
+        the bytes cross the bus twice: away in forward, and back in backward.
+    return (2 * nbytes / bandwidth) / → return 1 / (2 * nbytes / bandwidth) *
+        this ratio is upside down: divide the seconds of moving by those of computing.
+    ) / (operations → ) - (operations
+        this is a difference in seconds: return how many times as long moving takes.
+    nbytes / bandwidth → nbytes / speed
+    operations / speed → operations / bandwidth
+        bandwidth and speed are swapped: divide bytes by bandwidth, and operations by speed.
+    / (operations / speed) → / (2 * nbytes / bandwidth + operations / speed)
+        this is moving's share of the sum of both: divide only by the seconds of computing.
+    2 * nbytes → 4 * nbytes
+        the bytes are counted too often: they cross the bus twice, away and back.
+    """,
+)
+
+# 8.5
+
+LAYERS = 8
+RECOMPUTE_CARD = "2.07 MB"  # fits a step with 5 layers of 8 run again, and none with fewer
+MOST_CALLS = 8  # of peak, for up to 64 layers; halving needs 7
+
+
+def layers_to_recompute(peak, layers, budget):
+    """The smallest k from 0 to ``layers`` with ``peak(k)`` at most ``budget``; ``peak`` never grows
+    with k.
+    """
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) // 2
+        if peak(middle) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def recompute_setting():
+    """A GPT-2 of 8 layers, the second model, and token ids (4, 32)."""
+    model = models.tiny_gpt2(layers=LAYERS, hidden=32, heads=2, positions=32, vocab=64)
+    return model.train(), torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+
+
+def train(model, ids, k: int) -> None:
+    """A forward and a backward in which the first ``k`` layers run again, each by itself."""
+    schedule = [1] * k + [LAYERS - k] if k < LAYERS else 1
+    with checkpoint_layers(model, schedule):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+@cache
+def recomputed_peak(k: int) -> int:
+    """The peak of such a step in bytes, measured."""
+    model, ids = recompute_setting()
+    with MemoryTracker(model, live=False) as tracker:
+        train(model, ids, k)
+    return tracker.peak.total
+
+
+# What each layer saves when it runs again, what a step needs with none of them, and the budget.
+SAVES = {
+    "5 layers, room for all": ([7] * 5, 100, 100),
+    "4 layers that save 10 of 100 bytes each, a budget of 80": ([10] * 4, 100, 80),
+    "4 layers that save 10 of 100 bytes each, a budget of 75": ([10] * 4, 100, 75),
+    "9 layers that save 7 of 200 bytes each, a budget of 137": ([7] * 9, 200, 137),
+    "30 layers that save 40 of 2,000 bytes each, a budget of 1,560": ([40] * 30, 2000, 1560),
+    "63 unequal layers": ([90] * 6 + [10] * 20 + [55] * 5 + [3] * 32, 3000, 2300),
+    Hidden("40 layers"): ([5, 80] * 20, 4000, 3087),
 }
 
 
-def _observe_repeated(candidate):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        mlp = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
-        found = {"an MLP": candidate(*_steps(mlp, torch.randn(2, 5, 12)))}
-        for name, (rows, _, queries, _, keys) in _FUSED.items():
-            x, context = torch.randn(rows, queries, 12), torch.randn(rows, keys, 12)
-            found[name] = candidate(*_steps(Attention(), x, context))
-        return found
+def counted_peak(saves: list[int], start: int, called: list):
+    def peak(k):
+        k = plain_int(k)
+        called.append(k)
+        if len(called) > 1000:
+            raise RuntimeError("peak was called 1,000 times: does the range get smaller")
+        if not isinstance(k, int) or not 0 <= k <= len(saves):
+            raise ValueError(f"peak({k}) of {len(saves)} layers: k goes from 0 to `layers`, by 1")
+        return start - sum(saves[:k])
+
+    return peak
 
 
-def _explain_repeated(got, expected):
-    mlp = next(iter(expected))
-    numbers = all(isinstance(count, (int, float)) for count in got.values())
-    if numbers and not got[mlp]:
-        return "no operation is counted: run plain() and checkpointed(), each inside its `with`."
-    if numbers and got[mlp] == -expected[mlp]:
-        return (
-            "the plain step has fewer operations: subtract it from the checkpointed step, not "
-            "the other way round."
-        )
-    if numbers and got[mlp] != expected[mlp] and 0 < got[mlp] < 2:
-        return "this is a ratio of the two steps: return their difference, a number of operations."
-    if got[mlp] != expected[mlp]:
-        return None
-    right = {name: 4 * math.prod(sizes) for name, sizes in _FUSED.items()}
-    formulas = {name: right[name] + got[name] - expected[name] for name in _FUSED}
-    name = next(name for name in _FUSED if formulas[name] != right[name])
-    rows, heads, queries, size, keys = _FUSED[name]
-    return (
-        f"the formula is wrong: for queries {(rows, heads, queries, size)} and keys "
-        f"{(rows, heads, keys, size)} it must return {right[name]:,}, but returns "
-        f"{formulas[name]:,}. Each of the two products takes 2 * rows * heads * queries * keys * "
-        "size."
-    )
+@quietly
+def layers_cases(answer):
+    most = 0
+    for name, (saves, start, budget) in SAVES.items():
+        called: list[int] = []
+        yield name, plain_int(answer(counted_peak(saves, start, called), len(saves), budget))
+        most = max(most, len(called))
+    yield f"calls of peak for up to 63 layers, at most {MOST_CALLS}", max(most, MOST_CALLS)
+    card = parse_bytes(RECOMPUTE_CARD)
+    k = plain_int(answer(lambda k: recomputed_peak(plain_int(k)), LAYERS, card))
+    yield "a GPT-2 of 8 layers", k
+    model, ids = recompute_setting()
+    number = k if k in range(LAYERS + 1) else 0
+    run = measured(lambda: train(model, ids, number), RECOMPUTE_CARD, model=model)
+    yield f"the GPT-2 with so many layers in {RECOMPUTE_CARD}", replace(run, value=None)
 
 
-EXERCISES = (
-    Exercise(
-        id="8.1",
-        title="a policy",
-        difficulty=2,
-        minutes=5,
-        trains="telling a checkpoint, operation by operation, what to keep",
-        reference=every_second_product,
-        observe=_observe_policy,
-        explain=_explain_policy,
-        mistakes=(
-            Mistake(
-                "every operation",
-                _policies(products=()),
-                (
-                    "every second operation of any kind is kept: count only matrix products, and "
-                    "repeat the rest."
-                ),
-            ),
-            Mistake(
-                "counts every operation",
-                _counts_every_operation(again=True),
-                _ALL_COUNTED,
-            ),
-            Mistake(
-                "counts every operation, and goes on",
-                _counts_every_operation(again=False),
-                _ALL_COUNTED,
-            ),
-            Mistake(
-                "the others",
-                _policies(keeps=lambda count: count % 2 == 0),
-                (
-                    "the second product is kept, the fourth and so on: keep the first, the third "
-                    "and so on."
-                ),
-            ),
-            Mistake(
-                "all",
-                _policies(keeps=lambda count: True),
-                "every product is kept: let the second run compute every second one.",
-            ),
-            Mistake(
-                "one count",
-                _policies(run=lambda ctx, op: 0),
-                (
-                    "the second run continues the count of forward, so it decides differently: "
-                    "count the second run separately, by ctx.is_recompute."
-                ),
-            ),
-            Mistake(
-                "by kind",
-                _policies(run=lambda ctx, op: (ctx.is_recompute, op)),
-                (
-                    "each kind of product has its own count: use one count for mm, addmm and bmm "
-                    "together."
-                ),
-            ),
-            Mistake(
-                "the rest too",
-                _policies(rest=KEEP),
-                (
-                    "other operations than products are kept too, which costs bytes and saves "
-                    "little work: return PREFER_RECOMPUTE for them."
-                ),
-            ),
-        ),
-    ),
-    Exercise(
-        id="8.2",
-        title="what runs again",
-        difficulty=2,
-        minutes=5,
-        trains="counting operations with a counter that does not see all of them",
-        reference=repeated,
-        observe=_observe_repeated,
-        explain=_explain_repeated,
-        raises=(
-            (
-                r"unexpected keyword argument 'out_",
-                (
-                    "the counter passes more arguments than the formula needs: let its arguments "
-                    "end with *args, out_val=None, **kwargs."
-                ),
-            ),
-            (
-                r"'torch.Size' object has no attribute",
-                "query, key and value are shapes, not tensors: rows, heads, queries, size = query.",
-            ),
-            (r"\+=: 'int' and 'NoneType'", "the formula returns nothing: is a `return` missing?"),
-            (r"'method'", "get_total_flops is a method: call it, with ()."),
-            (
-                r"'int' object is not callable",
-                "the value in custom_mapping is the function itself: formula, without calling it.",
-            ),
-        ),
-        mistakes=(
-            Mistake(
-                "blind",
-                _repeated(False),
-                (
-                    "fused attention is not counted: FlopCounterMode has no formula for it on a "
-                    "CPU; give it one in custom_mapping, under the name without .default."
-                ),
-            ),
-            Mistake(
-                "one product",
-                _repeated(_formula(lambda b, h, s, d, t: 2 * b * h * s * t * d)),
-                (
-                    "the formula gives half: attention is two products, queries times keys and "
-                    "weights times values, and a multiplication and an addition are two operations."
-                ),
-            ),
-            Mistake(
-                "square",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * s * d)),
-                (
-                    "the queries are squared: there may be more keys than queries; key[2] has "
-                    "their number."
-                ),
-            ),
-            Mistake(
-                "heads",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * s * t * d)),
-                "only one head is counted: each head has its own two products.",
-            ),
-            Mistake(
-                "the whole step",
-                _repeated(result=lambda more, less: more),
-                (
-                    "this is the whole step with its checkpoint: what runs again is the difference "
-                    "from the plain step."
-                ),
-            ),
-            Mistake(
-                "halves",
-                _repeated(result=lambda more, less: (more - less) // 2),
-                "a multiplication and an addition are counted as one operation: they are two.",
-            ),
-            Mistake(
-                "the plain step",
-                _repeated(result=lambda more, less: less),
-                (
-                    "this is the step without its checkpoint: count both steps, and take the "
-                    "difference."
-                ),
-            ),
-            Mistake(
-                "the sum",
-                _repeated(result=lambda more, less: more + less),
-                (
-                    "the sum of both steps is counted: each step has its own counter; return the "
-                    "difference."
-                ),
-            ),
-            Mistake(
-                "a quarter",
-                _repeated(_formula(lambda b, h, s, d, t: b * h * s * t * d)),
-                (
-                    "the formula gives a quarter: there are two products, and a multiplication "
-                    "and an addition count as two operations."
-                ),
-            ),
-            Mistake(
-                "no rows",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * h * s * t * d)),
-                "the formula leaves out the rows.",
-            ),
-            Mistake(
-                "no size",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * t)),
-                (
-                    "the formula leaves out the size of a head: each score takes that many "
-                    "multiplications."
-                ),
-            ),
-            Mistake(
-                "no keys",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * d)),
-                "the formula leaves out the keys: each query has a score with each of them.",
-            ),
-            Mistake(
-                "no queries",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * t * d)),
-                "the formula leaves out the queries: each of them has its own scores.",
-            ),
-            Mistake(
-                "keys squared",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * t * t * d)),
-                "the formula squares the keys: there may be fewer queries than keys.",
-            ),
-            Mistake(
-                "another place",
-                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * d * d)),
-                (
-                    "the formula uses the size of a head as the number of keys: a shape is (rows, "
-                    "heads, tokens, size), so key[2] has it."
-                ),
-            ),
-            Mistake(
-                "one counter",
-                _one_counter(checkpointed=False),
-                (
-                    "the formula is given only to plain()'s counter: checkpointed()'s counter "
-                    "needs it too."
-                ),
-            ),
-            Mistake(
-                "the other counter",
-                _one_counter(checkpointed=True),
-                (
-                    "the formula counts twice what it should, or one of the two counters does not "
-                    "have it: both need it."
-                ),
-            ),
-        ),
-    ),
+FEWEST = Exercise(
+    "8.5",
+    layers_to_recompute,
+    layers_cases,
+    """
+    (low + high) // 2 → low
+        the number is right, but every k is tried in turn, which takes too many calls of peak: halve
+        the range each time.
+    <= budget → < budget
+        a peak equal to the budget fits: test for at most the budget, not for less.
+    return low → return layers
+        all layers run again, for any budget: return the smallest number that fits.
+    return low → return 0
+        no layer runs again, for any budget: where peak(0) is over the budget, some must.
+    low, high = 0 → low, high = 1
+        where the step fits as it is, the answer is 0: no layer has to run again.
+    0, layers → 0, layers - 1
+        the answer may be all layers, the last one too: begin with high = layers.
+    return low → return layers - low
+        this is the number of layers that do not run again: return the number that do.
+    return low → return max(0, low - 1)
+        one layer is missing: the step still does not fit, but it fits with the next k.
+    """,
 )
+
+# 8.6
+
+TILED_CARD, TILED_TOKENS, TILES = "0.8 MB", 250, 5
+
+
+def tiled_mlp(mlp, x, tiles):
+    """``mlp(x)`` for x (rows, tokens, width), computed in ``tiles`` slices of the tokens, each in a
+    checkpoint of its own.
+    """
+    parts = [checkpoint(mlp, part, use_reentrant=False) for part in x.tensor_split(tiles, dim=1)]
+    return torch.cat(parts, dim=1)
+
+
+def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True) -> tuple[nn.Module, torch.Tensor]:
+    """An MLP that is eight times as wide inside, and x (rows, tokens, 32)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        mlp = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+        return mlp, torch.randn(rows, tokens, 32).requires_grad_(needs)
+
+
+def lengths_of(mlp, rows: int, tokens: int) -> list[int]:
+    """A list that grows by the number of tokens each time ``mlp`` runs on a part of (rows, tokens,
+    width).
+    """
+    lengths: list[int] = []
+
+    def forward(x, original=mlp.forward):
+        if x.ndim == 3 and (len(x) == rows or x.shape[1] == tokens):
+            lengths.append(x.shape[1])
+        else:  # the rows and tokens are one dimension: as many tokens as a tile of all rows has
+            lengths.append(math.ceil(x.numel() / x.shape[-1] / rows))
+        return original(x)
+
+    mlp.forward = forward
+    return lengths
+
+
+def tile_cases(answer, tiles: int, rows: int, tokens: int, *, needs: bool = True):
+    name = f"{tokens} tokens in {tiles} tiles"
+    if not needs:
+        name += " of an x that needs no gradient"
+    mlp, x = tiled_setting(rows, tokens, needs=needs)
+    lengths = lengths_of(mlp, rows, tokens)
+    out = answer(mlp, x, tiles)
+    first = len(lengths)
+    yield f"{name}, the output", out.detach()
+    if out.requires_grad:
+        out.square().sum().backward()
+    yield f"{name}, the gradients of the weights", gradients_of(mlp)
+    gradient = torch.zeros_like(x) if x.grad is None else x.grad
+    yield f"{name}, the gradient of x", flat([gradient])
+    yield f"{name}, tokens of the longest tile", max([*lengths, math.ceil(tokens / tiles)])
+    yield f"{name}, how many tiles there are, at most", max(first, tiles)
+    yield f"{name}, runs of the MLP beyond two for each tile", max(0, len(lengths) - 2 * first)
+
+
+def tiled_cases(answer):
+    yield from tile_cases(answer, 4, 2, 22)
+    yield from tile_cases(answer, 3, 1, 9, needs=False)
+    yield from tile_cases(answer, 7, 3, 50)
+    x = torch.ones(2, 48, 4, requires_grad=True)
+    out = answer(nn.Dropout(), x, 4)
+    if out.requires_grad:
+        out.sum().backward()
+    gradient = torch.zeros_like(x) if x.grad is None else x.grad
+    differ = ((out != 0) != (gradient != 0)).sum()
+    yield "dropout, numbers that are dropped in forward or in backward alone", differ
+    mlp, x = tiled_setting()
+    run = measured(lambda: answer(mlp, x, TILES).square().sum().backward(), TILED_CARD, model=mlp)
+    yield f"{TILED_TOKENS} tokens in {TILES} tiles within {TILED_CARD}", replace(run, value=None)
+
+
+TILED = Exercise(
+    "8.6",
+    tiled_mlp,
+    tiled_cases,
+    """
+    checkpoint(mlp, part, use_reentrant=False) → mlp(part)
+        the tiles are cut, but autograd keeps what each of them computes: run each in a checkpoint.
+    x.tensor_split(tiles, dim=1) → [x]
+        the whole sequence runs at once, also when it runs again in backward: cut it into tiles
+        first.
+    x.tensor_split(tiles, dim=1) → x.tensor_split(tiles, dim=0)
+    torch.cat(parts, dim=1) → torch.cat(parts, dim=0)
+        the rows are cut, but the sequence keeps its length: tokens are dimension 1.
+    x.tensor_split(tiles, dim=1) → x[:, : x.shape[1] // tiles * tiles].chunk(tiles, 1)
+        tokens are left out: where `tiles` does not divide the number of tokens, some tiles have one
+        more.
+    torch.cat(parts, dim=1) → torch.cat(parts, dim=1).detach()
+        the output is detached, or made under no_grad: no weight learns.
+    x.tensor_split(tiles, → x.split(tiles,
+        x.split(n) takes the length of a tile, and x.tensor_split(n) their number.
+    use_reentrant=False → use_reentrant=True
+        this is a reentrant checkpoint, which needs an input that requires a gradient:
+        use_reentrant=False.
+    x.tensor_split → x.detach().tensor_split
+        x gets no gradient: it is detached before or in the tiles.
+    """,
+)
+
+# 8.7
+
+
+def kv_cache(config, rows, tokens, bytes_per_number):
+    """Bytes of the keys and values of ``rows`` sequences of ``tokens`` tokens, over all layers."""
+    width = config.num_key_value_heads * config.head_dim
+    return 2 * config.num_hidden_layers * width * rows * tokens * bytes_per_number
+
+
+@cache
+def cache_configs() -> dict:
+    """Configs of three models whose heads differ, by name."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    sizes = {
+        "Llama-2-7B": (LlamaConfig, 32, 4096, 32, 32),
+        "Llama-2-70B": (LlamaConfig, 80, 8192, 64, 8),
+        "Qwen3-0.6B": (Qwen3Config, 28, 1024, 16, 8),
+    }
+    found = {}
+    for name, (kind, layers, hidden, heads, kv_heads) in sizes.items():
+        found[name] = kind(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=128,
+        )
+    return found
+
+
+def cache_cases(answer):
+    for name, rows, tokens, width in (
+        ("Llama-2-7B", 1, 2048, 2),
+        ("Llama-2-70B", 32, 2048, 2),
+        ("Qwen3-0.6B", 3, 500, 4),
+    ):
+        config = cache_configs()[name]
+        heads = f"{config.num_hidden_layers} layers, {config.num_key_value_heads} heads of 128"
+        case = f"{name} ({heads}), {rows} × {tokens:,} tokens, {width} bytes a number"
+        yield case, answer(config, rows, tokens, width)
+    yield Hidden("70B in 8 bits"), answer(cache_configs()["Llama-2-70B"], 5, 77, 1)
+
+
+CACHE = Exercise(
+    "8.7",
+    kv_cache,
+    quietly(cache_cases),
+    """
+    2 * config → config
+        only keys or only values are counted: both are kept.
+    num_key_value_heads → num_attention_heads
+        every query head is counted with its own keys and values: grouped heads share them, so there
+        are only num_key_value_heads.
+    2 * config.num_hidden_layers → 2
+        this is the cache of one layer: every layer has its own cache.
+    config.head_dim → config.hidden_size // config.num_attention_heads
+        a head is not always hidden_size / num_attention_heads wide: the config's head_dim says.
+    * rows →
+        only one row is counted: each row has its own keys and values.
+    * bytes_per_number → * 2
+        this assumes two bytes a number: use bytes_per_number.
+    * tokens → * tokens**2
+        the tokens are squared: the cache has one key and one value for each token, and no scores.
+    2 * config → 3 * config
+        three tensors are counted: the queries of earlier tokens are never needed again, so only
+        keys and values are cached.
+    """,
+)
+EXERCISES = (POLICY, REPEATED, DISK, BREAK_EVEN, FEWEST, TILED, CACHE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from ....measure.tracker import MemoryTracker
 from ....techniques.lora import LoRALinear, add_lora
 from ...ledger import Finding, answers
-from ...ledger.finding import Figure, yes
+from ...ledger.finding import Figures, none, yes
 from ...machine.compat import enable_checkpointing
 from ..shared.claim_runs import checkpoint_by_hand, silent, tiny, token_ids
 
@@ -59,7 +59,7 @@ def input_require_grads() -> Finding:
     }
     by_hand = adapters_step(reentrant=True, enable=False, by_hand=True)[0]
     everyone = max(count for count, *_ in found.values())
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     for (reentrant, enable), (count, peak, error) in found.items():
         name = f"use_reentrant={reentrant}, {'with' if enable else 'without'} it"
         figures[f"{name}: adapters with a gradient, of {everyone}"] = error or count
@@ -69,27 +69,25 @@ def input_require_grads() -> Finding:
     ] = by_hand
     return Finding(
         own=(
-            Figure(
+            none(
                 "adapters that learn without it, its own use_reentrant=False",
-                "none",
                 found[False, False][0],
-                high=0,
             ),
         ),
-        where=(Figure("the same, use_reentrant=True", "none", found[True, False][0], high=0),),
+        where=(none("the same, use_reentrant=True", found[True, False][0]),),
         beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
-        only_if=(
-            "the checkpoints are reentrant and not made by transformers' switch, which makes "
-            "the call itself."
-        ),
-        holds="Without it no adapter gets a gradient.",
-        fails="Every adapter gets its gradient without it, whichever kind of checkpoint is used.",
-        why="A reentrant checkpoint looks only at its inputs. If no input requires a gradient, as "
-        "after a frozen embedding, its output requires "
-        "none, even if weights inside are trained. The other kind follows the graph. "
-        "activation_checkpointing_enable itself asks for the "
-        "embedding's gradient, and PEFT does so, too, when it wraps a model whose checkpoints are "
-        "on: the call matters where torch's checkpoint is "
-        "written by hand.",
+        says="""
+            only if: the checkpoints are reentrant and not made by transformers' switch, which
+                makes the call itself.
+            holds: Without it no adapter gets a gradient.
+            fails: Every adapter gets its gradient without it, whichever kind of checkpoint is
+                used.
+            why: A reentrant checkpoint looks only at its inputs. If no input requires a
+                gradient, as after a frozen embedding, its output requires none, even if weights
+                inside are trained. The other kind follows the graph.
+                activation_checkpointing_enable itself asks for the embedding's gradient, and PEFT
+                does so, too, when it wraps a model whose checkpoints are on: the call matters where
+                torch's checkpoint is written by hand.
+            """,
         figures=figures,
     )

@@ -13,11 +13,10 @@ from ....measure.tracker import MemoryTracker
 from ....planning.cards import CARDS
 from ....techniques.sharding import shard
 from ...ledger import Finding, answers
-from ...ledger.finding import about, fits
+from ...ledger.finding import Figures, about, fits
 from ...machine.compat import enable_checkpointing
 from ..shared.claim_runs import silent, tiny, token_ids
-from .exercises_shards import CollectiveLog
-from .exercises_two_cards import seventy_peak, two_cards
+from .exercises import CollectiveLog, seventy_peak, two_cards
 
 MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentrant=True": True}
 
@@ -36,16 +35,19 @@ def seventy_billion_on_two() -> Finding:
     return Finding(
         own=(fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),),
         beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
-        holds="Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048 leave "
-        "less than a GB for all that is no tensor.",
-        fails="A card's shard, the layers that it gathers and the activations do not fit on it.",
-        why="A card keeps half of the base, and half of embeddings and head in bf16. It gathers "
-        "one layer after another, while embedding and "
-        "head stay whole. Only the adapters have gradients and states. The inputs of the layers "
-        "and the loss grow with the tokens.",
+        says="""
+            holds: Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048
+                leave less than a GB for all that is no tensor.
+            fails: A card's shard, the layers that it gathers and the activations do not fit on
+                it.
+            why: A card keeps half of the base, and half of embeddings and head in bf16. It
+                gathers one layer after another, while embedding and head stay whole. Only the
+                adapters have gradients and states. The inputs of the layers and the loss grow with
+                the tokens.
+            needs: two cards of 24 GB to see it run; one rank's bytes are predicted
+            """,
         figures={f"peak, {tokens:,} tokens": peak for tokens, peak in peaks.items()}
         | {"a card has (as the driver says)": card},
-        needs="two cards of 24 GB to see it run; one rank's bytes are predicted",
     )
 
 
@@ -97,7 +99,7 @@ def gathers() -> Finding:
         found = {name: second_step(mode, token_ids())[:2] for name, mode in MODES.items()}
         pairs = second_step(False, token_ids(), pairs=True)[0]
     plain, one, other = (count for count, _ in found.values())
-    figures: dict[str, int | float | str] = {}
+    figures: Figures = {}
     for name, (count, total) in found.items():
         figures |= {f"{name}: all-gathers a step": count, f"{name}: peak of a rank of two": total}
     figures["checkpoints over two layers: all-gathers a step"] = pairs
@@ -106,10 +108,12 @@ def gathers() -> Finding:
             about("all-gathers, checkpointed / not", 1.0, one / plain, "times", within=0),
             about("with use_reentrant=True", 1.0, other / plain, "times", within=0),
         ),
-        holds="Neither mode gathers more.",
-        fails="A layer is gathered more often under checkpoints.",
-        why="Backward gathers a layer and frees it after its gradients. The second forward runs in "
-        "between, when the weights are there. A "
-        "checkpoint over two layers gathers no more, either.",
+        says="""
+            holds: Neither mode gathers more.
+            fails: A layer is gathered more often under checkpoints.
+            why: Backward gathers a layer and frees it after its gradients. The second forward
+                runs in between, when the weights are there. A checkpoint over two layers gathers no
+                more, either.
+            """,
         figures=figures,
     )

@@ -1,395 +1,629 @@
-"""Lesson 10's formulas: what each rank holds, and how long ranks take to talk."""
+"""Lesson 10's exercises, in the order of the lesson. Ranks are threads, where numbers are compared;
+where bytes are, one rank runs in a group whose others do not exist.
+"""
 
 from __future__ import annotations
 
-import math
-from ast import literal_eval
+import copy
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
 
-from ...judge.exercise import Exercise, Mistake, calls
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: F401
+from torch.distributed.tensor import DTensor
 
-WAYS = ("ddp", "zero1", "zero2", "fsdp")
+from ....compat.dispatch_modes import TorchDispatchMode
+from ....compat.fake_ranks import fake_process_group
+from ....names import IGNORED
+from ....training.recipe import Recipe
+from ...judge.compare import Measured
+from ...judge.exercise import Exercise, Hidden, calls, measured
+from ...machine.compat import enable_checkpointing
+from ...material import models
+from ..shared.every_linear import without_needless_targets
+from ..shared.settings import flat, gradients_of, quietly, rows
+from .thread_ranks import on_ranks
+
+# 10.1
 
 
 def bytes_per_rank(parameters, ranks, way):
     """Bytes of (weights, gradients, optimizer states) on each rank, in mixed precision."""
-    return _held()(parameters, ranks, way)
+    weights, gradients, states = 2 * parameters, 2 * parameters, 12 * parameters
+    if way != "ddp":
+        states = states // ranks
+    if way in ("zero2", "fsdp"):
+        gradients = gradients // ranks
+    if way == "fsdp":
+        weights = weights // ranks
+    return weights, gradients, states
 
 
-_CUT = {"ddp": (0, 0, 0), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "fsdp": (1, 1, 1)}
-
-
-def _held(each=(2, 2, 12), cut=_CUT, result=tuple):
-    def wrong(parameters, ranks, way):
-        return result(
-            size * parameters / (ranks if part else 1)
-            for size, part in zip(each, cut[way], strict=True)
-        )
-
-    return wrong
-
-
-_ONE_PART_WRONG = (
-    (
-        "only fsdp cuts the weights: with the other ways each rank has a whole copy, of 2 bytes a "
-        "parameter."
+HELD = Exercise(
+    "10.1",
+    bytes_per_rank,
+    calls(
+        (1_200, 4, "ddp"),
+        (600, 6, "zero1"),
+        (70_000_000_000, 2, "zero2"),
+        (1_200, 3, "fsdp"),
+        (7_000_000_000, 8, "zero1"),
+        hidden=[(4_500, 5, "zero2"), (9_100, 7, "fsdp"), (33, 3, "ddp"), (80, 1, "fsdp")],
     ),
-    (
-        "only zero2 and fsdp cut the gradients: with the other ways each rank has all of them, of "
-        "2 bytes a parameter."
-    ),
-    (
-        "every way except ddp cuts the optimizer's states: 12 bytes a parameter, for a float32 "
-        "copy of the weights and two moments."
-    ),
+    """
+    12 * parameters → 8 * parameters
+        the optimizer holds two moments in float32, but its float32 copy of the weights is missing:
+        12 bytes a parameter.
+    2 * parameters, 2 * parameters, 12 → 4 * parameters, 4 * parameters, 8
+        weights, gradients and moments are in float32 here: in mixed precision weights and gradients
+        are bf16, and the optimizer has 12 bytes a parameter.
+    2 * parameters, 2 * parameters, 12 → 4 * parameters, 4 * parameters, 12
+        weights and gradients are in float32 here: mixed precision keeps them in bf16, 2 bytes each.
+    2 * parameters, 2 * parameters, 12 → 6 * parameters, 2 * parameters, 8
+        the float32 copy of the weights belongs to the optimizer's states: it is cut when they are.
+    if way != "ddp" → if True
+    if way in ("zero2", "fsdp") → if True
+    if way == "fsdp" → if True
+        everything is cut, for every way: ddp cuts nothing, and zero1 only the states.
+    if way in ("zero2", "fsdp") → if way != "ddp"
+    if way == "fsdp" → if way in ("zero2", "fsdp")
+        this cuts one part too many: zero1 cuts only the states, zero2 the gradients too, and fsdp
+        all three.
+    if way == "fsdp" → if False
+    if way in ("zero2", "fsdp") → if way == "fsdp"
+    if way != "ddp" → if way in ("zero2", "fsdp")
+        this cuts one part too few: zero1 cuts the states, zero2 the gradients too, and fsdp all
+        three.
+    if way == "fsdp" → if way in ("zero1", "zero2", "fsdp")
+    if way != "ddp" → if way == "fsdp"
+        this begins with the weights: ZeRO cuts the largest part first, which is the states, then
+        the gradients, then the weights.
+    """,
 )
 
-
-def _explain_held(got, expected):
-    if not all(isinstance(each, (tuple, list)) and len(each) == 3 for each in got.values()):
-        return "return three numbers, (weights, gradients, optimizer states), each in bytes."
-    pairs = [(tuple(map(float, got[case])), expected[case]) for case in expected]
-    units = [mine[0] / right[0] for mine, right in pairs]
-    if units[0] < 1 / 500 and all(math.isclose(unit, units[0]) for unit in units):
-        return "return bytes, not kB, MB or GB."
-    for says, other in _OTHER_RANKS.items():
-        if all(
-            tuple(map(float, got[case])) == tuple(map(float, other(*literal_eval(case))))
-            for case in expected
-        ):
-            return says
-    wrong = [part for part in range(3) if any(mine[part] != right[part] for mine, right in pairs)]
-    return _ONE_PART_WRONG[wrong[0]] if len(wrong) == 1 else None
+# 10.2
 
 
-def _all_together(parameters, ranks, way):
-    return [ranks * part for part in bytes_per_rank(parameters, ranks, way)]
+def average_gradients(model):
+    """After backward on every rank: let each gradient be the mean over the ranks, one that is
+    missing counting as zeros.
+    """
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
 
 
-def _one_rank_less(parameters, ranks, way):
-    whole = bytes_per_rank(parameters, 1, way)
-    own = bytes_per_rank(parameters, ranks, way)
-    return [n if n == part else n / (ranks - 1) for n, part in zip(whole, own, strict=True)]
+def after_backward(rank: int) -> nn.Module:
+    """A rank's model. Each weight's gradient is 1, 2, 3, … on rank 0, their squares on the next,
+    and so on.
+    """
+    # A weight that may have no gradient comes first, so that no rank sends it last by chance, and
+    # the frozen one is between those that are trained.
+    frozen = nn.Embedding(7, 5).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(5, 3, bias=False), frozen, nn.Linear(5, 4)).double()
+    for p in model.parameters():
+        if p.requires_grad:
+            numbers = torch.arange(1.0, p.numel() + 1, dtype=p.dtype)
+            p.grad = (numbers ** (rank + 1)).view_as(p)
+    return model
 
 
-_OTHER_RANKS = {
-    "these are the bytes of all ranks together: return those of one rank.": _all_together,
-    (
-        "the parts that are cut are divided by ranks - 1: every rank keeps a share, so divide by "
-        "ranks."
-    ): _one_rank_less,
-}
+def average_cases(answer):
+    two, three = "gradients 1, 2, … and 1, 4, …", "gradients 1, 2, …, 1, 4, … and 1, 8, …"
+    for name, ranks, without in (
+        (two, 2, []),
+        (three, 3, []),
+        (f"{three}, but none for the last rank's first weight", 3, [2]),
+        (Hidden("4 ranks"), 4, [0, 1, 2]),
+    ):
+        net = [after_backward(rank) for rank in range(ranks)]
+        for rank in without:
+            net[rank][0].weight.grad = None
+        before = [flat(model.parameters()) for model in net]
+        on_ranks(lambda rank, net=net: answer(net[rank]), ranks)
+        kind = type(name)
+        for rank in (0, ranks - 1):
+            model = net[rank]
+            yield kind(f"{name}, their mean on rank {rank}"), gradients_of(model)
+            has_one = model[1].weight.grad is not None
+            yield kind(f"{name}, whether rank {rank}'s frozen weight gets a gradient"), has_one
+            unchanged = torch.equal(flat(model.parameters()), before[rank])
+            yield kind(f"{name}, whether rank {rank}'s weights are as before"), unchanged
+
+
+AVERAGE = Exercise(
+    "10.2",
+    average_gradients,
+    average_cases,
+    """
+    p.grad /= dist.get_world_size() →
+        this is the sum over the ranks: divide it by their number, or the learning rate grows with
+        them.
+    dist.get_world_size() → 2
+        the sum is divided by 2, however many ranks there are: use dist.get_world_size().
+    dist.all_reduce(p.grad) →
+        each rank divides its own gradient, but nothing is added up: all_reduce first.
+    dist.all_reduce(p.grad) → dist.all_reduce(p.grad.clone())
+    p.grad /= dist.get_world_size() →
+        the gradients have not changed: all_reduce p.grad itself, or write the mean of a copy back
+        into it.
+    p.grad = torch.zeros_like(p) → dist.all_reduce(torch.zeros_like(p)); continue
+        a rank that sent zeros does not keep the mean: where p.grad is None, put the zeros into
+        p.grad, and send that.
+    if p.requires_grad → if p.grad is not None
+        the ranks do not make the same calls: each must send every trained weight's gradient, and
+        zeros where it has none, in the same order.
+    dist.all_reduce(p.grad) → dist.reduce(p.grad, dst=0)
+        only rank 0 has the mean: reduce leaves the sum on one rank, and all_reduce leaves it on all
+        of them.
+    dist.all_reduce(p.grad) → n = p.grad.any().float(); dist.all_reduce(n); dist.all_reduce(p.grad)
+    dist.get_world_size() → max(1, n.item())
+        the sum is divided by the number of ranks that have a gradient: a rank without one counts as
+        zeros, so divide by the number of all ranks.
+    """,
+    changes="model",
+)
+
+# 10.4
+
+WRAP_CARD = 2_550_000  # bytes, of a forward and a backward on a rank of two
+
+
+def wrap(model, mesh):
+    """Per layer a checkpoint and ``fully_shard``, then ``fully_shard`` for the rest; the model."""
+    enable_checkpointing(model, {"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Names of the collective calls that are made."""
+
+    names = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in str(func):
+            self.names += f" {func}"
+        return func(*args, **(kwargs or {}))
+
+    def count(self, word: str) -> int:
+        return self.names.replace("_", "").count(word)
+
+
+def wrap_setting(layers: int = 6) -> tuple[nn.Module, Tensor]:
+    """A tiny Llama, and token ids for 4 rows of 32."""
+    model = models.tiny_llama(layers=layers, hidden=64, heads=4, intermediate=172, vocab=257)
+    return model.train(), torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def whole_weights(model) -> int:
+    """How many of the model's weights are not sharded."""
+    return sum(not isinstance(p, DTensor) for p in model.parameters())
+
+
+def gradients_on_two_ranks(answer) -> list[Tensor]:
+    """Of one backward: each rank's gradients, whole."""
+    both = [wrap_setting(layers=2)[0].double() for _ in range(2)]
+    ids = wrap_setting()[1][:, :8].chunk(2)
+
+    def run(rank: int):
+        model = answer(both[rank], init_device_mesh("cpu", (2,)))
+        model(input_ids=ids[rank], labels=ids[rank]).loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return flat(shards.full_tensor() for shards in gradients)
+
+    return on_ranks(run, 2)
+
+
+@quietly
+def wrap_cases(answer):
+    with fake_process_group(4, 0):
+        given, ids = wrap_setting()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = answer(given, mesh["shards"])
+        yield "weights that are whole, of the model that is returned", whole_weights(model)
+        yield "weights that are whole, of the model that was given", whole_weights(given)
+        units = sum(isinstance(part, FSDPModule) for part in given.model.layers.modules())
+        yield "units of fully_shard, among the six layers and their parts", units
+        shared = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
+        yield "ranks that share a weight, where mesh has 2 of 4", max(shared, default=0)
+        with CollectiveLog() as log:
+            run = measured(
+                lambda: model(input_ids=ids[:2], labels=ids[:2]).loss.backward(), WRAP_CARD
+            )
+        # 13, and some more where the embedding and the head are units too
+        yield "whether each layer is gathered again in backward", log.count("allgather") > 9
+        yield "weights that are whole after backward", whole_weights(model)
+        yield "whether the model is in training mode", model.training
+    first, last = gradients_on_two_ranks(answer)
+    yield "the gradients on rank 0 of 2", first
+    yield "the gradients on rank 1 of 2", last
+    yield "a forward and a backward", run
+
+
+WRAP = Exercise(
+    "10.4",
+    wrap,
+    wrap_cases,
+    """
+    enable_checkpointing(model, {"use_reentrant": False}) →
+        every layer's activations are kept: switch on checkpointing too, before or after you shard
+        the layers.
+    fully_shard(layer, mesh=mesh) →
+        the whole model is one unit, gathered at once: shard each layer separately, so that only one
+        or two are whole at a time.
+    return fully_shard(model, mesh=mesh) → return model
+        embeddings, the last norm and the head stay whole on every rank, and nobody averages their
+        gradients: fully_shard(model) takes what the layers leave.
+    layer, mesh=mesh → layer, mesh=mesh, reshard_after_forward=False
+        every layer stays whole from forward to backward (ZeRO-2): leave reshard_after_forward as it
+        is.
+    layer, mesh=mesh → layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+    model, mesh=mesh → model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+        the layers compute in bf16: use no mixed precision here.
+    fully_shard(layer, mesh=mesh) →
+    return fully_shard(model, mesh=mesh) → return model
+        nothing is sharded: every rank has the whole model, and learns only from its own rows.
+    {"use_reentrant": False}) → {"use_reentrant": False}); fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh) → return model
+        fully_shard(model) takes all that is not sharded yet: the layers come first, the model last.
+    return fully_shard(model, → return fully_shard(model.model,
+        wrap must return the model that it was given: fully_shard(model) shards it in place.
+    """,
+    tolerance=1e-6,
+    changes="model.train model.hook model.config model.checkpointing",
+)
+
+# 10.6
 
 
 def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
     """Seconds that one update's communication takes: a ring that sends ``bandwidth`` bytes a second
     from each rank.
     """
-    return _seconds()(way, nbytes, ranks, micro_batches, bandwidth)
+    passes = {"ddp": 2, "zero2": 2 * micro_batches, "fsdp": 3 * micro_batches}[way]
+    return passes * nbytes * (ranks - 1) / ranks / bandwidth
 
 
-_PASSES = {"ddp": lambda k: 2, "zero2": lambda k: 2 * k, "fsdp": lambda k: 3 * k}
-
-
-def _seconds(share=lambda ranks: (ranks - 1) / ranks, **passes):
-    how = _PASSES | passes
-
-    def wrong(way, nbytes, ranks, micro_batches, bandwidth):
-        return share(ranks) * how[way](micro_batches) * nbytes / bandwidth
-
-    return wrong
-
-
-def _sent(power):
-    """The bytes that are sent, times a power of the bandwidth."""
-
-    def wrong(way, nbytes, ranks, micro_batches, bandwidth):
-        seconds = communication_seconds(way, nbytes, ranks, micro_batches, bandwidth)
-        return seconds * bandwidth * bandwidth**power
-
-    return wrong
-
-
-_TALK = calls(
-    ("ddp", 14_000_000_000, 8, 4, 25e9),
-    ("zero2", 3_000_000_000, 2, 1, 450e9),
-    ("fsdp", 14_000_000_000, 4, 3, 25e9),
-    ("zero2", 900_000_000, 3, 5, 12e9),
-    ("ddp", 500_000_000, 2, 1, 64e9),
-    hidden=(
-        ("fsdp", 6_000_000_000, 16, 1, 300e9),
-        ("zero2", 7_700_000, 5, 2, 9e9),
-        ("fsdp", 10_000_000, 1, 4, 9e9),
+SECONDS = Exercise(
+    "10.6",
+    communication_seconds,
+    calls(
+        ("ddp", 14_000_000_000, 8, 4, 25e9),
+        ("zero2", 3_000_000_000, 2, 1, 450e9),
+        ("fsdp", 14_000_000_000, 4, 3, 25e9),
+        ("zero2", 900_000_000, 3, 5, 12e9),
+        ("ddp", 500_000_000, 2, 1, 64e9),
+        hidden=[
+            ("fsdp", 6_000_000_000, 16, 1, 300e9),
+            ("zero2", 7_700_000, 5, 2, 9e9),
+            ("fsdp", 10_000_000, 1, 4, 9e9),
+        ],
     ),
+    """
+    "ddp": 2 → "ddp": 2 * micro_batches
+        DDP sends its gradients after every micro-batch here: with no_sync it waits for the last
+        one, and sends once an update.
+    2 * micro_batches → 2
+    3 * micro_batches → 3
+        sharded weights are sent once an update here: every micro-batch needs them again, and
+        reduces its gradients.
+    * (ranks - 1) / ranks →
+        a rank already has its own share: it sends (ranks - 1) / ranks of the bytes round the ring.
+    (ranks - 1) / ranks → (ranks - 1)
+        every rank sends everything to every other rank here: in a ring each sends 1 / ranks of the
+        bytes, ranks - 1 times.
+    3 * micro_batches → 2 * micro_batches
+        fsdp frees a layer's weights after forward, so it gathers them again in backward: with the
+        pass of the gradients this makes three.
+    "ddp": 2 → "ddp": 1
+        an all-reduce is two passes round the ring: one adds up a share on each rank, and one sends
+        the sums to all ranks.
+    2 * micro_batches → micro_batches + 1
+    3 * micro_batches → 2 * micro_batches + 1
+        the gradients are reduced once an update here: ranks without a whole copy of them must
+        reduce after every micro-batch.
+    / bandwidth →
+        these are bytes: return seconds, so divide by bandwidth.
+    """,
 )
 
+# 10.7
 
-def _explain_seconds(got, expected):
-    ratios = {
-        round(float(mine) / right, 12)
-        for mine, right in zip(got.values(), expected.values(), strict=True)
-        if right
-    }
-    ratio = ratios.pop() if len(ratios) == 1 else 0
-    if ratio in (8, 1 / 8):
-        return (
-            "bytes are converted to bits, or bits to bytes: nbytes and bandwidth are both in bytes."
-        )
-    if ratio == 0.5:
-        return (
-            "half of the time is missing: bandwidth is what a rank sends a second, and it sends "
-            "as much as it receives."
-        )
-    if all(
-        math.isclose(float(got[case]) * literal_eval(case)[3], right)
-        for case, right in expected.items()
+TWO_CARDS, TOKENS = "RTX 4090 24GB", 1024
+RANKS = 2
+LONGEST = 5  # layers of a segment with which the usual recipe fits
+
+
+def two_cards() -> Recipe:
+    """A recipe with which Llama-2-70B learns on two cards of 24 GB, a row of 1,024 tokens on each,
+    by adapters of rank 16.
+    """
+    return Recipe(
+        precision="bf16",
+        sharding="fsdp",
+        lora_rank=16,
+        quantized_base=True,
+        checkpointing="per-layer",
+    )
+
+
+def seventy():
+    """Llama-2-70B's config."""
+    from ....planning.models import known_model
+
+    return known_model("Llama-2-70B")[1]
+
+
+@lru_cache(maxsize=32)
+def seventy_peak(recipe: Recipe, tokens: int = TOKENS):
+    """The peak (a ``MemorySnapshot``) that is predicted for one of two ranks of Llama-2-70B, on a
+    row of ``tokens``.
+    """
+    from ....prediction.predict import predict
+
+    ask = {"batch_size": 1, "seq_len": tokens, "ranks": RANKS, "target": "cuda"}
+    return predict(seventy(), recipe=recipe, **ask).peak
+
+
+def layers_at_once(recipe: Recipe) -> int:
+    """Layers that keep their activations at the same time, in backward."""
+    layers = seventy().num_hidden_layers
+    if recipe.every_n_layers:
+        return layers - layers // recipe.every_n_layers
+    if recipe.checkpointing == "sqrt":
+        return round(layers**0.5)
+    if isinstance(recipe.checkpointing, int):
+        return recipe.checkpointing
+    return 1 if recipe.checkpointing else layers
+
+
+@quietly
+def recipe_cases(answer):
+    from ....planning.cards import CARDS
+    from ....planning.held import resident_bytes
+    from ....planning.work import count
+
+    recipe = answer()
+    if not isinstance(recipe, Recipe):
+        raise TypeError("return one Recipe, the same for both cards")
+    recipe = without_needless_targets(recipe, seventy())
+    yield "the rank of the adapters", recipe.lora_rank
+    yield "whether adapters are on every linear layer", not recipe.lora_targets
+    card = CARDS[TWO_CARDS].nbytes
+    # A sum tells of most recipes that they do not fit, and a prediction takes longer.
+    kept = sum(resident_bytes(count(seventy()), recipe, RANKS if recipe.sharding else 1).values())
+    says = f"They take {kept:,} bytes, and a card has {card:,}."
+    yield "weights, gradients and states of a card", Measured(None, kept, card, says)
+    at_once = layers_at_once(recipe)
+    says = f"They are {at_once}, and {LONGEST} fit."
+    yield "layers that keep activations at once", Measured(None, at_once, LONGEST, says)
+    if at_once > 1:  # fits if a checkpoint in every layer does, whose prediction is quicker
+        recipe = replace(recipe, checkpointing="per-layer", every_n_layers=None)
+    peak = 0
+    if kept <= card and at_once <= LONGEST:
+        peak = seventy_peak(recipe).total
+    says = f"It is {peak:,} bytes, and a card has {card:,}."
+    yield "the predicted peak of a card", Measured(None, peak, card, says)
+
+
+SEVENTY = Exercise(
+    "10.7",
+    two_cards,
+    recipe_cases,
+    """
+    "fsdp" → "ddp"
+        every card has all of the frozen base, 35 GB in 4 bits: only sharding='fsdp' cuts it.
+    "fsdp" → "zero1"
+        every card has all of the frozen base, 35 GB in 4 bits: only sharding='fsdp' cuts it.
+    "fsdp" → "zero2"
+        zero2 keeps every layer gathered from forward to backward, so a card holds the whole base:
+        sharding='fsdp' frees each layer.
+    =True → =False
+        half of the base in bf16 is 69 GB on each card: keep it in 4 bits, quantized_base=True.
+    lora_rank=16 → lora_rank=None
+    =True → =False
+        every weight is trained, and so needs a gradient and states: choose adapters, lora_rank=16.
+    "per-layer" → None
+        the activations of 80 layers are kept, more than 15 GB: checkpointing='per-layer'.
+    """,
+)
+
+# 10.3
+
+# bytes: a rank's quarter of six matrices of 262,144, its gradients, and a few whole matrices
+SHARD_CARD = 1_700_000
+SIDE, LAYERS = 256, 6
+
+
+def gather(shard) -> Tensor:
+    """The shards of all ranks (rows, columns), one below the other: (ranks * rows, columns)."""
+    whole = shard.new_empty(dist.get_world_size() * len(shard), shard.shape[1])
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard.contiguous())
+    return whole
+
+
+def own_mean(whole) -> Tensor:
+    """This rank's rows of the mean of ``whole`` over the ranks: (ranks * rows, columns) to (rows,
+    columns).
+    """
+    parts = list(whole.chunk(dist.get_world_size()))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own / dist.get_world_size()
+
+
+class ShardedLinear(nn.Module):
+    """This rank's rows of ``linear``'s weight (outputs, inputs), which has no bias: whole in
+    forward and backward alone.
+    """
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, shard):
+            ctx.save_for_backward(x, shard)
+            return x @ gather(shard).T
+
+        @staticmethod
+        def backward(ctx, d_out):
+            x, shard = ctx.saved_tensors
+            d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)
+            return d_out @ gather(shard), own_mean(d_weight)
+
+    def __init__(self, linear):
+        super().__init__()
+        rows = linear.weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
+        self.shard = nn.Parameter(rows.clone())
+
+    def forward(self, x):
+        return self.Gathered.apply(x, self.shard)
+
+
+def two_updates(layer: nn.Module, x: Tensor):
+    """(what is seen, its value) on one rank."""
+    held = [*layer.parameters(), *layer.buffers()]
+    yield "numbers in parameters and buffers", sum(t.numel() for t in held)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, foreach=False)
+    for name in ("", ", after an update"):
+        x = x.detach().requires_grad_()
+        out = layer(x)
+        out.square().mean().backward()
+        yield f"the output{name}", out.detach()
+        yield f"x.grad{name}", flat([x.grad])
+        yield f"the shard's gradient{name}", flat(p.grad for p in layer.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def layer_cases(answer):
+    for name, shape, outputs in (
+        ("2 ranks", (2, 4, 3), 4),
+        ("3 ranks, x of (2, 3, 5)", (3, 2, 3, 5), 6),
     ):
-        return "this is divided by the micro-batches: the seconds of a whole update were asked for."
-    if 0 < ratio < 1e-2:
-        return "every case is far too small: return seconds, from bytes and bytes a second."
-    return None
+        ranks, inputs = shape[0], shape[-1]
+        x = torch.arange(prod(shape), dtype=torch.float64).sin().view(shape)
+        linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.float64)
+        weight = torch.arange(outputs * inputs, dtype=torch.float64).cos()
+        linear.weight.data = weight.view(outputs, inputs)
+
+        def run(rank: int, linear=linear, x=x):
+            return list(two_updates(answer(copy.deepcopy(linear)), x[rank]))
+
+        seen = on_ranks(run, ranks)
+        for first, last in zip(seen[0], seen[-1], strict=True):
+            yield f"{name}, {first[0]}, rank 0", first[1]
+            yield f"{name}, {last[0]}, rank {ranks - 1}", last[1]
+    yield from layer_cases_of_bytes(answer)
 
 
-EXERCISES = (
-    Exercise(
-        id="10.1",
-        title="what is copied, and what is cut",
-        difficulty=1,
-        minutes=3,
-        trains="deriving ZeRO's table from the parts of a step",
-        reference=bytes_per_rank,
-        observe=calls(
-            (1_200, 4, "ddp"),
-            (7_000_000_000, 8, "zero1"),
-            (70_000_000_000, 2, "zero2"),
-            (1_200, 3, "fsdp"),
-            (600, 6, "zero1"),
-            hidden=((4_500, 5, "zero2"), (9_100, 7, "fsdp"), (33, 3, "ddp"), (80, 1, "fsdp")),
-        ),
-        explain=_explain_held,
-        mistakes=(
-            Mistake(
-                "no copy",
-                _held((2, 2, 8)),
-                (
-                    "the optimizer holds two moments in float32, but its float32 copy of the "
-                    "weights is missing: 12 bytes a parameter."
-                ),
-            ),
-            Mistake(
-                "float32",
-                _held((4, 4, 8)),
-                (
-                    "weights, gradients and moments are in float32 here: in mixed precision "
-                    "weights and gradients are bf16, and the optimizer has 12 bytes a parameter."
-                ),
-            ),
-            Mistake(
-                "float32 weights and gradients",
-                _held((4, 4, 12)),
-                (
-                    "weights and gradients are in float32 here: mixed precision keeps them in "
-                    "bf16, 2 bytes each."
-                ),
-            ),
-            Mistake(
-                "ddp is fsdp",
-                _held(cut=_CUT | {"ddp": (1, 1, 1)}),
-                "ddp cuts nothing: each rank has all weights, gradients and states.",
-            ),
-            Mistake(
-                "float32 gradients",
-                _held((2, 4, 12)),
-                "the gradients are in float32 here: they must be bf16, like the weights.",
-            ),
-            Mistake(
-                "the copy is cut as weights are",
-                _held((6, 2, 8)),
-                (
-                    "the float32 copy of the weights belongs to the optimizer's states: it is cut "
-                    "when they are."
-                ),
-            ),
-            Mistake("numbers", _held((1, 1, 2)), "these are numbers: return bytes."),
-            Mistake("numbers, and the copy", _held((1, 1, 3)), "these are numbers: return bytes."),
-            Mistake(
-                "bf16 moments alone",
-                _held((2, 2, 4)),
-                (
-                    "the optimizer has only its two moments here: in mixed precision it also "
-                    "holds a float32 copy of the weights."
-                ),
-            ),
-            Mistake(
-                "a stage too far",
-                _held(
-                    cut={
-                        "ddp": (0, 0, 0),
-                        "zero1": (0, 1, 1),
-                        "zero2": (1, 1, 1),
-                        "fsdp": (1, 1, 1),
-                    }
-                ),
-                (
-                    "this cuts one part too many: zero1 cuts only the states, zero2 the gradients "
-                    "too, and fsdp all three."
-                ),
-            ),
-            Mistake(
-                "a stage short",
-                _held(
-                    cut={
-                        "ddp": (0, 0, 0),
-                        "zero1": (0, 0, 0),
-                        "zero2": (0, 0, 1),
-                        "fsdp": (0, 1, 1),
-                    }
-                ),
-                (
-                    "this cuts one part too few: zero1 cuts the states, zero2 the gradients too, "
-                    "and fsdp all three."
-                ),
-            ),
-            Mistake(
-                "ddp cuts",
-                _held(cut=dict.fromkeys(WAYS, (1, 1, 1))),
-                "everything is cut, for every way: ddp cuts nothing, and zero1 only the states.",
-            ),
-            Mistake(
-                "every stage cuts all",
-                _held(cut=dict.fromkeys(WAYS, (1, 1, 1)) | {"ddp": (0, 0, 0)}),
-                "zero1 and zero2 cut everything here, as only fsdp does.",
-            ),
-            Mistake(
-                "weights first",
-                _held(
-                    cut={
-                        "ddp": (0, 0, 0),
-                        "zero1": (1, 0, 0),
-                        "zero2": (1, 1, 0),
-                        "fsdp": (1, 1, 1),
-                    }
-                ),
-                (
-                    "this begins with the weights: ZeRO cuts the largest part first, which is the "
-                    "states, then the gradients, then the weights."
-                ),
-            ),
-        ),
-    ),
-    Exercise(
-        id="10.6",
-        title="what communication costs",
-        difficulty=2,
-        minutes=3,
-        trains="bytes over a link, and which of them accumulation saves",
-        reference=communication_seconds,
-        observe=_TALK,
-        explain=_explain_seconds,
-        mistakes=(
-            Mistake(
-                "ddp each time",
-                _seconds(ddp=lambda k: 2 * k),
-                (
-                    "DDP sends its gradients after every micro-batch here: with no_sync it waits "
-                    "for the last one, and sends once an update."
-                ),
-            ),
-            Mistake(
-                "fsdp once",
-                _seconds(zero2=lambda k: 2, fsdp=lambda k: 3),
-                (
-                    "sharded weights are sent once an update here: every micro-batch needs them "
-                    "again, and reduces its gradients."
-                ),
-            ),
-            Mistake(
-                "fsdp alone once",
-                _seconds(fsdp=lambda k: 3),
-                (
-                    "fsdp sends once an update here: every micro-batch gathers the weights again, "
-                    "and reduces its gradients."
-                ),
-            ),
-            Mistake(
-                "no share",
-                _seconds(share=lambda ranks: 1),
-                (
-                    "a rank already has its own share: it sends (ranks - 1) / ranks of the bytes "
-                    "round the ring."
-                ),
-            ),
-            Mistake(
-                "gathered once",
-                _seconds(fsdp=lambda k: 2 * k),
-                (
-                    "fsdp frees a layer's weights after forward, so it gathers them again in "
-                    "backward: with the pass of the gradients this makes three."
-                ),
-            ),
-            Mistake(
-                "one pass",
-                _seconds(ddp=lambda k: 1),
-                (
-                    "an all-reduce is two passes round the ring: one adds up a share on each "
-                    "rank, and one sends the sums to all ranks."
-                ),
-            ),
-            Mistake(
-                "every rank",
-                _seconds(share=lambda ranks: ranks - 1),
-                (
-                    "every rank sends everything to every other rank here: in a ring each sends 1 "
-                    "/ ranks of the bytes, ranks - 1 times."
-                ),
-            ),
-            Mistake(
-                "once an update",
-                _seconds(fsdp=lambda k: 2 * k + 1, zero2=lambda k: k + 1),
-                (
-                    "the gradients are reduced once an update here: ranks without a whole copy of "
-                    "them must reduce after every micro-batch."
-                ),
-            ),
-            Mistake(
-                "one of fsdp's once",
-                _seconds(fsdp=lambda k: 2 * k + 1),
-                (
-                    "one of fsdp's three passes is counted once an update: both all-gathers and "
-                    "the reduce-scatter come in every micro-batch."
-                ),
-            ),
-            Mistake("bytes", _sent(0), "these are bytes: return seconds, so divide by bandwidth."),
-            Mistake(
-                "times bandwidth",
-                _sent(1),
-                "these are bytes: return seconds, so divide by bandwidth.",
-            ),
-            Mistake(
-                "zero2 once an update",
-                _seconds(zero2=lambda k: k + 1),
-                (
-                    "one of zero2's two passes is counted once an update: it gathers the weights "
-                    "and reduces the gradients in every micro-batch."
-                ),
-            ),
-            Mistake(
-                "zero2 gathers twice",
-                _seconds(zero2=lambda k: 3 * k),
-                (
-                    "zero2 has three passes a micro-batch here, and needs two: one gathers the "
-                    "weights, which stay gathered until backward, and one reduces the gradients."
-                ),
-            ),
-            Mistake(
-                "three for all",
-                _seconds(ddp=lambda k: 3, zero2=lambda k: 3 * k),
-                "only fsdp has three passes: ddp sends no weights, and zero2 gathers them once.",
-            ),
-            Mistake(
-                "one for all",
-                _seconds(ddp=lambda k: 1, zero2=lambda k: k, fsdp=lambda k: k),
-                "one pass is counted: an all-reduce is two, and sharded weights are gathered too.",
-            ),
-        ),
-    ),
+def layer_cases_of_bytes(answer):
+    def run():
+        # Made here, so that whatever layers keep anywhere is counted.
+        layers = [answer(nn.Linear(SIDE, SIDE, bias=False)) for _ in range(LAYERS)]
+        nn.Sequential(*layers)(torch.randn(4, SIDE)).square().mean().backward()
+
+    with fake_process_group(4, 0), CollectiveLog() as log:
+        six = measured(run, SHARD_CARD, "whole weights", 4 * SIDE * SIDE)
+    yield "all-reduces, in which every rank receives the whole gradient", log.count("allreduce")
+    yield "six layers on one of 4 ranks", six
+
+
+SHARDED = Exercise(
+    "10.3",
+    ShardedLinear,
+    layer_cases,
+    """
+    save_for_backward(x, shard) → save_for_backward(x, gather(shard))
+    d_out @ gather(shard) → d_out @ shard
+        the whole weight of every layer is kept from forward to backward: save the shard, and gather
+        again.
+    own_mean(d_weight) → d_weight.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        each rank keeps its rows of its own gradient: the gradients from the other ranks' batches
+        are missing. reduce_scatter adds them up.
+    own_mean(d_weight) → own_mean(d_weight) * dist.get_world_size()
+        the gradient is the sum over the ranks: return the mean.
+    self.Gathered.apply(x, self.shard) → x @ gather(self.shard).T
+        autograd does not follow an all_gather, so the shard gets no gradient: write forward and
+        backward of a torch.autograd.Function.
+    d_out @ gather(shard) → d_out @ gather(shard) / dist.get_world_size()
+        x.grad is divided by the number of ranks: x belongs to this rank, and so does its gradient.
+    d_out @ gather(shard) → own_mean(d_out @ gather(shard))
+        the first thing that backward returns has another shape than x: it is x's gradient, d_out @
+        gather(shard), without own_mean. The second is the shard's.
+    d_out @ gather(shard) → d_out @ shard
+        a shard has only this rank's rows, and d_out has all outputs: in backward too, gather(shard)
+        first.
+    x @ gather(shard).T → x @ shard.T
+        forward returns only this rank's outputs: multiply x by gather(shard), which has the rows of
+        all ranks, and not by the shard.
+    """,
 )
+
+# 10.5
+
+
+def loss_scale(micro_batches):
+    """What each summed loss is multiplied by, so that gradients which are averaged over ranks are
+    those of the mean loss over every label of all ranks. ``micro_batches``: this rank's labels, a
+    tensor for each; -100 does not count.
+    """
+    count = torch.tensor(sum(int((labels != IGNORED).sum()) for labels in micro_batches))
+    dist.all_reduce(count)
+    return dist.get_world_size() / count.item()
+
+
+def scale_cases(answer):
+    # The lengths of the rows of each rank's micro-batches.
+    for name, batches in (
+        ("ranks with 8 and 15 labels", [[(5, 3)], [(2, 9, 4)]]),
+        ("ranks with 16, 6 and 8 labels", [[(4,), (3, 9)], [(6,)], [(1, 7)]]),
+        (Hidden("a rank without a label"), [[(4, 6), (0,)], [(0, 0)]]),
+    ):
+        labels = []
+        for micro_batches in batches:
+            # A row of 3, which is left out again, pads those that have no label.
+            labels.append([rows(*lengths, 3, vocab=3)[:-1] for lengths in micro_batches])
+        scales = on_ranks(lambda rank, labels=labels: answer(labels[rank]), len(labels))
+        for rank, scale in enumerate(scales):
+            yield type(name)(f"{name}, on rank {rank}"), scale
+
+
+SCALE = Exercise(
+    "10.5",
+    loss_scale,
+    scale_cases,
+    """
+    dist.all_reduce(count) →
+        each rank divides by its own labels: all_reduce their number first, so that a label counts
+        the same everywhere.
+    dist.all_reduce(count) →
+    dist.get_world_size() / count.item() → 1 / count.item()
+        each rank divides by its own labels (a mean of means): a label on a rank with few labels
+        counts more. all_reduce the number of labels first.
+    dist.get_world_size() / → 1 /
+        averaging the ranks' gradients afterwards divides by the number of ranks too: multiply by
+        it.
+    dist.get_world_size() / count.item() → 1 / count.item() / dist.get_world_size()
+        this divides by the number of ranks, but averaging does so too: multiply by it.
+    int((labels != IGNORED).sum()) → labels.numel()
+        labels of -100 are counted: they have no loss.
+    int((labels != IGNORED).sum()) → len(labels)
+        rows are counted: the loss is a sum over labels, and rows have different numbers of them.
+    labels != IGNORED → labels[..., 1:] != IGNORED
+        the first label of each row is left out: these labels are not shifted, and every one that is
+        not -100 counts.
+    int((labels != IGNORED).sum()) → 1
+        micro-batches are counted: the loss is a sum over labels, and micro-batches have different
+        numbers of labels.
+    """,
+)
+
+EXERCISES = (HELD, AVERAGE, WRAP, SECONDS, SEVENTY, SHARDED, SCALE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,16 +42,12 @@ def _compare(one, other) -> None:
     names = {type(call).__name__ for call in (one, other)} - {"_AllEnded"}
     if len(names) > 1:
         raise RuntimeError(f"{APART}: {' meets '.join(sorted(names))}")
-    if "work" not in vars(one):
-        one.work = _that_names_its_error(one.work)
-
-
-def _that_names_its_error(work: Callable[[list], None]) -> Callable[[list], None]:
-    """The ``work`` of a call, whose errors begin with ``UNFIT``: a learner's own code may raise the
-    same ones, where it joins tensors.
-    """
+    if "work" in vars(one):
+        return
+    work = one.work
 
     def named(data: list) -> None:
+        # A learner's own code may raise the same errors, where it joins tensors.
         try:
             work(data)
         except NotImplementedError:
@@ -62,16 +57,13 @@ def _that_names_its_error(work: Callable[[list], None]) -> Callable[[list], None
                 raise
             raise RuntimeError(f"{UNFIT}: {error}") from error
 
-    return named
+    one.work = named
 
 
 def _end(threads: list[threading.Thread]) -> None:
-    """Wait half a second for the ranks that follow rank 0 to their end, then end those that compute
-    on and on.
-    """
-    end = time.monotonic() + 0.5
+    """Let the ranks follow rank 0 to their end, and end those that compute on and on."""
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.join(0.2)
     for _ in range(5):
         for thread in filter(threading.Thread.is_alive, threads):
             ident = ctypes.c_ulong(thread.ident or 0)

@@ -1,147 +1,347 @@
-"""Lesson 11's puzzles on one card, from half a GiB to eight: what is trained, in how many bits, and
-what is kept.
+"""Lesson 11's exercises: a recipe is judged by what it needs in its puzzle, and told what stands in
+the way.
 """
 
-from .recipe_puzzle import AGAIN, BF16, BROKEN, LORA, QLORA, WHY, puzzle_exercise
+from dataclasses import replace
 
-FLOAT32_FROZEN = "the weights alone do not fit: autocast leaves them in float32, frozen or not."
-_STEPS = (
-    "Recipe refuses in_backward together with accumulation: a gradient that is freed cannot "
-    "be added to."
-)
-_LOGITS = (
-    "the head makes the peak: the logits of a micro-batch have one number for each token and each "
-    "word."
-)
-IN_BACKWARD = BF16 | {"in_backward": True}
+from ....names import CATEGORIES
+from ....planning.held import resident_bytes
+from ....training.recipe import Recipe
+from ....units import format_bytes
+from ...judge.compare import Measured, describe
+from ...judge.exercise import Exercise
+from ..shared.settings import quietly
+from .puzzles import Puzzle, Weighed, puzzle, search
+from .stars import award
 
-EXERCISES = (
-    puzzle_exercise(
-        "11.1",
-        1,
-        2,
-        "the first look: weights, gradients, states, and what rows cost",
-        ("the default", {}, WHY["weights"]),
-        ("every weight", BF16, WHY["gradients"]),
-        ("mixed precision", LORA | {"precision": "autocast-bf16"}, FLOAT32_FROZEN),
-        ("all rows at once", LORA, WHY["kept"]),
-        ("4 bits under autocast", QLORA | {"precision": "autocast-bf16"}, WHY["kept"]),
-        (
-            "three pieces",
-            LORA | {"accumulation": 3},
-            "accumulation=3 does not cut 4 rows evenly: choose a divisor of 4.",
-        ),
-    ),
-    puzzle_exercise(
-        "11.2",
-        2,
-        2,
-        "which optimizer's states a small card has room for",
-        ("AdamW", BF16 | AGAIN | {"accumulation": 8}, WHY["states"]),
-        (
-            "states in 8 bits",
-            BF16 | AGAIN | {"optimizer": "adamw-8bit", "accumulation": 8},
-            WHY["states"],
-        ),
-        (
-            "mixed precision",
-            BF16
-            | AGAIN
-            | {"precision": "autocast-bf16", "optimizer": "adafactor-torch", "accumulation": 8},
-            WHY["gradients"],
-        ),
-        (
-            "nothing runs again",
-            BF16 | {"optimizer": "adafactor-torch", "accumulation": 8},
-            WHY["kept"],
-        ),
-        ("adapters", LORA | {"accumulation": 8}, BROKEN["full"]),
-        (
-            "in backward, accumulated",
-            IN_BACKWARD | AGAIN | {"optimizer": "adafactor-torch", "accumulation": 8},
-            _STEPS,
-        ),
-    ),
-    puzzle_exercise(
-        "11.3",
-        2,
-        2,
-        "gradients that never wait, and states that hardly are",
-        (
-            "accumulated",
-            BF16 | AGAIN | {"optimizer": "adafactor-torch", "accumulation": 8},
-            WHY["gradients"],
-        ),
-        ("AdamW in backward", IN_BACKWARD | AGAIN, WHY["states"]),
-        ("8 bits in backward", IN_BACKWARD | AGAIN | {"optimizer": "adamw-8bit"}, WHY["states"]),
-        (
-            "mixed precision",
-            IN_BACKWARD | AGAIN | {"precision": "autocast-bf16", "optimizer": "adafactor-torch"},
-            WHY["weights"],
-        ),
-        ("nothing runs again", IN_BACKWARD | {"optimizer": "adafactor-torch"}, WHY["kept"]),
-        ("adapters", LORA | AGAIN, BROKEN["full"]),
-    ),
-    puzzle_exercise(
-        "11.4",
-        2,
-        2,
-        "what is left of a card that is full of frozen weights",
-        ("4 bits", QLORA | AGAIN | {"accumulation": 8}, BROKEN["16 bits"]),
-        (
-            "mixed precision",
-            LORA | AGAIN | {"precision": "autocast-bf16", "accumulation": 8},
-            FLOAT32_FROZEN,
-        ),
-        ("nothing runs again", LORA | {"accumulation": 8}, WHY["kept"]),
-        ("all rows at once", LORA | AGAIN, WHY["beside"]),
-        (
-            "every weight",
-            BF16 | AGAIN | {"optimizer": "adafactor-torch", "accumulation": 8},
-            WHY["gradients"],
-        ),
-        (
-            "parts of layers",
-            LORA | {"checkpointing": "attention", "accumulation": 8},
-            WHY["beside"],
-        ),
-    ),
-    puzzle_exercise(
-        "11.5",
-        2,
-        3,
-        "moving instead of computing again",
-        ("checkpoints", QLORA | AGAIN | {"accumulation": 8}, BROKEN["once"]),
-        ("in 16 bits", LORA | {"offload": "activations", "accumulation": 8}, WHY["weights"]),
-        ("kept", QLORA | {"accumulation": 8}, WHY["kept"]),
-        ("all rows at once", QLORA | {"offload": "activations"}, WHY["head"]),
-        (
-            "inputs of checkpoints",
-            QLORA | {"offload": "boundaries", "accumulation": 8},
-            (
-                "offload='boundaries' moves the inputs of checkpointed layers, but this recipe "
-                "has no checkpoints, so Recipe refuses."
-            ),
-        ),
-    ),
-    puzzle_exercise(
-        "11.6",
-        2,
-        3,
-        "the smallest card, where every part counts",
-        ("the whole loss", QLORA | AGAIN | {"accumulation": 8}, _LOGITS),
-        ("in 16 bits", LORA | AGAIN | {"accumulation": 8}, WHY["weights"]),
-        (
-            "to the host",
-            QLORA | {"offload": "activations", "chunked_loss": True, "accumulation": 8},
-            BROKEN["on the card"],
-        ),
-        (
-            "one layer in two",
-            QLORA | {"every_n_layers": 2, "chunked_loss": True, "accumulation": 8},
-            WHY["beside"],
-        ),
-        ("nothing runs again", QLORA | {"chunked_loss": True, "accumulation": 8}, WHY["kept"]),
-        ("all rows at once", QLORA | AGAIN | {"chunked_loss": True}, WHY["beside"]),
-    ),
+# What stands in the way of a recipe that does not fit.
+WHY = {
+    "parameters": "the weights alone do not fit.",
+    "gradients": "weights and gradients alone do not fit, and a smaller micro-batch does not make "
+    "them smaller.",
+    "optimizer": "weights, gradients and optimizer states do not fit, and a smaller micro-batch "
+    "does not make them smaller.",
+    "full": "weights, gradients and states leave no room for what a card holds besides live "
+    "tensors.",
+    "kept": "weights, gradients and states would fit; the activations that every layer keeps for "
+    "its backward do not.",
+    "step": "the peak is in the optimizer's step, where the activations are gone: checkpoints do "
+    "not lower it.",
+    "head": "weights, gradients and states would fit; most of the rest is the head's: the logits "
+    "of a micro-batch, one number for each token and each word.",
+    "beside": "weights, gradients and states would fit; the other tensors at the peak do not fit "
+    "beside them.",
+}
+
+
+def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
+    """A key of ``WHY`` for a recipe that does not fit."""
+    here = search(one)
+    resident = 0
+    held = resident_bytes(here.work, recipe, one.cards)
+    for category, nbytes in held.items():
+        resident += nbytes
+        if resident > weighed.room:
+            return category
+    if resident > here.available:
+        return "full"
+    if weighed.phase == "optimizer_step":
+        return "step"
+    # A micro-batch's logits when backward begins: themselves and their gradient, 8 bytes for each.
+    tokens = one.rows // one.cards // recipe.accumulation * one.tokens
+    logits = 0 if recipe.chunked_loss else 8 * tokens * here.work.vocabulary
+    beside = {name: n for name, n in weighed.held.items() if name not in held}
+    temporaries = beside.get("temporaries", 0)
+    if temporaries > beside.get("activations", 0) and 0.95 * logits < temporaries < 1.05 * logits:
+        return "head"
+    is_plain = not (recipe.checkpointing or recipe.every_n_layers or recipe.offload)
+    if is_plain and max(beside, key=beside.get) == "activations":
+        return "kept"
+    return "beside"
+
+
+def recipe_cases(one: Puzzle):
+    @quietly
+    def cases(answer):
+        wrong, weighed = one.judge(answer)
+        if weighed is None:
+            # the sentence as a number of bytes, so that each broken rule is told from the others
+            needs = Measured(None, int.from_bytes(wrong.encode()), 0, wrong)
+        else:
+            needs = Measured(None, weighed.needs, weighed.room, wrong)
+        if weighed and wrong:
+            why = WHY[in_the_way(one, one.recipe(answer), weighed)]
+            needs = replace(needs, says=f"{why} {wrong[0].upper()}{wrong[1:]}")
+        yield "the recipe", needs
+
+    return cases
+
+
+BF16 = {"precision": "bf16", "optimizer": "adamw-fused"}
+LORA = BF16 | {"lora_rank": 16}
+QLORA = LORA | {"quantized_base": True}
+AUTOCAST = {"precision": "autocast-bf16"}
+AGAIN = {"checkpointing": "per-layer"}
+ADAFACTOR = {"optimizer": "adafactor-torch"}
+CHUNKS = {"chunked_loss": True}
+FSDP = {"sharding": "fsdp"}
+
+# Tempting recipes and what is said of them; record.py records their bytes.
+TEMPTING = {
+    "11.1": """
+        {}
+            the weights alone do not fit.
+        BF16
+            weights and gradients alone do not fit, and a smaller micro-batch does not make
+            them smaller.
+        LORA | AUTOCAST
+            autocast leaves the weights in float32, frozen or not.
+        LORA
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | AUTOCAST
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        LORA | {"accumulation": 3}
+            accumulation=3 does not cut 4 rows evenly: choose a divisor of 4.
+    """,
+    "11.2": """
+        BF16 | AGAIN | {"accumulation": 8}
+            weights, gradients and optimizer states do not fit, and a smaller micro-batch
+            does not make them smaller.
+        BF16 | AGAIN | {"optimizer": "adamw-8bit", "accumulation": 8}
+            weights, gradients and optimizer states do not fit, and a smaller micro-batch
+            does not make them smaller.
+        BF16 | AUTOCAST | AGAIN | ADAFACTOR | {"accumulation": 8}
+            weights and gradients alone do not fit, and a smaller micro-batch does not make
+            them smaller.
+        BF16 | ADAFACTOR | {"accumulation": 8}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        LORA | {"accumulation": 8}
+            the condition is broken: every weight must be trained, but lora_rank freezes all
+            of them.
+        BF16 | AGAIN | ADAFACTOR | {"in_backward": True, "accumulation": 8}
+            a gradient that is freed cannot be added to.
+    """,
+    "11.3": """
+        BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
+            weights and gradients alone do not fit, and a smaller micro-batch does not make
+            them smaller.
+        BF16 | AGAIN | {"in_backward": True}
+            weights, gradients and optimizer states do not fit, and a smaller micro-batch
+            does not make them smaller.
+        BF16 | AGAIN | {"optimizer": "adamw-8bit", "in_backward": True}
+            weights, gradients and optimizer states do not fit, and a smaller micro-batch
+            does not make them smaller.
+        BF16 | AUTOCAST | AGAIN | ADAFACTOR | {"in_backward": True}
+            the weights alone do not fit.
+        BF16 | ADAFACTOR | {"in_backward": True}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        LORA | AGAIN
+            the condition is broken: every weight must be trained, but lora_rank freezes all
+            of them.
+    """,
+    "11.4": """
+        QLORA | AGAIN | {"accumulation": 8}
+            the condition is broken: no weight may be kept in 4 bits, but quantized_base
+            keeps the frozen weights in 4 bits.
+        LORA | AUTOCAST | AGAIN | {"accumulation": 8}
+            autocast leaves the weights in float32, frozen or not.
+        LORA | {"accumulation": 8}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        LORA | AGAIN
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+        BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
+            weights and gradients alone do not fit, and a smaller micro-batch does not make
+            them smaller.
+        LORA | {"checkpointing": "attention", "accumulation": 8}
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+    """,
+    "11.5": """
+        QLORA | AGAIN | {"accumulation": 8}
+            the condition is broken: no layer may run twice, but checkpoints run layers
+            again in backward.
+        LORA | {"offload": "activations", "accumulation": 8}
+            the weights alone do not fit.
+        QLORA | {"accumulation": 8}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | {"offload": "activations"}
+            weights, gradients and states would fit; most of the rest is the head's: the
+            logits of a micro-batch, one number for each token and each word.
+        QLORA | {"offload": "boundaries", "accumulation": 8}
+            boundaries are the inputs of checkpointed layers, and this recipe has none.
+    """,
+    "11.6": """
+        QLORA | AGAIN | {"accumulation": 8}
+            the head makes the peak: the logits of a micro-batch have one number for each
+            token and each word.
+        LORA | AGAIN | {"accumulation": 8}
+            the weights alone do not fit.
+        QLORA | CHUNKS | {"offload": "activations", "accumulation": 8}
+            the condition is broken: nothing may wait in the host's memory, but offload
+            moves tensors there.
+        QLORA | CHUNKS | {"every_n_layers": 2, "accumulation": 8}
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+        QLORA | CHUNKS | {"accumulation": 8}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | AGAIN | CHUNKS
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+    """,
+    "11.7": """
+        LORA | AGAIN | {"accumulation": 8}
+            the head makes the peak: the logits of a micro-batch have one number for each
+            token and each word.
+        LORA | CHUNKS | {"accumulation": 8}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | AGAIN | {"accumulation": 8}
+            the condition is broken: no weight may be kept in 4 bits, but quantized_base
+            keeps the frozen weights in 4 bits.
+        LORA | AGAIN | CHUNKS
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+        LORA | AUTOCAST | AGAIN | {"accumulation": 8}
+            the weights alone do not fit.
+        BF16 | AGAIN | ADAFACTOR | CHUNKS | {"accumulation": 8}
+            weights and gradients alone do not fit, and a smaller micro-batch does not make
+            them smaller.
+    """,
+    "11.8": """
+        QLORA | AGAIN
+            the head makes the peak: the logits of a micro-batch have one number for each
+            token and each word.
+        LORA | AGAIN | CHUNKS
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+        QLORA | CHUNKS
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | AGAIN | CHUNKS
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+        QLORA | AGAIN | CHUNKS | {"accumulation": 2}
+            the 1 row cannot be cut into 2 micro-batches: leave accumulation=1.
+        QLORA | AGAIN | CHUNKS | {"attention": "eager"}
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+    """,
+    "11.9": """
+        BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
+            weights and gradients alone do not fit, and a smaller micro-batch does not make
+            them smaller.
+        LORA | {"accumulation": 8}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | {"accumulation": 8}
+            4 bits are for linear layers, and a mixture's experts are not linear layers:
+            nearly all of the weights stay in 16 bits.
+        LORA | AUTOCAST | AGAIN | {"accumulation": 8}
+            the weights alone do not fit.
+        LORA | AGAIN
+            weights, gradients and states would fit; most of the rest is the head's: the
+            logits of a micro-batch, one number for each token and each word.
+        BF16 | AGAIN | ADAFACTOR | CHUNKS | {"in_backward": True}
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+    """,
+    "11.10": """
+        BF16 | AGAIN | {"sharding": "ddp"}
+            the weights alone do not fit.
+        BF16 | AGAIN | {"sharding": "zero1"}
+            the weights alone do not fit.
+        BF16 | AGAIN | {"sharding": "zero2"}
+            the weights alone do not fit.
+        BF16 | AGAIN | FSDP | {"precision": "float32-master"}
+            weights, gradients and optimizer states do not fit, and a smaller micro-batch
+            does not make them smaller.
+        BF16 | AGAIN
+            8 cards train together, but the recipe does not say how they share: set
+            sharding.
+        LORA | AGAIN | FSDP
+            the condition is broken: every weight must be trained, but lora_rank freezes all
+            of them.
+    """,
+    "11.11": """
+        LORA | AGAIN | FSDP
+            the weights alone do not fit.
+        QLORA | AGAIN | {"sharding": "zero2"}
+            the weights alone do not fit.
+        QLORA | AGAIN | {"sharding": "ddp"}
+            the weights alone do not fit.
+        QLORA | FSDP | {"accumulation": 2}
+            weights, gradients and states would fit; the activations that every layer keeps
+            for its backward do not.
+        QLORA | AGAIN | FSDP | {"accumulation": 2}
+            weights, gradients and states would fit; the other tensors at the peak do not
+            fit beside them.
+        QLORA | AGAIN | CHUNKS | FSDP
+            cards gather their weights in the model's own call, which chunked_loss does not use:
+            a smaller micro-batch has fewer logits too.
+    """,
+}
+
+
+def recipe_exercise(id: str) -> Exercise:
+    one = puzzle(id)
+    best, _ = one.best()
+    return Exercise(
+        id, best, recipe_cases(one), TEMPTING[id], afterwards=lambda answer: award(one, answer)
+    )
+
+
+# 11.12
+
+
+def category_cases(answer):
+    word = answer.strip(" .!'\"").lower() if isinstance(answer, str) else ""
+    word = word.removeprefix("the ")
+    found = [name for name in CATEGORIES if word in (name, name.removesuffix("s"))]
+    if not found:
+        names = ", ".join(CATEGORIES)
+        raise ValueError(f"the answer is the name of one category, {names}, not {describe(answer)}")
+    yield "the part that forbids it", found[0]
+
+
+def forbidden(answer) -> str:
+    """Why nothing fits, once it has been found out."""
+    here = search(puzzle("11.12"))
+    held = resident_bytes(here.work, Recipe(precision="bf16"))
+    both = held["parameters"] + held["gradients"]
+    return (
+        f"★★★ (weights {format_bytes(held['parameters'])} and gradients "
+        f"{format_bytes(held['gradients'])} are alive together at the end of backward: "
+        f"{format_bytes(both)}, and the card has {format_bytes(here.card.nbytes)})"
+    )
+
+
+IMPOSSIBLE = Exercise(
+    "11.12",
+    "gradients",
+    category_cases,
+    """
+    "parameters"
+        the parameters alone fit: in 16 bits they take little more than half of the card.
+    "optimizer"
+        the optimizer's states can be made very small: Adafactor keeps a sum for each row and
+        column.
+    "activations"
+        activations can be made small: use one row at a time, and checkpoints in every layer.
+    "temporaries"
+        temporaries can be made small: use one row at a time, the loss in chunks, an optimizer that
+        works in place.
+    "other"
+        'other' is CUDA's context and the allocator's idle blocks: without them the recipe would not
+        fit either.
+    """,
+    afterwards=forbidden,
 )
+EXERCISES = (*map(recipe_exercise, TEMPTING), IMPOSSIBLE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from html import escape
 
 from ...learner.progress import load, record_puzzle
-from .puzzles import PUZZLES, Puzzle, micros, written
+from .puzzles import Puzzle, micros, puzzles, written
 
 
 class Stars:
@@ -15,36 +15,38 @@ class Stars:
 
     def rows(self) -> list[tuple[str, ...]]:
         """(id, stars, title, a sentence) of each puzzle."""
-        progress = load()
-        return [_row(p, progress["checks"], progress.get("puzzles", {})) for p in PUZZLES]
+        progress, found = load(), []
+        for one in puzzles().values():
+            entry = progress.get("puzzles", {}).get(one.id)
+            mark = says = ""
+            if entry is not None:
+                mark, _, beaten = one.stars(entry["seconds"]).partition(", ")
+                says = f"{micros(entry['seconds'])}, the planner {micros(one.best()[1].seconds)}"
+                if beaten:
+                    says += f": {beaten}, with {entry['recipe']}"
+            elif progress["checks"].get(one.id, {}).get("outcome") == "passed":
+                mark = "★★★"  # the impossible one
+            found.append((one.id, mark, one.title, says))
+        return found[1:]  # without the worked example
 
     def __repr__(self) -> str:
-        return "\n".join(
-            f"  {id:<6} {won:<4} {title:<28} {says}".rstrip()
-            for id, won, title, says in self.rows()
-        )
+        lines = [f"  {id:<6} {won:<4} {title:<28} {says}" for id, won, title, says in self.rows()]
+        return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>"
-            + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row)
-            + "</tr>"
-            for row in self.rows()
-        )
-        heads = "".join(
-            f"<th style='text-align:left'>{name}</th>"
-            for name in ("", "stars", "puzzle", "time a token, by estimate")
-        )
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        table = ""
+        for cells in [("", "stars", "puzzle", "time a token, by estimate"), *self.rows()]:
+            kind = "td" if table else "th"
+            line = ""
+            for cell in cells:
+                line += f"<{kind} style='text-align:left'>{escape(cell)}</{kind}>"
+            table += f"<tr>{line}</tr>"
+        return f"<table>{table}</table>"
 
 
 def stars() -> Stars:
     """The table of stars, from the progress file."""
     return Stars()
-
-
-def won(puzzle: Puzzle, seconds: float) -> int:
-    return puzzle.stars(seconds).count("★")
 
 
 def award(puzzle: Puzzle, answer) -> str:
@@ -56,16 +58,3 @@ def award(puzzle: Puzzle, answer) -> str:
         f"{puzzle.stars(mine)} ({micros(mine)} a token, by estimate; the planner's best recipe "
         f"takes {micros(best)})"
     )
-
-
-def _row(puzzle: Puzzle, checks: dict, solved: dict) -> tuple[str, str, str, str]:
-    name = puzzle.id, puzzle.title
-    if not puzzle.possible:
-        passed = checks.get(puzzle.id, {}).get("outcome") == "passed"
-        return name[0], "★★★" if passed else "", name[1], ""
-    entry = solved.get(puzzle.id)
-    if entry is None:
-        return name[0], "", name[1], ""
-    mark, _, beaten = puzzle.stars(entry["seconds"]).partition(", ")
-    says = f"{micros(entry['seconds'])}, the planner {micros(puzzle.best()[1].seconds)}"
-    return name[0], mark, name[1], f"{says}: {beaten}, with {entry['recipe']}" if beaten else says

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -14,7 +16,31 @@ from torch.utils.checkpoint import checkpoint
 from ....planning.models import find_model
 from ....prediction.predict import Prediction, predict
 from ....training.recipe import Recipe
-from ...material import models
+from ...machine.course_files import course_folder
+from ...material import accounting, models
+
+
+def recorded(name: str) -> dict | None:
+    """What ``benchmarks/<name>.py`` wrote, or None where the course's folder has no record."""
+    record = course_folder("benchmarks/results") / f"{name}.json"
+    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
+
+
+def where_recorded(found: dict) -> str:
+    """A record's clock, device and date."""
+    return f"{found['clock']}, {found['where']['device']}, {found['where']['date']}"
+
+
+def gradient(model) -> torch.Tensor:
+    """All gradients of a model in a row, which it then has no more."""
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The length of the difference, as a share of ``right``'s."""
+    return ((found - right).norm() / right.norm()).item()
 
 
 def recipe(**changes) -> Recipe:
@@ -23,14 +49,39 @@ def recipe(**changes) -> Recipe:
 
 @cache
 def predicted(model: str, rows: int, seq_len: int, recipe: Recipe) -> Prediction:
-    return predict(
-        find_model(model)[0], batch_size=rows, seq_len=seq_len, recipe=recipe, target="cuda"
-    )
+    config = copy.deepcopy(find_model(model)[0])
+    # Rows may be longer than the model was made for.
+    config.max_position_embeddings = max(seq_len, config.max_position_embeddings)
+    return predict(config, batch_size=rows, seq_len=seq_len, recipe=recipe, target="cuda")
 
 
 def activations(prediction: Prediction) -> int:
     """The most bytes of activations at any moment."""
     return max(prediction.timeline.by_category["activations"])
+
+
+def resident(shape, precision: str) -> int:
+    """Bytes of weights, gradients and AdamW's states, by the closed forms."""
+    return sum(accounting.resident_bytes(shape, precision).values())
+
+
+def peak_of(shape, rows: int, seq_len: int, precision: str = "bf16", checkpointing=None):
+    """The peak of a step by the closed forms."""
+    return accounting.estimate(
+        shape, batch_size=rows, seq_len=seq_len, precision=precision, checkpointing=checkpointing
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def seeded():
+    """Random numbers from seed 0 in the block, and the outer ones go on after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager
@@ -57,29 +108,32 @@ def tiny():
     return models.tiny_llama(layers=4, hidden=64, heads=4, intermediate=172, vocab=512)
 
 
-def token_ids() -> torch.Tensor:
-    return torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(0))
+def token_ids(rows: int = 2, seq_len: int = 32, vocab: int = 512) -> torch.Tensor:
+    return torch.randint(0, vocab, (rows, seq_len), generator=torch.Generator().manual_seed(0))
+
+
+def one_step(model, rows: list[dict], folder: str, **arguments):
+    """A silent ``Trainer`` of ``model`` on the CPU, of one step where nothing else is said."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    fixed = {"max_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    given = TrainingArguments(folder, save_strategy="no", **fixed | arguments)
+    trainer = Trainer(model=model, args=given, train_dataset=rows, eval_dataset=rows)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def as_rows(ids: torch.Tensor) -> list[dict]:
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def trained(change: Callable = lambda model: None, **arguments):
     """A ``Trainer`` of a tiny Llama after one step on the CPU with these ``TrainingArguments``."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
     model = tiny()
     change(model)
     with silent(), tempfile.TemporaryDirectory() as folder:
-        fixed = {
-            "max_steps": 1,
-            "per_device_train_batch_size": 2,
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
-        given = TrainingArguments(
-            output_dir=folder, report_to="none", save_strategy="no", **fixed, **arguments
-        )
-        data = [{"input_ids": row, "labels": row} for row in token_ids()]
-        trainer = Trainer(model=model, args=given, train_dataset=data)
-        trainer.remove_callback(PrinterCallback)
+        rows = as_rows(token_ids())
+        trainer = one_step(model, rows, folder, per_device_train_batch_size=2, **arguments)
         trainer.train()
     return trainer
 

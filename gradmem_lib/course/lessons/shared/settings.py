@@ -48,27 +48,33 @@ def collecting_new_objects_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def quietly(observe):
-    """``observe``, or ``explain``, without what transformers says on the way, which is not the
-    learner's output.
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A block without what transformers says on the way, which is not the learner's output.
 
     ``Trainer`` has the garbage collector look at all that lives, at the end of each run, which in a
-    kernel is most of its time: it is shown what the run has made alone.
+    kernel is most of its time: it is shown what the block has made alone.
     """
+    from transformers.utils import logging
 
-    @wraps(observe)
-    def quiet(*seen):
-        from transformers.utils import logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with collecting_new_objects_only():
+            yield
+    finally:
+        logging.set_verbosity(level)
 
-        level = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
-            with collecting_new_objects_only():
-                return observe(*seen)
-        finally:
-            logging.set_verbosity(level)
 
-    return quiet
+def quietly(cases):
+    """``cases`` of an exercise, in a ``quiet()`` block."""
+
+    @wraps(cases)
+    def quiet_cases(answer):
+        with quiet():
+            yield from cases(answer)
+
+    return quiet_cases
 
 
 def rows(*lengths: int, seed: int = 0, vocab: int = 11) -> torch.Tensor:

@@ -1,0 +1,247 @@
+"""What can be seen of wrong numbers without knowing the exercise. Each function says one thing that
+was observed, or nothing. ``verdict`` adds the case in which it shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from .compare import Measured, describe, difference, plain
+from .exercise import Exercise, parsed
+
+Pairs = list[tuple[Any, Any]]  # (of the answer, of the right answer) at each place of all cases
+
+
+def pattern_of(exercise: Exercise, answer: Any, got: Mapping, expected: Mapping) -> str:
+    """A sentence on what ``got`` shows beside ``expected``; empty if nothing is seen."""
+    for case, wanted in expected.items():
+        if isinstance(wanted, Mapping) and case in got and not isinstance(got[case], Mapping):
+            return another_kind(plain(got[case]), wanted)
+    mine, right = dict(leaves(got)), dict(leaves(expected))
+    pairs = []
+    first = None
+    for path, wanted in right.items():
+        if path not in mine:
+            continue
+        pair = plain(mine[path]), plain(wanted)
+        pairs.append(pair)
+        if first is None and difference(*pair, exercise.tolerance):
+            first = pair
+    if first is None or first[0] is None:
+        return ""
+    says = ""
+    if len(pairs) == len(right) > 2 and all(map(are_numbers, pairs)):
+        says = one_factor(pairs) or always_the_same(pairs) or made_whole(pairs)
+    says = says or another_kind(*first) or another_order(*first)
+    return says or without_effect(exercise, answer) or one_factor_of_a_tensor(*first)
+
+
+def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """(path, value) of everything in dicts of dicts; a budget counts as the bytes over it."""
+    if isinstance(value, Measured):
+        yield from leaves(value.value, path)
+        yield (*path, "bytes"), value.over
+    elif isinstance(value, Mapping) and value:
+        for key, entry in value.items():
+            yield from leaves(entry, (*path, key))
+    else:
+        yield path, value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def are_numbers(pair: tuple[Any, Any]) -> bool:
+    return is_number(pair[0]) and is_number(pair[1])
+
+
+def another_kind(mine: Any, right: Any) -> str:
+    """Text where a number was expected, a fraction where a whole number was, and the like."""
+    if isinstance(right, bool):
+        expected = "" if isinstance(mine, Real) and mine in (0, 1) else "True or False"
+    elif isinstance(right, tuple):
+        expected = "one number for each" if isinstance(mine, Real) else ""
+    elif isinstance(right, Mapping):
+        names = ", ".join(map(repr, right))
+        expected = "" if isinstance(mine, Mapping) else f"a dict with the names {names}"
+    elif is_number(right):
+        expected = "" if is_number(mine) else "one number"
+    else:
+        expected = ""
+    if mine is not None and expected:
+        return f"return {expected}: this is {describe(mine)}."
+    return another_kind_of_number(mine, right) if are_numbers((mine, right)) else ""
+
+
+def another_kind_of_number(mine: Real, right: Real) -> str:
+    if math.isnan(mine) and not math.isnan(right):
+        return "the result is not a number (nan): look for 0 / 0, or the root of a negative number."
+    if mine < 0 <= right:
+        return "the result is negative, but it can never be negative."
+    if isinstance(right, Integral) and math.isfinite(mine) and mine != round(mine):
+        return "return a whole number: this is a fraction."
+    return ""
+
+
+UNITS = {
+    8: "bits",
+    2**-10: "KiB",
+    2**-20: "MiB",
+    2**-30: "GiB",
+    1e-3: "kB",
+    1e-6: "MB",
+    1e-9: "GB",
+}
+
+
+def one_factor(numbers: Pairs) -> str:
+    """Whether each number is the right one times the same factor, which may be that of a unit."""
+    ratios = []
+    for mine, right in numbers:
+        if right:
+            ratios.append(mine / right)
+        elif mine:
+            return ""
+    if len(ratios) < 3 or not ratios[0] or not math.isfinite(ratios[0]):
+        return ""
+    ratio = ratios[0]
+    are_whole = all(float(right).is_integer() for _, right in numbers)
+    # Bytes are exact; other numbers may have been computed in float32.
+    closeness = 1e-9 if are_whole else 1e-5
+    if abs(ratio - 1) < 1e-4:
+        return ""
+    if not all(math.isclose(other, ratio, rel_tol=closeness) for other in ratios):
+        return ""
+    for factor, unit in UNITS.items():
+        if are_whole and math.isclose(ratio, factor):
+            return f"every number is {times(ratio)} (these look like {unit}): return bytes."
+    return f"every number is {times(ratio)}."
+
+
+def times(ratio: float) -> str:
+    """ "2 times too large", "4 times too small", "the right one with the wrong sign"."""
+    if ratio < 0:
+        factor = "" if math.isclose(ratio, -1) else f" times {-ratio:.4g}"
+        return f"the right one{factor} with the wrong sign"
+    return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:,.4g} times too small"
+
+
+def always_the_same(numbers: Pairs) -> str:
+    mine = {number for number, _ in numbers}
+    right = {number for _, number in numbers}
+    if len(mine) == 1 < len(right):
+        return f"the answer is {describe(*mine)} for all arguments: it must depend on them."
+    return ""
+
+
+def made_whole(numbers: Pairs) -> str:
+    """Whether each number is the right one, rounded to a whole number."""
+    for mine, right in numbers:
+        if not math.isfinite(mine) or not float(mine).is_integer() or abs(mine - right) >= 1:
+            return ""
+    if all(float(right).is_integer() for _, right in numbers):
+        return ""
+    return "the result is a whole number in every case: return it with its fraction."
+
+
+def another_order(mine: Any, right: Any) -> str:
+    if isinstance(right, tuple) and isinstance(mine, tuple):
+        if difference(mine, right[::-1]) is None:
+            return "these are the right entries in the reverse order."
+        return ""
+    if not are_tensors(mine, right) or mine.ndim == 0:
+        return ""
+    if mine.shape == right.shape and difference(mine, right.flip(0)) is None:
+        return "these are the right numbers in the reverse order."
+    if mine.ndim == 2 and difference(mine.t(), right) is None:
+        return "this is the right matrix, transposed."
+    return ""
+
+
+def are_tensors(*values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def without_effect(exercise: Exercise, answer: Any) -> str:
+    """For cases that are calls: an argument that changes nothing, however large it is."""
+    cases = getattr(exercise.cases, "arguments", ())
+    if not cases:
+        return ""
+    for place, name in enumerate(inspect.signature(exercise.right).parameters):
+        if not all(isinstance(case[place], Real) for case in cases):
+            continue
+        larger = [(*case[:place], 1000 * case[place], *case[place + 1 :]) for case in cases]
+        if same_results(answer, cases, larger) and not same_results(exercise.right, cases, larger):
+            return f"`{name}` has no effect on your answer."
+    return ""
+
+
+def same_results(function: Any, some: Any, others: Any) -> bool:
+    for one, other in zip(some, others, strict=True):
+        if difference(function(*one), function(*other)):
+            return False
+    return True
+
+
+def one_factor_of_a_tensor(mine: Any, right: Any) -> str:
+    """Whether all numbers of a tensor are the right ones, times the same factor."""
+    if not are_tensors(mine, right) or mine.shape != right.shape or mine.numel() < 3:
+        return ""
+    a, b = mine.double().flatten(), right.double().flatten()
+    if not b.any() or not a.isfinite().all():
+        return ""
+    if not a.any():
+        return "all numbers are 0."
+    factor = (a @ b / (b @ b)).item()
+    off = (a - factor * b).abs().max()
+    if not factor or abs(factor - 1) < 1e-4 or off > 1e-5 * a.abs().max():
+        return ""
+    return f"every number is {times(factor)}."
+
+
+# What exceptions of PyTorch and Python mean: words of "Kind: text", and what to look at.
+_RAISED = r"""
+    modified by an inplace operation
+        A weight was changed between forward and backward, so the graph is no longer valid: call
+        backward before optimizer.step().
+    backward through the graph a second time
+        Backward has already run through this graph, and its tensors are freed: run one forward for
+        each backward.
+    does not require grad and does not have a grad_fn
+        Backward is called on something without a graph: it was detached, made under no_grad, or
+        turned into a number.
+    implicitly created only for scalar
+        Backward starts from one number: first add up the losses, or take their mean.
+    leaf Variable that requires grad
+        A weight is changed in place while autograd records: put that line under torch.no_grad().
+    '(float|int)' object has no attribute '(backward|detach)'
+        This is a number already, not a tensor: it has left the graph before its backward.
+    '(float|int)' object has no attribute
+        This is one of Python's numbers, not a tensor.
+    NoneType
+        Something is None here: the result of a function without `return`, or a gradient that does
+        not exist yet.
+    empty parameter list
+        The optimizer got no parameters: nothing requires a gradient, or a generator was already
+        read to its end.
+    RecursionError
+        The function calls itself without end.
+    unexpected keyword argument
+        An argument has a name that the called function does not have.
+"""
+
+
+def what_to_look_at(kind: str, text: str) -> str:
+    """What an exception means; empty if nothing is known about it."""
+    for (words,), says in parsed(_RAISED):
+        if re.search(words, f"{kind}: {text}"):
+            return says
+    return ""

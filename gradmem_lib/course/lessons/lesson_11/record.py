@@ -1,0 +1,107 @@
+"""Writes puzzles.json: for each puzzle the planner's best recipe, then the known mistakes that are
+recipes.
+
+    python -m gradmem_lib.course.lessons.lesson_11.record [--keep-best] [ID ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ....planning.options import METHODS
+from ....training.recipe import Recipe
+from .exercises import AGAIN, BF16, CHUNKS, TEMPTING
+from .puzzles import (
+    MISTAKES,
+    Allowed,
+    Puzzle,
+    options_of,
+    predicted,
+    puzzles,
+    records,
+    versions,
+    written,
+)
+
+BY_ROWS = BF16 | {"accumulation": 8}
+STEPS = [  # of section 2 of the lesson
+    BY_ROWS,
+    BY_ROWS | AGAIN,
+    BY_ROWS | AGAIN | CHUNKS,
+    BY_ROWS | CHUNKS | {"optimizer": "adamw-8bit"},
+]
+
+
+def solve(puzzle: Puzzle) -> Recipe:
+    """The fastest recipe that the planner finds under the puzzle's condition.
+
+    Raises ``LookupError`` if none fits.
+    """
+    for asked in (puzzle, replace(puzzle, conditions=())):
+        # A new search: the recipes that learners have tried may not be among the planner's.
+        here = Allowed(asked)
+        here.find(list(METHODS))
+        allowed = [option for option in here.fits() if not puzzle.broken(option.recipe)]
+        if allowed:
+            return min(allowed, key=lambda option: option.seconds).recipe
+    raise LookupError(f"{puzzle.id}: the planner finds nothing that fits")
+
+
+def tempting(one: Puzzle) -> list[Recipe]:
+    """The known mistakes that need a prediction; for the example, the steps of the lesson."""
+    from ...catalogue import get
+
+    given: list[Any] = STEPS
+    if one.id in TEMPTING:
+        given = [answer for answer, _ in get(one.id).wrong_answers()]
+    found = []
+    for options in given:
+        with suppress(*MISTAKES):
+            recipe = one.recipe(options)
+            if not one.broken(recipe):
+                found.append(recipe)
+    return found
+
+
+def in_pieces(one: Puzzle, best: Recipe) -> list[Recipe]:
+    """For several cards, whose models take long to predict: the best recipe with checkpoints in
+    every layer or of segments, and the rows of a card cut in each way.
+
+    A prediction with segments traces all layers.
+    """
+    # The best may step in backward, which forbids pieces, or move something to the host.
+    plain = replace(best, in_backward=False, offload=None)
+    rows, found = one.rows // one.cards, []
+    for checkpointing in ("per-layer", "sqrt", 2, 4, 8):
+        for pieces in range(1, rows + 1):
+            if one.cards > 1 and rows % pieces == 0:
+                found.append(replace(plain, checkpointing=checkpointing, accumulation=pieces))
+    return found
+
+
+def record(ids: list[str], keep_best: bool = False) -> None:
+    """``keep_best``: the recorded best stays, without a new search. No ids: all puzzles."""
+    path = Path(__file__).with_name("puzzles.json")
+    found = json.loads(path.read_text(encoding="utf-8"))["puzzles"]
+    for one in puzzles().values():
+        if not one.possible or (ids and one.id not in ids):
+            continue
+        best = one.best()[0] if keep_best else solve(one)
+        print(one.id, written(best), flush=True)
+        found[one.id] = []
+        for recipe in dict.fromkeys([best, *tempting(one), *in_pieces(one, best)]):
+            weighed = asdict(predicted(one, recipe, quickly=False))
+            found[one.id].append({"recipe": options_of(recipe), "weighed": weighed})
+        text = json.dumps({"versions": versions(), "puzzles": found}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+    records.cache_clear()
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    record([id for id in given if not id.startswith("--")], keep_best="--keep-best" in given)

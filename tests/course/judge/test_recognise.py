@@ -1,0 +1,74 @@
+"""What is said of wrong numbers without knowing the exercise is what was seen of them."""
+
+import pytest
+import torch
+from course.judge.toy_exercise import exercise_of
+
+from gradmem_lib.course.judge.exercise import calls
+from gradmem_lib.course.judge.verdict import judge
+
+
+def nbytes(rows, width):
+    return 4 * rows * width
+
+
+BYTES = exercise_of(nbytes, calls((3, 1000), (20, 7), (5, 80_000), (1, 2**30)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda r, w: 32 * r * w, "every number is 8 times too large (these look like bits)"),
+        (lambda r, w: 4 * r * w / 2**20, "(these look like MiB): return bytes."),
+        (lambda r, w: 2 * r * w, "every number is 2 times too small."),
+        (lambda r, w: -4 * r * w, "every number is the right one with the wrong sign."),
+        (lambda r, w: 12_000, "the answer is 12,000 for all arguments: it must depend on them."),
+        (lambda r, w: 4 * w, "`rows` has no effect on your answer."),
+        (lambda r, w: f"{4 * r * w}", "return one number: this is '12000'."),
+        (lambda r, w: r - w, "the result is negative, but it can never be negative."),
+        (lambda r, w: 4 * r * w + 0.5, "return a whole number: this is a fraction."),
+        (lambda r, w: float("nan"), "the result is not a number (nan)"),
+        (lambda r, w: None + r, "Something is None here"),
+        # Nothing is said where nothing was seen.
+        (lambda r, w: 4 * r * w + r, "For nbytes(3, 1000): got 12,003"),
+        (lambda r, w: 4 * r + w, "For nbytes(3, 1000): got 1,012"),
+    ],
+)
+def test_numbers(answer, says):
+    assert f"not yet: {says}" in judge(BYTES, answer).line.replace(
+        "every number is 1.049e+06 times too small ", ""
+    )
+
+
+RAMP = torch.arange(1.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("right", "answer", "says"),
+    [
+        (RAMP, RAMP.flip(0), "the right numbers in the reverse order."),
+        (RAMP, 3 * RAMP, "every number is 3 times too large."),
+        (RAMP, 0 * RAMP, "all numbers are 0."),
+        (RAMP.reshape(2, 3), RAMP.reshape(2, 3).t(), "the right matrix, transposed."),
+        ([1, 2, 4], [4, 2, 1], "the right entries in the reverse order."),
+        ([1, 2], 3, "return one number for each: this is 3."),
+        ({"a": 1}, 1, "return a dict with the names 'a': this is 1."),
+        (True, 3, "return True or False: this is 3."),
+    ],
+)
+def test_other_values(right, answer, says):
+    assert says in judge(exercise_of(lambda: right, lambda f: f()), lambda: answer).line
+
+
+def test_an_answer_that_changes_nothing():
+    def halve(x):
+        x.mul_(0.5)
+
+    def halved(answer):
+        x = torch.ones(3)
+        answer(x)
+        return x
+
+    halving = exercise_of(halve, halved, changes="x")
+    assert "nothing has changed" in judge(halving, lambda x: x.mul(0.5)).line
+    assert "nothing has changed" not in judge(halving, lambda x: x.add_(1)).line
