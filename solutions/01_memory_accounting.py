@@ -97,8 +97,10 @@ print("most bytes of each:", residents)
 guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 
 # %% [markdown]
-# That sum is sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for Adam's two moments. The formula
-# misses a few bytes, because AdamW also keeps a *step counter*, one float32 number for each parameter tensor.
+# That sum is sixteen bytes a parameter: <!-- holds: sum(residents.values()) // n == 16 --> 4 for the weight, 4 for its
+# gradient, 8 for Adam's two moments. The formula misses a few bytes, because AdamW also keeps a *step counter*, one
+# float32 number for each parameter tensor.
+# <!-- holds: residents["optimizer"] == 8 * n + 4 * len(list(model.parameters())) -->
 #
 # ### Exercise 1.1 · the bytes that stay
 #
@@ -120,7 +122,7 @@ guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 # <details><summary>Hint 3: the last few bytes</summary>
 #
 # AdamW keeps two moments as large as the gradient, and one float32 step counter for each trained tensor: 4 bytes,
-# however large the tensor.
+# however large the tensor. <!-- holds: {states["step"].nbytes for states in optimizer.state.values()} == {4} -->
 #
 # </details></details></details>
 
@@ -172,15 +174,17 @@ guess_b = predict_first(
 # Where is the plot's highest point, and what is it made of?
 
 # %%
-with MemoryTracker(smol, smol_optimizer, title="SmolLM2, two training steps") as tracker:
+with MemoryTracker(
+    smol, smol_optimizer, title="SmolLM2, two training steps"
+) as smol_tracker:
     for _ in range(2):
         step(smol, smol_optimizer, smol_ids)
 
 # %%
 shape = accounting.SHAPES["SmolLM2-135M"]
 estimate = accounting.estimate(shape, batch_size=2, seq_len=128, precision="float32")
-guess_b.reveal(formula=estimate.total, measured=tracker.peak.total)
-print("most bytes in each phase:", tracker.peak_by_phase)
+guess_b.reveal(formula=estimate.total, measured=smol_tracker.peak.total)
+print("most bytes in each phase:", smol_tracker.peak_by_phase)
 print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 
 # %% [markdown]
@@ -193,11 +197,15 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 # 2. **the end of backward**: activations are gone, gradients are complete, and the last operation makes the embedding's
 #    gradient, as large as the embedding;
 # 3. **the optimizer's step**: all gradients are there, and AdamW's loop needs at least two temporaries as large as the
-#    largest parameter.
+#    largest parameter. <!-- holds: smol_tracker.peak_by_phase["optimizer_step"] - sum(resident_bytes(smol).values())
+#    >= 2 * smol.lm_head.weight.nbytes -->
 #
-# A band of temporaries, 108 MiB high, runs through all of backward: the gradient of the output layer's weight. In
-# SmolLM2 this weight *is* the embedding table (tied), so it is used twice. Autograd holds the first gradient until the
-# second comes, at the end of backward. Then three tensors of 108 MiB are alive: both gradients and their sum.
+# A band of temporaries, {{smol.lm_head.weight.nbytes / 2**20:.0f}} MiB high, runs through all of backward: the gradient of
+# the output layer's weight. In SmolLM2 this weight *is* the embedding table (tied), so it is used twice.
+# <!-- holds: smol.lm_head.weight is smol.model.embed_tokens.weight --> Autograd holds the first gradient until the
+# second comes, at the end of backward. Then three tensors of {{smol.lm_head.weight.nbytes / 2**20:.0f}} MiB are alive:
+# both gradients and their sum. <!-- holds: smol_tracker.peak_by_phase["backward"] - sum(resident_bytes(smol).values())
+# >= 2 * smol.lm_head.weight.nbytes -->
 #
 # Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints the peak's phase and
 # bytes, and the most bytes of gradients and activations:
@@ -246,7 +254,8 @@ spike = 3 * 4 * 8 * 1024 * smol.config.vocab_size
 print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 
 # %% [markdown]
-# A model of half a gigabyte asks for gigabytes when it computes its loss. Look here first when a *small* model with a
+# A model of half a gigabyte asks for gigabytes when it computes its loss.
+# <!-- holds: round(sum(p.nbytes for p in smol.parameters()) / 1e9, 1) == 0.5 and spike > 4e9 --> Look here first when a *small* model with a
 # *large* vocabulary runs out of memory. And do not keep the logits: after `output = model(...)`, the name `output` holds
 # them through backward, and into the next forward. `loss = model(...).loss` lets them go at once. (The first optional
 # section gives you a loop to correct.)
@@ -293,7 +302,7 @@ claims.show("C05")
 # There are three: the data and each ReLU's output. So only two of the claim's five are kept. The backward of `Linear`
 # needs its *input*, not its output. The backward of `ReLU` needs its *output*, and the next `Linear` saves the same
 # tensor as its input: one storage, two users. **Count storages, not tensors and not layers.** (Click the claim to open
-# it. A lesson shows three claims at most, and `docs/ledger.md` has all 58.)
+# it. A lesson shows three claims at most, and `docs/ledger.md` has all {{len(claims.CLAIMS)}}.)
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -343,9 +352,9 @@ saved_bytes = check("1.2", saved_bytes)
 # %% [markdown]
 # ## 5 · A Transformer block, tensor by tensor
 #
-# Now take a block of the tiny Llama: T = 2 × 128 tokens, hidden size h = 256, MLP width f = 688, float32, *fused*
-# attention (PyTorch's `scaled_dot_product_attention`). Attention cuts h into 8 **heads** of 32 numbers. The MLP is
-# down(silu(gate(x)) × up(x)), with three linear layers. The block's input has T·h numbers, which are 262,144 bytes. How
+# Now take a block of the tiny Llama: T = 2 × 128 tokens, hidden size h = {{tiny.hidden}}, MLP width f =
+# {{tiny.intermediate}}, float32, *fused* attention (PyTorch's `scaled_dot_product_attention`). Attention cuts h into 8 **heads** of 32 numbers. The MLP is
+# down(silu(gate(x)) × up(x)), with three linear layers. The block's input has T·h numbers, which are {{4 * 2 * 128 * tiny.hidden:,}} bytes. How
 # much does the block save for backward?
 
 # %%
@@ -367,7 +376,7 @@ guess_d = predict_first("1.d", "How many bytes does this block save for backward
 # weight: another tensor. The **log-sum-exp** is the logarithm of the softmax's denominator. Each head has its own
 # softmax for each token, hence T·heads. The attention's result is also the input of its output layer, and the product
 # is also the input of `down`: each counts once. The block's two additions keep nothing. The sum of the column, times 4
-# bytes, is the formula. To measure one block, the next cell subtracts a model of one block from a model of two.
+# bytes, is the formula. <!-- holds: sum(items.values()) == 4 * 256 * (10 * 256 + 2 + 8 + 4 * 688) --> To measure one block, the next cell subtracts a model of one block from a model of two.
 
 
 # %%
@@ -395,12 +404,14 @@ for seq_len in (64, 128, 256, 512):
 claims.show("C52")
 
 # %% [markdown]
-# With fused attention, twice the sequence takes twice the bytes. With eager attention it takes more, because the
-# softmax of all scores grows with the square. The claim counts eager attention, where scores dominate. **Advice about
+# With fused attention, twice the sequence takes twice the bytes. <!-- holds: one_block(256) == 2 * one_block(128) --> With eager attention it takes more, because the
+# softmax of all scores grows with the square.
+# <!-- holds: one_block(256, "eager") > 2 * one_block(128, "eager") --> The claim counts eager attention, where scores dominate. **Advice about
 # attention memory gets old.** With fused attention the largest tensors of a block are in the MLP.
+# <!-- holds: max(items, key=items.get).startswith("mlp") -->
 #
 # Other blocks have other rows. In SmolLM2 three query heads share one key head and one value head, so k and v are a
-# third as large as q. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its input. Dropout
+# third as large as q. <!-- holds: shape.heads == 3 * shape.kv_heads --> `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its input. Dropout
 # keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
 #
 # ## 6 · Precision recipes
@@ -446,8 +457,11 @@ for recipe, held in runs.items():
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
-# Pure bf16 halves the residents. In this small model it takes only a little off the activations, because the loss makes a
-# float32 copy of the logits. Autocast halves *nothing* of the residents, and here its activations *grow*. What the
+# Pure bf16 halves the residents. <!-- holds: sum(runs["bf16"][name] for name in names) // n == 8 --> In this small model
+# it takes only a little off the activations, because the loss makes a float32 copy of the logits.
+# <!-- holds: 0.8 < runs["bf16"]["activations"] / runs["float32"]["activations"] < 1 --> Autocast halves *nothing* of the
+# residents, and here its activations *grow*. <!-- holds: sum(runs["autocast-bf16"][name] for name in names) // n == 16
+# and runs["autocast-bf16"]["activations"] > runs["float32"]["activations"] --> What the
 # blocks save shrinks, but autocast keeps bf16 copies of all weights through forward and backward. With a small batch
 # the copies add more than the blocks lose.
 #
@@ -470,10 +484,14 @@ claims.show("C01")
 # ## 7 · What you can now do
 #
 # - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
+#   <!-- holds: [round(sum(accounting.resident_bytes(seven, precision=recipe).values()) / seven.parameters)
+#   for recipe in ("float32", "autocast-bf16", "bf16", "float32-master")] == [16, 16, 8, 16] -->
 # - **The peak is a moment.** With few tokens it is in the optimizer's step, with many at the loss.
 # - **Autograd saves what backward needs**, storage by storage. For a Llama block with fused attention that is about 10
 #   T·h + 4 T·f numbers.
-# - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
+# - **The logits** are the largest layer of a small model: <!-- holds: 12 * 2 * 128 * tiny.vocab > sum(items.values())
+#   and 12 * 64 * shape.vocab > sum(accounting.block_activations(shape, 1, 64, precision="float32").values()) --> 12 bytes
+#   for every token and every word. <!-- holds: spike == 12 * 8 * 1024 * smol.config.vocab_size -->
 #
 # In lesson 02 you write Adam yourself. (An exercise keeps its number for good, so the numbers in a lesson may be out of
 # order.)
@@ -787,7 +805,8 @@ print(f"the block  {saved_bytes(block, x):,} bytes")
 #
 # <details><summary>Hint 3: the sums</summary>
 #
-# Training: 1 + 4 + 4 + 4 + 1 times tokens · hidden numbers. Evaluation: 1 + 4.
+# Training: 1 + 4 + 4 + 4 + 1 times tokens · hidden numbers.
+# <!-- holds: mlp_bytes(16, 8, True) == 4 * (1 + 4 + 4 + 4 + 1) * 16 * 8 --> Evaluation: 1 + 4.
 #
 # </details></details></details>
 
@@ -809,6 +828,7 @@ mlp_bytes = check("1.8", mlp_bytes)
 
 # %% [markdown]
 # In training mode this MLP saves almost three times as much as in evaluation mode.
+# <!-- holds: 2.7 < mlp_bytes(16, 8, True) / mlp_bytes(16, 8, False) < 3 -->
 
 # %% [markdown]
 # ### Exercise 1.3 · what eager attention saves on top

@@ -196,6 +196,7 @@ show_schedule(threes, title="9 layers in segments of 3")
 # %% [markdown]
 # The thin lines are waiting boundaries. Three times, a segment runs forward again, is in memory in full (a small
 # triangle), and is freed by backward.
+# <!-- holds: [event.layer for event in threes.events if event.kind == "recompute"] == [6, 7, 8, 3, 4, 5, 0, 1, 2] -->
 #
 # Now change the schedule. Before you move a control, say what will happen:
 #
@@ -272,10 +273,14 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 # %% [markdown]
 # The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
 # its gradient) your formula is right to the byte.
+# <!-- holds: peaks == {k: (kept_at_peak(uniform_segments(64, k), 1, 1) + 3) * inputs.nbytes + 8 for k in peaks} -->
 #
 # Some guides say that more checkpoints mean more memory and less recomputation. The first is true only on the left arm,
-# where segments are shorter than the best. The second is not true of calls: each layer runs once more for any k. This
-# is up to a third more work, and up to half where the weights are frozen. (An optional section counts it.)
+# where segments are shorter than the best.
+# <!-- holds: peaks[1] > peaks[2] > peaks[4] > peaks[8] < peaks[16] < peaks[32] < peaks[64] -->
+# The second is not true of calls: each layer runs once more for any k. This is up to a third more work, and up to half
+# where the weights are frozen. <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 -->
+# (An optional section counts it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
@@ -343,6 +348,8 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
 # A block keeps more than twenty times its input. So √(n · x / a) is between 1 and 2, for 30 layers and for 80. **One
 # checkpoint a layer**, transformers' default, is at most a fifth above the best k for them, and √n needs two to three
 # times as much.
+# <!-- holds: (n, best_length(n, a, x)) == (80, 2)
+# and kept_at_peak([1] * 80, a, x) < 1.2 * kept_at_peak([2] * 40, a, x) -->
 #
 # Now measure SmolLM2's 30 blocks. They are frozen, and their input is trained.
 
@@ -381,7 +388,8 @@ guess_c.reveal(
 
 # %% [markdown]
 # A frozen matrix gets no gradient, so its input is not kept. So a is smaller than in the table above, and pairs of
-# layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is there: **measure a,
+# layers are a little better than single ones. <!-- holds: ratio < 20 and found[2] < found[1] < 1.1 * found[2] -->
+# √30 ≈ 5 is far off. <!-- holds: found[5] > 1.5 * found[2] --> The rule held, with the a that is there: **measure a,
 # do not look it up**, as `"best"` did. (An optional section says why its first segments are longer. Transformers'
 # `every_n_layers=k` is something else: it checkpoints one layer in k, and *keeps* the others.)
 #
@@ -408,8 +416,9 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # %% [markdown]
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win less too: with 4 layers, one
-# segment is a quarter.
+# save. <!-- holds: tracker.peak.phase == "backward" and tracker.peak.by_category["activations"] == 0 -->
+# So ask where the peak is before you choose a technique. Shallow networks win less too: with 4 layers, one
+# segment is a quarter. <!-- holds: kept_at_peak([1] * 4, 5, 1) / (4 * 5) > kept_at_peak([1] * 16, 5, 1) / (16 * 5) -->
 #
 # ## 7 · What you can now do
 #
@@ -438,7 +447,7 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 #
 # Each segment is x/a layers shorter than the one before. So the lengths fall in a straight line from P/a to 0, over P/x
 # segments. The area under this line, P²/(2·a·x), is n. So **P = √(2·a·x·n)**. Equal segments need 2·√(a·x·n), √2 times
-# as much: you save 29 % where the chain is long.
+# as much: you save {{100 * (1 - 0.5**0.5):.0f}} % where the chain is long.
 #
 # `best_segments` finds the exact optimum in whole layers. In the next picture the waiting boundaries climb like a
 # staircase, and the triangles beside them get smaller:
@@ -466,7 +475,10 @@ for segments in ([64], [1] * 64, [4] * 16, unequal):
 
 # %% [markdown]
 # Nine boundaries in each line are gradients on their way. Segments of 4 are the best equal ones, and the unequal ones
-# need almost a fifth less. They are not quite free: 63 more calls instead of 60. The last segment is the only one
+# need almost a fifth less.
+# <!-- holds: min((2, 4, 8, 1, 16, 32, 64), key=lambda k: kept_at_peak([k] * (64 // k), 5, 1)) == 4
+# and 0.8 < high / inputs.nbytes / (kept_at_peak([4] * 16, 5, 1) + 9) < 0.84 -->
+# They are not quite free: {{extra_forwards(unequal)}} more calls instead of {{extra_forwards([4] * 16)}}. The last segment is the only one
 # that does not run again, and the last unequal one has a single layer.
 #
 # ### What comes after the layers
@@ -487,7 +499,8 @@ print("boundaries:", table(lambda: smol(inputs_embeds=embeds, labels=ids).loss.b
 # ●●● · 10 minutes · optional · trains: choosing segments of unequal length where what comes after the layers counts too
 #
 # Write `train_step(layers, x)`: forward and backward of `layers(x).square().mean()`, returning the loss as a float. The
-# first 63 layers have a = 5 x. The last one is a head, whose logits are five times as wide as a boundary. The peak must
+# first 63 layers have a = 5 x. The last one is a head, whose logits are five times as wide as a boundary.
+# <!-- holds: stack[-1](start).numel() == 5 * start.numel() --> The peak must
 # be at most the bytes of the card below, and each layer may run forward **twice** at most. Nothing may wait elsewhere,
 # on the host or on a disk.
 #
@@ -571,7 +584,8 @@ for every in (1, 4, 32):
     print(f"segments of {every:>2}: trained {more[0]:+.1%}, frozen {more[1]:+.1%}")
 
 # %% [markdown]
-# The extra work is up to 33 % where all weights are trained, and up to 50 % where they are frozen. With short segments
+# The extra work is up to 33 % where all weights are trained, and up to 50 % where they are frozen.
+# <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 --> With short segments
 # it is *less*: PyTorch stops the second run as soon as the last missing tensor is there, and so spares the last product
 # of each segment.
 #
@@ -609,8 +623,8 @@ theirs = gradient_of(net, lambda layer, x: checkpoint(layer, x, use_reentrant=Fa
 print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}")
 
 # %% [markdown]
-# Your second run drops other values, so the gradient is off by a tenth. PyTorch's checkpoint runs again from the random
-# state of the first run, and is exact. The same is true of drop path, which leaves out whole branches: lesson 03 measures
+# Your second run drops other values, so the gradient is off by a tenth. <!-- holds: f"{off:.1f}" == "0.1" -->
+# PyTorch's checkpoint runs again from the random state of the first run, and is exact. The same is true of drop path, which leaves out whole branches: lesson 03 measures
 # it. Yours will be exact after exercise 4.2.
 #
 # ### Exercise 4.2 · the same random numbers twice

@@ -16,7 +16,8 @@
 # *60 minutes, and 86 more for optional exercises and sections. You need: lessons 01, 03 and 04.*
 #
 # You have one task, and a card that is too small for it. You will change a real fine-tuning run of Hugging Face's
-# `Trainer`, one technique at a time, until it needs less than a quarter of the memory. After this lesson you can
+# `Trainer`, one technique at a time, until it needs less than a quarter of the memory.
+# <!-- holds: final.peak.total < naive.peak.total / 4 --> After this lesson you can
 #
 # - read from a breakdown which technique comes next, and which will do nothing;
 # - say what each of them costs;
@@ -34,8 +35,9 @@ from gradmem_lib.course import claims, models, quiet_arguments, runs, texts
 # %% [markdown]
 # ## 1 · The task
 #
-# SmolLM2-135M writes English. You will train it to write *Python's language reference*: sixteen updates, of 8 rows of
-# 128 tokens each. Another 16 rows are from topics that it never trains on. (The stored notebook makes one update and
+# SmolLM2-135M writes English. You will train it to write *Python's language reference*: sixteen updates, of
+# {{runs.BATCH}} rows of {{runs.SEQ_LEN}} tokens each. <!-- holds: runs.LONG.updates == runs.LONG.held_out == 16 -->
+# Another 16 rows are from topics that it never trains on. (The stored notebook makes one update and
 # evaluates one row, so its times and losses say little. Its peaks are those of the full runs.)
 
 # %%
@@ -50,7 +52,7 @@ print(tokenizer.decode(training.ids[1, :60]))
 # ## 2 · The card
 #
 # The **naive run** is plain AdamW in float32, with the batch in one piece. Weights, gradients and two states are 4
-# bytes each, for 134,515,008 parameters. What do the activations add?
+# bytes each, for {{naive.model.num_parameters():,}} parameters. What do the activations add?
 
 # %%
 guess_a = predict_first("5.a", "the naive run's peak?")
@@ -104,11 +106,13 @@ guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 
 # %% [markdown]
 # The prediction leaves out nothing but token ids, here and below.
+# <!-- holds: 0 < naive.peak.total - predicted().total < 2**18 -->
 #
 # ## 4 · Which first?
 #
-# More than half of the peak is activations and the logits' temporaries. Accumulation and checkpointing shrink those.
-# **Which of the two would you take first?**
+# More than half of the peak is activations and the logits' temporaries.
+# <!-- holds: naive.peak.by_category["activations"] + naive.peak.by_category["temporaries"] > naive.peak.total / 2 -->
+# Accumulation and checkpointing shrink those. **Which of the two would you take first?**
 
 # %%
 guess_b = predict_first("5.b", "8 micro-batches: how many per cent lower?", unit="percent")
@@ -175,8 +179,11 @@ checkpointed = chart.bars[-1].total
 guess_c.reveal(measured=round((pieces.peak.total - checkpointed) / 2**20, 1))
 
 # %% [markdown]
-# **The peak does not move.** It is at the end of backward, where activations are almost gone. The temporaries there are
-# three times 49,152 × 576 numbers. The embedding is the output layer as well, so each micro-batch computes two gradients
+# **The peak does not move.** <!-- holds: round((pieces.peak.total - checkpointed) / 2**20, 1) == 0 -->
+# It is at the end of backward, where activations are almost gone. The temporaries there are three times
+# {{config.vocab_size:,}} × {{config.hidden_size}} numbers.
+# <!-- holds: chart.bars[2].by_category["temporaries"] == 3 * 4 * config.vocab_size * config.hidden_size -->
+# The embedding is the output layer as well, so each micro-batch computes two gradients
 # for it, and then their sum. Leave the checkpoints on: when you switch them off later, the peak will move.
 #
 # `arguments` writes this recipe as `TrainingArguments` (the switch was `gradient_checkpointing` before transformers
@@ -197,8 +204,8 @@ claims.show("C43")
 # ●●○ · 6 minutes · trains: making sure that a switch has switched something
 #
 # A switch may be on and do nothing. `model` is a small Llama as `from_pretrained` leaves it. Write `switch_on(model)`:
-# afterwards a training step must stay under **5 MiB**, where it takes 10.0 MiB now, with the same gradients. (The check
-# takes two steps: on token ids, and on vectors, given as `inputs_embeds`.)
+# afterwards a training step must stay under **5 MiB**, which is too little for it now, with the same gradients. (The
+# check takes two steps: on token ids, and on vectors, given as `inputs_embeds`.)
 #
 # <details><summary>Hint 1: the switch</summary>
 #
@@ -269,6 +276,7 @@ for dtype in (torch.float32, torch.bfloat16):
 # 1/256 of its weight is rounded away. (Exercise 5.5 keeps all three in float32.)
 #
 # To halve everything, train in bf16 throughout, and accept the rounded updates:
+# <!-- holds: round(chart.bars[4].total / checkpointed, 2) == 0.5 -->
 
 # %%
 recipe = cut | rerun | {"precision": "bf16"}
@@ -279,6 +287,7 @@ bar("+ all in bf16", recipe)
 #
 # The longest part of the bar is AdamW's states. **8-bit AdamW** keeps the same two moments in one byte a number: one of
 # 256 values, times a scale that a block of neighbours shares. These states are half as large as in bf16, and rounded.
+# <!-- holds: round(chart.bars[5].by_category["optimizer"] / chart.bars[4].by_category["optimizer"], 1) == 0.5 -->
 # Lesson 09 builds them.
 #
 # **Adafactor** keeps sums of rows and of columns instead of the second moment, and no first moment: almost no states.
@@ -293,8 +302,11 @@ bar("or: Adafactor", recipe | {"optimizer": "adafactor"}, aside=True)
 
 # %% [markdown]
 # Adafactor's peak is the higher one, and *in the optimizer's step*: transformers' Adafactor makes float32 copies of a
-# tensor while it updates it, and the embedding is a fifth of this model. PyTorch's Adafactor makes one copy, in the
-# weights' dtype. The next cell makes all updates with PyTorch's, without checkpoints, under the budget:
+# tensor while it updates it, and the embedding is a fifth of this model.
+# <!-- holds: chart.bars[6].total > chart.bars[5].total and chart.bars[6].phase == "optimizer_step"
+# and round(config.vocab_size * config.hidden_size / naive.model.num_parameters(), 1) == 0.2 -->
+# PyTorch's Adafactor makes one copy, in the weights' dtype. The next cell makes all updates with PyTorch's, without
+# checkpoints, under the budget:
 
 # %%
 every_weight = cut | {"precision": "bf16", "optimizer": "adafactor-torch"}
@@ -304,7 +316,9 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 
 # %% [markdown]
 # **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, and it would be
-# less than one MiB lower.) An optimizer's memory is its states *and* what its step does.
+# less than one MiB lower.
+# <!-- holds: 0 < predicted(**every_weight).total - predicted(**every_weight | rerun).total < 2**20 -->)
+# An optimizer's memory is its states *and* what its step does.
 #
 # A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. One is the
 # learning rate, 0.01. It is relative to the typical size of a tensor's weights, and T5, trained with Adafactor, was
@@ -332,8 +346,9 @@ recipe |= {"lora_rank": 16}
 bar("+ LoRA, rank 16", recipe)
 
 # %% [markdown]
-# **The peak is less than half of the card.** Gradients and states are a thin line in the bar, so activations and logits
-# decide the peak again. Are the checkpoints still worth nothing?
+# **The peak is less than half of the card.** <!-- holds: chart.bars[8].total < chart.budget / 2 -->
+# Gradients and states are a thin line in the bar, so activations and logits decide the peak again. Are the checkpoints
+# still worth nothing?
 
 # %%
 bar("or: no checkpoints", recipe | {"checkpointing": None}, aside=True)
@@ -353,7 +368,7 @@ bar("or: no checkpoints", recipe | {"checkpointing": None}, aside=True)
 #
 # Write `add_adapters(model, names, rank, lr)`: freeze the model, replace each layer called by one of `names` (such as
 # `"q_proj"`) by `LoRALinear(layer, rank)`, and return an AdamW for all that is trained, with `lr` and otherwise its
-# defaults. Two steps must stay under **4.5 MiB**. With every weight trained they take 7.3 MiB.
+# defaults. Two steps must stay under **4.5 MiB**. With every weight trained they do not fit.
 #
 # <details><summary>Hint 1: a layer's place</summary>
 #
@@ -390,16 +405,22 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 10 · The loss in chunks, and room to spend
 #
-# The temporaries of LoRA's bar are no longer the embedding's gradients, but the logits': two tables of 49,152 float32
-# numbers a token. The loss keeps a third one among the activations. `chunked_loss` computes the gradients during forward,
-# for 128 tokens at a time (here a whole row), and needs two tables, not three:
+# The temporaries of LoRA's bar are no longer the embedding's gradients, but the logits': two tables of
+# {{config.vocab_size:,}} float32 numbers a token.
+# <!-- holds: chart.bars[8].by_category["temporaries"] == 2 * 4 * 128 * config.vocab_size -->
+# The loss keeps a third one among the activations.
+# <!-- holds: 1 < chart.bars[8].by_category["activations"] / (4 * 128 * config.vocab_size) < 1.3 -->
+# `chunked_loss` computes the gradients during forward, for {{runs.SEQ_LEN}} tokens at a time (here a whole row), and
+# needs two tables, not three:
+# <!-- holds: abs((chart.bars[8].total - chart.bars[10].total) / (4 * 128 * config.vocab_size) - 1) < 0.02 -->
 
 # %%
 recipe |= {"chunked_loss": True}
 bar("+ loss in chunks", recipe)
 
 # %% [markdown]
-# Now logits do not grow with the micro-batch, and more than half of the card is free. Unused memory can buy
+# Now logits do not grow with the micro-batch, and more than half of the card is free.
+# <!-- holds: chart.bars[10].total < chart.budget / 2 --> Unused memory can buy
 # time. What fits without checkpoints?
 
 # %%
@@ -411,7 +432,9 @@ for rows in (1, 4, 8):
     print(f"{rows:>4}", *(f"{peak.total / 2**20:>10,.0f} MiB" for peak in needs))
 
 # %% [markdown]
-# Four rows at a time fit, if the loss is in chunks: two passes instead of eight, and no layer runs twice. This recipe
+# Four rows at a time fit, if the loss is in chunks: two passes instead of eight, and no layer runs twice.
+# <!-- holds: final.peak.total < chart.budget < min(needs[0].total,
+# predicted(**recipe | {"chunked_loss": False}).total) --> This recipe
 # makes all its updates, **under the budget**. (Its learning rate is section 8's: adapters take a larger one than whole
 # weights.)
 
@@ -787,7 +810,7 @@ train_and_log = check("5.4", train_and_log)
 #
 # `model` was saved in bf16. Write `train_mixed(model, batches, lr)`: one AdamW update for each batch, on
 # this very model, with matrices multiplied in bf16 and all else (weights, gradients, states) in float32. At the
-# learning rate of 1e-5, about six weights in seven would not move in bf16.
+# learning rate of 1e-5, most weights would not move in bf16.
 #
 # <details><summary>Hint 1: what does autocast cast?</summary>
 #
@@ -817,7 +840,7 @@ train_mixed = check("5.5", train_mixed)
 #
 # Write `step_in_backward(model, lr, steps)`: each trained parameter gets an AdamW of its own and a hook that steps it
 # and frees the gradient. Each learning rate falls linearly from `lr` to 0. Return what goes into `Trainer(model, args,
-# optimizers=(it, None))`. Three updates must stay under **6 MiB**, where one AdamW takes 6.7 MiB. (The check sets
+# optimizers=(it, None))`. Three updates must stay under **6 MiB**, where one AdamW does not fit. (The check sets
 # `max_grad_norm=0`.)
 #
 # <details><summary>Hint 1: the hook</summary>

@@ -382,7 +382,7 @@ for name, recipe in recipes.items():
 # all bf16.
 #
 # A few small updates change the losses little. In the stored notebook (one short update of a model cut to one
-# layer, hence high losses), all six losses are within 0.2 % of each other. The difference is in the
+# layer, hence high losses), all six losses are within 0.5 % of each other. The difference is in the
 # weights. At this rate, rounding to the nearest moves {{share:.1f}} % of all bf16 weights (section 3). The masters hold
 # every update, but a bf16 weight changes only when its master has moved by half a gap. Over many updates a master moves
 # that far, even if each update is random. With rounding by chance, each weight moves as far as it should on average,

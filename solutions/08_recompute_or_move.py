@@ -113,7 +113,9 @@ with by_policy(lambda: keep_products):
 guess_a.reveal(measured=round(100 - 100 * points["elementwise"][0] / points["nothing"][0]))
 
 # %% [markdown]
-# Two fifths of the bytes are gone, and no product runs twice. A policy may also count what it is asked about.
+# Two fifths of the bytes are gone, and no product runs twice.
+# <!-- holds: round(points["elementwise"][0] / points["nothing"][0], 1) == 0.6 and points["elementwise"][1] == points["nothing"][1] -->
+# A policy may also count what it is asked about.
 
 # %% [markdown]
 # ### Exercise 8.1 · a policy
@@ -164,9 +166,13 @@ show_frontier(points, title="SmolLM2's first nine layers, 64 tokens")
 
 # %% [markdown]
 # The line is a **frontier**: no other way keeps fewer bytes for as few operations. Your policy is on it, and beats the
-# MLP alone on both axes. So take your policy, if you may repeat a seventh of the work. √n is not on it, as lesson 04 found. Attention alone is not
-# on it either, although it is often recommended. The advice is older than fused attention, which never stores the
-# scores, so that there is little to save.
+# MLP alone on both axes. <!-- holds: all(n < mlp for n, mlp in zip(points["every second product"], points["mlp"])) -->
+# So take your policy, if you may repeat a seventh of the work.
+# <!-- holds: min((n, name) for name, (n, work) in points.items() if work <= 8 / 7 * points["nothing"][1])[1] == "every second product" -->
+# √n is not on it, as lesson 04 found. <!-- holds: all(n < root for n, root in zip(points["every layer"], points["√n"])) -->
+# Attention alone is not on it either, although it is often recommended.
+# <!-- holds: all(n < part for n, part in zip(points["elementwise"], points["attention"])) -->
+# The advice is older than fused attention, which never stores the scores, so that there is little to save.
 
 # %%
 claims.show("C45")
@@ -196,9 +202,10 @@ for name, nbytes in leaves.items():
     print(f"{nbytes:>12,} bytes of {name} would leave")
 
 # %% [markdown]
-# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so moving them gains
-# nothing. And more activations would leave than the 26.3 MB of section 1, because a tensor leaves twice if two
-# operations save it.
+# Most of it is weights, since a linear layer saves its weight too. <!-- holds: leaves["weights"] > leaves["activations"] -->
+# They stay on the card anyway, so moving them gains nothing. And more activations would leave than the
+# {{points["nothing"][0] / 1e6:.1f}} MB of section 1, because a tensor leaves twice if two operations save it.
+# <!-- holds: leaves["activations"] > points["nothing"][0] -->
 
 # %% [markdown]
 # ### Exercise 8.3 · saved tensors that move
@@ -241,8 +248,8 @@ class Disk:
 Disk = check("8.3", Disk)
 
 # %% [markdown]
-# `offload_activations` does this. It moves each storage once, so nothing leaves twice. From a card it moves to
-# **pinned** memory of the host. The system may not swap this memory out, so the card can copy by itself.
+# `offload_activations` does this. It moves each storage once, so nothing leaves twice.
+# <!-- holds: moved.bytes < points["nothing"][0] --> From a card it moves to **pinned** memory of the host. The system may not swap this memory out, so the card can copy by itself.
 
 # %%
 question = "All that is saved moves: how many per cent of the activations stay?"
@@ -315,10 +322,14 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
     print(f"{name:<15}", *(f"{ratio:>11.2f}" for ratio in ratios))
 
 # %% [markdown]
-# Take the column of your card's bus: here PCIe 3 for the T4, PCIe 5 for the H100, and PCIe 4 for the others. On a slow
-# card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C, NVIDIA's link to its own processors. **The
-# faster the card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
-# twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that is
+# Take the column of your card's bus: here PCIe 3 for the T4, PCIe 5 for the H100, and PCIe 4 for the others.
+# <!-- holds: [find_card(name).bus for name in ("T4 16GB", "H100 80GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB")]
+# == [BUSES[f"PCIe {n}"] for n in (3, 5, 4, 4, 4)] --> On a slow card moving can win.
+# <!-- holds: break_even(everything, forward(2048), BUSES["PCIe 4"], find_card("RTX 3060 12GB").half / 2) < 1 -->
+# On a fast card it loses, unless the bus is as fast as NVLink-C2C, NVIDIA's link to its own processors.
+# <!-- holds: break_even(everything, forward(2048), BUSES["PCIe 5"], find_card("RTX 4090 24GB").half / 2) > 1 > ratios[3] -->
+# **The faster the card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
+# twentieth of the bytes. <!-- holds: boundary < everything / 20 and ratios[-1] < 1 / 3 --> So do both: recompute the inside of each layer, and move the boundaries. Here that is
 # `Recipe(checkpointing="per-layer", offload="boundaries")`. A claim about moving everything:
 
 # %%
@@ -327,7 +338,7 @@ claims.show("C48")
 # %% [markdown]
 # ## 3 · As much as the budget asks
 #
-# A run that is 5 % too large often needs checkpoints on a few layers only. So checkpoint the first k layers, each by
+# A run that is a little too large may need checkpoints on a few layers only. So checkpoint the first k layers, each by
 # itself, and keep the others as they are. Why the first ones? Backward comes to them last, when what the others kept
 # is gone. So each further layer lowers the peak, or leaves it as it is.
 
@@ -360,7 +371,8 @@ def layers_to_recompute(peak, layers, budget):
 layers_to_recompute = check("8.5", layers_to_recompute)
 
 # %% [markdown]
-# For a recipe, `fit` searches like this with `predict`. The recipe here is LoRA on the nine layers, which needs 470 MiB
+# For a recipe, `fit` searches like this with `predict`. The recipe here is LoRA on the nine layers, which needs
+# {{predict(made.model.config, recipe=Recipe(lora_rank=8), batch_size=2, seq_len=128, target="cpu").peak.total / 2**20:.0f}} MiB
 # and may take 430:
 
 # %%
@@ -377,13 +389,14 @@ print(f"{recipe.checkpointing}: {peak:,} bytes predicted")
 # %%
 made = prepare(copy.deepcopy(smol), recipe)
 rows = texts.batch(tokenizer, batch_size=2, seq_len=128)
-with MemoryTracker(made.model, made.optimizer, budget="430 MiB", live=False) as tracker:
+with MemoryTracker(made.model, made.optimizer, budget="430 MiB", live=False) as training:
     for _ in range(2):
         train_step(made.model, made.optimizer, {"input_ids": rows, "labels": rows}, recipe)
-print(f"{tracker.peak.total:,} measured")
+print(f"{training.peak.total:,} measured")
 
 # %% [markdown]
 # With the first five layers checkpointed, the run fits, and the prediction is right to the byte.
+# <!-- holds: training.peak.total == peak <= 430 * 2**20 -->
 # `checkpoint_layers(model, every="fit", budget="430 MiB", batch_size=2, seq_len=128)` does the same for a model of
 # yours. Transformers has an option that sounds similar:
 
@@ -406,7 +419,7 @@ for n in (2048, 8192, 32768, 131072):
 
 # %% [markdown]
 # The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and
-# only the *time* with its square. Now take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090. After your
+# only the *time* with its square. <!-- holds: eager > 100 * fused and fused == 64 * everything --> Now take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090. After your
 # prediction, two more techniques are added.
 
 # %%
@@ -429,15 +442,21 @@ for name, value in changes.items():
 guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 
 # %% [markdown]
-# 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table) and
-# the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in the backward
-# of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move away, the run
-# fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s. (Section 2's
-# formulas say so.)
+# {{long[0].peak.total / 2**30:.0f}} GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers
+# ({{long[2].offload_traffic_bytes / 2 / 2**30:.0f}} GiB, as in the table) and the logits with their gradients. The loss
+# in chunks (lesson 05) takes the logits away. Then the peak is in the backward of a layer, and **the checkpoints'
+# boundaries are the largest part of the activations**.
+# <!-- holds: long[1].peak.phase == "backward" and long[2].offload_traffic_bytes > long[1].peak.by_category["activations"] -->
+# When they move away, the run fits. <!-- holds: long[2].peak.total < 23 * 2**30 --> Over PCIe 4 they take
+# {{8 * 2**30 / BUSES["PCIe 4"]:.1f}} s each way, and a forward takes
+# {{32 * forward(32768) / (find_card("RTX 4090").half / 2):.1f}} s. (Section 2's formulas say so.)
 #
 # Activations fall by less than 8 GiB, because the peak moves within that backward, to a moment with more of them and
-# fewer temporaries. What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes
-# are the MLP's. An optional section cuts these too.
+# fewer temporaries.
+# <!-- holds: 0 < long[1].peak.by_category["activations"] - long[2].peak.by_category["activations"] < 8 * 2**30 - 2**28
+# and long[1].peak.by_category["temporaries"] - long[2].peak.by_category["temporaries"] > 2**30 -->
+# What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's.
+# <!-- holds: abs(sum(accounting.mlp_activations(seven, 1, 2048).values()) / everything - 2 / 3) < 0.03 --> An optional section cuts these too.
 
 # %% [markdown]
 # ## 5 · Recompute, move or shrink?
@@ -458,6 +477,7 @@ show_decisions(long[0], card="23 GiB")
 # 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
 # 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink-C2C, even moving
 #    everything can be faster.
+#    <!-- holds: break_even(everything, forward(2048), BUSES["PCIe 4"], find_card("RTX 3060 12GB").half / 2) < 1 > ratios[3] -->
 # 4. **Recompute in tiles** (slices of the sequence, in an optional section) when one layer alone is too large.
 #
 # ## 6 · What you can now do
@@ -576,8 +596,8 @@ for budget in (1.0, 0.5, 0.3, 0.2, 0.1, 0.0):
 guess_c.reveal(measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
-# The smaller the budget, the less is kept after forward, as asked. But the *peak* rises again below 0.2. With a budget
-# of 0, nearly everything is repeated at the beginning of backward, and is there at once, like lesson 04's single
+# The smaller the budget, the less is kept after forward, as asked. But the *peak* rises again below
+# {{min(peaks, key=peaks.get)}}. <!-- holds: peaks[0.2] < peaks[0.1] < peaks[0.0] --> With a budget of 0, nearly everything is repeated at the beginning of backward, and is there at once, like lesson 04's single
 # segment. **The budget is for what is kept, not for the peak.** So try several, and measure. `fit`'s budget is for the
 # peak.
 #
@@ -635,6 +655,8 @@ for tile in tiles:
 # %% [markdown]
 # A third of what "every layer" keeps is gone, for a sixth more operations: each MLP now runs three times, in forward,
 # in its layer's second run and in its tiles' own.
+# <!-- holds: round(3 * points["every layer, 8 slices"][0] / points["every layer"][0], 1) == 2
+# and round(6 * points["every layer, 8 slices"][1] / points["every layer"][1], 1) == 7 -->
 #
 # ## Optional: the key-value cache
 #

@@ -90,7 +90,7 @@ _ = run_ranks(hello, ranks=4, everyone=True)
 #
 # <details><summary>Hint 2: the order</summary>
 #
-# ZeRO cuts the largest part first. Each stage cuts one part more.
+# ZeRO cuts the largest part first. <!-- holds: bytes_per_rank(1, 2, "zero1") == (2, 2, 12 / 2) --> Each stage cuts one part more.
 #
 # </details></details>
 
@@ -107,7 +107,7 @@ def bytes_per_rank(parameters, ranks, way):
 bytes_per_rank = check("10.1", bytes_per_rank)
 
 # %% [markdown]
-# Now measure it, in float32. The model is a Llama with 429,248 weights. A batch has 4 rows, and each rank takes
+# Now measure it, in float32. The model is a Llama with {{llama().num_parameters():,}} weights. A batch has 4 rows, and each rank takes
 # its part.
 
 # %%
@@ -142,6 +142,7 @@ def track(net, optimizer, **options):
 
 # %% [markdown]
 # With plain AdamW, a process alone keeps 12 bytes a weight between steps: the weight and two moments.
+# <!-- holds: round(measured[2][None][0] / llama().num_parameters(), 1) == 12 -->
 # `measure` trains alone and in all four ways.
 
 # %%
@@ -168,7 +169,7 @@ guess_a.reveal(formula=16, measured=round(kept, 2))
 
 # %% [markdown]
 # DDP copies the gradients into **buckets**, so that it can send many at once. The buckets stay when the gradients are
-# gone: 4 bytes a weight more. Here is the whole table: what rank 0 keeps between steps, and its peak.
+# gone: 4 bytes a weight more. <!-- holds: round(kept, 1) == 12 + 4 --> Here is the whole table: what rank 0 keeps between steps, and its peak.
 
 # %%
 print("(MB)       2 ranks: between    peak    4 ranks: between    peak")
@@ -180,10 +181,12 @@ for way in ways:
 # "alone" is a process that trains without the others, on one rank's rows.
 #
 # - **DDP needs more than a process alone**: its buckets.
+#   <!-- holds: all(measured[n]["ddp"][i] > measured[n][None][i] for n in (2, 4) for i in (0, 1)) -->
 # - **ZeRO-1 cuts the states**, but has DDP's buckets. On two ranks they take what it saves.
-# - **ZeRO-2 and FSDP keep the same between steps.** Unlike the paper's, PyTorch's ZeRO-2 cuts the weights too. It gathers
+#   <!-- holds: abs(measured[2]["zero1"][0] / measured[2][None][0] - 1) < 0.005 -->
+# - **ZeRO-2 and FSDP keep the same between steps.** <!-- holds: all(measured[n]["zero2"][0] == measured[n]["fsdp"][0] for n in (2, 4)) --> Unlike the paper's, PyTorch's ZeRO-2 cuts the weights too. It gathers
 #   them in forward, and keeps them whole until backward. FSDP frees each layer's weights after its forward, so its
-#   peak is lower.
+#   peak is lower. <!-- holds: all(measured[n]["fsdp"][1] < measured[n]["zero2"][1] for n in (2, 4)) -->
 #
 # Here is an update under FSDP, on both ranks:
 
@@ -254,7 +257,7 @@ average_gradients = check("10.2", average_gradients)
 # (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows
 # its shards. `p.to_local()` is this rank's shard.
 #
-# What if we call `fully_shard(model)`, and nothing else? A process alone peaks at 8.1 MB.
+# What if we call `fully_shard(model)`, and nothing else? A process alone peaks at {{measured[2][None][1] / 1e6:.1f}} MB.
 
 # %%
 question = "FSDP on two ranks, the whole model as one unit: peak on a rank?"
@@ -273,10 +276,12 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 
 # %% [markdown]
 # With one unit, all weights are whole from the start of forward to the end of backward, and beside them all
-# gradients wait for their reduce-scatter. **This is worse than no sharding.** With a unit for each layer, as in
-# section 2, the peak was 6.1 MB.
+# gradients wait for their reduce-scatter. **This is worse than no sharding.** <!-- holds: run_ranks(peak_of, fully_shard)[0] > measured[2][None][1] / 1e6 --> With a unit for each layer, as in
+# section 2, the peak was {{measured[2]["fsdp"][1] / 1e6:.1f}} MB.
 #
-# The largest part of this peak is activations, so add checkpoints. A checkpoint runs each layer's forward twice.
+# The largest part of this peak is activations, so add checkpoints. <!-- holds: (parts := predict(llama().config,
+# recipe=Recipe(sharding="fsdp"), batch_size=2, seq_len=32, ranks=2, target="cpu").peak.by_category)["activations"]
+# == max(parts.values()) --> A checkpoint runs each layer's forward twice.
 # (Does FSDP then gather each layer more often? An optional section counts.)
 #
 # ### Exercise 10.4 · a model of sharded layers
@@ -321,7 +326,7 @@ def yours(net):
 print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 
 # %% [markdown]
-# Checkpoints lower the peak from 6.1 to 4.5 MB. `fully_shard` has more options:
+# Checkpoints lower the peak from {{measured[2]["fsdp"][1] / 1e6:.1f}} to {{run_ranks(peak_of, yours)[0]}} MB. `fully_shard` has more options:
 #
 # - `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` gathers and computes in bf16,
 #   and adds up gradients in float32. The shards stay in float32: they are the master copy of lesson 07.
@@ -393,8 +398,8 @@ communication_seconds = check("10.6", communication_seconds)
 
 # %% [markdown]
 # Sending can hide behind computing, if computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards. A
-# token costs about 6 operations a weight (2 forward, 4 backward). An RTX 4090 computes 165 trillion operations a second. We take 80 % of a
-# link's rate: PCIe 4 has 31.5 GB/s each way, and an H100's NVLink has 450.
+# token costs about 6 operations a weight (2 forward, 4 backward). An RTX 4090 computes {{card.half / 1e12:.0f}} trillion operations a second. We take 80 % of a
+# link's rate: PCIe 4 has {{card.link / 1e9:.1f}} GB/s each way, and an H100's NVLink has {{CARDS["H100 80GB"].link / 1e9:.0f}}.
 
 # %%
 question = "Tokens in a micro-batch, until an RTX 4090 computes as long as it sends?"
@@ -411,7 +416,8 @@ guess_e.reveal(measured=tokens(CARDS["RTX 4090 24GB"]), what="estimated")
 print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
-# An H100's link is much faster, but so is its computing. Real cards compute below their full rate, so fewer tokens are
+# An H100's link is much faster, but so is its computing.
+# <!-- holds: CARDS["H100 80GB"].link > 5 * card.link and CARDS["H100 80GB"].half > 5 * card.half --> Real cards compute below their full rate, so fewer tokens are
 # enough. RTX 4090s cannot send to each other directly, only through the host, so they need more.
 #
 # Here is what each of N ranks holds and sends in each way that you will meet. W is the bytes of the weights, and
@@ -500,16 +506,19 @@ guess_f.reveal(measured=round(short.total / 2**30, 1), what="predicted")
 chart
 
 # %% [markdown]
-# CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. Most of the
-# peak is the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits. In
-# bf16, half of the base alone is too large. The claim below counts in GB: the card's 23.6 GiB are 25.4 GB.
+# CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. <!-- holds: short.total < card.nbytes - 2**30 < chart.bars[2].total < card.nbytes --> Most of the
+# peak is the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits.
+# <!-- holds: short.total / 2 < short.by_category["parameters"] < card.nbytes < chart.bars[0].by_category["parameters"] --> In
+# bf16, half of the base alone is too large. <!-- holds: 69e9 > card.nbytes --> The claim below counts in GB: the card's {{card.nbytes / 2**30:.1f}} GiB are {{card.nbytes / 1e9:.1f}} GB.
 
 # %%
 claims.show("C17")
 
 # %% [markdown]
 # **And to generate text with it?** Then each card also keeps the *keys and values* of all tokens so far. Llama-2-70B has
-# 80 layers. Its 64 query heads share 8 heads of keys and values, of 128 numbers each. In bf16 that is 80 × 2 × 8 × 128 ×
+# {{known_model("Llama-2-70B")[1].num_hidden_layers}} layers. Its {{known_model("Llama-2-70B")[1].num_attention_heads}}
+# query heads share {{known_model("Llama-2-70B")[1].num_key_value_heads}} heads of keys and values, of
+# {{known_model("Llama-2-70B")[1].head_dim}} numbers each. In bf16 that is 80 × 2 × 8 × 128 ×
 # 2 = 327,680 bytes a token. A text of 8,192 tokens takes 2.5 GiB. If each query head had keys of its own, it would be 20
 # GiB.
 #
@@ -521,6 +530,7 @@ claims.show("C17")
 # - **Divide by the labels of all ranks**, and undo the mean that DDP or FSDP takes.
 # - **Check bytes, not settings.**
 # - **Shard only what does not fit.** FSDP sends up to three times the model's size in each micro-batch.
+#   <!-- holds: 2.9 < communication_seconds("fsdp", 1, 1000, 1, 1) < 3 -->
 #
 # ## Optional: what DDP sends
 #
@@ -555,7 +565,8 @@ for accumulate in (False, True):
     print(f"micro-batches: {1 + accumulate}, buckets: {len(sent)}, bytes: {sum(sent):,}")
 
 # %% [markdown]
-# The buckets hold all 1,716,992 bytes of gradients, with one micro-batch and with two.
+# The buckets hold all {{sum(sent):,}} bytes of gradients, with one micro-batch and with two.
+# <!-- holds: sum(sent) == 4 * llama().num_parameters() == sum(run_ranks(buckets, False)[0]) -->
 #
 # `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But
 # then `zero_grad()` frees nothing.
@@ -563,7 +574,7 @@ for accumulate in (False, True):
 # ## Optional: clip with sharded gradients
 #
 # `clip_grad_norm_` computes the norm of the whole gradient from the shards of all ranks. The norm of the local shards is
-# another number:
+# another number: <!-- holds: mine < total -->
 
 
 # %%
@@ -704,8 +715,9 @@ guess_c = predict_first(
 guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["allgather"])
 
 # %% [markdown]
-# There are no more. Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
+# There are no more. <!-- holds: run_ranks(count, "per-layer") == run_ranks(count, None) --> Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
 # under FSDP cost no more than on one card.
+# <!-- holds: run_ranks(count, "per-layer")[0]["allgather"] == 8 * 2 + 1 -->
 
 # %%
 claims.show("C49")
@@ -751,7 +763,7 @@ print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
 #
 # ## Optional: Trainer with FSDP, on the CPU
 #
-# `Trainer` takes `fsdp=True`. Try it on two ranks. The model has 1,716,992 bytes of weights.
+# `Trainer` takes `fsdp=True`. Try it on two ranks. The model has {{4 * llama().num_parameters():,}} bytes of weights.
 
 # %%
 question = "Trainer with fsdp=True, on two CPU ranks: bytes of weights on a rank?"
@@ -779,7 +791,7 @@ guess_d.reveal(measured=nbytes)
 print(name)
 
 # %% [markdown]
-# **It is DDP, without a warning.** `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone. So a test
+# **It is DDP, without a warning.** <!-- holds: name == "DistributedDataParallel" --> `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone. So a test
 # on the CPU says nothing about your FSDP settings.
 # (`make_trainer` refuses FSDP: take `prepare` and `step`.)
 #
@@ -805,7 +817,7 @@ print(f"predicted {found.peak.total:,} bytes")
 print("measured ", *(f"{nbytes:,} bytes" for nbytes in run_ranks(carried_out, recipe)))
 
 # %% [markdown]
-# The prediction is exact. And training **every weight** of the 70B, on cards of 80 GB, with 2,048 tokens on each?
+# The prediction is exact. <!-- holds: run_ranks(carried_out, recipe) == 2 * [found.peak.total] --> And training **every weight** of the 70B, on cards of 80 GB, with 2,048 tokens on each?
 
 # %%
 for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-master")):
@@ -814,8 +826,10 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
 
 # %% [markdown]
 # Eight cards can hold it in pure bf16, where small updates are lost (lesson 07). With float32 master weights it
-# takes sixteen. Fewer cards can keep shards and states on the host with `offload="parameters"`. Then each
+# takes sixteen. <!-- holds: whole < CARDS["H100 80GB"].nbytes < seventy(2048, 8, "float32-master").total --> Fewer cards can keep shards and states on the host with `offload="parameters"`. Then each
 # micro-batch moves a rank's shards to the card twice, in forward and in backward, and its gradients back.
+# <!-- holds: 2.9 < predict(llama().config, recipe=Recipe(sharding="fsdp", offload="parameters"), batch_size=2,
+# seq_len=32, ranks=2, target="cuda").offload_traffic_bytes / (2 * llama().num_parameters()) < 3 -->
 #
 # ## Optional: several machines
 #
@@ -957,7 +971,8 @@ def in_tensors():
 _ = run_ranks(in_tensors)
 
 # %% [markdown]
-# Each rank holds 926,464 of 1,716,992 bytes: half of the layers' matrices, and the whole embedding and head. The eight
+# Each rank holds {{4 * llama().num_parameters() - sum(2 * p.numel() for p in llama().model.layers.parameters()
+# if p.ndim == 2):,}} of {{4 * llama().num_parameters():,}} bytes: half of the layers' matrices, and the whole embedding and head. The eight
 # layers need four all-reduces each, two in forward and two in backward. Each is as large as the layer's input, and the
 # rank has nothing else to do meanwhile. So tensor parallel stays within one machine, where links are fast.
 #

@@ -93,8 +93,7 @@ def _other_difference(got: Any, expected: Any) -> Difference | None:
         same = isinstance(expected, type(got)) and bool(got == expected)
     if same:
         return None
-    shown = "None (is a `return` missing?)" if got is None else describe(got)
-    return _plain_difference(shown, describe(expected))
+    return _plain_difference(describe(got), describe(expected))
 
 
 def shortened(text: str, most: int) -> str:
@@ -149,7 +148,7 @@ def plain(value: Any) -> Any:
     if _is_tensor(value):
         if value.is_meta:
             return f"a tensor without numbers, of shape {tuple(value.shape)}"
-        value = value.detach().cpu()
+        value = value.detach().to_dense().cpu()
         return value.item() if value.ndim == 0 else value
     if isinstance(value, (list, tuple)):
         return tuple(value)

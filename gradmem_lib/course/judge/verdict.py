@@ -230,6 +230,7 @@ def _raised(error: BaseException, answer: Any, limit: float) -> Raised:
 
 def first_difference(exercise: Exercise, got: Look, expected: Look) -> str:
     """ "For <case>: got 3, expected 2.": the first place where an answer is wrong, or nothing."""
+    forgot_return = got.returned_none and not expected.returned_none
     wanted = expected.seen
     if got.raised:  # only the cases that it reached
         wanted = {case: value for case, value in wanted.items() if case in got.seen}
@@ -237,10 +238,10 @@ def first_difference(exercise: Exercise, got: Look, expected: Look) -> str:
     if found:
         right = len(expected.seen) - len(wrong_cases(got, expected, exercise.tolerance))
         share = f" ({right} of {len(expected.seen)} cases are right.)" if right else ""
-        return _place(exercise, found) + share
+        returns = " Is a `return` missing?" if forgot_return else ""
+        return _place(exercise, found) + returns + share
     if got.raised:
-        forgot = got.returned_none and not expected.returned_none
-        return _raised_in_words(exercise, got, forgot_return=forgot)
+        return _raised_in_words(exercise, got, forgot_return=forgot_return)
     left = [says for kind, says in got.left.items() if says and kind not in expected.left]
     return f"{left[0]}." if left else ""
 
@@ -350,7 +351,8 @@ def pattern(exercise: Exercise, answer: Any, got: Look, expected: Look) -> str:
         if says and kind not in expected.left:
             return f"{says}."
     if got.raised:
-        return what_to_look_at(got.raised.kind, got.raised.text)
+        error = got.raised
+        return what_to_look_at(error.kind, error.text) if error.line else ""
     with contextlib.suppress(Exception), _undisturbed(), time_limit.stopped_after(5):
         return pattern_of(exercise, answer, got.seen, expected.seen)
     return ""
@@ -361,8 +363,9 @@ def _wrong_kind(exercise: Exercise, answer: Any) -> str:
     name, right = exercise.name, exercise.right
     if not callable(right):
         return ""
-    what = "the class" if isinstance(right, type) else "a function"
-    asked = f"expected {what} {name}{_signature(right)}, but"
+    asked = f"expected a function {name}{_signature(right)}, but"
+    if isinstance(right, type):
+        asked = f"expected the class {name}, but"
     if not callable(answer):
         return f"{asked} got {describe(answer)}: pass {name} itself, without calling it."
     if isinstance(right, type):

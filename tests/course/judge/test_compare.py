@@ -42,7 +42,7 @@ def test_the_same_value_in_another_form_is_equal(got, expected):
         (12_884_901_887.0, 12_884_901_888, "got 12,884,901,887, expected 12,884,901,888"),
         (0.30001, 0.3, "got 0.30001, expected 0.3"),
         (float("nan"), 0.3, "got nan, expected 0.3"),
-        (None, 3, "got None (is a `return` missing?), expected 3"),
+        (None, 3, "got None, expected 3"),
         ((1, 2, 3), (1, 2), "got [1, 2, 3], expected [1, 2]"),
         (
             torch.ones(2, 3),

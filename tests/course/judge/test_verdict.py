@@ -113,7 +113,7 @@ def test_a_branch_that_raises_not_implemented_is_an_attempt(answer):
             "For another case, which is not shown: 1 is too small.",
         ),
         (lambda w, h: [], "return one number: this is []. For area(3, 5): got [], expected 15."),
-        (lambda w, h: print(w), "For area(3, 5): got None (is a `return` missing?), expected 15."),
+        (lambda w, h: print(w), "For area(3, 5): got None, expected 15. Is a `return` missing?"),
         (lambda w: w, "expected a function area(width, height), but yours is <lambda>(w)."),
         (15, "expected a function area(width, height), but got 15: pass area itself"),
         (lambda w, h: sys.exit(3), "Your code raised SystemExit at line"),

@@ -1,4 +1,4 @@
-"""What lessons 00 to 05 say in figures, orders and optima, recomputed from what their cells printed
+"""What lessons 00 to 04 say in figures, orders and optima, recomputed from what their cells printed
 or from code.
 """
 
@@ -422,59 +422,6 @@ def test_04_where_it_does_not_help():
     assert 0.2 < less / kept < 0.3 and said.says("the activations fell to about a quarter")
 
 
-# 05
-
-
-def test_05_where_the_bytes_are():
-    said = lesson("05")
-    rows = re.findall(r"^\{.*?\} (\{'parameters'.*\})$", said.printed, re.MULTILINE)
-    parts = [{k: int(v) for k, v in re.findall(r"'(\w+)': (\d+)", row)} for row in rows]
-    naive, cut, rerun = parts
-    shrinks = naive["activations"] + naive["temporaries"]
-    assert shrinks > sum(naive.values()) / 2
-    assert said.says("More than half of the peak is activations and the logits' temporaries.")
-    assert "gradients" not in naive and cut["gradients"] == rerun["gradients"] == 513
-    assert said.says("Accumulation keeps 513 MiB of gradients")
-    card = 0.8 * 1024
-    assert naive["parameters"] + rerun["gradients"] > card
-    assert said.says("weights and gradients alone, 513 MiB each, are more than the card")
-    assert round(4 * SMOLLM2 / MiB) == 513
-
-
-def test_05_bars():
-    said = lesson("05")
-    card = 0.8 * 1024
-    measured = [peak for (peak,) in said.figures(r"^measured +([\d,.]+) MiB, in")]
-    predicted = [peak for (peak,) in said.figures(r"^predicted +([\d,.]+) MiB, in")]
-    naive, pieces, checkpointed, autocast, bf16, eight, adafactor, torchs, *rest = measured
-    lora, without, chunks, final = rest
-    assert all(abs(a - b) < 0.3 for a, b in zip(measured, predicted, strict=True))
-    assert checkpointed == pieces and said.says("**The peak does not move.**")
-    assert said.answer("5.c") == 0 and said.answer("5.d") == 0 and autocast >= checkpointed
-    assert bf16 == pytest.approx(checkpointed / 2, rel=0.01)
-    assert eight < adafactor and said.says("Adafactor's peak is the higher one")
-    assert torchs < card < eight and said.says("**The run fits**, with every weight trained.")
-    assert lora < card / 2 < without and said.says("**The peak is less than half of the card.**")
-    assert chunks < card / 2 and said.says("more than half of the card is free")
-    assert final < card and final < naive / 4
-    assert said.says("until it needs less than a quarter of the memory")
-    [[share]] = said.figures(r"^([\d.]+)% of the naive run's peak")
-    assert share == pytest.approx(100 * final / naive, abs=0.1)
-    rows = {int(n): peaks for n, *peaks in said.figures(r"^ +(\d) +([\d,]+) MiB +([\d,]+) MiB$")}
-    assert rows[4][0] < card < rows[4][1] and card < rows[8][0]
-    assert said.says("Four rows at a time fit, if the loss is in chunks")
-
-
-def test_05_the_embedding_and_the_dtype_of_loading():
-    said = lesson("05")
-    share = VOCABULARY * HIDDEN / SMOLLM2
-    assert 0.19 < share < 0.22 and said.says("the embedding is a fifth of this model")
-    loaded = said.figures(r"^loaded in torch\.\w+, bf16=\w+: ([\d,]+)$")
-    assert loaded[2] == loaded[3] and loaded[1] > loaded[0]
-    assert said.says("The last two lines are equal.")
-    assert torch.finfo(torch.bfloat16).eps == 1 / 128 and said.says("In bf16 that is 1/128")
-
-
 # Lines of the library that lessons show
 
 
@@ -502,34 +449,6 @@ def test_04_what_a_recorded_schedule_watches():
     for call in ("register_module_forward_pre_hook(", "register_module_forward_hook(", "Watch("):
         assert call in lines, call
     assert issubclass(Watch, TorchDispatchMode)
-
-
-def in_micro_batches(size):
-    """A plain step of exercise 5.10, in micro-batches of ``size`` rows."""
-
-    def step(model, optimizer, batch):
-        for micro in split(batch, size):
-            loss = torch.nn.functional.cross_entropy(model(micro["x"]), micro["labels"])
-            (loss * size / 64).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def test_05_micro_batches_fit_the_small_card_and_are_another_update():
-    from gradmem_lib.course.lessons.lesson_05 import exercises, settings
-
-    assert lesson("05").says(f"stay under **{settings.RANDOM_CARD}**. Micro-batches would fit.")
-    updates, peaks = [], []
-    for answer in (in_micro_batches(64), exercises.same_step, in_micro_batches(16)):
-        seen = dict(exercises.random_cases(answer))
-        updates.append(seen["the update, which a plain step makes from the same random state"])
-        peaks.append(seen["the peak"])
-    assert [peak.over > 0 for peak in peaks] == [True, False, False]
-    plain, rerun, cut = updates
-    assert torch.equal(plain, rerun)
-    assert (cut - plain).norm() > 0.1 * plain.norm()
 
 
 def test_03_memory_runs_out_in_the_seventh_micro_batch():
