@@ -315,8 +315,8 @@ guess_c.reveal(
 # ●●○ · 5 minutes · trains: putting a technique into a loop of your own, and leaving the update what it was
 #
 # Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns
-# that mean, under **{{lesson_06.CLASSIFIER_CARD}}**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or
-# both. Leave the model in train or eval mode, as it was.
+# that mean, under **{{lesson_06.CLASSIFIER_CARD}}**. The plain step of section 3 takes twice that. You may use
+# checkpoints, micro-batches, or both. Leave no gradients, and leave the model in train or eval mode, as it was.
 #
 # <details><summary>Hint 1: checkpoints</summary>
 #
@@ -404,7 +404,7 @@ claims.show("C54")
 #
 # The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block
 # of 64 weights shares. <!-- holds: [name for name in options if options[name].needs <= cards["12GB"]] == list(options)[-1:] -->
-# On 16 GB, two thirds are then left. <!-- holds: 0.32 < options["+ base in 4 bits"].needs / cards["16GB"] < 0.35 -->
+# On 16 GB, two thirds are then left. <!-- holds: 0.3 < options["+ base in 4 bits"].needs / cards["16GB"] < 0.37 -->
 # What does the planner do with this room? (`margin=0` lets it use all of it.)
 
 # %%
@@ -586,7 +586,8 @@ except BudgetExceeded as exceeded:
 #
 # Write `logits_leak()`. It returns two things: the number of the line that keeps tensors which the result does not need,
 # and the fixed script. The fixed script returns the same accuracy, leaves the model as the script does, and stays within
-# {{lesson_06.EVALUATION_BUDGET}}, however many batches there are.
+# {{lesson_06.EVALUATION_BUDGET}}, however many batches there are. The logits must not wait outside PyTorch either, in lists or
+# in arrays.
 #
 # <details><summary>Hint 1: what is needed?</summary>
 #
@@ -773,7 +774,7 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 # that end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens. A plain step takes
 # {{with_checkpoints(lesson_06.t5_setting()[0], None, lesson_06.t5_setting()[2]).total / 1e6:.1f}} MB. Write
 # `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under
-# **{{lesson_06.T5_CARD}}**. `t5_setting()` of `gradmem_lib.course` makes all three. Leave no checkpoints on.
+# **{{lesson_06.T5_CARD}}**. `t5_setting()` of `gradmem_lib.course` makes all three. Leave no gradients, and no checkpoints on.
 #
 # <details><summary>Hint 1: the way</summary>
 #
