@@ -36,6 +36,9 @@ THEIRS = ("torch", "transformers", "accelerate", "peft")
 # Ends of longer names. Of Python and Jupyter: a named tuple's fields, a process's end, where its
 # threads are, a picture in every form, a widget's code and looks.
 PUBLIC = {
+    "_label",  # ends of the names of inputs, as is the next one
+    "_labels",
+    "_window",
     "_kwargs",
     "_MAPPING",
     "_asdict",

@@ -320,7 +320,7 @@ def _looks_of(
     """(sentence, what it does) of known mistakes. Each runs once, and only if somebody asks: those
     that come after the mistake that was made need not run.
     """
-    waiting, seen = vars(exercise).setdefault("_looks", {}).setdefault(kind, (answers(), []))
+    waiting, seen = vars(exercise).setdefault("looks", {}).setdefault(kind, (answers(), []))
     yield from seen
     for answer, says in waiting:
         seen.append((says, look(exercise, answer, time_limit.SECONDS)))

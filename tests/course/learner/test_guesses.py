@@ -236,8 +236,8 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
         "    return shape.numel()",
         "tensor_bytes = check('0.1', tensor_bytes)\nprint(tensor_bytes((2, 3), 4))",
         (
-            "class Mine:\n    pass\n\ndef tensor_bytes(shape, size):\n    ...\n    return 0\n\n_ = "
-            "check('0.1', tensor_bytes)"
+            "class Mine:\n    pass\n\ndef tensor_bytes(shape, size):\n    raise "
+            "NotImplementedError\n\n_ = check('0.1', tensor_bytes)"
         ),
     ]
     notebook = nbformat.v4.new_notebook(
@@ -256,7 +256,7 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
     assert "No guess was made." in outputs[1][0].text
     assert "guess     2,048 bytes  2.00 KiB  exact" in outputs[2][0].text
     raised = (
-        "✗ 0.1 not yet: your code raised AttributeError at line 5 of its cell: 'tuple' object has "
+        "✗ 0.1 not yet: Your code raised AttributeError at line 5 of its cell: 'tuple' object has "
         "no attribute 'numel'."
     )
     (judged,) = outputs[4]

@@ -115,7 +115,7 @@ def headings(page: str) -> set[str]:
 
 def test_what_the_pages_point_to_is_there():
     for path in [build_page.PAGE, *build_page.FOLDER.iterdir()]:
-        page = path.read_text(encoding="utf-8")
+        page = re.sub(r"`[^`\n]*`", "", path.read_text(encoding="utf-8"))  # code has no links
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page):
             file, _, anchor = target.partition("#")
             other = (path.parent / file).resolve() if file else path

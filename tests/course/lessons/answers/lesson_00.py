@@ -29,7 +29,7 @@ RIGHT = {
         one_by_one,
         makes_it,
         lambda shape, size: torch.tensor(shape, dtype=torch.long).prod() * size,
-        lambda shape, size: torch.empty(*shape, device="meta").numel() * float(size),
+        lambda shape, size: torch.empty(shape, device="meta").numel() * float(size),
     ]
 }
 WRONG = {
