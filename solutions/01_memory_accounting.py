@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *58 minutes, and 80 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
+# *59 minutes, and 80 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
 # could write yourself.*
 #
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can

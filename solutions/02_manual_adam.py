@@ -284,7 +284,7 @@ print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it")
 # ## 5 · AdamW: where the W goes
 #
 # Weight decay pulls every weight a little towards zero. The old way adds $\lambda p$ to the gradient, where λ is the
-# `weight_decay`. In SGD that works. In Adam it does not: the added part goes through m and is divided by $\sqrt{v}$,
+# `weight_decay`. In SGD that works. In Adam the added part goes through m and is divided by $\sqrt{v}$,
 # so weights with large gradients hardly decay. AdamW (Loshchilov and Hutter 2019) **decouples** the decay: first it
 # shrinks p, then it does Adam with the gradient as it is.
 #

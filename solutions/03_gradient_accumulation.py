@@ -22,7 +22,7 @@
 # - say which bytes follow the micro-batch and which do not;
 # - divide by the right number, so that the result is exactly the full batch's gradient;
 # - put stepping, zeroing, clipping and logging in their places, to the last incomplete window;
-# - find out whether the trainer that you use gets it right, and fix it if it does not.
+# - find out whether your trainer gets it right, and fix it.
 
 # %%
 import torch
@@ -47,7 +47,7 @@ from gradmem_lib.course import claims, models, text_batch, texts
 # | **mini-batch** | all micro-batches of one GPU between two updates | how long an update takes |
 # | **global batch** | the mini-batches of all GPUs together | what the model learns from an update |
 #
-# Some documents call the first of them mini-batch. When you read "batch size", ask: *how much goes through at once?*
+# When you read "batch size", ask: *how much goes through at once?*
 #
 # ## 2 · What shrinks, and what does not
 #
@@ -231,10 +231,9 @@ count_targets = check("3.2", count_targets)
 #
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
 #
-# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. A micro-batch is anything that
-# `loss_and_count` takes: `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int,
-# perhaps 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean (anything that `float()`
-# takes). Keep one graph at a time.
+# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list of anything. For each,
+# `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int,
+# perhaps 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean. Keep one graph at a time.
 #
 # <details><summary>Hint 1: the total first</summary>
 #
@@ -292,10 +291,9 @@ print(items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-1
 #
 # ●●○ · 8 minutes · trains: when to step, when to zero, and the last incomplete window
 #
-# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable: a list, or an
-# iterator with more micro-batches than fit into memory. So hold only one window of them at a time, and one graph. Update
-# after every `window` micro-batches, and once more for whatever is left. Return a list: each update's mean loss, without
-# its graph.
+# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is a list, or an iterator that
+# does not fit into memory: hold one window of it, and one graph. Update after every `window` micro-batches, and once
+# more for what is left. Return a list: each update's mean loss, without its graph.
 #
 # <details><summary>Hint 1: use what you have</summary>
 #
@@ -746,8 +744,8 @@ guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 20
 #
 # Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
 # `Trainer` will divide by the accumulation steps itself. If the model uses the number, leave it alone. Return the
-# model. Do not decide by the model's name: ask the model, which may be in training mode and have dropout. Set the
-# attribute on this model, not on its class.
+# model. Do not decide by the model's name: ask the model, which may have dropout. Set the attribute on this
+# model, not on its class.
 #
 # <details><summary>Hint 1: how to ask</summary>
 #

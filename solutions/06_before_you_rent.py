@@ -405,7 +405,7 @@ claims.show("C54")
 # The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block
 # of 64 weights shares. <!-- holds: [name for name in options if options[name].needs <= cards["12GB"]] == list(options)[-1:] -->
 # On 16 GB, two thirds are then left. <!-- holds: 0.3 < options["+ base in 4 bits"].needs / cards["16GB"] < 0.37 -->
-# What does the planner do with this room? (`margin=0` lets it use all of it.)
+# What does the planner do with this room?
 
 # %%
 from gradmem_lib import plan
@@ -447,7 +447,7 @@ published.show()
 # {{100 * max(row.predicted / row.published - 1 for row in published.rows()):.1f}} % too high.
 # <!-- holds: max(published.rows(), key=lambda row: abs(row.predicted / row.published - 1)).run == "LoRA" -->
 # <!-- holds: sorted(abs(row.predicted / row.published - 1) for row in published.rows())[len(published.rows()) // 2] < 0.01 -->
-# Ask of any published figure: which versions, and does it count tensors, the allocator, or the whole process?
+# Ask of any published figure what it counts.
 #
 # ## 6 · What comes next?
 #
@@ -477,9 +477,8 @@ show_decisions(run, card="3.5 GiB")
 # has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are
 # `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that can be enough, at
 # best, or `"none"`. One half of the chart's columns is for forward and backward, the other for the optimizer's step.
-# "At best" counts each marked part whole. In life 8-bit states leave a quarter of float32 states and half of bf16 states,
-# and weights in 4 bits leave more than a quarter of bf16 weights. In forward and backward, `"temporaries"` are the logits' gradients. In the optimizer's
-# step they are the optimizer's own. Ask each technique by itself, without the ones before it.
+# "At best" counts each marked part whole, though in life 8-bit states and 4-bit weights leave some of theirs. In forward and backward, `"temporaries"` are the logits' gradients. In the optimizer's
+# step they are the optimizer's own. Ask each technique by itself.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -523,8 +522,7 @@ for name, option in options.items():
 
 # %% [markdown]
 # "none" means that no technique alone is enough. Then take the cheapest one that shrinks a large part, and ask again.
-# "QLoRA" at `+ 8 × 1` means that checkpointing, 8-bit states or LoRA alone cannot be enough, even at best. Section 4 went
-# up in small steps all the same, to show what each one takes away: checkpointing, and then 8-bit AdamW.
+# Section 4 takes smaller steps.
 #
 # ## 7 · What you can now do
 #

@@ -44,7 +44,8 @@ def check(id: str, candidate: Any) -> Any:
         PASSED: f": {title}",
         OPEN: f": {title} (later cells use the reference solution)",
     }
-    print(verdict.line + after.get(verdict.outcome, ""))
+    line = verdict.line + after.get(verdict.outcome, "")
     if verdict.outcome == PASSED and exercise.afterwards:
-        print(exercise.afterwards(candidate))
+        line += f" {exercise.afterwards(candidate)}"
+    print(line)
     return verdict.result
