@@ -54,7 +54,9 @@ def _explain(options: argparse.Namespace) -> int:
     except OSError as error:
         complain(f"{' '.join(options.text)}: {error.strerror}")
         return 2
-    explanation = explain(text)
+    explanation = explain(
+        text, model=options.model, batch_size=options.batch_size, seq_len=options.seq_len
+    )
     print(explanation)
     if explanation.error is None:
         return 1
@@ -85,6 +87,7 @@ def _lay_prediction_beside(options: argparse.Namespace) -> int:
     """Print the prediction for a model, and how it compares with the error's card."""
     from ..planning.held import overhead_of_prediction
     from ..units import format_bytes
+    from ..view.error_rows import shown
 
     options.target = "cuda"
     title, prediction = predicted(options)
@@ -94,14 +97,16 @@ def _lay_prediction_beside(options: argparse.Namespace) -> int:
     total = options.error.total
     if total is None or options.error.kind == "budget":  # the error names no card's memory
         return 0
-    card = format_bytes(total)
-    if needs > total:
-        verdict = f"This run does not fit the error's card of {card}, also by itself."
+    if shown(needs) > shown(total):
+        verdict = (
+            f"This run needs {format_bytes(needs)}. It does not fit the error's card of "
+            f"{format_bytes(total)}, also by itself."
+        )
     else:
         verdict = (
-            f"By the prediction this run fits the error's card of {card}. So look for "
-            "what it does not count: other processes, a leak, evaluation, or other "
-            "options than those given here."
+            f"By the prediction this run needs {format_bytes(needs)} and fits the error's card of "
+            f"{format_bytes(total)}. So look for what it does not count: other processes, a leak, "
+            "evaluation, or other options than those given here."
         )
     print(wrapped(verdict))
     return 0

@@ -21,14 +21,16 @@ _STAMP = re.compile(
     r"|\[(?:ERROR|INFO|WARNING)\]\s?|[>│|]+ ?)"
 )
 
+# No size of this world: the driver writes 2**64 - 1 bytes for a figure that it does not have, and
+# PyTorch "more than 1EB" for a request.
+ENDLESS = 2**60
 # A unit of CUDA's messages. Apple's write GB and mean powers of 1024, too (see MPSAllocator.mm).
 _UNITS = {"bytes": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
-_UNITS |= {"kb": KiB, "mb": MiB, "gb": GiB, "tb": TiB}
+_UNITS |= {"kb": KiB, "mb": MiB, "gb": GiB, "tb": TiB, "eb": ENDLESS}
 _SIZE = r"([\d][\d.,]*)(bytes|[KMGT]i?B)"
-_NOT_KNOWN = 2**60  # the driver writes 2**64 - 1 bytes for a figure that it does not have
 
 # How each error begins, in a text without white space: a message may be wrapped anywhere, also
-# inside a word.
+# inside a word. Of two that begin at one place, the upper one is meant.
 _STARTS = {
     "cuda": r"CUDAoutofmemory\.?Triedtoallocate",
     "hip": r"HIPoutofmemory\.?Triedtoallocate",
@@ -38,19 +40,34 @@ _STARTS = {
     "xpu": r"XPUoutofmemory|CurrentplatformcanNOTallocatememoryblock",
     "mps": r"MPSbackendoutofmemory|Invalidbuffersize:[\d.]+[KMGT]i?B",
     "budget": r"outofbudgetby[\d,]+bytes",
+    "shared memory": (
+        r"workersareoutofsharedmemory|insufficientsharedmemory"
+        r"|unableto(?:writetofile|opensharedmemoryobject|resizefile|mmap\d+bytesfromfile)</torch_"
+    ),
     "host": (
         r"DefaultCPUAllocator:(?:can'tallocatememory|notenoughmemory)"
-        r"|Unabletoallocate[\d.]+[KMGT]iBforanarray|noderunninglowonmemory"
-        r"|WinError1455|unabletommap\d+bytes"
+        r"|Unabletoallocate[\d.]+[KMGT]iBforanarray|(?<!OutOf)(?<!Array)MemoryError(?!:Unable)"
+        r"|WinError1455|pagingfileistoosmall|unabletommap\d+bytes|std::bad_alloc"
+        r"|(?:Errno12\]?|fork|mmapfailed):?Cannotallocatememory"
+        r"|CUDNN_STATUS_\w*HOST_ALLOCATION_FAILED|OUT_OF_HOST_MEMORY|failedtoalloc\d+bytesonhost"
+        r"|couldnotallocatepinnedhostmemory|cudaHost(?:Alloc|Register).{0,60}?outofmemory"
+        # pinned memory is the computer's, and CUDA refuses it in the same words as its own
+        r"|(?:inpinmemorythread|\.pin_memory\().{0,600}?CUDAerror:outofmemory"
     ),
     "no figures": (
         r"(?:CUDA|HIP|CUDAdriver)error:outofmemory"
         r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate)"
         r"|cudaruntimeerror\(2\):outofmemory|CUDAfailedwitherroroutofmemory"
-        r"|Erroroutofmemoryatline|Cudafailure\d?'outofmemory'|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
-        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|OutOfMemoryError:Allocationondevice(?!\d*would)|FailedtoCUDAcalloc"
-        r"|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|PI_ERROR_OUT_OF_RESOURCES"
+        r"|Erroroutofmemoryatline|Cudafailure\d?'outofmemory'|FailedtoCUDAcalloc"
+        r"|(?:CU|HIP|ROC)[A-Z]{2,8}_(?:STATUS_)?\w{0,40}ALLOC(?:ATION)?_FAILED"
+        r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+        r"|OutOfMemoryError:Allocationondevice(?!\d*would)"
+        r"|(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"
         r"|notenoughGPUvideomemory|CallbackErrorOutOfMemory"
+    ),
+    "library": (
+        r"findavalid(?:cuDNN)?algorithm|wasunabletofindanengine|novalidconvolutionalgorithms"
+        r"|CU(?:BLAS|DNN)_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR(?!_)"
     ),
     "vllm": (
         r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization"
@@ -61,30 +78,48 @@ _STARTS = {
         r"|parametersareonthemetadevice(?:device)?becausetheywereoffloaded"
     ),
     "disk": r"Errno28\]?:?Nospaceleftondevice",
-    "shared memory": r"workersareoutofsharedmemory|unabletowritetofile</torch_",
     "other library": (
         r"RESOURCE_?EXHAUSTED(?=.{0,80}(?:memory|allocat|OOM))"
         r"|(?<!ResourceExhaustedError:)OOMwhenallocatingtensor|BFCArena.{0,80}Failedtoallocate"
         r"|Allocator\(GPU_\d+_bfc\)ranoutofmemory|cudaMallocfailed:outofmemory"
         r"|(?<!EXHAUSTED:)Outofmemoryallocating[\d,]+bytes"
     ),
+    # A process was ended. The kernel says which one, others that the computer's memory was full ...
+    "kernel": r"outofmemory:Kill(?:ed)?process",
+    "out of RAM": (
+        r"oom.?kill|usingallavailableRAM"
+        r"|morememorythanisavailable|killedduetomemorypressure|noderunninglowonmemory"
+        r"|srun:error:.{1,60}?:OutOfMemory"
+    ),
+    # ... and others nothing. DeepSpeed's sigkill_handler reports every exit.
     "killed": (
-        r"exitcode:?-9(?!\d)|code:?137(?!\d)|SIGKILL|signal9\b|killedbysignal:Killed"
-        r"|oom.?kill|\d{3,}Killed(?=\w)"
+        r"(?:code|status)(?:of|is|was)?\W{0,3}?(?:-9|137)(?!\d)|SIGKILL(?!_handler)"
+        r"|signal:?(?:9(?!\d)|kill)|worker\(pid\S{1,40}?\)exitedunexpectedly"
+        r"|kernel.{0,60}?appearstohavedied|Kernelcrashedwhileexecuting|DeadKernelError|Kerneldied"
+        r"|Canceledfutureforexecute_request"
+        r"|processpoolwasterminatedabruptly|subprocesseshasabruptlydied"
+        r"|executorwasunexpectedlyterminated"
     ),
 }
 _START = re.compile(
     "|".join(f"(?P<{name.replace(' ', '_')}>{words})" for name, words in _STARTS.items()),
     re.IGNORECASE,
 )
-# They say less than a message with figures.
-FOLLOW = ("no figures", "vllm", "other library", "dispatched", "disk")
-SEVERAL_LINES = ("other library", "killed")  # one error writes several lines that begin as one
+# A line of a shell about a process, such as "train.sh: line 28:  8156 Killed   python train.py".
+_SHELL = re.compile(r"(?:\S+: )*(?:line \d+: *)?(?:\d+ )? *[Kk]illed(?:: 9)?(?: {4,}\S.*)?")
+# Of several errors, one says more than another that follows from it. The others come first.
+_SAYS_LESS = dict.fromkeys(
+    ("no figures", "library", "vllm", "other library", "dispatched", "disk"), 1
+)
+_SAYS_LESS |= {"kernel": 2, "out of RAM": 3, "killed": 4}
+# One error of these writes several lines that begin as one.
+SEVERAL_LINES = ("other library", "kernel", "out of RAM", "killed", "shared memory", "host")
 _LONGEST = 1500  # characters of one message without white space
 
 # The figures of a message, each by the words that stand beside it.
 _FIGURES = {
-    "asked": rf"[Tt]riedtoallocate{_SIZE}|Requested:{_SIZE}|Invalidbuffersize:{_SIZE}",
+    "asked": rf"[Tt]riedtoallocate(?:morethan)?([\d.]+)(bytes|[KMGTE]i?B)|Requested:{_SIZE}"
+    rf"|Invalidbuffersize:{_SIZE}",
     "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}|Devicelimit:{_SIZE}",
     "free": rf"{_SIZE}free;|{_SIZE}isfree|Free\(accordingtoCUDA\):{_SIZE}",
     "allowed": rf"{_SIZE}allowed;|maxallowed:{_SIZE}",
@@ -96,6 +131,7 @@ _FIGURES = {
     "private": rf"with{_SIZE}allocatedinprivatepools",
     "other": rf"otherallocations:{_SIZE}",
     "this_process": rf"thisprocesshas{_SIZE}memoryinuse",
+    "resident": rf"anon-rss:{_SIZE}",
 }
 _PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse", re.IGNORECASE)
 
@@ -109,7 +145,8 @@ class ErrorText:
     counts them. ``idle``: reserved from the driver, without a tensor. ``private``: the part of
     ``allocated`` that lies free in private pools. ``other``: what Metal holds besides.
     ``this_process`` and ``processes`` (by process number): what the driver says of processes;
-    ``unknown_process``: it wrote a process without a usable figure.
+    ``unknown_process``: it wrote a process without a usable figure. ``resident``: what the process
+    held that the kernel killed.
     ``setting``: the environment variable that the message names. ``version``: the versions of
     PyTorch that write so. ``line``: of the text, from 0. ``stream``: the rank or process that wrote
     it. ``count``: errors in the whole text.
@@ -129,6 +166,7 @@ class ErrorText:
     private: int | None = None
     other: int | None = None
     this_process: int | None = None
+    resident: int | None = None
     processes: dict[int, int] = field(default_factory=dict)
     unknown_process: bool = False
     setting: str = ""
@@ -154,31 +192,61 @@ class ErrorText:
         return max(0, self.total - self.free - self.reserved)
 
     @property
-    def own_process(self) -> int | None:
-        """What the driver counts for this process.
+    def own_number(self) -> int | None:
+        """The number of this run among ``processes``.
 
         In a container, the process has another number than the driver's, and the message calls it
-        "Process N". It is recognised by its bytes: next to PyTorch's own, there would be no room
-        for it.
+        "Process N". It is in the list if PyTorch's bytes would have no room next to the list's. It
+        is the smallest process that has room for these bytes.
         """
         if self.this_process is not None or self.total is None or self.reserved is None:
-            return self.this_process
-        listed = sum(self.processes.values())
-        one_too_many = listed + self.reserved > (self.total - (self.free or 0)) * 1.01
-        candidates = [n for n in self.processes.values() if n >= self.reserved * 0.99]
-        if one_too_many and candidates:
-            return max(candidates)
-        return None
+            return None
+        used = self.total - (self.free or 0)
+        if sum(self.processes.values()) + self.reserved <= 1.01 * used:
+            return None
+        fitting = [n for n, nbytes in self.processes.items() if nbytes >= 0.99 * self.reserved]
+        return min(fitting, key=self.processes.__getitem__, default=None)
+
+    @property
+    def own_process(self) -> int | None:
+        """What the driver counts for this process."""
+        if self.own_number is not None:
+            return self.processes[self.own_number]
+        return self.this_process
+
+    @property
+    def others(self) -> dict[int, int]:
+        """The processes that are not this run, the largest first."""
+        found = sorted(self.processes.items(), key=lambda process: -process[1])
+        return {number: nbytes for number, nbytes in found if number != self.own_number}
 
     @property
     def other_processes(self) -> int | None:
         """What the message says that other processes hold; ``None`` where it does not say."""
         if not self.processes:
             return None
-        others = sum(self.processes.values())
-        if self.this_process is None and self.own_process is not None:
-            others -= self.own_process
-        return others
+        return sum(self.others.values())
+
+    @property
+    def victim(self) -> str:
+        """The process that the kernel ended, such as "process 31044 (python)"."""
+        match = re.search(r"Kill(?:ed)?process(\d+)\((.*?)\)", self.message)
+        if match is None:
+            return ""
+        return f"process {match[1]} ({match[2]})"
+
+    @property
+    def other_ranks(self) -> bool:
+        """Whether it looks as if other ranks of this run were on its card.
+
+        Either a later rank computes on card 0, or several processes hold as much as one another:
+        each has loaded the same program.
+        """
+        rank = re.search(r"(?:rank|default)=?(\d+)", self.stream)
+        if rank and int(rank[1]) > 0 and "GPU0" in self.message:
+            return True
+        sizes = list(self.others.values())
+        return len(set(sizes)) < len(sizes)
 
 
 @dataclass(frozen=True)
@@ -202,6 +270,8 @@ def streams(text: str) -> dict[str, list[Line]]:
             if match.re is _LABEL:
                 label = match[1].strip(":")
             rest = rest[match.end() :]
+        if _SHELL.fullmatch(rest.strip()):
+            rest = f"signal 9: {rest}"
         found.setdefault(label, []).append(Line(number, rest))
     return found
 
@@ -209,8 +279,7 @@ def streams(text: str) -> dict[str, list[Line]]:
 def read_error(text: str) -> ErrorText | None:
     """The first out-of-memory error of ``text``, or ``None`` if there is none.
 
-    An error that says more comes before one that follows from it: a killed process, or a message
-    without figures.
+    An error that says more comes before one that follows from it, such as a killed process.
     """
     found = []
     for label, lines in streams(text).items():
@@ -225,11 +294,12 @@ def read_error(text: str) -> ErrorText | None:
             found.append((kind, numbers[match.start()], label, message))
     if not found:
         return None
-    causes = [error for error in found if error[0] != "killed"] or found
-    with_figures = [error for error in causes if error[0] not in FOLLOW]
-    told = with_figures or causes
+    least = min(_SAYS_LESS.get(error[0], 0) for error in found)
+    told = [error for error in found if _SAYS_LESS.get(error[0], 0) == least]
     kind, line, label, message = min(told, key=lambda error: error[1])
-    count = 1 if kind in SEVERAL_LINES else len(told)
+    count = len(told)
+    if kind in SEVERAL_LINES:
+        count = 1
     return _read_message(kind, line, label, count, message)
 
 
@@ -240,14 +310,14 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
     unknown = False
     for name, words in _FIGURES.items():
         nbytes = _figure(words, message)
-        if name == "this_process" and nbytes is not None and not 0 < nbytes < _NOT_KNOWN:
+        if name == "this_process" and nbytes is not None and not 0 < nbytes < ENDLESS:
             unknown = True
             nbytes = None
         figures[name] = nbytes
     processes = {}
     for pid, number, unit in _PROCESS.findall(message):
         nbytes = _bytes(number, unit)
-        if 0 < nbytes < _NOT_KNOWN:
+        if 0 < nbytes < ENDLESS:
             processes[int(pid)] = nbytes
         else:
             unknown = True
@@ -257,7 +327,8 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
     elif reserved is not None and figures["allocated"] is not None:
         figures["idle"] = max(0, reserved - figures["allocated"])
     if kind == "host":
-        words = rf"youtriedtoallocate([\d,]+)(bytes)|Unabletoallocate{_SIZE}foranarray"
+        words = r"(?:triedtoallocate|failedtoalloc)([\d,]+)(bytes)"
+        words += rf"|Unabletoallocate{_SIZE}foranarray"
         figures["asked"] = _figure(words, message)
     if kind == "other library":
         figures["asked"] = _figure(rf"allocat(?:e|ing){_SIZE}", message)

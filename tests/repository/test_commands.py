@@ -403,7 +403,7 @@ def test_explain_reads_a_file_standard_input_and_words(capsys, tmp_path, monkeyp
     log = tmp_path / "log.txt"
     log.write_text(f"[rank0]: {text}\n")
     code, from_file, _ = command(capsys, "explain", str(log))
-    assert code == 0 and "About 5.98 GiB are held outside" in from_file
+    assert code == 0 and from_file.startswith("About 5.98 GiB of the card's 7.92 GiB")
     _, from_words, _ = command(capsys, "explain", *text.split())
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     _, from_input, _ = command(capsys, "explain")
@@ -422,6 +422,7 @@ def test_explain_lays_the_prediction_beside_the_error(capsys, tmp_path, config):
     code, out, _ = command(capsys, "explain", text.format("8.00 GiB"), *sizes)
     wanted = predict(config, batch_size=2, seq_len=32, recipe=Recipe(), target="cuda")
     assert code == 0 and f"{wanted.peak.total:,}" in out and "fits the error's card" in out
+    assert f"gradmem plan {tmp_path} --card 8.00GiB --seq-len 32 --global-batch 2\n" in out
     _, out, _ = command(capsys, "explain", text.format("12.00 MiB"), *sizes)
     assert "does not fit the error's card" in out
 
