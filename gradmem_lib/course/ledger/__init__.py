@@ -13,7 +13,9 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+from .display import draw
 from .finding import VERDICTS, Figure, Finding
+from .markdown import as_markdown
 from .table import CLAIMS, DOCUMENTS, Claim
 
 __all__ = [
@@ -81,26 +83,23 @@ def lesson_of(claim_id: str) -> str:
 
 
 @cache
-def find(claim_id: str) -> Finding | None:
-    """Compute a claim's finding; None while it is open. ``KeyError`` for an unknown id."""
+def find(claim_id: str) -> Finding:
+    """Compute a claim's finding. ``KeyError`` for an unknown id."""
     _known(claim_id)
     _load_lessons()
-    return _ANSWERS[claim_id]() if claim_id in _ANSWERS else None
+    return _ANSWERS[claim_id]()
 
 
-def show(*claim_ids: str, figures: bool = False) -> None:
+def show(*claim_ids: str) -> None:
     """Show each claim with its verdict: in a notebook a line that unfolds, elsewhere a few lines of
-    text.
-
-    ``figures=True`` adds everything that was computed. ``KeyError`` for an unknown id.
+    text. docs/ledger.md has all figures. ``KeyError`` for an unknown id.
     """
-    from .display import display
-
-    display([(_known(claim_id), find(claim_id)) for claim_id in claim_ids], figures)
+    draw([(_known(claim_id), find(claim_id)) for claim_id in claim_ids])
 
 
 def page() -> str:
-    """The ledger as markdown: a table of all claims, then an entry for each that is answered."""
-    from .markdown import markdown
-
-    return markdown({claim_id: find(claim_id) for claim_id in CLAIMS})
+    """The ledger as markdown: a table of all claims, then an entry for each."""
+    return as_markdown(
+        {claim_id: find(claim_id) for claim_id in CLAIMS},
+        {claim_id: lesson_of(claim_id) for claim_id in CLAIMS},
+    )

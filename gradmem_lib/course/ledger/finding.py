@@ -9,16 +9,20 @@ needs no condition. Other figures that a reader should see, but that decide noth
 from __future__ import annotations
 
 import re
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf, isnan
 
 from ...units import MiB
 
-VERDICTS = ("holds", "holds only if", "does not hold")
+# The verdicts, and the name of the sentence that goes with each in the text of a finding.
+SENTENCE_OF = {"holds": "holds", "holds only if": "only if", "does not hold": "fails"}
+VERDICTS = tuple(SENTENCE_OF)
 SENTENCES = r"^ *(holds|only if|fails|why|needs): "  # how each begins in the text of a finding
 Figures = dict[str, int | float | str]
 MOST_SHOWN = 3  # figures beside a sentence that is read in ten seconds
 GB = 10**9  # the documents' own unit
+SIZES = {"GB": GB, "MB": MiB, "%": 0.01}
 OTHER_SENTENCE = (
     "The figures found here differ from those that this entry was written for; read "
     "the figures, not the explanation."
@@ -27,7 +31,7 @@ OTHER_SENTENCE = (
 
 def in_unit(value: float, unit: str) -> str:
     """``value`` as text. ``unit``: "GB" for bytes in powers of 1000, "MB" for bytes in MiB (as NVML
-    writes them), "%" for a share, "times" for a ratio, "yes" for a truth value, or any other word
+    writes them), "%" for a share, "×" for a ratio, "yes" for a truth value, or any other word
     behind a plain number.
     """
     if unit == "yes":
@@ -38,10 +42,27 @@ def in_unit(value: float, unit: str) -> str:
         return f"{value / MiB:,.0f} MB"
     if unit == "%":
         return f"{100 * value:.3g}%"
-    if unit == "times":
+    if unit == "×":
         return f"{value:.{2 if value < 10 else 1}f}×"
     number = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
     return f"{number} {unit}".rstrip()
+
+
+def each(name: str, found: Mapping, shown: str = "{}") -> Figures:
+    """A figure for each setting of ``found``, the values by setting.
+
+    ``name`` has braces where the setting stands; None reads "off". ``shown``: how a value becomes
+    text, or several at once. A number alone stays one.
+    """
+    figures: Figures = {}
+    for setting, value in found.items():
+        words = ["off" if word is None else word for word in _several(setting)]
+        figures[name.format(*words)] = value if shown == "{}" else shown.format(*_several(value))
+    return figures
+
+
+def _several(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def gb(nbytes: float) -> str:
@@ -49,9 +70,13 @@ def gb(nbytes: float) -> str:
     return in_unit(nbytes, "GB")
 
 
-def _claimed(value: float, unit: str) -> str:
-    """As ``in_unit``, without the decimals that a document leaves out."""
-    return f"{value:g}×" if unit == "times" else in_unit(value, unit).replace(".0 ", " ")
+def _read(claimed: str) -> tuple[list[float], str]:
+    """The numbers of a claimed text, such as "60 GB", "4×" or "20 to 30%", and their unit; those in
+    % as shares.
+    """
+    unit = re.search(r"[^\d ]*$", claimed)[0]
+    numbers = re.findall(r"[\d.]+", claimed.replace(",", ""))
+    return [float(number) * SIZES.get(unit, 1) for number in numbers], unit
 
 
 @dataclass(frozen=True)
@@ -84,24 +109,27 @@ class Figure:
         return in_unit(self.found, self.unit)
 
 
-def about(what: str, claimed: float, found: float, unit: str = "", within: float = 0.1) -> Figure:
+def about(what: str, claimed: str, found: float, within: float = 0.1) -> Figure:
     """A claimed number, met where ``found`` is at most the share ``within`` of it away."""
-    room = abs(claimed) * within
-    return Figure(what, _claimed(claimed, unit), found, claimed - room, claimed + room, unit)
+    (number,), unit = _read(claimed)
+    room = number * within
+    return Figure(what, claimed, found, number - room, number + room, unit)
 
 
 def between(
-    what: str, low: float, high: float, found: float, unit: str = "", within: float = 0.0
+    what: str, low: float, high: float, unit: str, found: float, within: float = 0.0
 ) -> Figure:
-    """A claimed range; ``within``: how far beyond its ends is still "about" it, as a share
-    of each.
+    """A claimed range, 80 to 90 "%" or 104 to 124 " GB"; ``within``: how far beyond its ends is
+    still "about" it, as a share of each.
     """
-    words = f"{_claimed(low, unit).partition(' ')[0].rstrip('%×')} to {_claimed(high, unit)}"
-    return Figure(what, words, found, low * (1 - within), high * (1 + within), unit)
+    claimed = f"{low} to {high}{unit}"
+    (low, high), unit = _read(claimed)
+    return Figure(what, claimed, found, low * (1 - within), high * (1 + within), unit)
 
 
-def at_least(what: str, claimed: float, found: float, unit: str = "") -> Figure:
-    return Figure(what, f"at least {_claimed(claimed, unit)}", found, low=claimed, unit=unit)
+def at_least(what: str, claimed: float, unit: str, found: float) -> Figure:
+    (low,), read = _read(f"{claimed}{unit}")
+    return Figure(what, f"at least {claimed}{unit}", found, low=low, unit=read)
 
 
 def fits(what: str, claimed: str, room: int, found: float) -> Figure:
@@ -111,12 +139,12 @@ def fits(what: str, claimed: str, room: int, found: float) -> Figure:
     return Figure(what, claimed, found, high=room, unit="GB")
 
 
-def more(what: str, found: float, unit: str = "times", than: float = 1.0) -> Figure:
+def more(what: str, found: float, unit: str = "×", than: float = 1.0) -> Figure:
     """Claimed to be more than ``than``; a thousandth counts."""
     return Figure(what, "more", found, low=than * 1.001, unit=unit)
 
 
-def less(what: str, found: float, unit: str = "times", than: float = 1.0) -> Figure:
+def less(what: str, found: float, unit: str = "×", than: float = 1.0) -> Figure:
     """Claimed to be less than ``than``; a thousandth counts."""
     return Figure(what, "less", found, high=than * 0.999, unit=unit)
 
@@ -151,18 +179,10 @@ class Finding:
     where: tuple[Figure, ...] = ()
     elsewhere: tuple[Figure, ...] = ()
     beyond: tuple[Figure, ...] = ()
-    holds: str = ""
-    only_if: str = ""
-    fails: str = ""
-    why: str = ""
-    needs: str = ""
+    says: str = ""
     figures: Figures = field(default_factory=dict)
-    says: InitVar[str] = ""
 
-    def __post_init__(self, says: str) -> None:
-        _, *parts = re.split(SENTENCES, says, flags=re.MULTILINE)
-        for name, sentence in zip(parts[::2], parts[1::2], strict=True):
-            object.__setattr__(self, name.replace(" ", "_"), " ".join(sentence.split()))
+    def __post_init__(self) -> None:
         if not self.own:
             raise ValueError(
                 "own=() leaves nothing to judge by: give at least one Figure of the claim's "
@@ -190,15 +210,16 @@ class Finding:
             return "holds only if"
         return "does not hold"
 
+    def said(self, name: str) -> str:
+        """What ``says`` has behind "holds: ", "why: " or another of these names, or nothing."""
+        parts = re.split(SENTENCES, self.says, flags=re.MULTILINE)
+        sentences = dict(zip(parts[1::2], parts[2::2], strict=True))
+        return " ".join(sentences.get(name, "").split())
+
     @property
     def summary(self) -> str:
         """The sentence that goes with the verdict, or one that says that there is none."""
-        sentences = {
-            "holds": self.holds,
-            "holds only if": self.only_if,
-            "does not hold": self.fails,
-        }
-        return sentences[self.verdict] or OTHER_SENTENCE
+        return self.said(SENTENCE_OF[self.verdict]) or OTHER_SENTENCE
 
     @property
     def sentence(self) -> str:
@@ -206,6 +227,6 @@ class Finding:
 
         "Holds only if" goes on with its condition, and so does a summary in lower case.
         """
-        condition = self.verdict.endswith("if") and self.only_if
-        joined = " " if condition or self.summary[0].islower() else ". "
+        goes_on = self.verdict.endswith("if") and self.said("only if")
+        joined = " " if goes_on or self.summary[0].islower() else ". "
         return f"{self.verdict.capitalize()}{joined}{self.summary}"

@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 from ..machine.course_files import IMPORT_ROOT
-from . import lesson_of
-from .display import OPEN, value, with_claimed
+from .display import value, with_claimed
 from .finding import VERDICTS, Finding
 from .table import CLAIMS, DOCUMENTS, Claim
 
@@ -22,110 +21,81 @@ def shown_in(folder: Path = LESSONS) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for lesson in sorted(folder.glob("[0-9][0-9]_*.py")):
-        calls = re.findall(
-            r"^claims\.show\((.*?)\)", lesson.read_text(encoding="utf-8"), re.M | re.S
-        )
-        for claim_id in re.findall(r"C\d\d", " ".join(calls)):
-            numbers = found.setdefault(claim_id, [])
-            numbers += [lesson.name[:2]] if lesson.name[:2] not in numbers else []
+        text = lesson.read_text(encoding="utf-8")
+        calls = re.findall(r"^claims\.show\((.*?)\)", text, re.M | re.S)
+        for claim_id in sorted(set(re.findall(r"C\d\d", " ".join(calls)))):
+            found.setdefault(claim_id, []).append(lesson.name[:2])
     return found
 
 
-def markdown(findings: dict[str, Finding | None]) -> str:
-    """The page. ``findings``: by claim, in order, None where a claim is open."""
-    done = {claim_id: finding for claim_id, finding in findings.items() if finding is not None}
-    count = {verdict: sum(f.verdict == verdict for f in done.values()) for verdict in VERDICTS}
-    totals = ", ".join(f"{n} *{verdict}*" for verdict, n in count.items())
+TOP = """# Claims ledger
+
+Here is what five documents about training memory say ({claims} claims, in our words), and \
+what the course finds.
+{claims} are answered: {totals}. *Holds* needs no condition; *holds only if* names the
+condition. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.
+`python -m gradmem_lib.course.ledger --write` writes this page, and a test computes \
+every entry again.
+
+| Claim | Claimed | Found | Verdict |
+|---|---|---|---|
+{rows}
+
+{entries}
+## Documents
+
+{documents}
+"""
+
+
+def as_markdown(findings: dict[str, Finding], lesson_of: dict[str, str]) -> str:
+    """The page. ``findings``, and the number of the lesson that is about it: by claim, in order."""
+    verdicts = [finding.verdict for finding in findings.values()]
     lessons = shown_in()
-    lines = [
-        "# Claims ledger",
-        "",
-        (
-            f"Here is what five documents about training memory say ({len(findings)} claims, in "
-            "our words), and what the course finds."
-        ),
-        (
-            f"{len(done)} are answered: {totals}. *Holds* needs no condition; *holds only if* "
-            "names the"
-        ),
-        "condition. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.",
-        (
-            "`python -m gradmem_lib.course.ledger --write` writes this page, and a test computes "
-            "every entry again."
-        ),
-        "",
-        "| Claim | Claimed | Found | Verdict |",
-        "|---|---|---|---|",
-        *(_row(CLAIMS[claim_id], finding) for claim_id, finding in findings.items()),
-        "",
-        *(
-            line
-            for claim_id, finding in done.items()
-            for line in _entry(CLAIMS[claim_id], finding, lessons.get(claim_id, []))
-        ),
-        "## Documents",
-        "",
-        *(f"- {key}: {title}" for key, title in DOCUMENTS.items()),
-    ]
-    return "\n".join(lines) + "\n"
+    rows, entries = [], []
+    for claim_id, finding in findings.items():
+        rows.append(_row(CLAIMS[claim_id], finding))
+        where = f"Shown here alone: lesson {lesson_of[claim_id]} is about it."
+        if claim_id in lessons:
+            where = f"Shown in lesson {' and '.join(lessons[claim_id])}."
+        entries.append(_entry(CLAIMS[claim_id], finding, where))
+    return TOP.format(
+        claims=len(findings),
+        totals=", ".join(f"{verdicts.count(verdict)} *{verdict}*" for verdict in VERDICTS),
+        rows="\n".join(rows),
+        entries="\n".join(entries),
+        documents="\n".join(f"- {key}: {title}" for key, title in DOCUMENTS.items()),
+    )
 
 
-def _row(claim: Claim, finding: Finding | None) -> str:
+def _row(claim: Claim, finding: Finding) -> str:
     """The claimed and the found number of the deciding figure: the first that disagrees in the
     claim's own setting or, if none does, elsewhere.
     """
-    if finding is None:
-        return f"| {claim.id} | {claim.says} | | {OPEN} |"
     deciding = (*finding.own, *finding.elsewhere)
     figure = next((f for f in deciding if not f.agrees), finding.own[0])
     name = f"[{claim.id}](#{claim.id.lower()})"
     return f"| {name} | {figure.what}: {figure.claimed} | {figure.text} | {finding.verdict} |"
 
 
-def _figures(finding: Finding) -> list[str]:
-    """The visible figures. If several share a claimed value, the first of them shows it."""
+def _entry(claim: Claim, finding: Finding, where: str) -> str:
+    """A claim's part of the page. If several figures share a claimed value, the first shows it."""
+    verdict = finding.verdict.capitalize()
+    lines = [f"### {claim.id}\n\n> {claim.says}\n"]
+    lines.append(f"**{verdict}**{finding.sentence.removeprefix(verdict)}\n")
     claimed = ""
-    lines = []
     for figure in finding.shown:
-        lines.append(
-            f"- {figure.what}: {figure.text}"
-            if figure.claimed == claimed
-            else f"- {with_claimed(figure)}"
-        )
+        same = figure.claimed == claimed
+        lines.append(f"- {figure.what}: {figure.text}" if same else f"- {with_claimed(figure)}")
         claimed = figure.claimed
-    return lines
-
-
-def _where(claim: Claim, lessons: list[str]) -> str:
-    """The lessons that show a claim or, if none does, the lesson that is about it."""
-    if lessons:
-        return f"Shown in lesson {' and '.join(lessons)}."
-    return f"Shown here alone: lesson {lesson_of(claim.id)} is about it."
-
-
-def _entry(claim: Claim, finding: Finding, lessons: list[str]) -> list[str]:
-    where = _where(claim, lessons)
-    rows = [f"| {name} | {value(number)} |" for name, number in finding.figures.items()]
-    verdict, summary = (
-        finding.verdict.capitalize(),
-        finding.sentence.removeprefix(finding.verdict.capitalize()),
-    )
-    return [
-        f"### {claim.id}",
-        "",
-        f"> {claim.says}",
-        "",
-        f"**{verdict}**{summary}",
-        "",
-        *_figures(finding),
-        "",
-        "<details><summary>More</summary>",
-        "",
-        *([finding.why, ""] if finding.why else []),
-        *(["| Figure | Found |", "|---|---|", *rows, ""] if rows else []),
-        *([f"Needs: {finding.needs}.", ""] if finding.needs else []),
-        f"{claim.document}. {where}",
-        "",
-        "</details>",
-        "",
-    ]
+    lines.append("\n<details><summary>More</summary>\n")
+    if why := finding.said("why"):
+        lines.append(f"{why}\n")
+    if finding.figures:
+        lines.append("| Figure | Found |\n|---|---|")
+        lines += [f"| {name} | {value(number)} |" for name, number in finding.figures.items()]
+        lines.append("")
+    if needs := finding.said("needs"):
+        lines.append(f"Needs: {needs}.\n")
+    lines.append(f"{claim.document}. {where}\n\n</details>\n")
+    return "\n".join(lines)

@@ -75,12 +75,6 @@ def full_size_block(
     return block, tables, lambda: block(x, attention_mask=mask, position_embeddings=tables)
 
 
-def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> int:
-    """Bytes that such a block saves for backward."""
-    block, tables, forward = full_size_block(shape, batch_size, seq_len, attention)
-    return saved_tensors(forward, (*block.parameters(), *tables))[1]
-
-
 def block_operations(
     shape: Shape, seq_len: int, attention: str, again: Callable[[nn.Module], AbstractContextManager]
 ) -> int:

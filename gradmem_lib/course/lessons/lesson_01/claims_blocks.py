@@ -1,16 +1,14 @@
 """Lesson 01's answers about one block of a Transformer: its scores, its feed-forward part, and what
 it really keeps.
 
-Blocks of full size are run under fake tensors, which carry shapes and storages but no numbers:
-their saved bytes stand beside the closed forms of ``accounting``.
+The closed forms of ``accounting`` answer, which tests compare with real blocks to the byte.
 """
 
 from __future__ import annotations
 
 from ....units import GiB
 from ...ledger import Finding, answers
-from ...ledger.finding import GB, about, gb, in_unit
-from ...ledger.saved_tensors import block_saves
+from ...ledger.finding import about, each, gb
 from ...material import accounting
 from .claims import SEVEN
 
@@ -23,30 +21,26 @@ def _halves(batch_size: int, seq_len: int, attention: str) -> tuple[int, int]:
     return sum(first.values()), sum(second.values())
 
 
+def _softmax(batch_size: int, seq_len: int) -> int:
+    """Saved bytes of such a block's softmax under eager attention."""
+    items = accounting.attention_activations(SEVEN, batch_size, seq_len, attention="eager")
+    return sum(nbytes for name, nbytes in items.items() if "softmax" in name)
+
+
 @answers("C37")
 def one_layer() -> Finding:
     batch, seq, width, heads, layers = 8, 2048, 4096, 32, 32
-    qkv, scores, ffn = (
-        3 * batch * seq * width * 2,
-        batch * heads * seq**2 * 2,
-        batch * seq * 4 * width * 2,
-    )
-    real = {attention: sum(_halves(batch, seq, attention)) for attention in ("fused", "eager")}
-    traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in real}
-    eager = accounting.block_activations(SEVEN, batch, seq, attention="eager")
-    softmax = sum(n for name, n in eager.items() if "softmax" in name)
+    qkv = 3 * batch * seq * width * 2
+    scores = batch * heads * seq**2 * 2
+    ffn = batch * seq * 4 * width * 2
+    fused, eager = (sum(_halves(batch, seq, attention)) for attention in ("fused", "eager"))
+    softmax = _softmax(batch, seq)
     return Finding(
         own=(
-            about("a layer's feed-forward product", 8 * GB // 10, ffn, "GB", within=0.2),
-            about(
-                "32 layers that store scores", 100 * GB, layers * traced["eager"], "GB", within=0.2
-            ),
+            about("a layer's feed-forward product", "0.80 GB", ffn, within=0.2),
+            about("32 layers that store scores", "100 GB", layers * eager, within=0.2),
         ),
-        beyond=(
-            about(
-                "32 layers, fused attention", 100 * GB, layers * traced["fused"], "GB", within=0.2
-            ),
-        ),
+        beyond=(about("32 layers, fused attention", "100 GB", layers * fused, within=0.2),),
         says=f"""
             fails: Layers that store scores keep three times that much. Fused attention comes
                 near the sum, but stores no scores.
@@ -60,10 +54,8 @@ def one_layer() -> Finding:
             "queries, keys and values by the document's product": qkv,
             "scores by its product": scores,
             "feed-forward by its product": ffn,
-            "block with fused attention, closed form": real["fused"],
-            "block with fused attention, traced": traced["fused"],
-            "block with eager attention, closed form": real["eager"],
-            "block with eager attention, traced": traced["eager"],
+            "block with fused attention, closed form": fused,
+            "block with eager attention, closed form": eager,
             "of which softmax": softmax,
         },
     )
@@ -71,16 +63,13 @@ def one_layer() -> Finding:
 
 @answers("C38")
 def long_sequence() -> Finding:
-    heads, seq = SEVEN.heads, 8192
-    one_copy = {batch: batch * heads * seq**2 * 2 for batch in (1, 2, 8)}
-    eager = accounting.attention_activations(SEVEN, 8, seq, attention="eager", precision="bf16")
-    softmax = sum(n for name, n in eager.items() if "softmax" in name)
-    lse = accounting.attention_activations(SEVEN, 8, seq, precision="bf16")[
-        "attention: log-sum-exp"
-    ]
+    seq = 8192
+    one_copy = {batch: batch * SEVEN.heads * seq**2 * 2 for batch in (2, 8)}
+    softmax, fused = _softmax(8, seq), accounting.attention_activations(SEVEN, 8, seq)
+    lse = fused["attention: log-sum-exp"]
     return Finding(
-        own=(about("scores of a layer at its batch of 8", 8 * GB, one_copy[8], "GB"),),
-        beyond=(about("at a batch of 2", 8 * GB, one_copy[2], "GB"),),
+        own=(about("scores of a layer at its batch of 8", "8 GB", one_copy[8]),),
+        beyond=(about("at a batch of 2", "8 GB", one_copy[2]),),
         says=f"""
             fails: Its own batch of 8 needs four times as much: 4 times the sequence makes the
                 scores 16 times as large, not 4.
@@ -88,11 +77,7 @@ def long_sequence() -> Finding:
             why: For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused
                 attention keeps no scores, only one number for each row: {lse:,} bytes.
             """,
-        figures={f"one bf16 copy of the scores, batch {batch}": n for batch, n in one_copy.items()}
-        | {
-            "saved by eager attention, batch 8: softmax": softmax,
-            "saved by fused attention, batch 8: log-sum-exp": lse,
-        },
+        figures=each("one bf16 copy of the scores, batch {}", one_copy),
     )
 
 
@@ -102,15 +87,13 @@ def attention_over_mlp() -> Finding:
     head, ffn = seq * seq * batch * 2, batch * seq * 4 * width * 2
     scores = SEVEN.heads * head
     halves = {attention: _halves(batch, seq, attention) for attention in ("fused", "eager")}
-    traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in halves}
-    ratio = {attention: a / m for attention, (a, m) in halves.items()}
-    same = all(traced[name] == sum(halves[name]) for name in halves)
+    ratio = {attention: first / second for attention, (first, second) in halves.items()}
     return Finding(
         own=(
-            about("scores / feed-forward, 4096 tokens", 8, scores / ffn, "times"),
-            about("halves of a real layer, eager", 8, ratio["eager"], "times", within=0.15),
+            about("scores / feed-forward, 4096 tokens", "8×", scores / ffn),
+            about("halves of a real layer, eager", "8×", ratio["eager"], within=0.15),
         ),
-        elsewhere=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
+        elsewhere=(about("halves of a real layer, fused", "8×", ratio["fused"]),),
         says=f"""
             only if: attention is eager, which its example counts; with fused attention the
                 feed-forward half is larger.
@@ -124,9 +107,5 @@ def attention_over_mlp() -> Finding:
             "all heads": scores,
             "feed-forward by the document's product": ffn,
         }
-        | {
-            f"{name}: attention half / MLP half": f"{a:,} / {m:,}"
-            for name, (a, m) in halves.items()
-        }
-        | {"equal to the real block traced at this size": in_unit(same, "yes")},
+        | each("{}: attention half / MLP half", halves, "{:,} / {:,}"),
     )

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -16,33 +14,30 @@ from ....measure.tracker import MemoryTracker
 from ....techniques.accumulation import accumulate_gradients, split
 from ....techniques.losses import next_token_loss
 from ...ledger import Finding, answers
-from ...ledger.finding import Figure, Figures, about, in_unit, less, none, yes
+from ...ledger.finding import Figure, about, each, less, none, yes
 from ...material import models
-from ..shared.claim_runs import error, gradient, seeded, token_ids
+from ..shared.claim_runs import adam_step, checkpointed, error, gradient, seeded, token_ids
 from ..shared.settings import rows
 
 SIZES = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 
 
-def tokens(batch_size: int, seq_len: int = 32) -> dict[str, torch.Tensor]:
-    ids = token_ids(batch_size, seq_len)
+def tokens(batch_size: int, seq_len: int = 32, vocab: int = 512) -> dict[str, torch.Tensor]:
+    ids = token_ids(batch_size, seq_len, vocab)
     return {"input_ids": ids, "labels": ids}
 
 
 def window(
-    batch: dict[str, torch.Tensor], k: int, set_to_none: bool = True, **model_sizes
+    batch_size: int, k: int, seq_len: int = 32, set_to_none: bool = True, attention: str = "sdpa"
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable]:
-    """A tiny Llama, its AdamW, and a function: an update on ``batch`` in ``k`` micro-batches."""
-    model = models.tiny_llama(**SIZES, **model_sizes)
+    """A tiny Llama, its AdamW, and a function: an update on a batch in ``k`` micro-batches."""
+    model = models.tiny_llama(**SIZES, attention=attention)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    rows, seq_len = batch["input_ids"].shape
+    batch, total = tokens(batch_size, seq_len), batch_size * (seq_len - 1)
 
     def update():
-        accumulate_gradients(
-            split(batch, rows // k),
-            lambda m: next_token_loss(model, m),
-            total_items=rows * (seq_len - 1),
-        )
+        micro_batches = split(batch, batch_size // k)
+        accumulate_gradients(micro_batches, partial(next_token_loss, model), total_items=total)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -50,11 +45,9 @@ def window(
 
 
 @cache
-def _update(batch_size: int, k: int, seq_len: int = 32, set_to_none: bool = True) -> MemoryTracker:
-    """The second AdamW update of a tiny Llama on ``batch_size`` sequences in ``k`` micro-batches,
-    tracked.
-    """
-    model, optimizer, update = window(tokens(batch_size, seq_len), k, set_to_none)
+def _update(*setting) -> MemoryTracker:
+    """The second update of ``window(*setting)``, tracked."""
+    model, optimizer, update = window(*setting)
     update()
     with MemoryTracker(model, optimizer, live=False) as tracker:
         update()
@@ -73,25 +66,18 @@ def _forward_with_gradients(tracker: MemoryTracker) -> float:
     return sum(alive) / len(alive)
 
 
-def _exact(what: str, error: float) -> Figure:
+def _exact(what: str, found: float) -> Figure:
     """A relative error that is claimed to be none; what rounding leaves in float64 is none."""
-    return Figure(
-        what,
-        "0",
-        float(f"{error:.2g}") if error > 1e-12 else 0,
-        high=0,
-        unit="of its length" if error > 1e-12 else "",
-    )
+    if found < 1e-12:
+        found, unit = 0, ""
+    else:
+        found, unit = float(f"{found:.2g}"), "of its length"
+    return Figure(what, "0", found, high=0, unit=unit)
 
 
 @answers("C08")
 def gradients_stay_as_they_are() -> Finding:
     most = {k: _most(_update(32, k), "gradients") for k in (1, 4, 32)}
-    figures: Figures = {
-        f"32 sequences in {k} micro-batches: most bytes of gradients": nbytes
-        for k, nbytes in most.items()
-    }
-    figures["parameters"] = _most(_update(32, 1), "parameters")
     return Finding(
         own=(less("bytes of gradients, 32 micro-batches / one", most[32] / most[1]),),
         says="""
@@ -100,7 +86,7 @@ def gradients_stay_as_they_are() -> Finding:
             why: Each new gradient is added in place, into the same bytes. Accumulation makes
                 only the activations smaller.
             """,
-        figures=figures,
+        figures=each("32 sequences in {} micro-batches: most bytes of gradients", most),
     )
 
 
@@ -123,48 +109,47 @@ def gradients_live_longer() -> Finding:
             why: With one batch, the gradients are freed before the next forward begins. With
                 accumulation, they are kept through every forward of the window except the first.
             """,
-        figures={
-            "one batch of 32: most bytes of gradients": _most(one, "gradients"),
-            "4 x 8: most bytes of gradients": _most(cut, "gradients"),
-            "one batch of 32: share of forward's operations with gradients alive": before,
-            "4 x 8: share of forward's operations with gradients alive": after,
-        },
+        figures=each(
+            "{}: share of forward's operations with gradients alive",
+            {"one batch of 32": before, "4 x 8": after},
+        ),
     )
 
 
-def _gradient_error(lengths: tuple[int, ...], by_items: bool) -> float:
-    """How far K micro-batches of one sequence are from the full batch: relative error of the
-    gradient, in float64.
+def _accumulated_error(model: nn.Module, loss_of: Callable, batch: dict, size: int) -> float:
+    """How far the gradient of micro-batches of ``size`` rows is from the whole batch's, relative to
+    its length. ``loss_of``: a batch's summed loss by ``model``, and its number of items.
     """
+    loss, count = loss_of(model, batch)
+    (loss / count).backward()
+    full = gradient(model)
+    accumulate_gradients(split(batch, size), partial(loss_of, model))
+    return error(gradient(model), full)
+
+
+def _mean_loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """What a loop without counts adds up: the mean over a micro-batch's tokens, as one item."""
+    loss, count = next_token_loss(model, micro)
+    return loss / count, 1
+
+
+def _gradient_error(lengths: tuple[int, ...], loss_of: Callable = _mean_loss) -> float:
+    """The same for a GPT-2 in float64 and micro-batches of one sequence."""
     model = models.tiny_gpt2(
         layers=1, hidden=16, heads=2, vocab=64, positions=128, dtype=torch.float64
     )
     labels = rows(*lengths, vocab=64)
     batch = {"input_ids": labels.clamp(min=0), "labels": labels}
-    loss, count = next_token_loss(model, batch)
-    (loss / count).backward()
-    full = gradient(model)
-    if by_items:
-        accumulate_gradients(split(batch, 1), lambda m: next_token_loss(model, m))
-    else:
-        for micro in split(batch, 1):
-            loss, count = next_token_loss(model, micro)
-            (loss / count / len(lengths)).backward()
-    return error(gradient(model), full)
+    return _accumulated_error(model, loss_of, batch, 1)
 
 
 @answers("C10")
 def dividing_by_k() -> Finding:
     ragged = (8, 16, 64, 128)
-    equal, unequal, by_items = (
-        _gradient_error((64,) * 4, False),
-        _gradient_error(ragged, False),
-        _gradient_error(ragged, True),
-    )
     return Finding(
-        own=(_exact("gradient's error, equal micro-batches", equal),),
-        elsewhere=(_exact("error, 8, 16, 64 and 128 tokens", unequal),),
-        beyond=(_exact("the same, divided by tokens", by_items),),
+        own=(_exact("gradient's error, equal micro-batches", _gradient_error((64,) * 4)),),
+        elsewhere=(_exact("error, 8, 16, 64 and 128 tokens", _gradient_error(ragged)),),
+        beyond=(_exact("the same, divided by tokens", _gradient_error(ragged, next_token_loss)),),
         says="""
             only if: all micro-batches have the same number of tokens, as in the documents' own
                 loops; otherwise the gradient is far off.
@@ -180,18 +165,13 @@ def dividing_by_k() -> Finding:
 def global_batch() -> Finding:
     micro, steps, gpus = 8, 4, 2
     alone, window = _update(micro, 1), _update(micro * steps, steps)
+    own, ours = _most(alone, "activations"), _most(window, "activations")
     rows = gpus * len(tokens(micro * steps)["input_ids"])
     others = 1 - window.peak.by_category["activations"] / window.peak.total
     return Finding(
         own=(
-            about("8 x 4 x 2 sequences", 64, rows, within=0),
-            about(
-                "activations of 4 x 8 / of 8",
-                1,
-                _most(window, "activations") / _most(alone, "activations"),
-                "times",
-                within=0.01,
-            ),
+            about("8 x 4 x 2 sequences", "64", rows, within=0),
+            about("activations of 4 x 8 / of 8", "1×", ours / own, within=0.01),
         ),
         elsewhere=(none("of the peak, not activations", others, "%"),),
         says="""
@@ -202,34 +182,27 @@ def global_batch() -> Finding:
                 counted items; then the last window is right, too.
             """,
         figures={
-            "activations of 8 sequences alone": _most(alone, "activations"),
-            "activations of 4 x 8 sequences": _most(window, "activations"),
-            "everything else at that window's peak": window.peak.total
-            - window.peak.by_category["activations"],
+            "activations of 8 sequences alone": own,
+            "activations of 4 x 8 sequences": ours,
         },
     )
 
 
 @answers("C22")
 def three_quarters() -> Finding:
-    figures: Figures = {}
-    cuts = {}
+    found = {}
     for seq_len in (32, 8):
         full, cut = _update(32, 1, seq_len), _update(32, 4, seq_len)
         for name, before, after in (
             ("activations", _most(full, "activations"), _most(cut, "activations")),
-            ("gradients", _most(full, "gradients"), _most(cut, "gradients")),
             ("peak", full.peak.total, cut.peak.total),
         ):
-            cuts[name, seq_len] = 1 - after / before
-            figures[f"sequences of {seq_len}: {name}, 32 / 4 x 8"] = (
-                f"{before:,} / {after:,}, {1 - after / before:.0%} less"
-            )
+            found[seq_len, name] = before, after, 1 - after / before
     return Finding(
-        own=(about("activations saved by 4 x 8", 0.75, cuts["activations", 32], "%", within=0.02),),
+        own=(about("activations saved by 4 x 8", "75%", found[32, "activations"][2], within=0.02),),
         elsewhere=(
-            about("saved of the peak, 32 tokens a row", 0.75, cuts["peak", 32], "%"),
-            about("of the peak, 8 tokens a row", 0.75, cuts["peak", 8], "%"),
+            about("saved of the peak, 32 tokens a row", "75%", found[32, "peak"][2]),
+            about("of the peak, 8 tokens a row", "75%", found[8, "peak"][2]),
         ),
         says="""
             only if: activations are meant, as in its own formula, batch x sequence x hidden;
@@ -238,57 +211,60 @@ def three_quarters() -> Finding:
             why: Parameters, gradients and optimizer states do not shrink. With fewer tokens,
                 there is less to save.
             """,
-        figures=figures,
+        figures=each("sequences of {}: {}, 32 / 4 x 8", found, "{:,} / {:,}, {:.0%} less"),
     )
 
 
-def _normalised(norm: nn.Module) -> tuple[float, int]:
-    """Relative gradient error of 4 micro-batches against one batch, and how often running
-    statistics were updated.
-    """
-    with seeded():
-        net = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 1)).double()
-        x, y = torch.randn(32, 4, dtype=torch.float64), torch.randn(32, 1, dtype=torch.float64)
-        other = copy.deepcopy(net)
-        nn.functional.mse_loss(net(x), y).backward()
-        accumulate_gradients(
-            list(zip(x.split(8), y.split(8), strict=True)),
-            lambda m: (nn.functional.mse_loss(other(m[0]), m[1], reduction="sum"), len(m[0])),
-        )
-    updates = int(getattr(other[1], "num_batches_tracked", 0))
-    return error(gradient(other), gradient(net)), updates
+def _squared_error(net: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return (net(batch["x"]) - batch["y"]).square().sum(), len(batch["x"])
+
+
+def _same_with_checkpoints(model: nn.Module, loss_of: Callable, batch: dict) -> bool:
+    """Is the gradient the same to the bit with a checkpoint around each layer?"""
+    gradients = []
+    for every in (None, 1):
+        with seeded(), checkpointed(model, every):
+            loss_of(model, batch)[0].backward()
+        gradients.append(gradient(model))
+    return torch.equal(*gradients)
 
 
 @answers("C30")
 def any_architecture() -> Finding:
-    from ..lesson_04.claims_kinds import architectures
-
-    same, again, figures = architectures()
-    layer, _ = _normalised(nn.LayerNorm(8))
-    batch, updates = _normalised(nn.BatchNorm1d(8))
-    dropout, _ = _normalised(nn.Dropout(0.5))
-    frozen, _ = _normalised(nn.BatchNorm1d(8).eval())
+    errors, same = {}, {}
+    for name, extra in (
+        ("dropout", nn.Dropout(0.5)),
+        ("layer norm", nn.LayerNorm(8)),
+        ("batch norm", nn.BatchNorm1d(8)),
+    ):
+        with seeded():
+            net = nn.Sequential(nn.Linear(4, 8), extra, nn.ReLU(), nn.Linear(8, 1)).double()
+            x, y = torch.randn(32, 4, dtype=torch.float64), torch.randn(32, 1, dtype=torch.float64)
+        batch = {"x": x, "y": y}
+        errors[name] = _accumulated_error(net, _squared_error, batch, 8)
+        same[name] = _same_with_checkpoints(net, _squared_error, batch)
+    tied = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64)
+    same["GPT-2 with tied weights"] = _same_with_checkpoints(
+        tied, next_token_loss, tokens(2, 8, 64)
+    )
     return Finding(
-        own=(_exact("gradient's error, batch norm accumulated", batch),),
+        own=(_exact("gradient's error, batch norm accumulated", errors["batch norm"]),),
         where=(
-            _exact("the same, layer norm", layer),
-            yes("same gradient to the bit with checkpoints", same),
+            _exact("the same, layer norm", errors["layer norm"]),
+            yes("same gradient to the bit with checkpoints", all(same.values())),
         ),
-        says=f"""
+        says="""
             only if: no example's result depends on the others: batch normalization and losses
                 that compare examples see only the micro-batch.
             holds: Both give the same result with batch normalization, too.
             fails: The gradient differs even where no example's result depends on the others.
-            why: Accumulation updates the running statistics of batch normalization {updates}
-                times instead of once; checkpoints update them {again} times. With accumulation,
+            why: Accumulation updates the running statistics of batch normalization 4
+                times instead of once; checkpoints update them 2 times. With accumulation,
                 dropout draws other masks: the gradient is equal in the mean over masks, but not in
                 one run. With checkpoints, dropout draws the same masks again.
             """,
-        figures={
-            "batch norm in eval mode: relative error below 1e-12": in_unit(frozen < 1e-12, "yes"),
-            "dropout, other masks: relative error above 0.1": in_unit(dropout > 0.1, "yes"),
-        }
-        | figures,
+        figures={"dropout, other masks: relative error above 0.1": errors["dropout"] > 0.1}
+        | each("checkpointing, {}: gradient the same to the bit", same),
     )
 
 
@@ -297,7 +273,10 @@ def tokens_per_update() -> Finding:
     per_micro = 4 * 2048
     steps, rest = divmod(524288, per_micro)
     return Finding(
-        own=(about("accumulation steps", 64, steps, within=0), about("tokens left over", 0, rest)),
+        own=(
+            about("accumulation steps", "64", steps, within=0),
+            about("tokens left over", "0", rest),
+        ),
         says="""
             holds: 64 micro-batches of 8,192 tokens have exactly that many tokens.
             fails: 64 micro-batches of 8,192 tokens have another number of tokens.
@@ -306,9 +285,6 @@ def tokens_per_update() -> Finding:
                 2,047 of every sequence's 2,048 tokens.
             """,
         figures={
-            "steps on 8 GPUs": steps // 8,
-            "steps for 500,000 tokens": math.ceil(500_000 / per_micro),
-            "tokens that makes": math.ceil(500_000 / per_micro) * per_micro,
             "predicted tokens of 64 micro-batches": steps * 4 * 2047,
         },
     )
@@ -316,63 +292,47 @@ def tokens_per_update() -> Finding:
 
 def _momentum_moves_on(set_to_none: bool) -> bool:
     """Does Adam move a parameter that gets no gradient in its second update?"""
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([weight], lr=0.1)
-    weight.square().sum().backward()
-    optimizer.step()
+    weight, optimizer = adam_step(torch.float32)
     optimizer.zero_grad(set_to_none=set_to_none)
     before = weight.detach().clone()
     optimizer.step()
-    return not torch.equal(weight.detach(), before)
+    return not torch.equal(weight, before)
 
 
-def _logged(k: int = 4) -> tuple[float, float]:
-    """What a loop logs of k equal micro-batches over the loss of the update: before dividing by k,
-    and after.
-    """
-    model = models.tiny_llama(**SIZES)
-    with torch.no_grad():
-        total, count = next_token_loss(model, tokens(32))
-        of_each = [next_token_loss(model, micro) for micro in split(tokens(32), 32 // k)]
-    logged = torch.stack([loss / n for loss, n in of_each]).mean() / (total / count)
-    return round(logged.item(), 4), round(logged.item() / k, 4)
-
-
-def _logged_of_unequal() -> float:
-    """The same before dividing, for micro-batches of 8 and of 128 tokens. The model has learned
-    the long one, as models know some rows better than others.
+def _logged(short: int, long: int) -> float:
+    """What a loop logs of two micro-batches of so many tokens before it divides, their mean, over
+    the loss of the update. The model has learned the long one, as models know some rows better than
+    others.
     """
     model = models.tiny_llama(**SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    short, long = tokens(1, 8), tokens(1, 128)
+    known = tokens(1, long)
     for _ in range(5):
-        loss, count = next_token_loss(model, long)
+        loss, count = next_token_loss(model, known)
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-    short = {name: ids.flip(1) for name, ids in short.items()}
+    new = {name: ids.flip(1) for name, ids in tokens(1, short).items()}
     with torch.no_grad():
-        losses = [next_token_loss(model, micro) for micro in (short, long)]
-    logged = sum(loss / count for loss, count in losses) / 2
-    update = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+        (first, few), (second, many) = (next_token_loss(model, micro) for micro in (new, known))
+    logged, update = (first / few + second / many) / 2, (first + second) / (few + many)
     return round((logged / update).item(), 2)
 
 
 @answers("C35")
 def log_and_clear() -> Finding:
-    updates = {(to, k): _update(32, k, 32, to) for to in (True, False) for k in (1, 4)}
-    peaks = {key: update.peak.total for key, update in updates.items()}
-    kept = {to: updates[to, 4].current.total for to in (True, False)}
-    moves = {none: _momentum_moves_on(none) for none in (True, False)}
-    before, after = _logged()
+    peaks = {}
+    for name, k in (("one batch", 1), ("4 micro-batches", 4)):
+        none, zeros = _update(32, k), _update(32, k, 32, False)
+        peaks[name] = none.peak.total, zeros.peak.total
+    kept = none.current.total / zeros.current.total
+    moves = {"None": _momentum_moves_on(True), "zeros": _momentum_moves_on(False)}
     return Finding(
         own=(
-            about("loss logged before dividing / the update's", 1, before, "times", within=0.01),
-            less("between updates, None / zeros", kept[True] / kept[False]),
+            about("loss logged before dividing / the update's", "1×", _logged(32, 32), within=0.01),
+            less("between updates, None / zeros", kept),
         ),
-        elsewhere=(
-            about("loss logged, of 8 and 128 tokens", 1, _logged_of_unequal(), "times", 0.01),
-        ),
+        elsewhere=(about("loss logged, of 8 and 128 tokens", "1×", _logged(8, 128), within=0.01),),
         says="""
             only if: all micro-batches have equally many tokens; for others, log the window's
                 summed loss divided by its tokens.
@@ -383,15 +343,6 @@ def log_and_clear() -> Finding:
                 kept during forward anyway. Adam then does not change a parameter without a
                 gradient.
             """,
-        figures={
-            "loss logged after dividing by 4 / the update's": after,
-            ("one batch: peak with None / with zeros"): f"{peaks[True, 1]:,} / {peaks[False, 1]:,}",
-            (
-                "4 micro-batches: peak with None / with zeros"
-            ): f"{peaks[True, 4]:,} / {peaks[False, 4]:,}",
-            ("between updates: with None / with zeros"): f"{kept[True]:,} / {kept[False]:,}",
-            "Adam moves a parameter without a gradient: None / zeros": " / ".join(
-                in_unit(moves[none], "yes") for none in (True, False)
-            ),
-        },
+        figures=each("{}: peak with None / with zeros", peaks, "{:,} / {:,}")
+        | each("Adam moves a parameter without a gradient: {}", moves),
     )

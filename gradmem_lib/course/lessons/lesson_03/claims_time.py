@@ -7,19 +7,17 @@ ratios that ``benchmarks/accumulation.py`` recorded are quoted with their device
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ....compat.dispatch_modes import TorchDispatchMode
-from ....techniques.accumulation import split
-from ....techniques.losses import next_token_loss
 from ...ledger import Finding, answers, bert_large
-from ...ledger.finding import Figure, Figures, about, more
-from ..shared.claim_runs import recorded, where_recorded
-from .claims import tokens, window
+from ...ledger.finding import Figures, about, each, more
+from ...material import models
+from ..shared.claim_runs import recorded, recorded_times
+from .claims import SIZES, tokens, window
 
 
 class _Count(TorchDispatchMode):
@@ -33,50 +31,27 @@ class _Count(TorchDispatchMode):
 
 
 @cache
-def _work(k: int, step_each: bool = False) -> tuple[int, int, int]:
-    """Operations, floating-point operations in matrix products, and additions to gradients, of one
-    window of 32.
+def _work(k: int) -> tuple[int, int]:
+    """Operations, and floating-point operations in matrix products, of one window of 32 in ``k``
+    micro-batches.
     """
-    batch = tokens(32)
     # the counter sees the products of eager attention
-    model, optimizer, update = window(batch, k, attention="eager")
-    if step_each:
-
-        def update():
-            for micro in split(batch, 32 // k):
-                loss, count = next_token_loss(model, micro)
-                (loss / count).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
+    _, _, update = window(32, k, attention="eager")
     update()  # the first step makes Adam's states
     with FlopCounterMode(display=False) as flops, _Count() as count:  # the inner one is asked first
         tokens(32)  # a window's batch is made in one operation, which counts
         update()
-    additions = 0 if step_each else (k - 1) * sum(p.numel() for p in model.parameters())
-    return count.operations, flops.get_total_flops(), additions
+    return count.operations, flops.get_total_flops()
 
 
-def _recorded_figures(*ways: str) -> dict[str, str]:
-    found = recorded("accumulation")
-    if found is None:
-        return {"recorded times": "none here: run benchmarks/accumulation.py"}
-    where = where_recorded(found)
-    return {
-        f"recorded time of {k} {way} micro-batches / one batch of 16 ({where})": f"{ratio:.2f}"
-        for way in ways
-        for k, ratio in found[way].items()
-        if k in ("2", "4", "16")
-    }
+def _times(way: str) -> dict[str, float]:
+    """The recorded times of K micro-batches over one batch, by K."""
+    return {k: recorded("accumulation")[way][k] for k in ("2", "4", "16")}
 
 
-def _recorded(k: int, kind: Callable[[str, float], Figure]) -> tuple[Figure, ...]:
-    """The recorded time of k accumulated micro-batches over one batch, as a figure; nothing where
-    there is no record.
-    """
-    found = recorded("accumulation")
-    ratios = found["accumulated"] if found else {}
-    return (kind(f"our CPU record, {k} micro-batches", ratios[str(k)]),) if str(k) in ratios else ()
+def _recorded_figures(way: str) -> Figures:
+    what = f"recorded time of {{}} {way} micro-batches / one batch of 16"
+    return recorded_times("accumulation", what, _times(way))
 
 
 def _published() -> float:
@@ -87,59 +62,58 @@ def _published() -> float:
 
 @answers("C16")
 def the_same_samples_take_longer() -> Finding:
-    one, cut, stepped = _work(1), _work(8), _work(8, step_each=True)
+    one, cut = _work(1)[0], _work(8)[0]
+    times = _times("accumulated")
     return Finding(
         own=(more("time in its table, 1 x 4 / 4", _published()),),
-        elsewhere=_recorded(4, more) + _recorded(16, more),
+        elsewhere=(
+            more("our CPU record, 4 micro-batches", times["4"]),
+            more("our CPU record, 16 micro-batches", times["16"]),
+        ),
         says=f"""
             only if: micro-batches are too small for the device, as the rows of its table;
                 larger ones cost little or no time.
             fails: Its own table says otherwise.
-            why: The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times
+            why: The same samples need more and smaller operations: {cut / one:.1f} times
                 as many for 8 micro-batches. Accumulation is less work than an update after every
                 micro-batch, since the optimizer steps once.
             """,
         figures={
-            "operations, one batch of 32": one[0],
-            "operations, 8 x 4 accumulated": cut[0],
-            "operations, 8 x 4 with an update each": stepped[0],
-            **_recorded_figures("accumulated", "stepped"),
-        },
+            "operations, one batch of 32": one,
+            "operations, 8 x 4 accumulated": cut,
+        }
+        | _recorded_figures("accumulated")
+        | _recorded_figures("stepped"),
     )
 
 
 @answers("C29")
 def no_overhead() -> Finding:
     one, cut = _work(1), _work(4)
+    added = 3 * sum(p.numel() for p in models.tiny_llama(**SIZES).parameters())
     return Finding(
-        own=(
-            about("operations in products, 4 x 8 / 32", 1, cut[1] / one[1], "times", within=0.001),
-        ),
+        own=(about("operations in products, 4 x 8 / 32", "1×", cut[1] / one[1], within=0.001),),
         beyond=(
-            about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"),
-            *_recorded(4, _as_long),
+            about("time in C13's table, 1 x 4 / 4", "1×", _published()),
+            about("our CPU record, 4 micro-batches", "1×", _times("accumulated")["4"], within=0.15),
         ),
         says=f"""
             holds: The computation is the same for 32 and for 4 x 8; micro-batches that are too
                 small lose time.
             fails: The matrix products of the micro-batches need another number of operations.
             why: Besides the products, there are K - 1 additions to each gradient,
-                {cut[2] / cut[1]:.1%} of the operations here. For K = 4, {cut[0] / one[0]:.1f} times
+                {added / cut[1]:.1%} of the operations here. For K = 4, {cut[0] / one[0]:.1f} times
                 as many operations have to be started, and small operations leave a device partly
                 idle.
             """,
         figures={
             "FLOP in matrix products, one batch of 32": one[1],
             "FLOP in matrix products, 4 x 8": cut[1],
-            "additions into gradients, 4 x 8": cut[2],
+            "additions into gradients, 4 x 8": added,
             "operations started, one batch / 4 x 8": f"{one[0]:,} / {cut[0]:,}",
-            **_recorded_figures("accumulated"),
-        },
+        }
+        | _recorded_figures("accumulated"),
     )
-
-
-def _as_long(what: str, found: float) -> Figure:
-    return about(what, 1, found, "times", within=0.15)
 
 
 def excess_loss(
@@ -152,14 +126,14 @@ def excess_loss(
     by side.
     """
     generator = torch.Generator().manual_seed(0)
-    true = torch.randn(20, 1, generator=generator, dtype=torch.float64)
-    x = torch.randn(64, samples, 20, generator=generator, dtype=torch.float64)
-    y = x @ true + 2.0 * torch.randn(64, samples, 1, generator=generator, dtype=torch.float64)
+    randn = partial(torch.randn, generator=generator, dtype=torch.float64)
+    true = randn(20, 1)
+    x = randn(64, samples, 20)
+    y = x @ true + 2.0 * randn(64, samples, 1)
     weights = torch.zeros(64, 20, 1, dtype=torch.float64, requires_grad=True)
     steps = optimizer([weights], lr=lr)
-    for i in range(0, samples, batch):
-        error = x[:, i : i + batch] @ weights - y[:, i : i + batch]
-        error.square().mean(dim=(1, 2)).sum().backward()
+    for some_x, some_y in zip(x.split(batch, 1), y.split(batch, 1), strict=True):
+        (some_x @ weights - some_y).square().mean(dim=(1, 2)).sum().backward()
         steps.step()
         steps.zero_grad()
     return (weights.detach() - true).square().sum(dim=(1, 2)).mean().item()
@@ -169,13 +143,11 @@ LEARNING_RATES = {"SGD": (torch.optim.SGD, 0.008), "Adam": (torch.optim.Adam, 0.
 
 
 @cache
-def learning_rates(name: str) -> dict[tuple[int, int], float]:
-    """``excess_loss`` by (batch, factor on the learning rate): batch 4 at factor 1, and batch 16 at
-    1, 2, 4 and 8.
-    """
+def learning_rates(name: str) -> tuple[float, dict[int, float]]:
+    """``excess_loss`` at batch 4, and at batch 16 by the factor on the learning rate."""
     optimizer, lr = LEARNING_RATES[name]
-    runs = [(4, 1), *((16, factor) for factor in (1, 2, 4, 8))]
-    return {(batch, factor): excess_loss(optimizer, lr * factor, batch) for batch, factor in runs}
+    larger = {factor: excess_loss(optimizer, lr * factor, 16) for factor in (1, 2, 4, 8)}
+    return excess_loss(optimizer, lr, 4), larger
 
 
 @answers("C31")
@@ -183,21 +155,13 @@ def linear_scaling() -> Finding:
     figures: Figures = {}
     nearest = {}
     for name in LEARNING_RATES:
-        found = learning_rates(name)
-        base = found[4, 1]
+        base, larger = learning_rates(name)
         figures[f"{name}: error after one pass at batch 4"] = f"{base:.2g}"
-        for factor in (1, 2, 4, 8):
-            figures[f"{name}: the same at batch 16, learning rate x {factor}"] = (
-                f"{found[16, factor]:.2g}"
-            )
-        nearest[name] = min(
-            (1, 2, 4, 8), key=lambda factor: abs(math.log(found[16, factor] / base))
-        )
+        figures |= each(name + ": the same at batch 16, learning rate x {}", larger, "{:.2g}")
+        nearest[name] = min(larger, key=lambda factor: abs(math.log(larger[factor] / base)))
     return Finding(
-        own=(
-            about("learning rate, Adam, 4 times the batch", 4, nearest["Adam"], "times", within=0),
-        ),
-        where=(about("the same, SGD", 4, nearest["SGD"], "times", within=0),),
+        own=(about("learning rate, Adam, 4 times the batch", "4×", nearest["Adam"], within=0),),
+        where=(about("the same, SGD", "4×", nearest["SGD"], within=0),),
         says="""
             only if: the optimizer is SGD and the batch is small enough to be noisy; the
                 document's own loop uses Adam, whose rate grows with the square root.

@@ -8,19 +8,17 @@ closed forms. Work is counted in floating-point operations.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import cache
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ....measure.tracker import MemoryTracker
-from ....techniques.checkpointing import checkpoint_layers
-from ....techniques.schedules import best_segments, uniform_segments
+from ....techniques.schedules import best_segments, schedule_peak, uniform_segments
 from ...ledger import Finding, answers
-from ...ledger.finding import Figure, Figures, about, less, more
+from ...ledger.finding import Figure, Figures, about, each, less, more
 from ...material import accounting, models
-from ..shared.claim_runs import token_ids
+from ...material.flops import count_operations
+from ..shared.claim_runs import activations, checkpointed, token_ids, tracked_step
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4  # bytes of a boundary of the chains
@@ -30,26 +28,27 @@ GPT3 = accounting.Shape("GPT-3", 50257, 12288, 96, 96, 96, 49152, **_GPT)
 BERT_LARGE = accounting.Shape("BERT-large", 30522, 1024, 24, 16, 16, 4096, **_GPT)
 
 
-def on(layers, every):
-    return nullcontext() if every is None else checkpoint_layers(layers, every)
-
-
 def inputs() -> torch.Tensor:
     return torch.ones(ROWS, WIDTH, requires_grad=True)
 
 
 @cache
-def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
-    """Peak of a step beyond the weights in bytes, and forward calls of a layer, for a chain with a
-    = ``keeps`` x.
+def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int, int]:
+    """Of a step of a chain with a = ``keeps`` x: bytes at the peak, forward calls of a layer, and
+    bytes after forward. The weights' bytes do not count.
     """
     layers, x, calls = models.chain(n, width=WIDTH, keeps=keeps), inputs(), []
     for layer in layers:
         layer.register_forward_pre_hook(lambda module, args: calls.append(1))
     schedule = list(every) if isinstance(every, tuple) else every
-    with on(layers, schedule), MemoryTracker(layers, live=False) as tracker:
-        layers(x).square().sum().backward()
-    return tracker.peak.total - sum(p.nbytes for p in layers.parameters()), len(calls)
+    with checkpointed(layers, schedule), MemoryTracker(layers, live=False) as tracker:
+        out = layers(x)
+        after_forward = tracker.current.total
+        loss = out.square().sum()
+        del out
+        loss.backward()
+    weights = sum(p.nbytes for p in layers.parameters())
+    return tracker.peak.total - weights, len(calls), after_forward - weights
 
 
 def _best_equal(n: int, keeps: int) -> tuple[int, int]:
@@ -61,63 +60,56 @@ def _best_equal(n: int, keeps: int) -> tuple[int, int]:
     return k, chain(n, keeps, k)[0]
 
 
-def _llama(layers: int, attention: str):
+def _llama(attention: str):
+    """A tiny Llama of 16 layers, all trained, and its token ids."""
     model = models.tiny_llama(
-        layers=layers, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
+        layers=16, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
     )
-    ids = token_ids(4, vocab=128)
-    return model, ids
+    return model, token_ids(4, vocab=128)
 
 
 @cache
-def llama_bytes(layers: int, every: int | None) -> int:
-    """Most bytes of activations in a step of a tiny Llama, all parameters trained."""
-    model, ids = _llama(layers, "sdpa")
-    with on(model, every), MemoryTracker(model, live=False) as tracker:
-        model(input_ids=ids, labels=ids).loss.backward()
-    return max(tracker.timeline.by_category["activations"])
+def llama_bytes(every: int | None) -> int:
+    """Most bytes of activations in its step."""
+    model, ids = _llama("sdpa")
+    with checkpointed(model, every):
+        return activations(tracked_step(model, ids))
 
 
 @cache
-def _llama_flops(layers: int, every: int | None) -> int:
-    """Floating-point operations in the matrix products of the same step, eager: the counter sees
-    none in fused attention.
+def _llama_operations(every: int | None) -> int:
+    """Operations of the same step, eager."""
+    model, ids = _llama("eager")
+    with checkpointed(model, every):
+        return count_operations(lambda: model(input_ids=ids, labels=ids).loss.backward())
+
+
+def llama_work(every: int) -> float:
+    """How many more than without checkpoints, as a share."""
+    return _llama_operations(every) / _llama_operations(None) - 1
+
+
+def block(
+    shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)
+) -> tuple[int, int]:
+    """Bytes that a block keeps, its input included, and those of its input, which a checkpoint
+    keeps: a and x.
     """
-    model, ids = _llama(layers, "eager")
-    with on(model, every), FlopCounterMode(display=False) as flops:
-        model(input_ids=ids, labels=ids).loss.backward()
-    return flops.get_total_flops()
-
-
-def llama_work(layers: int, every: int) -> float:
-    """How much more than without checkpoints, as a share."""
-    return _llama_flops(layers, every) / _llama_flops(layers, None) - 1
-
-
-def block_bytes(
-    shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)
-) -> int:
-    """Bytes that a block keeps, its input included."""
-    return sum(accounting.block_activations(shape, *tokens, precision=precision).values())
-
-
-def input_bytes(
-    shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)
-) -> int:
-    """Bytes of a block's input, which a checkpoint keeps."""
-    return accounting.PRECISIONS[precision].residual * math.prod(tokens) * shape.hidden
+    kept = accounting.block_activations(shape, *tokens, precision=precision)
+    x = accounting.PRECISIONS[precision].residual * math.prod(tokens) * shape.hidden
+    return sum(kept.values()), x
 
 
 def left(shape: accounting.Shape, every: int, **setting) -> int:
     """Bytes of the blocks at the peak with equal segments of ``every``: earlier inputs, and one
     segment in full.
     """
-    a, x = block_bytes(shape, **setting), input_bytes(shape, **setting)
-    return max(i * x + m * a for i, m in enumerate(uniform_segments(shape.layers, every)))
+    a, x = block(shape, **setting)
+    return schedule_peak(uniform_segments(shape.layers, every), a - x, x)
 
 
 def share_left(shape: accounting.Shape, every: int) -> float:
-    return left(shape, every) / (shape.layers * block_bytes(shape))
+    return left(shape, every) / (shape.layers * block(shape)[0])
 
 
 def best_length(shape: accounting.Shape) -> int:
@@ -126,26 +118,29 @@ def best_length(shape: accounting.Shape) -> int:
 
 @answers("C19")
 def root_of_depth() -> Finding:
-    ways = {
-        "no checkpoint": lambda n: None,
-        "a checkpoint a layer": lambda n: 1,
-        "segments of the root": math.isqrt,
-    }
     figures: Figures = {}
     power = {}
-    for way, every in ways.items():
-        few, many = (chain(n, 1, every(n))[0] for n in (16, 256))
-        power[way] = math.log(many / few) / math.log(256 / 16)
-        figures[f"16 layers, a = x, {way}: bytes at the peak"] = few
-        figures[f"256 layers, a = x, {way}: bytes at the peak"] = many
+    for way, of_16, of_256 in (
+        ("no checkpoint", None, None),
+        ("a checkpoint a layer", 1, 1),
+        ("segments of the root", 4, 16),
+    ):
+        peaks = {16: chain(16, 1, of_16)[0], 256: chain(256, 1, of_256)[0]}
+        power[way] = math.log(peaks[256] / peaks[16]) / math.log(256 / 16)
+        figures |= each(f"{{}} layers, a = x, {way}: bytes at the peak", peaks)
     return Finding(
         own=(
             about(
-                "activations grow as n to the power", 0.5, power["segments of the root"], within=0.2
+                "activations grow as n to the power",
+                "0.5",
+                power["segments of the root"],
+                within=0.2,
             ),
-            about("the same, no checkpoint", 1, power["no checkpoint"]),
+            about("the same, no checkpoint", "1", power["no checkpoint"]),
         ),
-        elsewhere=(about("power of n, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
+        elsewhere=(
+            about("power of n, a checkpoint a layer", "0.5", power["a checkpoint a layer"]),
+        ),
         says="""
             only if: there is a checkpoint every sqrt(n) layers, its own schedule; with the
                 libraries' default, one per layer, memory still grows with n.
@@ -160,54 +155,36 @@ def root_of_depth() -> Finding:
 
 @answers("C21")
 def whole_model_in_one() -> Finding:
-    layers = models.chain(16, width=WIDTH)
-    weights = sum(p.nbytes for p in layers.parameters())
     alive, peak = {}, {}
     for name, every in (("nothing", None), ("each layer", 1), ("the whole model", 16)):
-        with on(layers, every), MemoryTracker(layers, live=False) as tracker:
-            out = layers(inputs())
-            alive[name] = tracker.current.total - weights
-            out.square().sum().backward()
-            del out
-        peak[name] = tracker.peak.total - weights
+        highest, _, alive[name] = chain(16, 5, every)
+        peak[name] = highest + X  # a loop holds its output until backward is done
+    whole = peak["the whole model"]
     return Finding(
-        own=(
-            about(
-                "peak, one checkpoint / one a layer",
-                1,
-                peak["the whole model"] / peak["each layer"],
-                "times",
-            ),
-        ),
-        beyond=(less("peak, one checkpoint / none", peak["the whole model"] / peak["nothing"]),),
+        own=(about("peak, one checkpoint / one a layer", "1×", whole / peak["each layer"]),),
+        beyond=(less("peak, one checkpoint / none", whole / peak["nothing"]),),
         says="""
             fails: One checkpoint around the whole model saves nothing at the peak.
             holds: Both save the same at the peak.
             why: Backward recomputes the whole model at once. One checkpoint looks best only if
                 you measure right after forward.
             """,
-        figures={
-            f"16 layers, a = 5 x, checkpoint around {name}: bytes after forward": n
-            for name, n in alive.items()
-        }
-        | {
-            f"16 layers, a = 5 x, checkpoint around {name}: bytes at the peak": n
-            for name, n in peak.items()
-        },
+        figures=each("16 layers, a = 5 x, checkpoint around {}: bytes after forward", alive)
+        | each("16 layers, a = 5 x, checkpoint around {}: bytes at the peak", peak),
     )
 
 
 @answers("C26")
 def more_checkpoints() -> Finding:
-    found = {k: chain(64, 1, k) for k in (1, 4, 8, 16, 64)}
-    each, few = llama_bytes(16, 1), llama_bytes(16, 4)
-    work = {k: llama_work(16, k) for k in (1, 4)}
+    found = {64 // k: chain(64, 1, k) for k in (1, 4, 8, 16)}
+    many, few = llama_bytes(1), llama_bytes(4)
+    many_work, few_work = llama_work(1), llama_work(4)
     return Finding(
         own=(
-            more("memory of a Llama, 16 / 4 checkpoints", each / few),
-            less("work added to it, 16 / 4", work[1] / work[4]),
+            more("memory of a Llama, 16 / 4 checkpoints", many / few),
+            less("work added to it, 16 / 4", many_work / few_work),
         ),
-        where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
+        where=(more("memory of small layers, 64 / 8", found[64][0] / found[8][0]),),
         says="""
             only if: layers keep little besides their input and segments are shorter than
                 sqrt(n); in Transformers, more checkpoints need less memory.
@@ -218,42 +195,37 @@ def more_checkpoints() -> Finding:
                 checkpoints; many checkpoints need fewer operations, since PyTorch stops each
                 recomputation early.
             """,
-        figures={
-            (
-                f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / "
-                "forward calls"
-            ): f"{peak:,} / {count}"
-            for k, (peak, count) in found.items()
-        }
-        | {
-            (
-                "tiny Llama, 16 layers, 16 / 4 checkpoints: bytes of activations"
-            ): f"{each:,} / {few:,}",
-            (
-                "tiny Llama, 16 layers, 16 / 4 checkpoints: more operations"
-            ): f"{work[1]:.1%} / {work[4]:.1%}",
-        },
+        figures=each(
+            "64 layers, a = x, {} checkpoints: bytes at the peak / forward calls",
+            found,
+            "{:,} / {}",
+        )
+        | each(
+            "tiny Llama, 16 layers, 16 / 4 checkpoints: {}",
+            {
+                "bytes of activations": f"{many:,} / {few:,}",
+                "more operations": f"{many_work:.1%} / {few_work:.1%}",
+            },
+        ),
     )
 
 
 @answers("C27")
 def every_root_of_n() -> Finding:
-    small, large = _best_equal(64, 1), _best_equal(64, 5)
-    unequal = chain(64, 5, tuple(best_segments(64, 4, 1)))
-    root = round(math.sqrt(GPT2_XL.layers))
-    best = best_length(GPT2_XL)
+    small, large = _best_equal(64, 1)[0], _best_equal(64, 5)[0]
+    root, best = round(math.sqrt(GPT2_XL.layers)), best_length(GPT2_XL)
     # a list keeps its last segment
-    calls = {k: chain(64, 5, (k,) * (64 // k))[1] for k in (8, large[0])}
+    schedules = {
+        "segments of 8": (8,) * 8,
+        "best equal segments": (large,) * (64 // large),
+        "best unequal segments": tuple(best_segments(64, 4, 1)),
+    }
+    found = {name: chain(64, 5, schedule) for name, schedule in schedules.items()}
     return Finding(
-        own=(about("best segments of GPT-2 1.5B, layers", root, best),),
-        where=(about("best where layers keep only their input", 8, small[0]),),
+        own=(about("best segments of GPT-2 1.5B, layers", "7", best),),
+        where=(about("best where layers keep only their input", "8", small),),
         beyond=(
-            about(
-                "GPT-2 1.5B, root of n / best",
-                1,
-                left(GPT2_XL, root) / left(GPT2_XL, best),
-                "times",
-            ),
+            about("GPT-2 1.5B, root of n / best", "1×", left(GPT2_XL, root) / left(GPT2_XL, best)),
         ),
         says="""
             only if: a layer keeps little besides its input; a Transformer layer keeps 20 to 30
@@ -265,31 +237,20 @@ def every_root_of_n() -> Finding:
                 memory, but a few more calls of a layer.
             """,
         figures={
-            "64 layers, a = x: best equal segments": small[0],
-            "64 layers, a = 5 x: best equal segments": large[0],
-            "64 layers, a = 5 x: bytes at the peak, segments of 8": chain(64, 5, 8)[0],
-            "64 layers, a = 5 x: bytes at the peak, best equal segments": large[1],
-            "64 layers, a = 5 x: bytes at the peak, best unequal segments": unequal[0],
-            "the same: layers run again, last segment kept": ", ".join(
-                f"{n - 64} (segments of {k})" for k, n in calls.items()
-            )
-            + f", {unequal[1] - 64} (unequal)",
-            "tiny Llama, 16 layers: bytes of activations, segments of 4": llama_bytes(16, 4),
-            "tiny Llama, 16 layers: bytes of activations, segments of 1": llama_bytes(16, 1),
-        },
+            "64 layers, a = x: best equal segments": small,
+            "64 layers, a = 5 x: best equal segments": large,
+        }
+        | each("64 layers, a = 5 x, {}: bytes at the peak / forward calls", found, "{:,} / {}"),
     )
 
 
 @answers("C28")
 def shallow_networks() -> Finding:
-    figures: Figures = {}
-    saved = {}
+    found, saved = {}, {}
     for n in (2, 4, 8, 16, 64):
         before, (k, after) = chain(n, 5, None)[0], _best_equal(n, 5)
         saved[n] = 1 - after / before
-        figures[f"{n} layers, a = 5 x: best equal segments (of {k}) at the peak"] = (
-            f"{before:,} / {after:,}, {saved[n]:.0%} less"
-        )
+        found[n, k] = before, after, saved[n]
     return Finding(
         own=(
             Figure(
@@ -309,5 +270,9 @@ def shallow_networks() -> Finding:
                 is a large share. Transformer blocks keep more besides their input, so they save
                 more at the same depth.
             """,
-        figures=figures,
+        figures=each(
+            "{} layers, a = 5 x: best equal segments (of {}) at the peak",
+            found,
+            "{:,} / {:,}, {:.0%} less",
+        ),
     )

@@ -8,24 +8,25 @@ card, as in ``lesson_05_switches``.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....training.memory_callback import MemoryCallback
 from ...ledger import Finding, answers, bert_large
-from ...ledger.finding import Figures, about
+from ...ledger.finding import about, each
 from ...material import models
 from ..shared.claim_runs import (
     as_rows,
-    c12_prediction,
     error_of,
     name_of,
     one_step,
     predicted,
-    recipe,
     silent,
     token_ids,
+    trio,
 )
 
 PARTS = ("products", "weights", "gradients", "states", "weights after an evaluation")
@@ -57,61 +58,40 @@ def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[di
     return {part: name_of(seen[part]) for part in PARTS}, memory.by_step[2].total
 
 
-def _mostly_activations(**more) -> tuple[int, int]:
-    """Peaks of SmolLM2-135M on 8 rows of 1,024 tokens without checkpoints, in float32 and with
-    fp16.
-    """
-    full, half = (
-        predicted("SmolLM2-135M", 8, 1024, recipe(precision=precision, **more)).peak.total
-        for precision in ("float32", "autocast-fp16")
-    )
+def _peaks(predict: Callable, **recipe) -> tuple[int, int]:
+    """A step's peak in float32 and with fp16."""
+    full, half = (predict(precision=p, **recipe).peak.total for p in ("float32", "autocast-fp16"))
     return full, half
 
 
 @answers("C11")
 def fp16_halves() -> Finding:
-    full, half = (
-        c12_prediction(precision).peak.total for precision in ("float32", "autocast-fp16")
-    )
-    figures: Figures = {
-        (
-            "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16"
-        ): f"{full:,} / {half:,}"
-    }
+    small = partial(predicted, "SmolLM2-135M", 8, 1024)
     at = {run.name: bert_large.replayed(run)["today"].live for run in bert_large.RUNS}
-    ratio = {name: at[f"{name}, fp16"] / at[name] for name in ("batch 4", "1 x 4, checkpointing")}
-    for name in ratio:
-        figures[f"BERT-large, {name}: peak in float32 / with fp16"] = (
-            f"{at[name]:,} / {at[f'{name}, fp16']:,}"
-        )
-    small = {"every weight": _mostly_activations(), "LoRA": _mostly_activations(lora_rank=16)}
-    for name, peaks in small.items():
-        figures[f"SmolLM2-135M, 8 x 1024, {name}: peak in float32 / with fp16"] = " / ".join(
-            f"{n:,}" for n in peaks
-        )
-    for flag in ("bf16", "fp16", "bf16_full_eval"):  # on the CPU, where fp16 changes nothing
-        dtypes, _ = trainer_dtypes(**{flag: True})
-        figures |= {f"{part} with {flag}=True on the CPU": dtype for part, dtype in dtypes.items()}
-    scaler, weight = (
-        torch.amp.GradScaler("cpu"),
-        torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
+    own, lora, bert = (
+        "Llama-2-7B, rows of 2048 accumulated, checkpointed",
+        "SmolLM2-135M, 8 x 1024, LoRA",
+        "BERT-large, 1 x 4, checkpointing",
     )
+    peaks = {
+        own: _peaks(trio),
+        bert: (at["1 x 4, checkpointing"], at["1 x 4, checkpointing, fp16"]),
+        "SmolLM2-135M, 8 x 1024, every weight": _peaks(small),
+        lora: _peaks(small, lora_rank=16),
+    }
+    ratio = {name: half / full for name, (full, half) in peaks.items()}
+    dtypes = {}
+    for flag in ("bf16", "fp16", "bf16_full_eval"):  # on the CPU, where fp16 changes nothing
+        found, _ = trainer_dtypes(**{flag: True})
+        dtypes |= {(part, flag): dtype for part, dtype in found.items()}
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler = torch.amp.GradScaler("cpu")
     scaler.scale(weight.float().sum()).backward()
-    refused = error_of(lambda: scaler.unscale_(torch.optim.SGD([weight], lr=0.1)))
-    figures["the loss scaler, given weights in float16"] = refused
+    refused = error_of(lambda: scaler.unscale_(torch.optim.SGD([weight])))
     return Finding(
-        own=(about("7B checkpointed, fp16 / float32", 0.5, half / full, "times"),),
-        where=(
-            about(
-                "SmolLM2, LoRA, 8 x 1024, none checkpointed",
-                0.5,
-                small["LoRA"][1] / small["LoRA"][0],
-                "times",
-            ),
-        ),
-        beyond=(
-            about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),
-        ),
+        own=(about("7B checkpointed, fp16 / float32", "0.5×", ratio[own]),),
+        where=(about("SmolLM2, LoRA, 8 x 1024, none checkpointed", "0.5×", ratio[lora]),),
+        beyond=(about("BERT-large, 1 x 4 checkpointed", "0.5×", ratio[bert]),),
         says=f"""
             only if: nearly everything is activations, as with a small model and long rows:
                 fp16=True means autocast, and only activations shrink.
@@ -120,9 +100,11 @@ def fp16_halves() -> Finding:
             holds: Its own example needs half.
             why: Weights, gradients and Adam's states stay in float32, and a float16 copy of the
                 weights is added. BERT-large, checkpointed and with one row at a time, needs
-                {ratio["1 x 4, checkpointing"] - 1:.0%} more. The published table shows this, too:
+                {ratio[bert] - 1:.0%} more. The published table shows this, too:
                 6,775 MB without fp16, 7,275 with it.
             needs: a card to see it run; the bytes are predicted
             """,
-        figures=figures,
+        figures=each("{}: peak in float32 / with fp16", peaks, "{:,} / {:,}")
+        | each("{} with {}=True on the CPU", dtypes)
+        | {"the loss scaler, given weights in float16": refused},
     )

@@ -4,24 +4,21 @@ each way of switching them on.
 
 from __future__ import annotations
 
-from ....measure.tracker import MemoryTracker
 from ....techniques.lora import LoRALinear, add_lora
 from ...ledger import Finding, answers
-from ...ledger.finding import Figures, none, yes
+from ...ledger.finding import each, none, yes
 from ...machine.compat import enable_checkpointing
-from ..shared.claim_runs import checkpoint_by_hand, silent, tiny, token_ids
+from ..shared.claim_runs import checkpoint_by_hand, error_of, silent, tiny, token_ids, tracked_step
 
 
-def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tuple[int, int, str]:
-    """For a tiny Llama with LoRA on every linear layer: adapters that get a gradient, the peak in
-    bytes, and backward's error.
+def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> int:
+    """For a tiny Llama with LoRA on every linear layer: adapters that get a gradient.
 
     ``enable``: whether the embedding's output requires a gradient; ``by_hand``: torch's
     ``checkpoint`` around each layer, in place of transformers' switch.
     """
-    model, ids = tiny(), token_ids()
+    model = tiny()
     add_lora(model, 4)
-    error = ""
     with silent():
         if by_hand:
             checkpoint_by_hand(reentrant, model)
@@ -31,13 +28,9 @@ def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tu
             model.enable_input_require_grads()
         else:
             model.disable_input_require_grads()  # both ways of switching on have called enable
-        with MemoryTracker(model, live=False) as tracker:
-            try:
-                model(input_ids=ids, labels=ids).loss.backward()
-            except RuntimeError as raised:
-                error = str(raised).partition("\n")[0]
+        error_of(lambda: tracked_step(model, token_ids()))  # an error where none learns
     adapters = [module for module in model.modules() if isinstance(module, LoRALinear)]
-    return sum(module.B.grad is not None for module in adapters), tracker.peak.total, error
+    return sum(module.B.grad is not None for module in adapters)
 
 
 def _switch_does_it() -> bool:
@@ -52,29 +45,19 @@ def _switch_does_it() -> bool:
 
 @answers("C44")
 def input_require_grads() -> Finding:
-    found = {
-        (reentrant, enable): adapters_step(reentrant=reentrant, enable=enable)
-        for reentrant in (False, True)
-        for enable in (False, True)
-    }
-    by_hand = adapters_step(reentrant=True, enable=False, by_hand=True)[0]
-    everyone = max(count for count, *_ in found.values())
-    figures: Figures = {}
-    for (reentrant, enable), (count, peak, error) in found.items():
-        name = f"use_reentrant={reentrant}, {'with' if enable else 'without'} it"
-        figures[f"{name}: adapters with a gradient, of {everyone}"] = error or count
-        figures[f"{name}: peak"] = peak
-    figures[
-        "torch's checkpoint by hand, use_reentrant=True, without it: adapters with a gradient"
-    ] = by_hand
+    learn = {}
+    for kind in (False, True):
+        learn[kind, "without"] = adapters_step(reentrant=kind, enable=False)
+        learn[kind, "with"] = adapters_step(reentrant=kind, enable=True)
+    by_hand = adapters_step(reentrant=True, enable=False, by_hand=True)
     return Finding(
         own=(
             none(
                 "adapters that learn without it, its own use_reentrant=False",
-                found[False, False][0],
+                learn[False, "without"],
             ),
         ),
-        where=(none("the same, use_reentrant=True", found[True, False][0]),),
+        where=(none("the same, use_reentrant=True", learn[True, "without"]),),
         beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
         says="""
             only if: the checkpoints are reentrant and not made by transformers' switch, which
@@ -89,5 +72,6 @@ def input_require_grads() -> Finding:
                 does so, too, when it wraps a model whose checkpoints are on: the call matters where
                 torch's checkpoint is written by hand.
             """,
-        figures=figures,
+        figures=each("use_reentrant={}, {} it: adapters with a gradient, of 28", learn)
+        | {"torch's checkpoint by hand, reentrant, without it: adapters with a gradient": by_hand},
     )

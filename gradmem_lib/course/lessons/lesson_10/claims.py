@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ....compat.fake_ranks import fake_process_group
-from ....measure.tracker import MemoryTracker
 from ....planning.cards import CARDS
 from ....techniques.sharding import shard
 from ...ledger import Finding, answers
-from ...ledger.finding import Figures, about, fits
+from ...ledger.finding import about, each, fits
 from ...machine.compat import enable_checkpointing
-from ..shared.claim_runs import silent, tiny, token_ids
+from ..shared.claim_runs import checkpointed, silent, tiny, token_ids, tracked_step
 from .exercises import CollectiveLog, seventy_peak, two_cards
 
 MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentrant=True": True}
@@ -46,67 +42,45 @@ def seventy_billion_on_two() -> Finding:
                 the tokens.
             needs: two cards of 24 GB to see it run; one rank's bytes are predicted
             """,
-        figures={f"peak, {tokens:,} tokens": peak for tokens, peak in peaks.items()}
-        | {"a card has (as the driver says)": card},
+        figures=each("peak, {:,} tokens", peaks) | {"a card has (as the driver says)": card},
     )
 
 
-class Pairs(nn.Module):
-    """Two layers in one checkpoint."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x, **kwargs):
-        return checkpoint(partial(self.both, **kwargs), x, use_reentrant=False)
-
-    def both(self, x, **kwargs):
-        for layer in self.layers:
-            x = layer(x, **kwargs)
-        return x
-
-
 def second_step(
-    reentrant: bool | None, ids: torch.Tensor, *, pairs: bool = False
+    reentrant: bool | None, ids: torch.Tensor, every: int | None = None
 ) -> tuple[int, int, nn.Module]:
     """All-gathers and peak in bytes of a rank's second step with a Llama under FSDP, and the model
     with its gradients.
 
-    ``reentrant``: the kind of checkpoint on every layer, ``None`` for none; ``pairs``: on two
-    layers at a time instead.
+    ``reentrant``: the kind of checkpoint on every layer, ``None`` for none; ``every``: a checkpoint
+    around so many layers instead.
     """
     model = tiny()
     with silent():
-        if reentrant is not None and not pairs:
+        if reentrant is not None:
             enable_checkpointing(model, {"use_reentrant": reentrant})
         shard(model, "fsdp")
-        if pairs:
-            layers = model.model.layers
-            model.model.layers = nn.ModuleList(
-                Pairs(layers[i : i + 2]) for i in range(0, len(layers), 2)
-            )
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-        with CollectiveLog() as calls, MemoryTracker(model, live=False) as tracker:
-            model(input_ids=ids, labels=ids).loss.backward()
-    return calls.count("allgather"), tracker.peak.total, model
+        with checkpointed(model, every):
+            tracked_step(model, ids)
+            model.zero_grad()
+            with CollectiveLog() as calls:
+                peak = tracked_step(model, ids).peak.total
+    return calls.count("allgather"), peak, model
 
 
 @answers("C49")
 def gathers() -> Finding:
+    counts, peaks = {}, {}
     with fake_process_group(2, 0):
-        found = {name: second_step(mode, token_ids())[:2] for name, mode in MODES.items()}
-        pairs = second_step(False, token_ids(), pairs=True)[0]
-    plain, one, other = (count for count, _ in found.values())
-    figures: Figures = {}
-    for name, (count, total) in found.items():
-        figures |= {f"{name}: all-gathers a step": count, f"{name}: peak of a rank of two": total}
-    figures["checkpoints over two layers: all-gathers a step"] = pairs
+        for name, mode in MODES.items():
+            counts[name], peaks[name], _ = second_step(mode, token_ids())
+        pairs, _, _ = second_step(None, token_ids(), every=2)
+    plain, one, other = counts.values()
+    counts["checkpoints over two layers"] = pairs
     return Finding(
         own=(
-            about("all-gathers, checkpointed / not", 1.0, one / plain, "times", within=0),
-            about("with use_reentrant=True", 1.0, other / plain, "times", within=0),
+            about("all-gathers, checkpointed / not", "1×", one / plain, within=0),
+            about("with use_reentrant=True", "1×", other / plain, within=0),
         ),
         says="""
             holds: Neither mode gathers more.
@@ -115,5 +89,5 @@ def gathers() -> Finding:
                 runs in between, when the weights are there. A checkpoint over two layers gathers no
                 more, either.
             """,
-        figures=figures,
+        figures=each("{}: all-gathers a step", counts) | each("{}: peak of a rank of two", peaks),
     )

@@ -7,28 +7,34 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ....measure.tracker import MemoryTracker
 from ....planning.models import find_model
 from ....prediction.predict import Prediction, predict
+from ....techniques.checkpointing import checkpoint_layers
 from ....training.recipe import Recipe
+from ...ledger.finding import Figures, each
 from ...machine.course_files import course_folder
 from ...material import accounting, models
+from .settings import quiet
 
 
-def recorded(name: str) -> dict | None:
-    """What ``benchmarks/<name>.py`` wrote, or None where the course's folder has no record."""
+def recorded(name: str) -> dict:
+    """What ``benchmarks/<name>.py`` wrote."""
     record = course_folder("benchmarks/results") / f"{name}.json"
-    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
+    return json.loads(record.read_text(encoding="utf-8"))
 
 
-def where_recorded(found: dict) -> str:
-    """A record's clock, device and date."""
-    return f"{found['clock']}, {found['where']['device']}, {found['where']['date']}"
+def recorded_times(name: str, what: str, times: dict) -> Figures:
+    """Relative times of ``recorded(name)`` as figures, with its clock, device and date."""
+    found = recorded(name)
+    where = found["where"]
+    return each(f"{what} ({found['clock']}, {where['device']}, {where['date']})", times, "{:.2f}")
 
 
 def gradient(model) -> torch.Tensor:
@@ -43,21 +49,27 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
     return ((found - right).norm() / right.norm()).item()
 
 
-def recipe(**changes) -> Recipe:
-    return Recipe(**({"precision": "bf16", "optimizer": "adamw-fused"} | changes))
-
-
 @cache
-def predicted(model: str, rows: int, seq_len: int, recipe: Recipe) -> Prediction:
+def predicted(model: str, rows: int, seq_len: int, **changes) -> Prediction:
+    """A step on a card, in bf16 with fused AdamW but for the recipe's ``changes``."""
+    recipe = Recipe(**{"precision": "bf16", "optimizer": "adamw-fused"} | changes)
     config = copy.deepcopy(find_model(model)[0])
     # Rows may be longer than the model was made for.
     config.max_position_embeddings = max(seq_len, config.max_position_embeddings)
     return predict(config, batch_size=rows, seq_len=seq_len, recipe=recipe, target="cuda")
 
 
-def activations(prediction: Prediction) -> int:
+def trio(seq_len: int = 2048, **changes) -> Prediction:
+    """Llama-2-7B with checkpoints and one row at a time. Two micro-batches stand for any number:
+    the second one has all that the later ones have.
+    """
+    together = {"checkpointing": "per-layer", "accumulation": 2}
+    return predicted("Llama-2-7B", 2, seq_len, **together, **changes)
+
+
+def activations(step: Prediction | MemoryTracker) -> int:
     """The most bytes of activations at any moment."""
-    return max(prediction.timeline.by_category["activations"])
+    return max(step.timeline.by_category["activations"])
 
 
 def resident(shape, precision: str) -> int:
@@ -91,15 +103,13 @@ def silent():
     """
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 
@@ -112,13 +122,34 @@ def token_ids(rows: int = 2, seq_len: int = 32, vocab: int = 512) -> torch.Tenso
     return torch.randint(0, vocab, (rows, seq_len), generator=torch.Generator().manual_seed(0))
 
 
+def tracked_step(model, ids: torch.Tensor) -> MemoryTracker:
+    """Forward and backward of ``model`` on ``ids``, tracked."""
+    with MemoryTracker(model, live=False) as tracker:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return tracker
+
+
+def checkpointed(layers, every):
+    """A block in which ``layers`` are checkpointed; as they are where ``every`` is None."""
+    return nullcontext() if every is None else checkpoint_layers(layers, every)
+
+
+def adam_step(dtype: torch.dtype, **options) -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
+    """A weight in ``dtype`` after one real AdamW step on gradients of 1e-4, and the optimizer."""
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], **options)
+    weight.grad = torch.full_like(weight, 1e-4)
+    optimizer.step()
+    return weight, optimizer
+
+
 def one_step(model, rows: list[dict], folder: str, **arguments):
     """A silent ``Trainer`` of ``model`` on the CPU, of one step where nothing else is said."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     fixed = {"max_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
-    given = TrainingArguments(folder, save_strategy="no", **fixed | arguments)
-    trainer = Trainer(model=model, args=given, train_dataset=rows, eval_dataset=rows)
+    args = TrainingArguments(folder, save_strategy="no", **fixed | arguments)
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -152,15 +183,6 @@ def error_of(run: Callable) -> str:
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-@cache
-def c12_prediction(precision: str) -> Prediction:
-    """C12's own example. Two micro-batches stand for 32: the second one has all that the later ones
-    have.
-    """
-    way = recipe(precision=precision, checkpointing="per-layer", accumulation=2)
-    return predicted("Llama-2-7B", 2, 2048, way)
 
 
 def checkpoint_by_hand(reentrant: bool, model) -> None:
