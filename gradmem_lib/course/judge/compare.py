@@ -144,7 +144,7 @@ def _describe_number(value: Real) -> str:
 def plain(value: Any) -> Any:
     """The one form under which different spellings of a value are compared."""
     if isinstance(value, (numpy.generic, numpy.ndarray)):
-        value = _as_tensor(value) if value.ndim else value.item()
+        value = _as_tensor(value)
     if _is_tensor(value):
         if value.is_meta:
             return f"a tensor without numbers, of shape {tuple(value.shape)}"
@@ -158,8 +158,10 @@ def plain(value: Any) -> Any:
         value = int(value)  # a subclass may compare as it likes
     # no float is as large, and floats are compared
     if type(value) is int and abs(value) >= 2**1024:
-        return math.inf if value > 0 else -math.inf
-    return dict(value) if isinstance(value, Mapping) else value
+        value = math.inf if value > 0 else -math.inf
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return value
 
 
 def plain_int(value: Any) -> Any:
@@ -200,10 +202,11 @@ def _number_difference(got: Real, expected: Real) -> Difference:
         return _plain_difference(shown, wanted)
     if shown == wanted:
         shown, wanted = repr(got), repr(expected)
+    size = "is too large"
     if math.isnan(got):
         size = "is not a number"
-    else:
-        size = "is too small" if got < expected else "is too large"
+    elif got < expected:
+        size = "is too small"
     return Difference((), f"got {shown}, expected {wanted}", f"{shown} {size}")
 
 
@@ -215,12 +218,9 @@ def _tensor_difference(got, expected, tolerance: float) -> Difference | None:
     if got.shape != expected.shape:
         return _plain_difference(describe(got), describe(expected))
     ours, theirs = expected.to(torch.float64), got.to(torch.float64)
-    exact = not (expected.is_floating_point() or expected.is_complex())
-    slack = (
-        0.0
-        if exact or not ours.numel()
-        else tolerance * (ours.nan_to_num().abs().max().item() or 1.0)
-    )
+    slack = 0.0
+    if expected.is_floating_point() and expected.numel():
+        slack = tolerance * (ours.nan_to_num().abs().max().item() or 1.0)
     far = ~torch.isclose(theirs, ours, rtol=0.0, atol=slack, equal_nan=True)
     if not far.any():
         return None

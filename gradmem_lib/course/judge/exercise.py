@@ -71,16 +71,20 @@ class Exercise:
         """The right answer with these changes of its text; ``None`` where one of them does not fit.
         A line without an arrow is an expression for a whole wrong answer.
         """
+        # A value does not know its module.
         home = self.right if callable(self.right) else self.cases
         names = dict(vars(sys.modules[home.__module__]))
-        if " →" not in changes[0]:
-            return eval(changes[0], names) if len(changes) == 1 else None
+        if len(changes) == 1 and " →" not in changes[0]:
+            return eval(changes[0], names)
         text = textwrap.dedent(inspect.getsource(self.right))
         for change in changes:
             was, arrow, now = change.partition(" →")
             if not arrow or text.count(was) != 1:
                 return None
-            text = text.replace(was, now.strip() or ("pass" if is_statement(was, text) else ""))
+            now = now.strip()
+            if not now and is_statement(was, text):
+                now = "pass"
+            text = text.replace(was, now)
         try:
             exec(compile(text, f"<{self.id}>", "exec"), names)
         except SyntaxError:  # two changes may not go together
@@ -118,10 +122,10 @@ def calls(*cases: tuple, hidden: Iterable[tuple] = ()) -> Callable:
     """Cases that call the answer with these arguments, each time with copies of them."""
 
     def of(answer):
-        for arguments in (*cases, *hidden):
-            kind = Hidden if arguments in hidden else str
-            written = ", ".join(map(repr, arguments))
-            yield kind(f"({written})"), answer(*copy.deepcopy(arguments))
+        for kind, given in ((str, cases), (Hidden, hidden)):
+            for arguments in given:
+                written = ", ".join(map(repr, arguments))
+                yield kind(f"({written})"), answer(*copy.deepcopy(arguments))
 
     of.arguments = cases
     return of
@@ -146,9 +150,8 @@ def measured(
         value = run()
     peak, most = tracker.peak.total, parse_bytes(budget)
     says = f"Your code peaks at {peak:,} bytes; the budget is {most:,} bytes"
-    too_many = (peak - most) / size if size else 0
-    if too_many >= 0.5:
-        says += f", {too_many:.1f} {unit} too many"
+    if size and peak - most >= size / 2:
+        says += f", {(peak - most) / size:.1f} {unit} too many"
     return Measured(value, peak, most, f"{says}.")
 
 
@@ -157,8 +160,7 @@ def outside_torch(run: Callable[[], Any], enough: int) -> Measured:
     sees, beside the bytes that are ``enough``.
     """
     was_tracing = tracemalloc.is_tracing()
-    if not was_tracing:
-        tracemalloc.start()
+    tracemalloc.start()  # nothing if it has begun
     try:
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()

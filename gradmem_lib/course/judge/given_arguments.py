@@ -55,18 +55,18 @@ class Given:
     def changes(self) -> Iterator[tuple[tuple[str, str], str]]:
         """(name, kind) and a sentence for each fact that has changed of an argument."""
         for name, facts in self.before.items():
-            now = {}
-            for kind, about, state in self._facts_of(name):
-                now[kind, _key(about)] = state
+            now = {(kind, about): state for kind, about, state in self._facts_of(name)}
             for kind, about, was in facts:
                 # What is gone or new does not count.
-                is_now = now.get((kind, _key(about)), was)
+                is_now = now.get((kind, about), was)
                 if kind == "attribute":
                     is_now = is_now | was
                 if is_now != was and not self._may(name, kind, was, is_now):
-                    # Where the right answer moves the weights, an answer trains, and may leave its
-                    # gradients. So a weight that has moved is noted under the same name.
-                    noted = "gradient" if kind == "version" else kind
+                    noted = kind
+                    if kind == "version":
+                        # Where the right answer moves the weights, an answer trains, and may leave
+                        # its gradients. So a weight that has moved is noted under the same name.
+                        noted = "gradient"
                     yield (name, noted), _sentence(name, kind, about)
 
     def _facts_of(self, name: str) -> list[Fact]:
@@ -75,20 +75,16 @@ class Given:
         return [*_facts_of_weights(value, self.weights[name]), *_facts_of_value(value)]
 
     def _may(self, name: str, kind: str, was: Any, now: Any) -> bool:
-        if kind == "gradient" and was:  # another one may be in its place
-            return True
-        if kind == "mode" and now and f"{name}.train" in self.may_change:
-            return True
-        # A wrapped forward is a hook in another form.
-        if kind == "attribute" and f"{name}.hook" in self.may_change:
-            return True
-        if name in self.may_change and kind not in LASTING:
-            return True
-        return f"{name}.{kind}" in self.may_change
-
-
-def _key(about: Any) -> Any:
-    return about if isinstance(about, str) else id(about)
+        if kind == "gradient" and was:
+            return True  # another one may be in its place
+        allowed_by = [f"{name}.{kind}"]
+        if kind not in LASTING:
+            allowed_by.append(name)
+        if kind == "mode" and now:
+            allowed_by.append(f"{name}.train")
+        if kind == "attribute":
+            allowed_by.append(f"{name}.hook")  # a wrapped forward is a hook in another form
+        return not set(allowed_by).isdisjoint(self.may_change)
 
 
 def _sentence(name: str, kind: str, about: Any) -> str:
@@ -105,10 +101,10 @@ def _facts_of_value(value: Any) -> Iterator[Fact]:
     if isinstance(value, nn.Module):
         yield from _facts_of_model(value)
     elif isinstance(value, torch.optim.Optimizer):
-        for group in value.param_groups:
+        for number, group in enumerate(value.param_groups):
             for setting, entry in group.items():
                 if setting != "params":
-                    yield setting, group, _data(entry)
+                    yield setting, f"group {number}", _data(entry)
     else:
         yield "value", "", _data(value)
 

@@ -26,7 +26,9 @@ def is_open(exercise: Exercise, answer: Any) -> bool:
         return True
     if getattr(answer, "__dict__", {}).get(_GIVEN) == exercise.id:
         return True
-    parts = functions(answer) if inspect.isroutine(answer) else []
+    if not inspect.isroutine(answer):
+        return False
+    parts = functions(answer)
     return bool(parts) and all(does_nothing(part) for part in parts)
 
 
@@ -34,10 +36,12 @@ def functions(answer: Any) -> list[Any]:
     """The Python functions in a function, a class, or an object."""
     while isinstance(answer, functools.partial):
         answer = answer.func
-    answer = _unwrapped(answer) if callable(answer) else answer
-    parts = [answer]
-    if not inspect.isroutine(answer):
-        parts = list(vars(answer if isinstance(answer, type) else type(answer)).values())
+    answer = _unwrapped(answer)
+    if inspect.isroutine(answer):
+        parts = [answer]
+    else:
+        kind = answer if isinstance(answer, type) else type(answer)
+        parts = list(vars(kind).values())
     parts = [getattr(part, "fget", None) or getattr(part, "__func__", part) for part in parts]
     return [part for part in map(_unwrapped, parts) if inspect.isfunction(part)]
 

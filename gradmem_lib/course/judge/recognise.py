@@ -25,22 +25,19 @@ def pattern_of(exercise: Exercise, answer: Any, got: Mapping, expected: Mapping)
         if isinstance(wanted, Mapping) and case in got and not isinstance(got[case], Mapping):
             return another_kind(plain(got[case]), wanted)
     mine, right = dict(leaves(got)), dict(leaves(expected))
-    pairs = []
-    first = None
-    for path, wanted in right.items():
-        if path not in mine:
-            continue
-        pair = plain(mine[path]), plain(wanted)
-        pairs.append(pair)
-        if first is None and difference(*pair, exercise.tolerance):
-            first = pair
+    pairs = [(plain(mine[path]), plain(right[path])) for path in right if path in mine]
+    wrong = (pair for pair in pairs if difference(*pair, exercise.tolerance))
+    first = next(wrong, None)
     if first is None or first[0] is None:
         return ""
     says = ""
     if len(pairs) == len(right) > 2 and all(map(are_numbers, pairs)):
         says = one_factor(pairs) or always_the_same(pairs) or made_whole(pairs)
     says = says or another_kind(*first) or another_order(*first)
-    return says or without_effect(exercise, answer) or one_factor_of_a_tensor(*first)
+    says = says or without_effect(exercise, answer) or one_factor_of_a_tensor(*first)
+    if not says and len(pairs) == len(right) and isinstance(first[1], tuple):
+        return one_factor_in_a_place(pairs, first)
+    return says
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -65,20 +62,23 @@ def are_numbers(pair: tuple[Any, Any]) -> bool:
 
 def another_kind(mine: Any, right: Any) -> str:
     """Text where a number was expected, a fraction where a whole number was, and the like."""
+    expected = ""
     if isinstance(right, bool):
-        expected = "" if isinstance(mine, Real) and mine in (0, 1) else "True or False"
+        if not isinstance(mine, Real) or mine not in (0, 1):
+            expected = "True or False"
     elif isinstance(right, tuple):
-        expected = "one number for each" if isinstance(mine, Real) else ""
+        if isinstance(mine, Real):
+            expected = "one number for each"
     elif isinstance(right, Mapping):
-        names = ", ".join(map(repr, right))
-        expected = "" if isinstance(mine, Mapping) else f"a dict with the names {names}"
-    elif is_number(right):
-        expected = "" if is_number(mine) else "one number"
-    else:
-        expected = ""
+        if not isinstance(mine, Mapping):
+            expected = f"a dict with the names {', '.join(map(repr, right))}"
+    elif is_number(right) and not is_number(mine):
+        expected = "one number"
     if mine is not None and expected:
         return f"return {expected}: this is {describe(mine)}."
-    return another_kind_of_number(mine, right) if are_numbers((mine, right)) else ""
+    if are_numbers((mine, right)):
+        return another_kind_of_number(mine, right)
+    return ""
 
 
 def another_kind_of_number(mine: Real, right: Real) -> str:
@@ -104,39 +104,50 @@ UNITS = {
 
 def one_factor(numbers: Pairs) -> str:
     """Whether each number is the right one times the same factor, which may be that of a unit."""
-    ratios = []
-    for mine, right in numbers:
-        if right:
-            ratios.append(mine / right)
-        elif mine:
-            return ""
-    if len(ratios) < 3 or not ratios[0] or not math.isfinite(ratios[0]):
+    mine, right = torch.tensor(numbers, dtype=torch.float64).T
+    if right.count_nonzero() < 3:
         return ""
-    ratio = ratios[0]
-    are_whole = all(float(right).is_integer() for _, right in numbers)
+    are_whole = torch.equal(right, right.round())
     # Bytes are exact; other numbers may have been computed in float32.
-    closeness = 1e-9 if are_whole else 1e-5
-    if abs(ratio - 1) < 1e-4:
-        return ""
-    if not all(math.isclose(other, ratio, rel_tol=closeness) for other in ratios):
-        return ""
+    ratio = common_factor(mine, right, 1e-9 if are_whole else 1e-5, 0.0)
     for factor, unit in UNITS.items():
         if are_whole and math.isclose(ratio, factor):
             return f"every number is {times(ratio)} (these look like {unit}): return bytes."
-    return f"every number is {times(ratio)}."
+    return f"every number is {times(ratio)}." if ratio else ""
+
+
+def common_factor(mine: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> float:
+    """How many times as large as ``right`` all numbers of ``mine`` are; 0 if they are the same, or
+    have no such factor.
+    """
+    factor = (mine @ right / (right @ right)).item()
+    if abs(factor - 1) < 1e-4 or not torch.allclose(mine, factor * right, rtol, atol):
+        return 0.0
+    return factor
+
+
+def one_factor_in_a_place(pairs: Pairs, first: tuple) -> str:
+    """The same for sequences of numbers, at the first place where the first wrong one differs."""
+    for place, numbers in enumerate(zip(*first, strict=True)):
+        if difference(*numbers):
+            says = one_factor([(mine[place], right[place]) for mine, right in pairs])
+            return says and f"at this place, {says}"
+    return ""
 
 
 def times(ratio: float) -> str:
     """ "2 times too large", "4 times too small", "the right one with the wrong sign"."""
+    if math.isclose(ratio, -1):
+        return "the right one with the wrong sign"
     if ratio < 0:
-        factor = "" if math.isclose(ratio, -1) else f" times {-ratio:.4g}"
-        return f"the right one{factor} with the wrong sign"
-    return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:,.4g} times too small"
+        return f"the right one times {-ratio:.4g} with the wrong sign"
+    if ratio < 1:
+        return f"{1 / ratio:,.4g} times too small"
+    return f"{ratio:.4g} times too large"
 
 
 def always_the_same(numbers: Pairs) -> str:
-    mine = {number for number, _ in numbers}
-    right = {number for _, number in numbers}
+    mine, right = map(set, zip(*numbers, strict=True))
     if len(mine) == 1 < len(right):
         return f"the answer is {describe(*mine)} for all arguments: it must depend on them."
     return ""
@@ -144,12 +155,11 @@ def always_the_same(numbers: Pairs) -> str:
 
 def made_whole(numbers: Pairs) -> str:
     """Whether each number is the right one, rounded to a whole number."""
-    for mine, right in numbers:
-        if not math.isfinite(mine) or not float(mine).is_integer() or abs(mine - right) >= 1:
-            return ""
-    if all(float(right).is_integer() for _, right in numbers):
-        return ""
-    return "the result is a whole number in every case: return it with its fraction."
+    mine, right = torch.tensor(numbers, dtype=torch.float64).T
+    are_near = (mine - right).abs().max() < 1
+    if are_near and torch.equal(mine, mine.round()) and not torch.equal(right, right.round()):
+        return "the result is a whole number in every case: return it with its fraction."
+    return ""
 
 
 def another_order(mine: Any, right: Any) -> str:
@@ -185,10 +195,7 @@ def without_effect(exercise: Exercise, answer: Any) -> str:
 
 
 def same_results(function: Any, some: Any, others: Any) -> bool:
-    for one, other in zip(some, others, strict=True):
-        if difference(function(*one), function(*other)):
-            return False
-    return True
+    return not difference([function(*case) for case in some], [function(*case) for case in others])
 
 
 def one_factor_of_a_tensor(mine: Any, right: Any) -> str:
@@ -196,15 +203,10 @@ def one_factor_of_a_tensor(mine: Any, right: Any) -> str:
     if not are_tensors(mine, right) or mine.shape != right.shape or mine.numel() < 3:
         return ""
     a, b = mine.double().flatten(), right.double().flatten()
-    if not b.any() or not a.isfinite().all():
-        return ""
-    if not a.any():
+    if b.any() and not a.any():
         return "all numbers are 0."
-    factor = (a @ b / (b @ b)).item()
-    off = (a - factor * b).abs().max()
-    if not factor or abs(factor - 1) < 1e-4 or off > 1e-5 * a.abs().max():
-        return ""
-    return f"every number is {times(factor)}."
+    factor = common_factor(a, b, 0.0, 1e-5 * a.abs().max().item())
+    return f"every number is {times(factor)}." if factor else ""
 
 
 # What exceptions of PyTorch and Python mean: words of "Kind: text", and what to look at.
@@ -234,6 +236,10 @@ _RAISED = r"""
         read to its end.
     RecursionError
         The function calls itself without end.
+    KeyError
+        A dict has no such key: look at the keys that it has.
+    EOFError
+        There is nothing more to read: the file is empty, or was read to its end before.
     unexpected keyword argument
         An argument has a name that the called function does not have.
 """

@@ -7,26 +7,11 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..machine import compat as course_compat
-
-# What an answer left behind: a name for it, such as ("model", "another mode"), and a sentence. The
-# sentence is empty where only what the right answer does counts.
-Left = tuple[tuple[str, str], str]
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Something that stays as code has set it: how it is read, and how it is put back."""
-
-    name: str
-    read: Callable[[], Any]
-    put_back: Callable[[Any], None]
 
 
 def _set_device(before: torch.device) -> None:
@@ -66,48 +51,48 @@ def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if type(thread) is threading.Thread}
 
 
+# Each stays as code has set it: its name, how it is read, and how it is put back.
 SWITCHES = [
-    Switch("gradients", torch.is_grad_enabled, torch.set_grad_enabled),
-    Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Switch("the default device", torch.get_default_device, _set_device),
-    Switch("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Switch("modes that watch operations", course_compat.dispatch_modes, _leave_modes),
-    Switch("hooks on every module", course_compat.global_hooks, course_compat.restore_global_hooks),
-    Switch(
+    ("gradients", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("the default device", torch.get_default_device, _set_device),
+    ("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("modes that watch operations", course_compat.dispatch_modes, _leave_modes),
+    ("hooks on every module", course_compat.global_hooks, course_compat.restore_global_hooks),
+    (
         "saved-tensor hooks",
         course_compat.saved_tensor_hooks,
         course_compat.restore_saved_tensor_hooks,
     ),
-    Switch(
+    (
         "autocast for the CPU",
         lambda: torch.is_autocast_enabled("cpu"),
         lambda was: torch.set_autocast_enabled("cpu", was),
     ),
-    Switch(
+    (
         "the dtype of autocast for the CPU",
         lambda: torch.get_autocast_dtype("cpu"),
         lambda was: torch.set_autocast_dtype("cpu", was),
     ),
-    Switch("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    Switch("autocast's nesting", autocast_nesting, _set_autocast_nesting),
-    Switch("the working directory", _directory, os.chdir),
-    Switch("the environment", lambda: dict(os.environ), os.environ.update),
-    Switch("garbage collection", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
-    Switch("a thread that still runs", _threads, lambda was: None),  # it cannot be stopped
+    ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    ("autocast's nesting", autocast_nesting, _set_autocast_nesting),
+    ("the working directory", _directory, os.chdir),
+    ("the environment", lambda: dict(os.environ), os.environ.update),
+    ("garbage collection", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+    ("a thread that still runs", _threads, lambda was: None),  # it cannot be stopped
 ]
 
 
 def state() -> dict[str, Any]:
-    return {switch.name: switch.read() for switch in SWITCHES}
+    return {name: read() for name, read, _ in SWITCHES}
 
 
 def changed(before: dict[str, Any]) -> dict[tuple[str, str], str]:
     """The switches that are not as ``before``, with a sentence each."""
     found = {}
-    for switch in SWITCHES:
-        name = switch.name
-        was, now = before[name], switch.read()
+    for name, read, _ in SWITCHES:
+        was, now = before[name], read()
         if name == "the environment":
             # A module that is imported may set new variables, which is no answer's doing.
             now = {variable: now.get(variable) for variable in was}
@@ -116,24 +101,14 @@ def changed(before: dict[str, Any]) -> dict[tuple[str, str], str]:
                 found[name, "changed"] = f"Your code leaves {name}: join it"
         elif now != was:
             found[name, "changed"] = (
-                f"Your code leaves {name} {_how(name, was, now)}, for all code after it: "
+                f"Your code leaves another state of {name} than before, for all code after it: "
                 "restore it, best by a `with` block"
             )
     return found
 
 
-def _how(name: str, was: Any, now: Any) -> str:
-    """How a switch is left: "on", "at torch.float64", or "changed"."""
-    if isinstance(now, bool):
-        return "on" if now else "off"
-    if name == "the environment":
-        others = [variable for variable in was if now[variable] != was[variable]]
-        return f"changed ({', '.join(others)})"
-    return f"at {now}" if name.startswith("the ") and not isinstance(now, tuple) else "changed"
-
-
 def restore(before: dict[str, Any]) -> None:
     """Put back every switch that is not as ``before``."""
-    for switch in SWITCHES:
-        if switch.read() != before[switch.name]:
-            switch.put_back(before[switch.name])
+    for name, read, put_back in SWITCHES:
+        if read() != before[name]:
+            put_back(before[name])

@@ -215,9 +215,9 @@ def _raised(error: BaseException, answer: Any, limit: float) -> Raised:
         file = frame.f_code.co_filename
         has_begun = has_begun or frame.f_code in codes
         if has_begun and file in files:
-            line = (
-                f"line {number} of {os.path.basename(file) if os.path.exists(file) else 'its cell'}"
-            )
+            line = f"line {number} of its cell"
+            if os.path.exists(file):
+                line = f"line {number} of {os.path.basename(file)}"
     if isinstance(error, time_limit.TooLong):
         return Raised("TooLong", f"{limit:.0f} seconds", line)
     text = str(error).strip().partition("\n")[0].rstrip(" .")
@@ -237,13 +237,23 @@ def first_difference(exercise: Exercise, got: Look, expected: Look) -> str:
     found = difference(got.seen, wanted, exercise.tolerance)
     if found:
         right = len(expected.seen) - len(wrong_cases(got, expected, exercise.tolerance))
-        share = f" ({right} of {len(expected.seen)} cases are right.)" if right else ""
-        returns = " Is a `return` missing?" if forgot_return else ""
-        return _place(exercise, found) + returns + share
+        says = _place(exercise, found)
+        if forgot_return:
+            says += " Is a `return` missing?"
+        if right:
+            says += f" ({right} of {len(expected.seen)} cases are right.)"
+        return says
     if got.raised:
         return _raised_in_words(exercise, got, forgot_return=forgot_return)
-    left = [says for kind, says in got.left.items() if says and kind not in expected.left]
-    return f"{left[0]}." if left else ""
+    return left_changed(got, expected)
+
+
+def left_changed(got: Look, expected: Look) -> str:
+    """The sentence for the first thing that an answer leaves changed and the right one does not."""
+    for kind, says in got.left.items():
+        if says and kind not in expected.left:
+            return f"{says}."
+    return ""
 
 
 def _place(exercise: Exercise, found: Difference) -> str:
@@ -253,7 +263,8 @@ def _place(exercise: Exercise, found: Difference) -> str:
         said = found.hinted  # a right value is not given away
     if isinstance(case, Hidden):
         case, said = "another case, which is not shown", found.hinted
-    case = f"{exercise.name}{case}" if case.startswith("(") else case
+    if case.startswith("("):  # the arguments of a call
+        case = exercise.name + case
     words = [case]
     for step in rest:
         placed = str(step).startswith(("item ", "at index "))
@@ -293,25 +304,25 @@ def known_mistake(exercise: Exercise, got: Look, expected: Look) -> str:
     for says, theirs in _looks_of(exercise, "one", exercise.wrong_answers):
         if got.same_as(theirs, tolerance):
             return says
-    nothing = _nothing_changed(exercise, got)
-    if exercise.pairs and not nothing:
+    if _nothing_changed(exercise, got):
+        return (
+            "nothing has changed: `x = …` and x.mul(…) make new tensors, and x.mul_(…) changes x."
+        )
+    if exercise.pairs:
         for says, theirs in _looks_of(exercise, "two", exercise.with_two_mistakes):
             if got.same_as(theirs, tolerance):
                 return says
     for says, theirs in _looks_of(exercise, "one", exercise.wrong_answers):
         if _explains(theirs, got, expected, tolerance):
             return says
-    return nothing
+    return ""
 
 
-def _nothing_changed(exercise: Exercise, got: Look) -> str:
-    """The sentence for an answer that does nothing, where it should change an argument."""
-    whole_ones = [name for name in exercise.changes.split() if "." not in name]
-    if not whole_ones or not inspect.isfunction(exercise.right):
-        return ""
-    if not got.same_as(look(exercise, lambda *args, **kwargs: None), exercise.tolerance):
-        return ""
-    return "nothing has changed: `x = …` and x.mul(…) make new tensors, and x.mul_(…) changes x."
+def _nothing_changed(exercise: Exercise, got: Look) -> bool:
+    """Whether an answer does nothing, where it should change an argument."""
+    if all("." in name for name in exercise.changes.split()):
+        return False
+    return got.same_as(look(exercise, lambda *args, **kwargs: None), exercise.tolerance)
 
 
 def _looks_of(
@@ -320,11 +331,13 @@ def _looks_of(
     """(sentence, what it does) of known mistakes. Each runs once, and only if somebody asks: those
     that come after the mistake that was made need not run.
     """
-    waiting, seen = vars(exercise).setdefault("looks", {}).setdefault(kind, (answers(), []))
+    # The looks that were taken before, and the mistakes of which none was taken yet.
+    seen, waiting = vars(exercise).setdefault("looks", {}).setdefault(kind, ([], answers()))
     yield from seen
     for answer, says in waiting:
-        seen.append((says, look(exercise, answer, time_limit.SECONDS)))
-        yield seen[-1]
+        found = says, look(exercise, answer, time_limit.SECONDS)
+        seen.append(found)
+        yield found
 
 
 def _explains(theirs: Look, got: Look, expected: Look, tolerance: float) -> bool:
@@ -335,7 +348,7 @@ def _explains(theirs: Look, got: Look, expected: Look, tolerance: float) -> bool
         return False
     their_cases = wrong_cases(theirs, expected, tolerance)
     my_cases = wrong_cases(got, expected, tolerance)
-    if not their_cases or not my_cases or their_cases[0] != my_cases[0]:
+    if not their_cases or their_cases[0] not in my_cases[:1]:
         return False
     if len(their_cases) < 0.7 * len(my_cases):
         return False
@@ -347,12 +360,13 @@ def _explains(theirs: Look, got: Look, expected: Look, tolerance: float) -> bool
 
 def pattern(exercise: Exercise, answer: Any, got: Look, expected: Look) -> str:
     """What can be seen of a wrong answer without knowing the exercise; empty if nothing."""
-    for kind, says in got.left.items():
-        if says and kind not in expected.left:
-            return f"{says}."
+    says = left_changed(got, expected)
+    if says:
+        return says
+    if got.raised and not got.raised.line:
+        return ""
     if got.raised:
-        error = got.raised
-        return what_to_look_at(error.kind, error.text) if error.line else ""
+        return what_to_look_at(got.raised.kind, got.raised.text)
     with contextlib.suppress(Exception), _undisturbed(), time_limit.stopped_after(5):
         return pattern_of(exercise, answer, got.seen, expected.seen)
     return ""
@@ -369,10 +383,9 @@ def _wrong_kind(exercise: Exercise, answer: Any) -> str:
     if not callable(answer):
         return f"{asked} got {describe(answer)}: pass {name} itself, without calling it."
     if isinstance(right, type):
-        return (
-            f"{asked} got a function: pass the class itself." if inspect.isroutine(answer) else ""
-        )
-    if not _accepts_the_same(answer, right):
+        if inspect.isroutine(answer):
+            return f"{asked} got a function: pass the class itself."
+    elif not _accepts_the_same(answer, right):
         return f"{asked} yours is {getattr(answer, '__name__', name)}{_signature(answer)}."
     return ""
 
@@ -386,11 +399,9 @@ def _signature(function: Any) -> str:
 def _accepts_the_same(answer: Any, right: Any) -> bool:
     """Can ``answer`` be called with every argument of ``right``, under whatever names?"""
     try:
-        theirs = inspect.signature(answer)
-    except (ValueError, TypeError):
+        inspect.signature(answer).bind(*inspect.signature(right).parameters)
+    except ValueError:
         return True  # a built-in without a signature: calling it will tell
-    try:
-        theirs.bind(*inspect.signature(right).parameters)
     except TypeError:
         return False
     return True

@@ -33,24 +33,24 @@ def saves_by_hooks():
 @pytest.mark.parametrize(
     ("leave", "said"),
     [
-        (lambda: torch.set_grad_enabled(False), "gradients off"),
-        (lambda: torch.autocast("cpu", torch.bfloat16).__enter__(), "autocast for the CPU on"),
-        (lambda: torch.set_autocast_enabled("cpu", True), "autocast for the CPU on"),
+        (lambda: torch.set_grad_enabled(False), "gradients"),
+        (lambda: torch.autocast("cpu", torch.bfloat16).__enter__(), "autocast for the CPU"),
+        (lambda: torch.set_autocast_enabled("cpu", True), "autocast for the CPU"),
         (
             lambda: torch.set_autocast_dtype("cpu", torch.float16),
-            "the dtype of autocast for the CPU at torch.float16",
+            "the dtype of autocast for the CPU",
         ),
-        (lambda: torch.set_autocast_cache_enabled(False), "autocast's cache off"),
-        (lambda: torch.set_default_dtype(torch.float64), "the default dtype at torch.float64"),
-        (lambda: torch.set_default_device("meta"), "the default device at meta"),
-        (lambda: torch.autograd.set_detect_anomaly(True), "anomaly detection on"),
-        (lambda: torch.set_num_threads(2), "the number of threads at 2"),
+        (lambda: torch.set_autocast_cache_enabled(False), "autocast's cache"),
+        (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
+        (lambda: torch.set_default_device("meta"), "the default device"),
+        (lambda: torch.autograd.set_detect_anomaly(True), "anomaly detection"),
+        (lambda: torch.set_num_threads(2), "the number of threads"),
         (lambda: FlopCounterMode().__enter__(), "modes that watch operations"),
         (adds_a_hook, "hooks on every module"),
         (saves_by_hooks, "saved-tensor hooks"),
-        (lambda: os.chdir("/"), "the working directory at /"),
-        (lambda: os.environ.pop("PATH", None), "the environment changed (PATH)"),
-        (gc.disable, "garbage collection off"),
+        (lambda: os.chdir("/"), "the working directory"),
+        (lambda: os.environ.pop("PATH", None), "the environment"),
+        (gc.disable, "garbage collection"),
     ],
 )
 def test_the_state_of_the_process_is_told_and_put_back(leave, said):
@@ -61,7 +61,8 @@ def test_the_state_of_the_process_is_told_and_put_back(leave, said):
         leave()
         return width * height
 
-    assert f"Your code leaves {said}" in judge(AREA, answer).line
+    says = f"Your code leaves another state of {said} than before, for all code after it"
+    assert says in judge(AREA, answer).line
     assert state() == before
 
     def fails(width, height):

@@ -40,6 +40,13 @@ def test_numbers(answer, says):
     )
 
 
+def test_one_place_of_several_numbers():
+    both = exercise_of(lambda a, b: (a, 2 * b), calls((1, 2), (3, 4), (5, 7)))
+    line = judge(both, lambda a, b: [a, 6 * b]).line
+    assert "at this place, every number is 3 times too large. For" in line and "item 1" in line
+    assert "at this place" not in judge(both, lambda a, b: [a, 6 * b + a]).line
+
+
 RAMP = torch.arange(1.0, 7.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -13,23 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ....measure.storages import tensors_in
 from ....measure.tracker import MemoryTracker
+from ....planning.models import find_model
 from ....techniques.optimizers import code_table
 from ....training.recipe import Recipe
-from ....units import MiB
+from ....units import MiB, format_bytes
 from ...judge.compare import Measured, plain_int
 from ...judge.exercise import Exercise, calls, measured
 from ..shared.every_linear import without_needless_targets
+from ..shared.seen import drawn, gradient_of, largest_first
 from ..shared.settings import flat, quietly
-
-
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same normal numbers for every answer, whatever that has drawn."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def gradient_of(t: torch.Tensor) -> torch.Tensor | str:
-    return "no gradient" if t.grad is None else t.grad.clone()
-
 
 # 9.1
 
@@ -46,26 +38,20 @@ def quantize(x, code, block):
     return indices.flatten()[: len(x)].to(torch.uint8), absmax, back
 
 
-def numbers_to_quantize():
-    """(name, x, code, block), the simplest first."""
-    few = torch.tensor([0.3, -2.3, 0.6, 0, 0, 0, -1.1, 0.4])
-    code = torch.tensor([-1.0, -0.5, 0.0, 0.25, 1.0])
-    words = "x = [0.3, -2.3, 0.6, 0, 0, 0, -1.1, 0.4], code = [-1, -0.5, 0, 0.25, 1], block = 3"
-    yield words, few, code, 3
-    m = drawn(9, 1000) * torch.logspace(-3, 1, 1000)
-    yield "1,000 numbers of both signs in blocks of 256", m, code_table(True, None), 256
-    yield "1,000 squares in blocks of 72", m * m, code_table(False, None), 72
-    small = m * m * 1e-10
-    yield "1,000 numbers below 1e-7 in blocks of 72", small, code_table(False, None), 72
-
-
 def quantize_cases(answer):
-    for name, x, code, block in numbers_to_quantize():
+    few = torch.tensor([0.3, -2.3, 0.6, 0, 0, 0, -1.1, 0.4])
+    values = torch.tensor([-1.0, -0.5, 0.0, 0.25, 1.0])
+    words = "x = [0.3, -2.3, 0.6, 0, 0, 0, -1.1, 0.4], code = [-1, -0.5, 0, 0.25, 1], block = 3"
+    many = drawn(9, 1000) * torch.logspace(-3, 1, 1000)
+    small = many.square() * 1e-10
+    for name, x, code, block in (
+        (words, few, values, 3),
+        ("1,000 numbers of both signs in blocks of 256", many, code_table(True, None), 256),
+        ("1,000 numbers below 1e-7 in blocks of 72", small, code_table(False, None), 72),
+    ):
         indices, absmax, back = map(torch.as_tensor, answer(x, code, block))
         yield f"{name}: absmax, one a block", absmax.flatten()
-        finite = bool(back.isfinite().all())
-        yield f"{name}: whether `back` has only numbers, in a block of zeros too", finite
-        yield f"{name}: indices", indices.flatten().long()
+        yield f"{name}: indices", indices.flatten()
         yield f"{name}: bytes of an index", indices.element_size()
         yield f"{name}: the numbers read back", back
 
@@ -127,65 +113,46 @@ def momentum_of(optimizer, p) -> list[torch.Tensor]:
 
 
 def lion_cases(answer):
-    yield from one_parameter(answer)
-    yield from two_groups(answer)
+    first, paused = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    # The signs of many numbers tell one blend from another.
+    many, narrow = nn.Parameter(drawn(0, 1000)), nn.Parameter(torch.ones(64).bfloat16())
+    groups = [
+        {"params": [first]},
+        {"params": [paused, many, narrow], "lr": 0.03, "weight_decay": 0.5},
+    ]
+    optimizer = answer(groups, lr=0.1, betas=(0.8, 0.95))
+    given = []
+    for gradient in ([0, 2.0, -1.0, 2.0], [0, -0.1, -1.0, -1.0], [0.0] * 4, [1.0, 0, 0, 3.0]):
+        given.append(gradient)
+        first.grad, paused.grad = torch.tensor([gradient, gradient])
+        many.grad = drawn(len(given), 1000)
+        narrow.grad = torch.ones_like(narrow)
+        if len(given) == 2:
+            paused.grad = None
+        optimizer.step()
+        name = f"weights of 1 with lr=0.1 and betas=(0.8, 0.95), after gradients of {given}"
+        yield f"{name}: p.grad, which step() may only read", gradient_of(first)
+        yield name, first.detach().clone()
+        yield f"{name}: the momentum in self.state[p]", flat(momentum_of(optimizer, first))
+        name = f"a second group with lr=0.03 and weight_decay=0.5, after step {len(given)}"
+        words = "the same weights and gradients, but none in step 2, and their momentum"
+        yield f"{name}: {words}", flat([paused, *momentum_of(optimizer, paused)])
+        yield f"{name}: another parameter of this group", many.detach().clone()
+    nbytes = [t.element_size() for t in momentum_of(optimizer, narrow)]
+    yield "bytes of a number in the state of a bf16 parameter", nbytes
+    resumed = answer(groups, lr=0.1, betas=(0.8, 0.95))
+    resumed.step()  # it has a momentum of its own before it loads another
+    resumed.load_state_dict(optimizer.state_dict())
+    first.grad = torch.full((4,), 0.1)
+    resumed.step()
+    yield "a step after load_state_dict, by the momentum in self.state", first.detach().clone()
     p = nn.Parameter(torch.ones(64, 64))
     optimizer = answer([p], lr=0.1)
     with MemoryTracker(live=False) as tracker:
-        for _ in range(2):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
+        p.grad = torch.ones_like(p)
+        optimizer.step()
         beside = tracker.current.total // p.nbytes - 2 - len(momentum_of(optimizer, p))
     yield "tensors as large as a parameter that stay alive outside of self.state", beside
-
-
-def one_parameter(answer):
-    settings = {"lr": 0.1, "betas": (0.8, 0.95)}
-    p = nn.Parameter(torch.ones(3))
-    optimizer = answer([p], **settings)
-    given = []
-    for gradient in ([0.0, 2.0, -1.0], [0.0, -0.1, -1.0], [0.0, 0.0, 0.0]):
-        given.append(gradient)
-        p.grad = torch.tensor(gradient)
-        optimizer.step()
-        name = f"weights of 1 with lr=0.1 and betas=(0.8, 0.95), after gradients of {given}"
-        yield f"{name}: p.grad, which step() may only read", gradient_of(p)
-        yield name, p.detach().clone()
-        kept = momentum_of(optimizer, p)
-        yield f"{name}: tensors in self.state[p]", len(kept)
-        yield f"{name}: the momentum in self.state[p]", flat(kept)
-    resumed = answer([p], **settings)
-    p.grad = -torch.ones(3)
-    resumed.step()  # it has a momentum of its own before it loads another
-    resumed.load_state_dict(optimizer.state_dict())
-    p.grad = torch.tensor([0.1, 0.1, 0.1])
-    resumed.step()
-    yield "a step after load_state_dict, by the momentum in self.state", p.detach().clone()
-
-
-def two_groups(answer):
-    one, two, three = (nn.Parameter(drawn(n, n)) for n in (200, 30, 100))
-    narrow = nn.Parameter(drawn(64, 64).bfloat16())
-    groups = [
-        {"params": [one]},
-        {"params": [two, three, narrow], "lr": 0.03, "weight_decay": 0.5},
-    ]
-    optimizer = answer(groups, lr=0.1, betas=(0.8, 0.95))
-    for number in range(1, 7):
-        for p in (one, two, three, narrow):
-            size = (3.0, 1.0, -0.4)[number % 3]
-            p.grad = (drawn(number, *p.shape) + size).to(p.dtype)
-        if number == 2:
-            two.grad = None
-        optimizer.step()
-        name = f"two groups, after step {number}"
-        yield f"{name}: a parameter with lr 0.1 and no decay", one.detach().clone()
-        group = "of a group with lr 0.03 and decay 0.5"
-        yield f"{name}: the second parameter {group}", three.detach().clone()
-        words = f"{name}: the first parameter {group}, which has no gradient in step 2"
-        yield f"{words}, and its momentum", flat([two, *momentum_of(optimizer, two)])
-    nbytes = sum(t.nbytes for t in momentum_of(optimizer, narrow))
-    yield "bytes of the state of a bf16 parameter of 64 numbers", nbytes
 
 
 LION = Exercise(
@@ -239,49 +206,30 @@ class LoRA(nn.Module):
 ADAPTER_CARD = 1_400_000  # bytes: a matrix of 1,048,576 and what rank 8 needs beside it
 
 
-def lora_setting(inside: int, outside: int, bias: bool) -> tuple[nn.Linear, torch.Tensor]:
-    base = nn.Linear(inside, outside, bias)
-    base.weight.data.copy_(drawn(1, outside, inside))
-    if bias:
-        base.bias.data.fill_(0.5)
-    return base, drawn(2, 2, 5, inside).requires_grad_()
-
-
 def lora_cases(answer):
-    for inside, outside, rank, alpha in ((12, 20, 4, 8), (30, 7, 3, 1.5)):
-        name = f"{inside} to {outside}, rank {rank}, alpha {alpha}"
-        for what, seen in lora_case(answer, inside, outside, rank, alpha):
-            yield f"{name}: {what}", seen
-    base, x = lora_setting(512, 512, bias=False)
+    base, x = nn.Linear(12, 20), drawn(2, 2, 5, 12).requires_grad_()
+    layer = answer(base, 4, 6)
+    yield "tensors of the base that are trained", sum(p.requires_grad for p in base.parameters())
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    name = "12 to 20, rank 4, alpha 6"
+    yield f"{name}: the sides of what is trained", sorted(sorted(p.shape) for p in trained)
+    out = layer(x)
+    yield f"{name}: the output before the first update, which is base(x)", out.detach()
+    # Their names are free, and they may lie the other way round.
+    A, B = sorted(trained, key=lambda p: 20 in p.shape)
+    yield f"{name}: whether A starts random", len(A.unique()) > 1
+    for p in (A, B):
+        known = drawn(4, 4, max(p.shape))
+        p.data.copy_(known if p.shape == known.shape else known.T)
+    out = layer(x)
+    yield f"{name}: what A and B add to base(x)", (out - base(x)).detach()
+    out.square().sum().backward()
+    yield f"{name}: the gradient of x, through the base, A and B", gradient_of(x)
+    base, x = nn.Linear(512, 512, bias=False), drawn(2, 10, 512).requires_grad_()
     layer = answer(base, 8, 16)
     unit, size = "matrices as large as the base", base.weight.nbytes
     run = measured(lambda: layer(x).sum().backward(), ADAPTER_CARD, unit, size, model=layer)
     yield "a base of 512 × 512 and rank 8", run
-
-
-def lora_case(answer, inside, outside, rank, alpha):
-    base, x = lora_setting(inside, outside, bias=rank == 4)
-    layer = answer(base, rank, alpha)
-    yield "tensors of the base that are trained", sum(p.requires_grad for p in base.parameters())
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    yield "the sides of what is trained", sorted(sorted(p.shape) for p in trained)
-    out = layer(x)
-    yield "the output before the first update, which is base(x)", out.detach()
-    # Their names are free, and they may lie the other way round.
-    A, B = sorted(trained, key=lambda p: outside in p.shape)
-    yield "whether A starts random", len(A.unique()) > 1
-    yield "whether B starts at zero", not B.any()
-    out.sum().backward()
-    yield "the gradient of x at the start, through the base", gradient_of(x)
-    x.grad = A.grad = B.grad = None
-    for p, side in ((A, inside), (B, outside)):
-        known = drawn(rank, rank, side)
-        p.data.copy_(known if p.shape == known.shape else known.T)
-    out = layer(x)
-    yield "what A and B add to base(x)", (out - base(x)).detach()
-    out.square().sum().backward()
-    yield "the gradient of x, through the base, A and B", gradient_of(x)
-    yield "whether A and B get a gradient", None not in (A.grad, B.grad)
 
 
 LORA = Exercise(
@@ -320,13 +268,6 @@ CARD_300 = 300 * MiB
 LEAST = {"every weight": 12, "adapters": 40}  # layers
 
 
-@cache
-def smollm2():
-    from ....planning.models import known_model
-
-    return known_model("SmolLM2-135M")[1]
-
-
 @lru_cache(maxsize=32)
 def smollm2_peak(layers: int, recipe: Recipe):
     """The peak (a ``MemorySnapshot``) that is predicted for SmolLM2 with so many layers, on 8 rows
@@ -334,7 +275,7 @@ def smollm2_peak(layers: int, recipe: Recipe):
     """
     from ....prediction.predict import predict
 
-    config = copy.deepcopy(smollm2())
+    config = copy.deepcopy(find_model("SmolLM2-135M")[0])
     config.num_hidden_layers = layers
     return predict(config, batch_size=8, seq_len=128, recipe=recipe, target="cpu").peak
 
@@ -354,13 +295,9 @@ def beside_the_card(layers: int, recipe: Recipe) -> Measured:
     if (layers, recipe) in under_300():
         return Measured(None, CARD_300, CARD_300, "")
     peak = smollm2_peak(layers, recipe)
-    largest_first = sorted(peak.by_category.items(), key=lambda part: -part[1])
-    parts = ", ".join(
-        f"{name} {nbytes / MiB:.0f}" for name, nbytes in largest_first if nbytes > MiB
-    )
     says = (
-        f"{layers} layers peak at {peak.total / MiB:.1f} MiB, in {peak.phase}, and the card has "
-        f"300. The parts of this peak, in MiB: {parts}."
+        f"{layers} layers peak at {format_bytes(peak.total)}, in {peak.phase}, and the card has "
+        f"300 MiB. The parts of this peak: {largest_first(peak.by_category)}."
     )
     return Measured(None, peak.total, CARD_300, says)
 
@@ -370,7 +307,7 @@ def under_300_cases(answer):
     pairs = answer()
     for (name, least), (layers, recipe) in zip(LEAST.items(), pairs, strict=True):
         layers = plain_int(layers)
-        recipe = without_needless_targets(recipe, smollm2())
+        recipe = without_needless_targets(recipe, find_model("SmolLM2-135M")[0])
         yield f"{name}: lora_rank, the rank of adapters", recipe.lora_rank or "no adapters"
         yield f"{name}: lora_targets, which leave no linear layer out", recipe.lora_targets
         yield f"{name}: whether there are at least {least} layers", layers >= least
@@ -408,58 +345,45 @@ def clip_in_backward(model, loss_of, lr, max_norm) -> float:
     return norm
 
 
-def clip_setting(seed: int = 4, second_divided_by: float = 1.0) -> tuple[nn.Module, torch.Tensor]:
+def clip_setting() -> tuple[nn.Module, torch.Tensor]:
     """Eight linear layers of which the last is the first once more and the third is frozen, and
-    rows (16, 256). The smaller the second layer's weights, the more of the norm is its gradient's.
+    rows (16, 256). The second has nearly all of the norm: errors of a sum in 16 bits do not cancel.
     """
     layers = [nn.Linear(WIDTH, WIDTH, bias=i == 5) for i in range(8)]
     for i, layer in enumerate(layers):
-        layer.weight.data.copy_(drawn(10 * seed + i, WIDTH, WIDTH) / 12)
+        layer.weight.data.copy_(drawn(120 + i, WIDTH, WIDTH) / 12)
     layers[5].bias.data.zero_()
-    layers[1].weight.data.div_(second_divided_by)
+    layers[1].weight.data.div_(30)
     layers[2].requires_grad_(False)
-    return nn.Sequential(*layers, layers[0]), drawn(seed, 16, WIDTH)
+    return nn.Sequential(*layers, layers[0]), drawn(12, 16, WIDTH)
 
 
 def clip_cases(answer):
-    run = yield from clip_case("a norm of 10 times max_norm", answer, 0.01, 0.1)
-    yield from clip_case("a norm of a tenth of max_norm", answer, 0.003, 10.0)
-    # Errors of a sum in 16 bits do not cancel here.
-    name = "a norm of twice max_norm, of which one layer has nearly all"
-    yield from clip_case(name, answer, 0.02, 0.5, seed=12, second_divided_by=30)
+    for name, lr, share in (
+        ("a norm of twice max_norm, of which one layer has nearly all", 0.02, 0.5),
+        ("a norm of a tenth of max_norm", 0.003, 10.0),
+    ):
+        model, x = clip_setting()
+
+        def loss_of(model, x=x):
+            return model(x).square().mean()
+
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss_of(model), trained)
+        before, starts = flat(model.parameters()), copy.deepcopy(trained)
+        max_norm = share * flat(gradients).norm().item()
+        step = partial(answer, model, loss_of, lr, max_norm)
+        run = measured(step, CLIP_CARD, model=model)
+        yield f"{name}: the norm of the whole gradient, which is returned", run.value
+        moves = []
+        for p, start, gradient in zip(trained, starts, gradients, strict=True):
+            moves.append((p - start).norm() / gradient.norm())
+        words = "by how many times lr * gradient each trained parameter moves"
+        yield f"{name}: {words}", (torch.stack(moves) / lr).detach()
+        way = (flat(model.parameters()) - before) / lr
+        yield f"{name}: how far each weight moves, in learning rates", way
+        yield f"{name}: gradients that are left in .grad", sum(p.grad is not None for p in trained)
     yield "what is alive at once, where no gradient waits", run
-
-
-def clip_case(name, answer, lr, share, **setting):
-    """``share``: ``max_norm`` as a share of the norm. Returns the run beside its budget."""
-    model, x = clip_setting(**setting)
-
-    def loss_of(model):
-        return model(x).square().mean()
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    gradients = flat(torch.autograd.grad(loss_of(model), trained))
-    before, start = flat(model.parameters()), flat(trained)
-    max_norm = share * gradients.norm().item()
-    run = measured(
-        lambda: answer(model, loss_of, lr, max_norm),
-        CLIP_CARD,
-        "gradients of a layer",
-        4 * WIDTH**2,
-        model=model,
-    )
-    yield f"{name}: the norm of the whole gradient, which is returned", run.value
-    sizes = [p.numel() for p in trained]
-    factors = []
-    downhill = (start - flat(trained)) / lr
-    for way, gradient in zip(downhill.split(sizes), gradients.split(sizes), strict=True):
-        factors.append(way @ gradient / gradient.square().sum())
-    words = "by how many times lr * gradient each trained parameter moves downhill"
-    yield f"{name}: {words}", torch.stack(factors)
-    way = flat(model.parameters()) - before
-    yield f"{name}: how far all weights together move, in learning rates", way.norm() / lr
-    yield f"{name}: gradients that are left in .grad", sum(p.grad is not None for p in trained)
-    return run
 
 
 CLIP = Exercise(
@@ -494,7 +418,6 @@ CLIP = Exercise(
 # 9.7
 
 LOSS_CARD = 8_000_000  # bytes
-LOGITS = 12_000_000  # bytes, of all tokens
 
 
 def summed_loss(rows, weight, labels, cap):
@@ -524,53 +447,34 @@ class ChunkedLoss(torch.autograd.Function):
         return *(gradient * d_loss for gradient in ctx.saved_tensors), None, None
 
 
-def loss_batch(seed: int, tokens: int, width: int, vocab: int, dtype: torch.dtype = torch.float64):
-    """Hidden states, output matrix and labels, of which some are -100."""
-    hidden = drawn(seed, tokens, width, dtype=dtype)
-    hidden[: tokens // 3] *= 2  # the first third has a larger loss
-    weight = drawn(seed + 1, vocab, width, dtype=dtype) / width**0.5
-    labels = torch.arange(tokens) * 7 % vocab
+def loss_batch(seed: int):
+    """Hidden states (157, 6), output matrix (20, 6) and labels, of which some are -100."""
+    hidden, weight = drawn(seed, 157, 6).double(), drawn(seed + 1, 20, 6).double()
+    hidden[:50] *= 2  # the first third has a larger loss
+    labels = torch.arange(157) * 7 % 20
     labels[seed::7] = -100
-    labels[tokens // 2 : tokens // 2 + tokens // 10] = -100
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
 def loss_cases(answer):
-    yield from loss_case("150 tokens with cap 2", answer, 2.0, 1.0, loss_batch(3, 150, 6, 20))
-    name = "three times the loss of 201 tokens with cap 0.7"
-    yield from loss_case(name, answer, 0.7, 3.0, loss_batch(1, 201, 5, 30))
-    first, second = loss_batch(3, 150, 6, 20), loss_batch(4, 150, 6, 20)
-    loss = answer.apply(*first, 2.0)
-    answer.apply(*second, 2.0)
-    loss.backward()
-    name = "a loss whose backward runs after another loss's forward: the gradient of hidden"
-    yield name, gradient_of(first[0])
-    batch = loss_batch(5, 1000, 32, 3000, torch.float32)
-
-    run = measured(
-        lambda: answer.apply(*batch, 5.0).backward(),
-        LOSS_CARD,
-        "times the logits of all tokens",
-        LOGITS,
-    )
-    name = "1,000 tokens of 32 numbers and a vocabulary of 3,000"
-    yield f"{name}: how large the gradients are", flat(t.grad for t in batch[:2]).norm()
-    yield f"{name}: the bytes", run
-
-
-def loss_case(name, answer, cap, times, batch):
-    hidden, weight, _ = batch
+    batch = loss_batch(3)
     before = [t.detach().clone() for t in batch]
-    loss = answer.apply(*batch, cap)
-    yield f"{name}: the loss", loss.detach()
+    loss = answer.apply(*batch, 2.0)
+    yield "157 tokens with cap 2: the loss", loss.detach()
+    answer.apply(*loss_batch(4), 2.0)
     with FlopCounterMode(display=False) as counter:
-        (times * loss).backward()
-    yield f"{name}: the gradient of hidden", gradient_of(hidden)
-    yield f"{name}: the gradient of weight", gradient_of(weight)
+        (3 * loss).backward()
+    name = "three times the loss of 157 tokens with cap 2, after another loss's forward"
+    yield f"{name}: the gradient of hidden", gradient_of(batch[0])
+    yield f"{name}: the gradient of weight", gradient_of(batch[1])
     words = "operations of matrix products in backward, since forward makes both gradients"
     yield f"{name}: {words}", counter.get_total_flops()
     same = all(map(torch.equal, before, batch))
     yield f"{name}: whether hidden, weight and labels are as before", same
+    hidden, weight = drawn(5, 1000, 32).requires_grad_(), drawn(6, 3000, 32).requires_grad_()
+    labels = torch.arange(1000)
+    run = measured(lambda: answer.apply(hidden, weight, labels, 5.0).backward(), LOSS_CARD)
+    yield "the bytes of 1,000 tokens of 32 numbers and a vocabulary of 3,000", run
 
 
 LOSS = Exercise(
@@ -610,9 +514,7 @@ LOSS = Exercise(
 # 9.9
 
 
-def adam_update(
-    g: torch.Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
-) -> torch.Tensor:
+def adam_update(g, state, beta1=0.9, beta2=0.999, eps=1e-8):
     """Adam's update (without lr) for a gradient ``g`` of any shape. The moments and their count
     live in ``state["adam_update"]``, so that all other names in ``state`` are free.
     """
@@ -639,24 +541,24 @@ def galore_step(p, state, rank, every, lr, scale) -> None:
     p -= lr * scale * (P @ update if wide else update @ P.T)
 
 
-MATRICES = {  # seeds of the gradients; shape; rank, every, lr, scale
-    "6 × 20, rank 2, a new P every 2 calls": ((1, 2, 3, 4), (6, 20), (2, 2, 0.1, 0.25)),
-    "15 × 5, rank 3, a new P every 3 calls": ((1, 2, 3, 4), (15, 5), (3, 3, 0.02, 0.5)),
-    "6 × 9, rank 2, a new P every 2 calls, the same G in each call": (
+MATRICES = (  # name, seeds of the gradients, shape, settings (rank, every, lr, scale)
+    (
+        "6 × 9, rank 2, a new P every 2 calls, the same G in each call",
         (1, 1, 1, 1),
         (6, 9),
         (2, 2, 0.1, 0.5),
     ),
-}
+    ("15 × 5, rank 3, a new P every 3 calls", (1, 2, 3, 4), (15, 5), (3, 3, 0.02, 0.5)),
+)
 
 
-def galore_run(answer, seeds, shape, settings):
-    """After each step: how far p is, p.grad, and the numbers that ``state`` keeps."""
-    start, mean, state = drawn(0, *shape, dtype=torch.float64), 0.0, {}
+def galore_run(answer, name, seeds, shape, settings):
+    """The cases after each step."""
+    start, mean, state = drawn(0, *shape).double(), 0.0, {}
     p = nn.Parameter(start.clone())
     _, every, lr, scale = settings
     for number, seed in enumerate(seeds, 1):
-        gradient = drawn(seed, *shape, dtype=torch.float64)
+        gradient = drawn(seed, *shape).double()
         if number == seed == every:
             # A decomposition may give a direction either sign. The first moment becomes 0 here, so
             # that it fits both signs of the new directions.
@@ -664,23 +566,26 @@ def galore_run(answer, seeds, shape, settings):
         mean = 0.9 * mean + 0.1 * gradient
         p.grad = gradient
         answer(p, state, *settings)
-        storages = {}
+        kept = 0
         for t in tensors_in([state]):
             if t.numel() > 1:
-                storage = t.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes() // t.element_size()
-        yield (p.detach() - start) / (lr * scale), gradient_of(p), sum(storages.values())
+                kept += t.untyped_storage().nbytes() // t.element_size()
+        after = f"{name}, after call {number}"
+        yield (
+            (f"{after}: p.grad, which is only read", gradient_of(p)),
+            (
+                f"{after}: how far p is from its start, in lr * scale",
+                (p.detach() - start) / lr / scale,
+            ),
+            (f"{after}: numbers in the tensors of `state`, and behind views", kept),
+        )
 
 
 def galore_cases(answer):
     # The matrices step in turn, each with a state of its own.
-    runs = [galore_run(answer, *settings) for settings in MATRICES.values()]
-    for number, found in enumerate(zip(*runs, strict=True), 1):
-        for name, (way, gradient, kept) in zip(MATRICES, found, strict=True):
-            name = f"{name}, after call {number}"
-            yield f"{name}: p.grad, which is only read", gradient
-            yield f"{name}: how far p is from its start, in lr * scale", way
-            yield f"{name}: numbers in the tensors of `state`, and behind views", kept
+    for steps in zip(*(galore_run(answer, *matrix) for matrix in MATRICES), strict=True):
+        for cases in steps:
+            yield from cases
 
 
 GALORE = Exercise(
@@ -728,17 +633,11 @@ def adafactor_second_moment(grad, row, column, beta2, eps) -> torch.Tensor:
 
 
 def factored_cases(answer):
-    few = torch.tensor([[1.0, 2.0, 0.0], [0.0, -1.0, 3.0]], dtype=torch.float64)
-    words = "grad = [[1, 2, 0], [0, -1, 3]], beta2 = 0.75, eps = 0.5"
-    yield from factored_case(words, answer, few, 0.75, 0.5)
-    many = drawn(2, 6, 2, dtype=torch.float64)
-    yield from factored_case("6 × 2, beta2 = 0.9, eps = 0.01", answer, many, 0.9, 0.01)
-
-
-def factored_case(name, answer, grad, beta2, eps):
+    grad = torch.tensor([[1.0, 2.0, 0.0], [0.0, -1.0, 3.0]], dtype=torch.float64)
     row, column = (torch.zeros(n, dtype=torch.float64) for n in grad.shape)
+    name = "grad = [[1, 2, 0], [0, -1, 3]], beta2 = 0.75, eps = 0.5"
     for words in (name, f"{name}, and then 2 * grad"):
-        v = answer(grad, row, column, beta2, eps)
+        v = answer(grad, row, column, 0.75, 0.5)
         yield f"{words}: row, which changes in place", row.clone()
         yield f"{words}: column, which changes in place", column.clone()
         yield f"{words}: v", v
@@ -790,8 +689,10 @@ NF4 = Exercise(
     "9.6",
     nf4_bytes,
     calls(
-        *((64, 64, 256), (77, 16, 3), (1000, 64, 256), (4096 * 11008, 64, 256)),
-        hidden=[(455, 10, 4), (64 * 256, 64, 256)],
+        (64, 64, 256),
+        (77, 16, 3),
+        (4096 * 11008, 64, 256),
+        hidden=[(455, 10, 4)],
     ),
     """
     + blocks + 4 * -(-blocks // group) + 4 → + 4 * blocks

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from ....compat.dispatch_modes import TorchDispatchMode
 from ....compat.fake_ranks import fake_process_group
 from ....names import IGNORED
+from ....planning.models import find_model
 from ....training.recipe import Recipe
 from ...judge.compare import Measured
-from ...judge.exercise import Exercise, Hidden, calls, measured
+from ...judge.exercise import Exercise, calls, measured
 from ...machine.compat import enable_checkpointing
 from ...material import models
 from ..shared.every_linear import without_needless_targets
+from ..shared.seen import gradient_of
 from ..shared.settings import flat, gradients_of, quietly, rows
 from .thread_ranks import on_ranks
 
@@ -51,8 +52,7 @@ HELD = Exercise(
         (600, 6, "zero1"),
         (70_000_000_000, 2, "zero2"),
         (1_200, 3, "fsdp"),
-        (7_000_000_000, 8, "zero1"),
-        hidden=[(4_500, 5, "zero2"), (9_100, 7, "fsdp"), (33, 3, "ddp"), (80, 1, "fsdp")],
+        hidden=[(4_500, 5, "zero2"), (9_100, 7, "fsdp")],
     ),
     """
     12 * parameters → 8 * parameters
@@ -102,7 +102,7 @@ def average_gradients(model):
 
 def after_backward(rank: int) -> nn.Module:
     """A rank's model. Each weight's gradient is 1, 2, 3, … on rank 0, their squares on the next,
-    and so on.
+    and so on; rank 2 has none for the first weight.
     """
     # A weight that may have no gradient comes first, so that no rank sends it last by chance, and
     # the frozen one is between those that are trained.
@@ -110,32 +110,26 @@ def after_backward(rank: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 3, bias=False), frozen, nn.Linear(5, 4)).double()
     for p in model.parameters():
         if p.requires_grad:
-            numbers = torch.arange(1.0, p.numel() + 1, dtype=p.dtype)
-            p.grad = (numbers ** (rank + 1)).view_as(p)
+            p.grad = torch.arange(1.0, p.numel() + 1).double().pow(rank + 1).view_as(p)
+    if rank == 2:
+        model[0].weight.grad = None
     return model
 
 
 def average_cases(answer):
-    two, three = "gradients 1, 2, … and 1, 4, …", "gradients 1, 2, …, 1, 4, … and 1, 8, …"
-    for name, ranks, without in (
-        (two, 2, []),
-        (three, 3, []),
-        (f"{three}, but none for the last rank's first weight", 3, [2]),
-        (Hidden("4 ranks"), 4, [0, 1, 2]),
-    ):
+    two = "gradients 1, 2, … and 1, 4, …"
+    three = "gradients 1, 2, …, 1, 4, … and 1, 8, …, but none for the last rank's first weight"
+    for name, ranks in ((two, 2), (three, 3)):
         net = [after_backward(rank) for rank in range(ranks)]
-        for rank in without:
-            net[rank][0].weight.grad = None
-        before = [flat(model.parameters()) for model in net]
+        before = copy.deepcopy(net)
         on_ranks(lambda rank, net=net: answer(net[rank]), ranks)
-        kind = type(name)
         for rank in (0, ranks - 1):
             model = net[rank]
-            yield kind(f"{name}, their mean on rank {rank}"), gradients_of(model)
+            yield f"{name}, their mean on rank {rank}", gradients_of(model)
             has_one = model[1].weight.grad is not None
-            yield kind(f"{name}, whether rank {rank}'s frozen weight gets a gradient"), has_one
-            unchanged = torch.equal(flat(model.parameters()), before[rank])
-            yield kind(f"{name}, whether rank {rank}'s weights are as before"), unchanged
+            yield f"{name}, whether rank {rank}'s frozen weight gets a gradient", has_one
+            unchanged = torch.equal(flat(model.parameters()), flat(before[rank].parameters()))
+            yield f"{name}, whether rank {rank}'s weights are as before", unchanged
 
 
 AVERAGE = Exercise(
@@ -201,12 +195,7 @@ class CollectiveLog(TorchDispatchMode):
 def wrap_setting(layers: int = 6) -> tuple[nn.Module, Tensor]:
     """A tiny Llama, and token ids for 4 rows of 32."""
     model = models.tiny_llama(layers=layers, hidden=64, heads=4, intermediate=172, vocab=257)
-    return model.train(), torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
-
-
-def whole_weights(model) -> int:
-    """How many of the model's weights are not sharded."""
-    return sum(not isinstance(p, DTensor) for p in model.parameters())
+    return model.train(), rows(32, 32, 32, 32, vocab=257)
 
 
 def gradients_on_two_ranks(answer) -> list[Tensor]:
@@ -229,23 +218,15 @@ def wrap_cases(answer):
         given, ids = wrap_setting()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         model = answer(given, mesh["shards"])
-        yield "weights that are whole, of the model that is returned", whole_weights(model)
-        yield "weights that are whole, of the model that was given", whole_weights(given)
+        yield "whether the model that was given is returned", model is given
+        shards = [p for p in given.parameters() if isinstance(p, DTensor)]
+        yield "weights that are whole", len(list(given.parameters())) - len(shards)
         units = sum(isinstance(part, FSDPModule) for part in given.model.layers.modules())
         yield "units of fully_shard, among the six layers and their parts", units
-        shared = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
-        yield "ranks that share a weight, where mesh has 2 of 4", max(shared, default=0)
-        with CollectiveLog() as log:
-            run = measured(
-                lambda: model(input_ids=ids[:2], labels=ids[:2]).loss.backward(), WRAP_CARD
-            )
-        # 13, and some more where the embedding and the head are units too
-        yield "whether each layer is gathered again in backward", log.count("allgather") > 9
-        yield "weights that are whole after backward", whole_weights(model)
-        yield "whether the model is in training mode", model.training
-    first, last = gradients_on_two_ranks(answer)
-    yield "the gradients on rank 0 of 2", first
-    yield "the gradients on rank 1 of 2", last
+        shared = max(p.device_mesh.size() for p in shards)
+        yield "ranks that share a weight, where mesh has 2 of 4", shared
+        run = measured(lambda: model(input_ids=ids[:2], labels=ids[:2]).loss.backward(), WRAP_CARD)
+    yield "the gradients on each of 2 ranks", gradients_on_two_ranks(answer)
     yield "a forward and a backward", run
 
 
@@ -298,15 +279,9 @@ SECONDS = Exercise(
     communication_seconds,
     calls(
         ("ddp", 14_000_000_000, 8, 4, 25e9),
-        ("zero2", 3_000_000_000, 2, 1, 450e9),
         ("fsdp", 14_000_000_000, 4, 3, 25e9),
         ("zero2", 900_000_000, 3, 5, 12e9),
-        ("ddp", 500_000_000, 2, 1, 64e9),
-        hidden=[
-            ("fsdp", 6_000_000_000, 16, 1, 300e9),
-            ("zero2", 7_700_000, 5, 2, 9e9),
-            ("fsdp", 10_000_000, 1, 4, 9e9),
-        ],
+        hidden=[("fsdp", 6_000_000_000, 16, 1, 300e9)],
     ),
     """
     "ddp": 2 → "ddp": 2 * micro_batches
@@ -356,13 +331,6 @@ def two_cards() -> Recipe:
     )
 
 
-def seventy():
-    """Llama-2-70B's config."""
-    from ....planning.models import known_model
-
-    return known_model("Llama-2-70B")[1]
-
-
 @lru_cache(maxsize=32)
 def seventy_peak(recipe: Recipe, tokens: int = TOKENS):
     """The peak (a ``MemorySnapshot``) that is predicted for one of two ranks of Llama-2-70B, on a
@@ -371,12 +339,11 @@ def seventy_peak(recipe: Recipe, tokens: int = TOKENS):
     from ....prediction.predict import predict
 
     ask = {"batch_size": 1, "seq_len": tokens, "ranks": RANKS, "target": "cuda"}
-    return predict(seventy(), recipe=recipe, **ask).peak
+    return predict(find_model("Llama-2-70B")[0], recipe=recipe, **ask).peak
 
 
-def layers_at_once(recipe: Recipe) -> int:
+def layers_at_once(recipe: Recipe, layers: int) -> int:
     """Layers that keep their activations at the same time, in backward."""
-    layers = seventy().num_hidden_layers
     if recipe.every_n_layers:
         return layers - layers // recipe.every_n_layers
     if recipe.checkpointing == "sqrt":
@@ -395,15 +362,17 @@ def recipe_cases(answer):
     recipe = answer()
     if not isinstance(recipe, Recipe):
         raise TypeError("return one Recipe, the same for both cards")
-    recipe = without_needless_targets(recipe, seventy())
+    config = find_model("Llama-2-70B")[0]
+    recipe = without_needless_targets(recipe, config)
     yield "the rank of the adapters", recipe.lora_rank
     yield "whether adapters are on every linear layer", not recipe.lora_targets
     card = CARDS[TWO_CARDS].nbytes
     # A sum tells of most recipes that they do not fit, and a prediction takes longer.
-    kept = sum(resident_bytes(count(seventy()), recipe, RANKS if recipe.sharding else 1).values())
+    ranks = RANKS if recipe.sharding else 1
+    kept = sum(resident_bytes(count(config), recipe, ranks).values())
     says = f"They take {kept:,} bytes, and a card has {card:,}."
     yield "weights, gradients and states of a card", Measured(None, kept, card, says)
-    at_once = layers_at_once(recipe)
+    at_once = layers_at_once(recipe, config.num_hidden_layers)
     says = f"They are {at_once}, and {LONGEST} fit."
     yield "layers that keep activations at once", Measured(None, at_once, LONGEST, says)
     if at_once > 1:  # fits if a checkpoint in every layer does, whose prediction is quicker
@@ -497,30 +466,19 @@ def two_updates(layer: nn.Module, x: Tensor):
         out = layer(x)
         out.square().mean().backward()
         yield f"the output{name}", out.detach()
-        yield f"x.grad{name}", flat([x.grad])
-        yield f"the shard's gradient{name}", flat(p.grad for p in layer.parameters())
+        yield f"x.grad{name}", gradient_of(x)
+        yield f"the shard's gradient{name}", gradients_of(layer)
         optimizer.step()
         optimizer.zero_grad()
 
 
 def layer_cases(answer):
-    for name, shape, outputs in (
-        ("2 ranks", (2, 4, 3), 4),
-        ("3 ranks, x of (2, 3, 5)", (3, 2, 3, 5), 6),
-    ):
-        ranks, inputs = shape[0], shape[-1]
-        x = torch.arange(prod(shape), dtype=torch.float64).sin().view(shape)
-        linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.float64)
-        weight = torch.arange(outputs * inputs, dtype=torch.float64).cos()
-        linear.weight.data = weight.view(outputs, inputs)
-
-        def run(rank: int, linear=linear, x=x):
-            return list(two_updates(answer(copy.deepcopy(linear)), x[rank]))
-
-        seen = on_ranks(run, ranks)
-        for first, last in zip(seen[0], seen[-1], strict=True):
-            yield f"{name}, {first[0]}, rank 0", first[1]
-            yield f"{name}, {last[0]}, rank {ranks - 1}", last[1]
+    linear = nn.Linear(5, 6, bias=False).double()
+    x = torch.arange(90).double().sin().view(3, 2, 3, 5)  # (ranks, rows, tokens, inputs)
+    seen = on_ranks(lambda rank: list(two_updates(answer(copy.deepcopy(linear)), x[rank])), 3)
+    for rank in (0, 2):
+        for what, value in seen[rank]:
+            yield f"3 ranks, x of (2, 3, 5), {what}, rank {rank}", value
     yield from layer_cases_of_bytes(answer)
 
 
@@ -584,8 +542,7 @@ def scale_cases(answer):
     # The lengths of the rows of each rank's micro-batches.
     for name, batches in (
         ("ranks with 8 and 15 labels", [[(5, 3)], [(2, 9, 4)]]),
-        ("ranks with 16, 6 and 8 labels", [[(4,), (3, 9)], [(6,)], [(1, 7)]]),
-        (Hidden("a rank without a label"), [[(4, 6), (0,)], [(0, 0)]]),
+        ("ranks with 16, 6 and 0 labels", [[(4,), (3, 9)], [(6, 0)], [(0, 0)]]),
     ):
         labels = []
         for micro_batches in batches:
@@ -593,7 +550,7 @@ def scale_cases(answer):
             labels.append([rows(*lengths, 3, vocab=3)[:-1] for lengths in micro_batches])
         scales = on_ranks(lambda rank, labels=labels: answer(labels[rank]), len(labels))
         for rank, scale in enumerate(scales):
-            yield type(name)(f"{name}, on rank {rank}"), scale
+            yield f"{name}, on rank {rank}", scale
 
 
 SCALE = Exercise(

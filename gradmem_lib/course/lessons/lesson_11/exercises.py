@@ -2,8 +2,6 @@
 the way.
 """
 
-from dataclasses import replace
-
 from ....names import CATEGORIES
 from ....planning.held import resident_bytes
 from ....training.recipe import Recipe
@@ -66,13 +64,12 @@ def recipe_cases(one: Puzzle):
         wrong, weighed = one.judge(answer)
         if weighed is None:
             # the sentence as a number of bytes, so that each broken rule is told from the others
-            needs = Measured(None, int.from_bytes(wrong.encode()), 0, wrong)
-        else:
-            needs = Measured(None, weighed.needs, weighed.room, wrong)
-        if weighed and wrong:
+            yield "the recipe", Measured(None, int.from_bytes(wrong.encode()), 0, wrong)
+            return
+        if wrong:
             why = WHY[in_the_way(one, one.recipe(answer), weighed)]
-            needs = replace(needs, says=f"{why} {wrong[0].upper()}{wrong[1:]}")
-        yield "the recipe", needs
+            wrong = f"{why} {wrong[0].upper()}{wrong[1:]}"
+        yield "the recipe", Measured(None, weighed.needs, weighed.room, wrong)
 
     return cases
 
@@ -103,7 +100,7 @@ TEMPTING = {
             weights, gradients and states would fit; the activations that every layer keeps
             for its backward do not.
         LORA | {"accumulation": 3}
-            accumulation=3 does not cut 4 rows evenly: choose a divisor of 4.
+            accumulation=3 must divide the number of rows of a card, which is 4.
     """,
     "11.2": """
         BF16 | AGAIN | {"accumulation": 8}
@@ -229,7 +226,7 @@ TEMPTING = {
             weights, gradients and states would fit; the other tensors at the peak do not
             fit beside them.
         QLORA | AGAIN | CHUNKS | {"accumulation": 2}
-            the 1 row cannot be cut into 2 micro-batches: leave accumulation=1.
+            accumulation=2 must divide the number of rows of a card, which is 1.
         QLORA | AGAIN | CHUNKS | {"attention": "eager"}
             weights, gradients and states would fit; the other tensors at the peak do not
             fit beside them.
@@ -302,13 +299,13 @@ def recipe_exercise(id: str) -> Exercise:
 
 
 def category_cases(answer):
-    word = answer.strip(" .!'\"").lower() if isinstance(answer, str) else ""
-    word = word.removeprefix("the ")
-    found = [name for name in CATEGORIES if word in (name, name.removesuffix("s"))]
-    if not found:
+    word = str(answer).strip(" .!'\"").lower().removeprefix("the ")
+    if f"{word}s" in CATEGORIES:
+        word += "s"
+    if word not in CATEGORIES:
         names = ", ".join(CATEGORIES)
         raise ValueError(f"the answer is the name of one category, {names}, not {describe(answer)}")
-    yield "the part that forbids it", found[0]
+    yield "the part that forbids it", word
 
 
 def forbidden(answer) -> str:

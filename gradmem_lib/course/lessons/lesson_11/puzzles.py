@@ -17,7 +17,6 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from ....names import CATEGORIES
 from ....planning.cards import find_card
 from ....planning.held import overhead_of_prediction
 from ....planning.models import find_model
@@ -31,6 +30,7 @@ from ....units import format_bytes
 from ....view.room import MemoryFit
 from ...judge.compare import describe, plain_int
 from ..shared.every_linear import without_needless_targets
+from ..shared.seen import largest_first
 from ..shared.settings import quiet
 
 THREE, TWO, BEATEN = 0.95, 0.7, 1.001  # of the planner's best time over theirs
@@ -112,11 +112,9 @@ class Weighed:
         else:
             more = format_bytes(-self.spare)
             lead = f"it needs {needs}, which is {more} more than the available {room}"
-        parts = []
-        for name, nbytes in sorted(self.held.items(), key=lambda part: -part[1]):
-            if nbytes >= 0.005 * self.needs:
-                parts.append(f"{name} {format_bytes(nbytes)}")
-        return f"{lead}: at the peak, in {self.phase.replace('_', ' ')}, {', '.join(parts)}."
+        return (
+            f"{lead}: at the peak, in {self.phase.replace('_', ' ')}, {largest_first(self.held)}."
+        )
 
 
 @dataclass(frozen=True)
@@ -133,10 +131,6 @@ class Puzzle:
     rows: int
     tokens: int
     conditions: tuple[str, ...]
-
-    @property
-    def possible(self) -> bool:
-        return self.id != "11.12"
 
     @property
     def target(self) -> str:
@@ -167,19 +161,6 @@ class Puzzle:
     def update(self) -> str:
         """What one update takes."""
         return f"{self.rows} row{'s' if self.rows > 1 else ''} of {self.tokens:,} tokens"
-
-    def __repr__(self) -> str:
-        lines = [
-            f"{self.id:<10} {self.title}",
-            f"model      {self.model}",
-            f"on         {self.where}",
-            f"one update {self.update}",
-            f"condition  {self.condition or 'none'}",
-        ]
-        if not self.possible:
-            names = ", ".join(CATEGORIES)
-            lines.append(f"asked      no recipe fits: which part forbids it? One of {names}")
-        return "\n".join(lines)
 
     def recipe(self, answer: Any) -> Recipe:
         """``answer``, a ``Recipe`` or a dict of its options.
@@ -231,23 +212,13 @@ class Puzzle:
             )
         if self.cards == 1 and recipe.sharding is not None:
             return f"sharding={recipe.sharding!r} is for several cards, but there is only one."
-        return self._uncut(recipe)
-
-    def _uncut(self, recipe: Recipe) -> str:
-        """Why ``accumulation`` cannot cut the rows of a card; empty if it can."""
         own = self.rows // self.cards
-        if own % recipe.accumulation == 0:
-            return ""
-        of_each = " of each card" if self.cards > 1 else ""
-        if own == 1:
+        if own % recipe.accumulation:
             return (
-                f"the 1 row{of_each} cannot be cut into {recipe.accumulation} micro-batches: leave "
-                "accumulation=1."
+                f"accumulation={recipe.accumulation} must divide the number of rows of a card, "
+                f"which is {own}."
             )
-        return (
-            f"accumulation={recipe.accumulation} does not cut {own} rows{of_each} evenly: choose a "
-            f"divisor of {own}."
-        )
+        return ""
 
     def weigh(self, recipe: Recipe) -> Weighed:
         """The bytes and time of ``recipe``: recorded, or predicted (in seconds).

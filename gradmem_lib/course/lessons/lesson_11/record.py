@@ -1,7 +1,7 @@
 """Writes puzzles.json: for each puzzle the planner's best recipe, then the known mistakes that are
 recipes.
 
-    python -m gradmem_lib.course.lessons.lesson_11.record [--keep-best] [ID ...]
+    python -m gradmem_lib.course.lessons.lesson_11.record [ID ...]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ....planning.options import METHODS
 from ....training.recipe import Recipe
-from .exercises import AGAIN, BF16, CHUNKS, TEMPTING
+from .exercises import AGAIN, BF16, CHUNKS, TEMPTING, recipe_exercise
 from .puzzles import (
     MISTAKES,
     Allowed,
@@ -23,7 +23,6 @@ from .puzzles import (
     options_of,
     predicted,
     puzzles,
-    records,
     versions,
     written,
 )
@@ -54,11 +53,9 @@ def solve(puzzle: Puzzle) -> Recipe:
 
 def tempting(one: Puzzle) -> list[Recipe]:
     """The known mistakes that need a prediction; for the example, the steps of the lesson."""
-    from ...catalogue import get
-
     given: list[Any] = STEPS
     if one.id in TEMPTING:
-        given = [answer for answer, _ in get(one.id).wrong_answers()]
+        given = [answer for answer, _ in recipe_exercise(one.id).wrong_answers()]
     found = []
     for options in given:
         with suppress(*MISTAKES):
@@ -84,24 +81,22 @@ def in_pieces(one: Puzzle, best: Recipe) -> list[Recipe]:
     return found
 
 
-def record(ids: list[str], keep_best: bool = False) -> None:
-    """``keep_best``: the recorded best stays, without a new search. No ids: all puzzles."""
+def record(ids: list[str]) -> None:
+    """No ids: all puzzles that are recorded."""
     path = Path(__file__).with_name("puzzles.json")
     found = json.loads(path.read_text(encoding="utf-8"))["puzzles"]
-    for one in puzzles().values():
-        if not one.possible or (ids and one.id not in ids):
-            continue
-        best = one.best()[0] if keep_best else solve(one)
-        print(one.id, written(best), flush=True)
-        found[one.id] = []
+    for id in ids or found:
+        one = puzzles()[id]
+        best = solve(one)
+        print(id, written(best), flush=True)
+        rows = []
         for recipe in dict.fromkeys([best, *tempting(one), *in_pieces(one, best)]):
             weighed = asdict(predicted(one, recipe, quickly=False))
-            found[one.id].append({"recipe": options_of(recipe), "weighed": weighed})
+            rows.append({"recipe": options_of(recipe), "weighed": weighed})
+        found[id] = rows
         text = json.dumps({"versions": versions(), "puzzles": found}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
-    records.cache_clear()
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    record([id for id in given if not id.startswith("--")], keep_best="--keep-best" in given)
+    record(sys.argv[1:])
