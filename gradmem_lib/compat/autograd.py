@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,28 @@ def sequence_nr(node) -> int:
     ``2**64 - 1`` for ``None`` and for nodes without a number.
     """
     return 2**64 - 1 if node is None else node._sequence_nr()
+
+
+_NAMES_OF_SAVED: dict[type, list[str]] = {}
+
+
+def kept_by_node(node) -> list:
+    """What a node keeps for its backward, as it was packed: nothing is unpacked or computed. A node
+    of a ``torch.autograd.Function`` has attributes as well.
+    """
+    kind = type(node)
+    if kind not in _NAMES_OF_SAVED:
+        _NAMES_OF_SAVED[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    kept = list(getattr(node, "__dict__", {}).values())
+    for name in _NAMES_OF_SAVED[kind]:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:
+            continue  # a backward has freed it
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            with suppress(RuntimeError):
+                kept.append(each.data)
+    return kept
 
 
 def gives_one_tensor_twice(node) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..units import format_bytes
+from .paths import Held
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
 
@@ -37,6 +38,8 @@ class Cause:
     holders: Sequence[Holder] = field(default=(), repr=False, compare=False)
     # The storages of which there are more after each step, for pictures.
     growing: Sequence[Holder] = field(default=(), repr=False, compare=False)
+    # The name that holds most of the bytes, where the evidence does not have it.
+    held: str = ""
     # How many of the bytes the remedy needs as well, at most; ``None`` if that is not known.
     stays: int | None = 0
     # What needs these storages, so how long they have to stay:
@@ -53,6 +56,8 @@ class Cause:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.evidence}"]
+        if self.held:
+            lines.append(f"  held by {self.held}")
         lines += [f"  at {line}" for line in self.lines[:LINES]]
         lines.append(f"  Remedy: {self.remedy}")
         if self.limit:
@@ -104,6 +109,19 @@ def in_words(holder: Holder) -> str:
         words += f" in a storage of {format_bytes(holder.nbytes)}"
     operation = holder.op.removeprefix("aten.")
     return f"{words} ({operation})" if operation else words
+
+
+def held_by_most(holders: Iterable[Holder]) -> Held | None:
+    """How most of the bytes are held, if that is known of more than half of them."""
+    holders = list(holders)
+    nbytes = Counter[Held]()
+    for holder in holders:
+        if holder.held is not None:
+            nbytes[holder.held] += holder.nbytes
+    if not nbytes:
+        return None
+    held, most = nbytes.most_common(1)[0]
+    return held if 2 * most > sum(holder.nbytes for holder in holders) else None
 
 
 def within(moment: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .cause import Cause
+from .cause import Cause, held_by_most
 from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
 from .causes_of_evaluation import (
     evaluation_batch,
@@ -25,6 +25,7 @@ from .causes_of_gradients import (
 )
 from .causes_of_graphs import finished_forwards, kept_graph, leftovers, unused_forward
 from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
+from .causes_of_holders import in_a_cycle, in_an_exception, in_buckets, kept_by_a_name, name_of
 from .causes_of_many_graphs import chained_forwards, graphs_of_gradients, several_graphs
 from .causes_of_settings import gradients_for_no_optimizer, idle_checkpoints
 from .causes_of_tensors import (
@@ -50,6 +51,9 @@ from .remedied_peak import limit_of
 SMALL = 0.1  # of the peak
 
 CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
+    in_an_exception,
+    in_a_cycle,
+    kept_by_a_name,
     growing_bytes,
     growing_tensor,
     evaluation_results,
@@ -71,6 +75,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     gradients_of_the_step_before,
     gradients_set_to_zero,
     second_model,
+    in_buckets,
     waiting_data,
     idle_checkpoints,
     one_large_step,
@@ -99,6 +104,9 @@ OF_SIZE = (
     expanded_tensors,
 )
 
+# They give only another remedy for storages whose holder is named.
+SAYS_LITTLE = (growing_bytes, growing_tensor, evaluation_results, waiting_data, leftovers)
+
 # They say the least: they are looked for where nothing else was found.
 LAST_RESORTS = (one_tensor, one_line)
 
@@ -111,7 +119,7 @@ def find_causes(facts: Facts) -> list[Cause]:
     kept: list[Cause] = []  # those that say why tensors are there
     for find in CAUSES:
         cause = find(facts)
-        says_little = find in (waiting_data, leftovers)
+        says_little = find in SAYS_LITTLE
         if cause is None or (says_little and _are_named_already(cause, kept)):
             continue  # it would only give another remedy for the same tensors
         found.append(cause)
@@ -121,15 +129,20 @@ def find_causes(facts: Facts) -> list[Cause]:
         cause = find(facts)
         if cause is not None and not found:
             found.append(cause)
-    limited = [replace(cause, limit=limit_of(cause, facts)) for cause in found]
+    limited = []
+    for cause in found:
+        held = held_by_most(cause.holders)
+        named = held is not None and held.path and f"`{name_of(held)}" not in cause.evidence
+        words = str(held) if named else ""
+        limited.append(replace(cause, limit=limit_of(cause, facts), held=words))
     return sorted(limited, key=lambda cause: _is_small(cause, facts))
 
 
 def _are_named_already(cause: Cause, found: list[Cause]) -> bool:
-    """Whether the causes ``found`` have named almost all tensors of ``cause``."""
+    """Whether the causes ``found`` have named most of the bytes of ``cause``."""
     named = {id(holder) for other in found for holder in other.holders}
     new = [holder for holder in cause.holders if id(holder) not in named]
-    return total(new) < SMALL * cause.nbytes
+    return 2 * total(new) < cause.nbytes
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

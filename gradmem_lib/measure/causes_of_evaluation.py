@@ -15,6 +15,7 @@ from .cause import (
     in_words,
     lines_of_forwards,
 )
+from .causes_of_holders import COLLECTED
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .half_the_rows import bytes_with_rows
 from .made_by_forwards import lines_of_results
@@ -40,7 +41,7 @@ def evaluation_results(facts: Facts) -> Cause | None:
         "logits.argmax(-1), or TrainingArguments(eval_accumulation_steps=1), or "
         "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
     )
-    name = "An evaluation collects its results"
+    name = COLLECTED
     # Pictures show results as growing only if each forward adds one of the same kind.
     in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
     growing = collected if in_a_list else []

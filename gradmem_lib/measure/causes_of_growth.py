@@ -24,6 +24,7 @@ from .cause import (
     place_in_training,
 )
 from .causes_of_evaluation import evaluation_results
+from .causes_of_holders import GROWTH, kept_by_a_name
 from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
 from .made_by_forwards import lines_of_results
 from .timeline import STEP, Holder, Turn
@@ -34,7 +35,6 @@ LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter 
 OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
 HISTORY = 5
 SHORTER_HISTORY = f"torch.optim.LBFGS(..., history_size={HISTORY})"
-GROWTH = "Bytes grow from step to step"
 
 
 def growing_bytes(facts: Facts) -> Cause | None:
@@ -86,7 +86,7 @@ def _last_batch(growing: list[list[Holder]], facts: Facts) -> int:
 
 def growing_holders(facts: Facts) -> Sequence[Holder]:
     """The storages that pictures show as a band of their own."""
-    for find in (growing_bytes, growing_tensor, evaluation_results):
+    for find in (kept_by_a_name, growing_bytes, growing_tensor, evaluation_results):
         cause = find(facts)
         if cause is not None:
             return cause.growing

@@ -8,6 +8,7 @@ well it works.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .cause import LINES, WORTH, Cause, in_words, within
+from .cause import LINES, MUCH, WORTH, Cause, belongs_to_training, in_words, within
 from .causes import find_causes
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
@@ -149,32 +150,44 @@ class Diagnosis:
 
     def __str__(self) -> str:
         lines = [self.peak_line(), *self.cause_lines()]
+        if not self.causes and self._is_ordinary():
+            lines.append("This is an ordinary step.")
+        elif not self.causes:
+            lines += self._largest_lines()
         if self.helps:
             width = max(len(name) for name in self.helps)
-            if self.causes:
-                lines.append("What else can lower it, the cheapest first, and to what at best:")
-            else:
-                lines.append(
-                    "This is an ordinary step. What can lower it, the cheapest first, and to what "
-                    "at best:"
-                )
+            else_ = " else" * bool(self.causes)
+            lines.append(f"What{else_} can lower it, the cheapest first, and to what at best:")
             lines += [
                 f"  {name:<{width}}  {format_bytes(self.lowest[name])}" for name in self.helps
             ]
-        if not self.causes and not self.helps:
-            lines += self._largest_lines()
         if self.cannot_help:
             lines.append(f"What cannot: {'; '.join(self.cannot_help)}.")
         return "\n".join(lines)
 
+    def _is_ordinary(self) -> bool:
+        """Whether the peak is the model's, its optimizer's and those of the peak's own step."""
+        facts = self.facts
+        older = []
+        for holder in facts.at_peak:
+            of_earlier_steps = 0 <= facts.time_of(holder) < facts.peak_time
+            if of_earlier_steps and not belongs_to_training(holder):
+                older.append(holder)
+        return bool(self.helps) and total(older) < MUCH * self.peak.total
+
     def _largest_lines(self) -> list[str]:
-        """The largest storages at the peak, where nothing else can be said."""
-        lines = ["No cause was found. The largest tensors at the peak:"]
-        for holder in self.facts.at_peak[:LINES]:
-            line = f", at {holder.line}" if holder.line else ""
-            owner = f" of {holder.module}" if holder.module else ""
-            size = format_bytes(holder.nbytes)
-            lines.append(f"  {size} {holder.category}{owner}: {in_words(holder)}{line}")
+        """Who holds the most at the peak, where nothing else can be said."""
+        lines = ["No cause was found. The largest at the peak:"]
+        groups = defaultdict[tuple, list[Holder]](list)
+        for holder in self.facts.at_peak:
+            groups[holder.line, holder.category, holder.held].append(holder)
+        largest_first = sorted(groups.values(), key=total, reverse=True)
+        for group in largest_first[:LINES]:
+            first = group[0]
+            line = f", at {first.line}" if first.line else ""
+            held = f", held by {first.held}" if first.held else ""
+            words = f"  {format_bytes(total(group))} {first.category}{held}{line}"
+            lines.append(f"{words}: {in_words(first)}")
         return lines
 
     __repr__ = __str__

@@ -60,6 +60,8 @@ class Facts:
     optimized: frozenset[str] | None = None
     # The names of the parameters of models that no optimizer trains, as far as they are known.
     untrained: frozenset[str] = frozenset()
+    # Whether DistributedDataParallel has wrapped a model.
+    in_ddp: bool = False
 
     @cached_property
     def at_peak(self) -> Sequence[Holder]:

@@ -4,6 +4,7 @@ the calls of modules.
 
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -33,6 +34,7 @@ from .recording import HOOK, SCRIPT, Recording, is_result
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
+from .walks import Walks
 from .watch import Watch
 
 
@@ -66,8 +68,13 @@ class Meter(ParameterMeter):
         # and the number of these calls.
         self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
         self._next_number = itertools.count()
+        self.walks = Walks(recording, self.seconds_for_walks)
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
+
+    # what walks may take in addition to their share of the run's time
+    seconds_for_walks = 0.0
+    walks_everywhere = False  # also behind the names of all libraries, once
 
     def __enter__(self) -> Self:
         if self.model is not None:
@@ -102,7 +109,7 @@ class Meter(ParameterMeter):
     def look_for_wrappers(self) -> None:
         """Find out whether DDP or FSDP has wrapped a module of the model."""
         modules = list(self.model.modules()) if self.model is not None else []
-        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
+        self.has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
         self._has_fsdp = self.model is not None and is_sharded(self.model)
 
     # A tracker refuses these two, and a model that moves. `gradmem run`, which must not stop a
@@ -166,6 +173,7 @@ class Meter(ParameterMeter):
         with self.lock:
             recording, with_grad = self.recording, torch.is_grad_enabled()
             recording.drain()  # what was freed since the last operation is not live before this
+            self.walks.look(sys._getframe(1))
             if with_grad:
                 self.begin_step()
             weight = next(module.parameters(), None)

@@ -60,7 +60,7 @@ class OperationMeter:
         self.stack = self.position.calls
         self.recomputed = False  # a forward ran again in a backward
         self._in_place = InPlaceGradients(recording)
-        self._has_ddp = self._has_fsdp = False  # whether a module of the model is wrapped
+        self.has_ddp = self._has_fsdp = False  # whether a module of the model is wrapped
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: count its allocations and frees, and sample a change."""
@@ -78,10 +78,10 @@ class OperationMeter:
             # Most operations make views of tensors that are counted already, or write into them.
             if operator.only_views and self._is_counted(args[0]):
                 pass
-            elif operator.in_place and not self._has_ddp:
+            elif operator.in_place and not self.has_ddp:
                 allocated = self._count_reads(args, kwargs, func)
             else:
-                if self._has_ddp:
+                if self.has_ddp:
                     before += self._find_bucket(operator, out)
                 allocated = self._count(func, args, kwargs, out)
             if allocated or recording.total != before:

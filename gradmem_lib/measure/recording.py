@@ -13,6 +13,7 @@ from torch import UntypedStorage
 from ..compat import operators
 from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
+from .paths import Held
 from .storages import has_memory, storages_of
 from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
 
@@ -46,13 +47,14 @@ class Entry(weakref.ref):
     times larger than all that it was computed from. ``is_result``: an outermost module has returned
     it. ``source``: the category of all that it was computed from outside of modules. ``stop``: the
     first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
-    this weight, or this state.
+    this weight, or this state. ``held``: who holds it, if a walk has met it.
     """
 
     __slots__ = (
         "category",
         "dtype",
         "expanded",
+        "held",
         "is_result",
         "key",
         "line",
@@ -72,6 +74,7 @@ class Entry(weakref.ref):
     category: int
     dtype: torch.dtype | None
     expanded: bool
+    held: Held
     is_result: bool
     key: int
     line: tuple[CodeType, int] | None
@@ -87,6 +90,11 @@ class Entry(weakref.ref):
     stop: int
     turn: int
     updated: int
+
+
+def holder_of(entry: Entry) -> Held | None:
+    """Who held it when a walk has last met it."""
+    return getattr(entry, "held", None)
 
 
 def is_expanded(entry: Entry) -> bool:

@@ -42,11 +42,7 @@ def calling_line(depth: int = 1) -> tuple[CodeType, int] | None:
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        filename = frame.f_code.co_filename
-        found = _is_script.get(filename)
-        if found is None:
-            found = _is_script[filename] = _of_a_script(filename)
-        if found:
+        if is_of_a_script(frame.f_code.co_filename):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None
@@ -60,10 +56,16 @@ def source_line(found: tuple[CodeType, int] | None) -> SourceLine | None:
     return SourceLine(_known_as(code.co_filename), line, code.co_qualname)
 
 
-def _of_a_script(filename: str) -> bool:
-    if filename.startswith("<"):  # made by exec, such as the methods of a dataclass
-        return filename == "<stdin>" or filename.startswith("<ipython-input")
-    return not os.path.abspath(filename).startswith(_NOT_SCRIPTS)
+def is_of_a_script(filename: str) -> bool:
+    """Whether a file is the user's own: no module of Python's, of a package or of this library."""
+    found = _is_script.get(filename)
+    if found is None:
+        if filename.startswith("<"):  # made by exec, such as the methods of a dataclass
+            found = filename == "<stdin>" or filename.startswith("<ipython-input")
+        else:
+            found = bool(filename) and not os.path.abspath(filename).startswith(_NOT_SCRIPTS)
+        _is_script[filename] = found
+    return found
 
 
 def _known_as(filename: str) -> str:

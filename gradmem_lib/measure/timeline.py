@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..names import CATEGORIES, MOMENT_OF_PHASE, MOMENTS, PHASES
+from .paths import Held
 from .source_lines import SourceLine
 
 # Columns of a timeline's rows. The last two may be missing, as in predictions.
@@ -55,7 +56,8 @@ class Holder(NamedTuple):
     with a graph outside of all modules, and nothing else went into it; otherwise empty. A copy of a
     gradient counts as a gradient. ``samples``: the recording's first sample with it, and the first
     one without it. ``updated``: the last step of an optimizer that has this weight, or this state,
-    also after the peak; -1 if there was none.
+    also after the peak; -1 if there was none. ``held``: who holds it, or those like it; ``None`` if
+    that is not known.
     """
 
     nbytes: int
@@ -73,6 +75,7 @@ class Holder(NamedTuple):
     computed_from: str = ""
     samples: tuple[int, int] = (0, 0)
     updated: int = -1
+    held: Held | None = None
 
 
 class Turn(NamedTuple):

@@ -33,6 +33,7 @@ has the allocator's own figures.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -59,6 +60,7 @@ from ..names import (
 )
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
+from .cause import MUCH
 from .causes_of_growth import OLD_STEPS, growing_holders
 from .facts import Facts
 from .meter import Meter, name_of
@@ -67,6 +69,7 @@ from .recording import (
     NO_CATEGORY,
     Entry,
     Recording,
+    holder_of,
     is_expanded,
     is_result,
     last_update_of,
@@ -76,6 +79,7 @@ from .source_lines import source_line
 from .storages import tensors_to_watch
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
+from .walks import name_the_others
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -188,7 +192,7 @@ class MemoryTracker:
         """Of each sample's bytes by category, those that grow from step to step, if any do."""
         if not self._may_grow():
             return None  # found without the facts, which a live plot should not wait for
-        holders = growing_holders(self.facts)
+        holders = growing_holders(self._facts_of_the_peak())
         return self._recording.bytes_of(holders) if holders else None
 
     def _may_grow(self) -> bool:
@@ -288,7 +292,16 @@ class MemoryTracker:
     def facts(self) -> Facts:
         """What ``diagnose`` has to know of the peak."""
         with self._meter.lock:
-            return self._facts(self.peak, self._recording.entries(self._recording.run_peak))
+            recording = self._recording
+            recording.drain()
+            at_peak = recording.entries(recording.run_peak)
+            still = sum(entry.nbytes for entry in at_peak if entry.key in recording.live)
+            if still > MUCH * recording.run_peak.total:
+                self._meter.walks.walk(sys._getframe(1))
+            return self._facts_of_the_peak()
+
+    def _facts_of_the_peak(self) -> Facts:
+        return self._facts(self.peak, self._recording.entries(self._recording.run_peak))
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -437,12 +450,15 @@ class MemoryTracker:
                     is_result=is_result(entry),
                     computed_from=_category_name(source_of(entry)),
                     updated=last_update_of(entry),
+                    held=holder_of(entry),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
     def _facts(self, peak: MemorySnapshot, entries: list[Entry]) -> Facts:
         """``entries``: the storages that were alive at ``peak``."""
+        known = [*self._recording.past, *self._recording.live.values(), *entries]
+        name_the_others({id(entry): entry for entry in known}.values())
         samples = self._recording.sample_numbers()
         # Totals from before a reset_peak() say nothing about this peak.
         since_reset = samples >= self._recording.restarted_at
@@ -465,6 +481,7 @@ class MemoryTracker:
             structure=self._structure if self._closed else self._meter.structure(),
             recomputed=self._meter.recomputed,
             untrained=self._meter.untrained(),
+            in_ddp=self._meter.has_ddp,
         )
 
     def _others(self, at_peak: Iterable[Entry]) -> Callable[[], list[Holder]]:
@@ -479,6 +496,7 @@ class MemoryTracker:
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
+            meter.walks.walk(sys._getframe(1), everywhere=meter.walks_everywhere)
             meter.find_waiting_optimizers()  # they tell which models are in training
             meter.sync()
             meter.tag_states_being_made()

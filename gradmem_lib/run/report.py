@@ -125,13 +125,14 @@ class Report:
             step = f", in step {self.peak.step + 1:,}"
         lines = [
             f"gradmem run {self.title}: {self.headline}",
+            str(self.diagnosis),
+            self.next_thing(),
             f"The peak by category ({format_bytes(self.peak.total)}{step}):",
             *_aligned(self.by_category()),
             "The highest of each moment:",
             *_aligned(self.by_moment()),
-            str(self.diagnosis),
+            *self._more(),
         ]
-        lines += [self.next_thing(), *self._more()]
         return "\n".join(line for line in lines if line)
 
     def html(self) -> str:

@@ -6,6 +6,7 @@ report says what is missing.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import UntypedStorage, nn
 from torch.optim import Optimizer
@@ -25,7 +27,10 @@ from ..measure.meter import Meter
 from ..measure.operations import Owner
 from ..measure.recording import NEW, Entry, Recording
 from ..measure.structure import Structure
+from ..measure.timeline import BY, MOMENT, TOTAL
 from ..measure.tracker import MemoryTracker
+from ..names import IN_BACKWARD, LOSS, TRAINING_FORWARD
+from ..units import format_bytes
 from .models import FoundModels
 from .snapshot import History
 from .steps import StepPeak, StepPeaks
@@ -109,6 +114,9 @@ class ScriptMeter(Meter):
 
     def note(self, what: str) -> None:
         self.notes[what] = None
+
+    seconds_for_walks = 2.0
+    walks_everywhere = True
 
     # What a tracker refuses
 
@@ -196,6 +204,12 @@ class ScriptMeter(Meter):
         for name, parameter in self.models.other_parameters():
             self.recording.tag(parameter, names.OTHER, name)
 
+    @shielded
+    def walk_at_the_end(self, error: BaseException | None) -> None:
+        with self.lock:
+            self.recording.drain()
+            self.walks.walk(sys._getframe(1), error, everywhere=True)
+
     def find_waiting_optimizers(self) -> None:
         super().find_waiting_optimizers()
         for optimizer in self.waiting_optimizers:
@@ -230,6 +244,7 @@ class ScriptTracker(MemoryTracker):
         """``error`` ended the program. ``goes_on``: the program runs on without being measured."""
         self.device = self._recording.device  # which may have become an accelerator
         self.meter.find_waiting_optimizers()
+        self.meter.walk_at_the_end(error)
         self.__exit__(None, None, None)
         at_its_end = error is None or isinstance(error, SystemExit)
         self._interrupted = goes_on or not at_its_end
@@ -259,14 +274,32 @@ class ScriptTracker(MemoryTracker):
 
     @property
     def notes(self) -> list[str]:
+        found = [*self.meter.notes]
         cards = len(self._recording.cards)
-        if cards < 2:
-            return [*self.meter.notes]
-        several = (
-            f"the script uses {cards} cards, and their bytes are added up: for one card alone, "
-            "start the script with CUDA_VISIBLE_DEVICES=0, or with one process a card (torchrun)"
-        )
-        return [*self.meter.notes, several]
+        if cards > 1:
+            found.append(
+                f"the script uses {cards} cards, and their bytes are added up: for one card alone, "
+                "start the script with CUDA_VISIBLE_DEVICES=0, or with one process a card "
+                "(torchrun)"
+            )
+        if self.steps == 1:
+            found += self._of_the_second_step()
+        return found
+
+    def _of_the_second_step(self) -> list[str]:
+        """What a run of one step has not seen: forwards and backwards beside the states."""
+        rows = self._recording.rows()
+        states = rows[:, BY][:, names.CATEGORIES.index("optimizer")]
+        made = int(states.max(initial=0))
+        in_step = np.isin(rows[:, MOMENT], (TRAINING_FORWARD, LOSS, IN_BACKWARD))
+        highest = int((rows[:, TOTAL] - states)[in_step].max(initial=0))
+        if not made or not highest:
+            return []
+        return [
+            f"one optimizer step was seen, and it made {format_bytes(made)} of states: from the "
+            "second step on they are there in forward and backward as well, which then need "
+            f"{format_bytes(highest + made)}"
+        ]
 
     def leave_fork(self) -> None:
         """In a fork of the process (a worker that loads data): run on as without a tracker."""

@@ -1,0 +1,585 @@
+"""Who holds a storage: the shortest way to it from a name of the user's own script.
+
+One walk over Python's objects, from the names of the user's files, then from the variables of the
+libraries' functions that are running, and then, if much is still missing, from everything else. A
+tensor that only a graph keeps has the path of the tensor whose graph it is. Nothing is inferred
+from sizes or ages. The walk runs no property and no ``__getattr__`` of the user's objects, unpacks
+nothing, and keeps nothing alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import sys
+import threading
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..compat.autograd import kept_by_node, sequence_nr
+from ..compat.tensors import plain_tensors, storage_key
+from .source_lines import is_of_a_script
+from .storages import storages_of, tensors_in
+
+MOST_OBJECTS = 300_000  # of one search
+ALMOST_ALL = 0.95  # of the bytes: the search ends when these are found
+# Longer collections of these are not looked through.
+MANY = 5_000
+ATOMS = frozenset(
+    (
+        *(type(None), str, bytes, bytearray, int, float, bool, complex, range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.Generator, types.ModuleType),
+        *(types.BuiltinFunctionType, types.CodeType, types.MethodDescriptorType),
+        *(types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    )
+)
+BOXES = (list, deque, set, frozenset, dict, OrderedDict, defaultdict)
+# These say more of why a tensor is there than the list or dict that is nearest to it.
+TELLING = (
+    "exception",
+    "window",
+    "cache",
+    "optimizer",
+    "gradient",
+    "attribute of a module",
+    "generator",
+)
+# What a walk would find behind these is the measurement's own, or every operation of torch.
+NOT_INTO = (
+    *("gradmem_lib.measure", "gradmem_lib.run", "gradmem_lib.view", "gradmem_lib.compat"),
+    *("importlib", "torch._ops", "torch._library"),
+)
+A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
+
+
+class Held(NamedTuple):
+    """How a storage is held.
+
+    ``path``: from a name, as in ``"study.trials[…].model"``, with "…" for numbers; empty if there
+    is none. ``where``: the function that has this name, or nothing for a global one. ``kind``: of
+    the owner: "list", "dict", "cache", "exception", "cycle", "C++" and so on. ``box``: the path of
+    the outermost list, dict or cache on the way. ``graph``: only the graph of the tensor at
+    ``path`` keeps it. ``in_script``: the name is one of the user's own. ``hook``: of an attribute
+    of a module, the script's hook on that module, as a code object.
+    """
+
+    path: str
+    where: str = ""
+    kind: str = ""
+    box: str = ""
+    graph: bool = False
+    in_script: bool = True
+    hook: types.CodeType | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "cycle":
+            return "nothing but a reference cycle"
+        if not self.path:
+            return "an object of C++"
+        place = f"{self.path} in {self.where}()" if self.where else self.path
+        return f"the graph of {place}" if self.graph else place
+
+
+class Root(NamedTuple):
+    name: str
+    where: str
+    value: Any
+
+
+class Edge(NamedTuple):
+    """``words`` lead from an object to ``value``; ``kind`` is that of the owner, or nothing."""
+
+    words: str
+    value: Any
+    kind: str = ""
+
+
+def who_holds(
+    wanted: Mapping[int, int],
+    frame: types.FrameType | None = None,
+    error: BaseException | None = None,
+    everywhere: bool = False,
+) -> dict[int, Held]:
+    """How each storage is held, by its key, as far as it was found.
+
+    ``wanted``: the bytes of the storages to look for, by key. ``frame``: the innermost frame that
+    runs; ``error``: one that has ended the run, whose frames count as running. ``everywhere``: look
+    also behind the names of all libraries, which takes seconds, and say what has no name at all.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # the walk's own objects would start a collection, which frees a script's cycles
+    try:
+        with plain_tensors():
+            return _Walk(wanted).run(frame, error, everywhere)
+    finally:
+        if collects:
+            gc.enable()
+        for cached in (edges_of, _slots_of):
+            cached.cache_clear()  # it would keep the user's classes alive
+
+
+class _Walk:
+    def __init__(self, wanted: Mapping[int, int]):
+        self.wanted = wanted
+        self.found: dict[int, Held] = {}
+        self.missing = sum(wanted.values())
+        self.enough = (1 - ALMOST_ALL) * self.missing
+        # By an object's address: that of the object that led to it, the words, the owner's kind.
+        # The objects themselves are kept until the walk ends, so that no address is used twice.
+        self.came_from: dict[int, tuple[int | None, str, str]] = {}
+        self.roots: dict[int, Root] = {}
+        self.things: dict[int, Any] = {}
+        self.with_graph: list[torch.Tensor] = []
+        self.in_script = True
+        self.is_complete = True
+
+    def run(self, frame, error, everywhere: bool) -> dict[int, Held]:
+        own, running, others = _names(frame, error)
+        self._search(own)
+        self.in_script = False
+        self._search(running)
+        if everywhere and self.missing > self.enough:
+            self._search_in_circles()
+        if everywhere and self.missing > self.enough:
+            self._search(others())
+            if self.is_complete:
+                for key in self.wanted:
+                    self._claim(key, Held("", kind="C++", in_script=False))
+        return self.found
+
+    def _search(self, roots: Collection[Root]) -> None:
+        """Breadth first, so that each object is found by its shortest path; then graphs."""
+        if self.missing <= self.enough:
+            return
+        waiting, private = deque[Any](), deque[tuple]()
+        parts = _parts_of_modules(roots)
+        for root in roots:
+            # A loop over a model's layers leaves one of them in a variable.
+            if id(root.value) not in parts and self._is_new(root.value):
+                self.roots.setdefault(id(root.value), root)
+                self._reach(root.value, None, root.name, "", waiting, private)
+        seen = 0
+        while (waiting or private) and self.missing > self.enough:
+            if not waiting:
+                value, parent, words, kind = private.popleft()
+                self._reach(value, parent, words, kind, waiting)
+                continue
+            self._look_at(waiting.popleft(), waiting, private)
+            seen += 1
+            if seen > MOST_OBJECTS:
+                self.is_complete = False
+                break
+        self._follow_graphs()
+
+    def _look_at(self, thing: Any, waiting: deque, private: deque) -> None:
+        kind: Any = type(thing)
+        if issubclass(kind, torch.Tensor):
+            self._found(thing)
+        try:
+            for words, value, owner in edges_of(kind)(thing):
+                if self._is_new(value):
+                    self._reach(value, id(thing), words, owner, waiting, private)
+        except Exception:  # an object that cannot be asked leads nowhere
+            return
+
+    def _is_new(self, value: Any) -> bool:
+        return type(value) not in ATOMS and id(value) not in self.came_from
+
+    def _reach(self, value, parent, words: str, kind: str, waiting: deque, private=None) -> None:
+        """``value`` is reached from ``parent``. What private names lead to comes after all that
+        public names lead to.
+        """
+        if private is not None and words.startswith(("_", "._")):
+            private.append((value, parent, words, kind))
+        elif self._is_new(value):
+            self.came_from[id(value)] = parent, words, kind
+            self.things[id(value)] = value
+            waiting.append(value)
+
+    def _found(self, tensor: torch.Tensor) -> None:
+        if tensor.grad_fn is not None:
+            self.with_graph.append(tensor)
+        held = None
+        for storage in storages_of(tensor):
+            held = held or self._way_to(tensor)
+            self._claim(storage_key(storage), held)
+
+    def _claim(self, key: int, held: Held) -> None:
+        if key in self.wanted and key not in self.found:
+            self.found[key] = held
+            self.missing -= self.wanted[key]
+
+    def _follow_graphs(self) -> None:
+        """What only graphs keep, by the tensor with the smallest graph: that which began last."""
+        seen = set[Any]()
+        self.with_graph.sort(key=lambda tensor: sequence_nr(tensor.grad_fn))
+        for tensor in self.with_graph:
+            held = None
+            waiting = [tensor.grad_fn]
+            while waiting:
+                node = waiting.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                for kept in tensors_in(kept_by_node(node)):
+                    for storage in storages_of(kept):
+                        held = held or self._way_to(tensor)._replace(graph=True)
+                        self._claim(storage_key(storage), held)
+                waiting += [following for following, _ in node.next_functions]
+        self.with_graph = []
+
+    def _search_in_circles(self) -> None:
+        for tensor in _in_circles():
+            self.came_from[id(tensor)] = None, "", "cycle"
+            self.roots[id(tensor)] = Root("", "", tensor)
+            self.things[id(tensor)] = tensor
+            self._found(tensor)
+        self._follow_graphs()
+
+    def _way_to(self, thing: Any) -> Held:
+        words, kinds, hook = list[str](), list[str](), None
+        place: int | None = id(thing)
+        root = place
+        while place is not None:
+            root = place
+            place, word, kind = self.came_from[root]
+            words.append(word)
+            kinds.append(kind)
+            if kind == "attribute of a module":
+                hook = _hook_on(self.things[place])
+        words.reverse()
+        kinds.reverse()
+        box = ""
+        for i, kind in enumerate(kinds):
+            if kind in ("list", "dict", "cache", "window"):
+                box = "".join(words[:i])
+                break
+        path = "".join(words)
+        where = self.roots[root].where
+        kind = _kind_of(kinds)
+        return Held(_plain(path), where, kind, _plain(box), False, self.in_script, hook)
+
+
+def _hook_on(module: nn.Module) -> types.CodeType | None:
+    """The first of a module's hooks that the user's script has."""
+    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        for hook in (_attributes(module).get(table) or {}).values():
+            code = getattr(hook, "__code__", None)
+            if code is not None and is_of_a_script(code.co_filename):
+                return code
+    return None
+
+
+def _in_circles() -> list[torch.Tensor]:
+    """The tensors that the garbage collector would free now, found as it finds them: objects that
+    nothing refers to but one another. Nothing is freed.
+    """
+    things = gc.get_objects()
+    references = {id(thing): sys.getrefcount(thing) - OF_THE_SEARCH for thing in things}
+    for thing in things:
+        for other in gc.get_referents(thing):
+            if id(other) in references:
+                references[id(other)] -= 1
+    in_use = [thing for thing in things if references[id(thing)] > 0]
+    while in_use:
+        for other in gc.get_referents(in_use.pop()):
+            if references.get(id(other), 1) <= 0:
+                references[id(other)] = 1
+                in_use.append(other)
+    circles = [thing for thing in things if references[id(thing)] <= 0]
+    return [thing for thing in circles if issubclass(type(thing), torch.Tensor)]
+
+
+OF_THE_SEARCH = 3  # references to an object: of the list, of the loop's name, and of the argument
+
+
+def _plain(path: str) -> str:
+    """The path with the same words for all entries of a list, or of numbered keys."""
+    return A_NUMBER.sub("[…]", path)
+
+
+def _kind_of(kinds: list[str]) -> str:
+    for kind in TELLING:
+        if kind in kinds:
+            return kind
+    named = [kind for kind in kinds if kind]
+    return named[-1] if named else "name"
+
+
+# Names
+
+
+def _names(
+    frame: types.FrameType | None, error: BaseException | None
+) -> tuple[list[Root], list[Root], Callable[[], list[Root]]]:
+    """The names of the user's files and functions, those of the libraries' functions that run, and
+    a function for all other names.
+    """
+    own, running = list[Root](), list[Root]()
+    other_modules = []
+    for name, module in list(sys.modules.items()):
+        space = _attributes(module)
+        if is_of_a_script(space.get("__file__") or "") or name == "__main__":
+            own += [Root(key, "", value) for key, value in space.items() if key[:2] != "__"]
+        elif not name.startswith(NOT_INTO):
+            other_modules.append((name, space))
+    for running_frame in _frames(frame, error):
+        code = running_frame.f_code
+        home = running_frame.f_globals.get("__name__") or ""
+        if code.co_name == "<module>" or home.startswith(NOT_INTO):
+            continue
+        found = own if is_of_a_script(code.co_filename) else running
+        found += [Root(key, code.co_name, v) for key, v in _variables(running_frame)]
+
+    def others() -> list[Root]:
+        found = []
+        for name, space in other_modules:
+            found += [Root(f"{name}.{key}", "", value) for key, value in list(space.items())]
+        return found
+
+    return own, running, others
+
+
+def _frames(frame: types.FrameType | None, error: BaseException | None):
+    """The frames in which an error was raised, and those that run, the innermost ones first."""
+    raised = []
+    trace = error.__traceback__ if error is not None else None
+    while trace is not None:
+        raised.append(trace.tb_frame)
+        trace = trace.tb_next
+    of_threads = sys._current_frames()
+    # This function's own frame, in its own variable, would stay with all that called it.
+    of_threads.pop(threading.get_ident())
+    seen = set[int]()
+    for innermost in (*reversed(raised), frame, *of_threads.values()):
+        each = innermost
+        while each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            each = each.f_back
+
+
+def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
+    """A frame's names and values.
+
+    Before Python 3.13, ``f_locals`` of a function is a dict that stays in the frame, and keeps all
+    values alive until the function ends. So it is emptied, if nobody else has it.
+    """
+    names = frame.f_locals
+    items = list(names.items())
+    is_function = frame.f_code.co_flags & 2  # with fast locals
+    if sys.version_info < (3, 13) and is_function and sys.getrefcount(names) <= OF_A_FRAME:
+        names.clear()
+    return items
+
+
+OF_A_FRAME = 3  # references to such a dict: of the frame, of our name, and of the argument
+
+
+def _parts_of_modules(roots: Collection[Root]) -> set[int]:
+    """The addresses of all modules that are inside of another one among ``roots``."""
+    modules = [root.value for root in roots if issubclass(type(root.value), nn.Module)]
+    parts = set[int]()
+    waiting = list(modules)
+    while waiting:
+        for part in _attributes(waiting.pop()).get("_modules", {}).values():
+            if part is not None and id(part) not in parts:
+                parts.add(id(part))
+                waiting.append(part)
+    return parts
+
+
+# What an object refers to
+
+
+@functools.cache
+def edges_of(kind: Any) -> Callable[[Any], Iterable[Edge]]:
+    """A function that gives what an object of this type refers to, in words too."""
+    if str(kind.__module__).startswith(NOT_INTO) and not issubclass(kind, BaseException):
+        return lambda thing: ()
+    for base, of_base in EDGES:
+        if issubclass(kind, base):
+            return of_base
+    return _of_an_object
+
+
+def _of_a_dict(thing: dict) -> Iterator[Edge]:
+    if _is_of_numbers(dict.values(thing)):
+        return
+    for key, value in list(dict.items(thing)):
+        words = f"[{key!r}]" if type(key) in (str, int) else "[…]"
+        yield Edge(words, value, "dict")
+    yield from _own_attributes(thing)
+
+
+def _of_a_row(thing: Any) -> Iterator[Edge]:
+    if _is_of_numbers(thing):
+        return
+    kind = "list"
+    if issubclass(type(thing), tuple):
+        kind = ""  # a tuple does not grow
+    elif issubclass(type(thing), deque) and len(thing) == thing.maxlen:
+        kind = "window"  # each new entry takes the place of an old one
+    for i, value in enumerate(list(thing)):
+        yield Edge(f"[{i}]", value, kind)
+    yield from _own_attributes(thing)
+
+
+def _is_of_numbers(values: Collection) -> bool:
+    return len(values) > MANY and all(type(value) in ATOMS for value in islice(values, 50))
+
+
+def _of_a_function(thing: types.FunctionType) -> Iterator[Edge]:
+    names = thing.__code__.co_freevars
+    for name, cell in zip(names, thing.__closure__ or (), strict=False):
+        for value in gc.get_referents(cell):  # none, if it is empty
+            yield Edge(f" → {name} of the closure {thing.__name__}", value, "closure")
+    for value in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()):
+        yield Edge(f" → a default of {thing.__name__}", value, "closure")
+    yield from _own_attributes(thing)
+
+
+def _of_a_method(thing: types.MethodType) -> Iterator[Edge]:
+    yield Edge("", thing.__func__)
+    yield Edge(".__self__", thing.__self__)
+
+
+def _of_a_partial(thing: functools.partial) -> Iterator[Edge]:
+    yield Edge(" → its function", thing.func)
+    for value in (*thing.args, *thing.keywords.values()):
+        yield Edge(" → an argument of the partial", value, "closure")
+
+
+def _of_a_cache(thing: Any) -> Iterator[Edge]:
+    for value in gc.get_referents(thing):
+        yield Edge(" → its cache", value, "cache")
+
+
+def _of_an_error(thing: BaseException) -> Iterator[Edge]:
+    yield Edge(".__traceback__", thing.__traceback__, "exception")
+    yield Edge(".__context__", thing.__context__, "exception")
+    yield Edge(".__cause__", thing.__cause__, "exception")
+    yield Edge(".args", thing.args, "exception")
+
+
+def _of_a_traceback(thing: types.TracebackType) -> Iterator[Edge]:
+    yield Edge("", thing.tb_frame)
+    yield Edge("", thing.tb_next)
+
+
+def _of_a_frame(thing: types.FrameType) -> Iterator[Edge]:
+    if (thing.f_globals.get("__name__") or "").startswith(NOT_INTO):
+        return
+    for name, value in _variables(thing):
+        yield Edge(f" → {name} in {thing.f_code.co_name}()", value)
+    yield Edge("", thing.f_back)
+
+
+def _of_a_generator(thing: Any) -> Iterator[Edge]:
+    for name in ("gi_frame", "cr_frame"):
+        frame = getattr(thing, name, None)
+        for key, value in _variables(frame) if frame is not None else ():
+            yield Edge(f" → {key} in {frame.f_code.co_name}()", value, "generator")
+
+
+def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
+    tables = ("_parameters", "_buffers", "_modules")
+    for name, value in list(_attributes(thing).items()):
+        if name in tables:
+            for key, part in (value or {}).items():
+                yield Edge(f".{key}", part)
+        elif value is not None:
+            yield Edge(f".{name}", value, "attribute of a module")
+
+
+def _of_a_tensor(thing: torch.Tensor) -> Iterator[Edge]:
+    if thing.is_leaf and thing.grad is not None:
+        yield Edge(".grad", thing.grad, "gradient")
+    yield from _own_attributes(thing)
+
+
+def _of_an_optimizer(thing: Optimizer) -> Iterator[Edge]:
+    for name, value in list(_attributes(thing).items()):
+        if name != "state":
+            yield Edge(f".{name}", value)
+            continue
+        for state in list(value.values()):
+            if not isinstance(state, dict):
+                continue
+            for key, number in state.items():
+                yield Edge(f".state[…][{key!r}]", number, "optimizer")
+
+
+def _of_an_array(thing: np.ndarray) -> Iterator[Edge]:
+    yield Edge("", thing.base)
+    if thing.dtype == object and thing.size <= MANY:
+        for value in thing.ravel().tolist():
+            yield Edge("[…]", value, "list")
+
+
+def _of_a_class(thing: type) -> Iterator[Edge]:
+    home = sys.modules.get(thing.__module__)
+    if is_of_a_script(_attributes(home).get("__file__") or "") or thing.__module__ == "__main__":
+        for name, value in list(vars(thing).items()):
+            yield Edge(f".{name}", value)
+
+
+def _of_an_object(thing: Any) -> Iterator[Edge]:
+    own, kind = _attributes(thing), cast(Any, type(thing))
+    yield from _own_attributes(thing)
+    for name, slot in _slots_of(kind):
+        with suppress(AttributeError):  # an empty one
+            yield Edge(f".{name}", slot.__get__(thing), "attribute")
+    if not own:  # an iterator, or an object of an extension
+        for value in gc.get_referents(thing):
+            if not issubclass(type(value), type):
+                yield Edge("", value)
+
+
+@functools.cache
+def _slots_of(kind: Any) -> list[tuple[str, Any]]:
+    members = [member for cls in kind.__mro__ for member in vars(cls).items()]
+    return [(name, slot) for name, slot in members if type(slot) is types.MemberDescriptorType]
+
+
+def _own_attributes(thing: Any) -> Iterator[Edge]:
+    for name, value in list(_attributes(thing).items()):
+        yield Edge(f".{name}", value, "attribute")
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """``thing.__dict__``, without a ``__getattr__`` or a property of its class."""
+    try:
+        own = object.__getattribute__(thing, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return own if type(own) is dict else {}
+
+
+EDGES: tuple[tuple[Any, Callable[[Any], Iterator[Edge]]], ...] = (
+    (dict, _of_a_dict),
+    ((list, tuple, deque, set, frozenset), _of_a_row),
+    (torch.Tensor, _of_a_tensor),
+    (nn.Module, _of_a_module),
+    (Optimizer, _of_an_optimizer),
+    (types.FunctionType, _of_a_function),
+    (types.MethodType, _of_a_method),
+    (functools.partial, _of_a_partial),
+    (type(functools.lru_cache(len)), _of_a_cache),
+    (BaseException, _of_an_error),
+    (types.TracebackType, _of_a_traceback),
+    (types.FrameType, _of_a_frame),
+    ((types.GeneratorType, types.CoroutineType), _of_a_generator),
+    (np.ndarray, _of_an_array),
+    (type, _of_a_class),
+)

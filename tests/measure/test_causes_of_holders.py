@@ -1,0 +1,239 @@
+"""A script that keeps what it needs no more is told the name that holds it, the line, and a remedy
+that takes the bytes away.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import NamedTuple
+
+import pytest
+
+from gradmem_lib import diagnose
+from gradmem_lib.measure.causes_of_holders import COLLECTED, GROWTH
+from gradmem_lib.measure.diagnosis import Diagnosis
+from gradmem_lib.measure.remedied_peak import peak_without
+from gradmem_lib.run.tracking import ScriptTracker
+
+START = """
+import collections, functools, gc, torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+opt = torch.optim.SGD(net.parameters(), 0.1)
+def step(x):
+    out = net(x)
+    opt.zero_grad()
+    out.square().mean().backward()
+    opt.step()
+    return out
+"""
+
+
+class Program(NamedTuple):
+    text: str
+    was: str  # is replaced by `now` as the remedy says
+    now: str
+    cause: str
+    holder: str  # in the evidence
+    line: str  # a part of the line that made the bytes
+
+
+PROGRAMS = {
+    "outputs of an epoch": Program(
+        "for epoch in range(3):\n"
+        "    outputs = []\n"
+        "    for _ in range(10):\n"
+        "        outputs.append(step(torch.randn(512, 64)))\n"
+        "    print(len(outputs))\n",
+        "append(step(torch.randn(512, 64)))",
+        "append(step(torch.randn(512, 64)).mean().item())",
+        GROWTH,
+        "`outputs`",
+        "out = net(x)",
+    ),
+    "trials that keep their model": Program(
+        "trials = []\n"
+        "for i in range(6):\n"
+        "    model = nn.Linear(512, 512)\n"
+        "    own = torch.optim.Adam(model.parameters())\n"
+        "    for _ in range(3):\n"
+        "        model(torch.randn(8, 512)).square().mean().backward()\n"
+        "        own.step()\n"
+        "        own.zero_grad()\n"
+        "    trials.append({'score': 1.0, 'extra': (model, own)})\n",
+        "'extra': (model, own)",
+        "'extra': None",
+        GROWTH,
+        "`trials`",
+        "own.step()",
+    ),
+    "a hook that stores in an evaluation": Program(
+        "def keep(module, inputs, output):\n"
+        "    module.seen = [*getattr(module, 'seen', []), output]\n"
+        "net[1].register_forward_hook(keep)\n"
+        "step(torch.randn(64, 64))\n"
+        "with torch.no_grad():\n"
+        "    for _ in range(12):\n"
+        "        net(torch.randn(512, 64))\n",
+        "[*getattr(module, 'seen', []), output]",
+        "[output]",
+        COLLECTED,
+        "`net.1.seen`",
+        "net(torch.randn(512, 64))",
+    ),
+    "a cache without a limit": Program(
+        "@functools.lru_cache(maxsize=None)\n"
+        "def noise(n):\n"
+        "    return torch.randn(512, 64)\n"
+        "for i in range(10):\n"
+        "    step(noise(i))\n",
+        "maxsize=None",
+        "maxsize=1",
+        GROWTH,
+        "`noise`",
+        "return torch.randn",
+    ),
+    "a metric with its graph": Program(
+        "class Metric:\n"
+        "    total = torch.zeros(())\n"
+        "metric = Metric()\n"
+        "for _ in range(10):\n"
+        "    out = step(torch.randn(512, 64))\n"
+        "    metric.total = metric.total + (out - 1).square().sum()\n",
+        "square().sum()",
+        "square().sum().detach()",
+        GROWTH,
+        "`metric.total`",
+        "(out - 1)",
+    ),
+    "an error that is kept": Program(
+        "failures = []\n"
+        "step(torch.randn(64, 64))\n"
+        "def fail():\n"
+        "    x = torch.randn(2048, 64)\n"
+        "    raise ValueError('no fit')\n"
+        "try:\n"
+        "    fail()\n"
+        "except ValueError as error:\n"
+        "    failures.append(error)\n"
+        "for _ in range(3):\n"
+        "    step(torch.randn(64, 64))\n",
+        "append(error)",
+        "append(str(error))",
+        "An exception keeps the variables of its functions",
+        "failures[…].__traceback__ → x in fail()",
+        "x = torch.randn(2048, 64)",
+    ),
+    "batches in cycles": Program(
+        "gc.disable()\n"
+        "class Batch:\n"
+        "    def __init__(self):\n"
+        "        self.x, self.me = torch.randn(512, 64), self\n"
+        "for _ in range(10):\n"
+        "    step(Batch().x)\n"
+        "    'collect'\n",
+        "'collect'",
+        "gc.collect()",
+        "Reference cycles keep tensors",
+        "no name any more",
+        "self.x, self.me",
+    ),
+    "buckets of a parallel model": Program(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "as_view = False\n"
+        "net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=as_view)\n"
+        "try:\n"
+        "    for _ in range(4):\n"
+        "        step(torch.randn(8, 64))\n"
+        "finally:\n"
+        "    dist.destroy_process_group()\n",
+        "as_view = False",
+        "as_view = True",
+        "DistributedDataParallel keeps a copy of the gradients",
+        "held by DistributedDataParallel",
+        "out = net(x)",
+    ),
+    "results of an evaluation": Program(
+        "step(torch.randn(64, 64))\n"
+        "def evaluate():\n"
+        "    results = {'out': []}\n"
+        "    with torch.no_grad():\n"
+        "        for _ in range(12):\n"
+        "            results['out'].append(net(torch.randn(512, 64)))\n"
+        "    return len(results)\n"
+        "evaluate()\n",
+        "append(net(torch.randn(512, 64)))",
+        "append(net(torch.randn(512, 64)).argmax(-1))",
+        COLLECTED,
+        "`results`",
+        "append(net(",
+    ),
+}
+BLAMELESS = {
+    "windows": "recent, mine = collections.deque(maxlen=4), []\n"
+    "for _ in range(12):\n"
+    "    recent.append(step(torch.randn(512, 64)).detach())\n"
+    "    mine = [*mine[-3:], recent[-1] * 2]\n",
+    "the first examples": "examples = []\n"
+    "for i in range(12):\n"
+    "    out = step(torch.randn(512, 64)).detach()\n"
+    "    if i < 4:\n"
+    "        examples.append(out)\n",
+    "numbers": "losses = []\n"
+    "for _ in range(12):\n"
+    "    losses.append(step(torch.randn(512, 64)).square().mean().item())\n",
+    "layers that are added": "for i in range(8):\n"
+    "    net.append(nn.Linear(64, 64))\n"
+    "    opt.add_param_group({'params': list(net[-1].parameters())})\n"
+    "    step(torch.randn(64, 64))\n",
+}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A function that runs a text as a script under `gradmem run`'s tracker."""
+
+    def run(text: str) -> Diagnosis:
+        file = tmp_path / "script.py"
+        file.write_text(START + text)
+        module = types.ModuleType("script")
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, "script", module)
+        code = compile(START + text, str(file), "exec")
+        tracker = ScriptTracker(None)
+        tracker.__enter__()
+        try:
+            exec(code, vars(module))
+        finally:
+            tracker.end()
+        return diagnose(tracker)
+
+    yield run
+    import gc
+
+    gc.enable()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_holder_is_named_and_the_remedy_takes_the_bytes_away(name, measured):
+    program = PROGRAMS[name]
+    before = measured(program.text)
+    cause = before.causes[0]
+    assert cause.name == program.cause, before
+    assert program.holder in cause.evidence
+    lines = (START + program.text).splitlines()
+    assert program.line in lines[cause.lines[0].line - 1]
+    assert program.text.count(program.was) == 1
+    after = measured(program.text.replace(program.was, program.now))
+    assert program.cause not in [other.name for other in after.causes]
+    said, _ = peak_without(cause, before.facts)
+    assert after.peak.total <= said < before.peak.total
+
+
+@pytest.mark.parametrize("name", BLAMELESS)
+def test_what_does_not_grow_is_not_accused(name, measured):
+    names = {cause.name for cause in measured(BLAMELESS[name]).causes}
+    assert not names & {GROWTH, COLLECTED, *(program.cause for program in PROGRAMS.values())}
