@@ -284,7 +284,8 @@ def in_buckets(facts: Facts) -> Cause | None:
         "the buckets then."
     )
     name = "DistributedDataParallel keeps a copy of the gradients"
-    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept, needed_in="round")
+    # Without gradients, as after zero_grad(), the buckets are still there.
+    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept, stays=None)
 
 
 def _held_as(kind: str, facts: Facts) -> list[Holder]:

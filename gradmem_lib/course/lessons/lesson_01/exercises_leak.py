@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...judge.exercise import Exercise
-from ..shared.leaks import adamw, leak_cases, new_net
+from ..shared.leaks import leak_cases, new_net
+from ..shared.settings import adamw, seeded
 
 HISTORY_BUDGET = "2 MiB"
 ROWS, BATCHES = 256, 24
@@ -18,11 +19,11 @@ def history_setting(batches: int = BATCHES) -> tuple[nn.Module, torch.optim.Opti
 
     Four batches come again and again, so that the data itself does not grow.
     """
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(4, ROWS, 64, generator=generator)
+    with seeded(1):
+        inputs = torch.randn(4, ROWS, 64)
     targets = inputs.roll(1, dims=2)
     net = new_net()
-    return net, adamw(net), [(inputs[i % 4], targets[i % 4]) for i in range(batches)]
+    return net, adamw(net), (list(zip(inputs, targets, strict=True)) * 6)[:batches]
 
 
 def with_history(model, optimizer, batches):

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from ...material import models
+from ..shared.settings import adamw, seeded
 
 
 def train_setting() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
     """The tiny Llama, its optimizer and three batches of exercise 1.6."""
     model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=2048)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    ids = torch.randint(0, 2048, (3, 4, 64), generator=torch.Generator().manual_seed(1))
-    return model, optimizer, list(ids)
+    with seeded(1):
+        ids = torch.randint(2048, (3, 4, 64))
+    return model, adamw(model, lr=0.01), list(ids)

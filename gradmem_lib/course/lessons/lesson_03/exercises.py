@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -13,17 +13,20 @@ from torch.nn import utils
 from ....names import IGNORED
 from ....techniques.accumulation import split
 from ....techniques.losses import next_token_loss
+from ...judge.compare import Measured
 from ...judge.exercise import Exercise, calls, measured
-from ..shared.gradient_weights import Graphs, Updates
 from ..shared.hf_trainer import one_batch, trainer_logs, trainer_setting
 from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import (
-    Bigrams,
     bigram_loss,
+    bigrams,
     flat,
     gradients_of,
+    gradients_of_updates,
+    have_graphs,
     quietly,
     rows,
+    sgd,
     with_large_gradients,
 )
 from .settings import CARD, batch_setting
@@ -49,9 +52,8 @@ PLAN = Exercise(
         (524288, 4, 2048, 1),
         (524288, 4, 2048, 8),
         (500000, 4, 2048, 1),
-        (524288, 8, 1000, 3),
         (1000, 4, 2048, 1),
-        hidden=[(100_000, 3, 700, 7), (90_000, 5, 600, 3), (77, 1, 10, 6)],
+        hidden=[(100_000, 3, 700, 7), (77, 1, 10, 6)],
     ),
     """
     math.ceil → math.floor
@@ -92,12 +94,9 @@ def count_cases(answer):
     prompt = rows(8, 8)
     prompt[:, :3] = IGNORED
     yield "two sequences of 8 tokens, the first 3 of which have the label -100", answer(prompt)
-    padded = rows(5, 3).flip(1)
-    yield "sequences of 5 and 3 tokens, with -100 on the left", answer(padded)
     zeros = rows(6, 4)
     zeros[0, 2] = zeros[1, 1] = 0
     yield "sequences of 6 and 4 tokens, two of which have the id 0", answer(zeros)
-    yield "labels that are all -100", answer(torch.full((2, 4), IGNORED))
 
 
 TARGETS = Exercise(
@@ -142,27 +141,47 @@ def accumulate(micro_batches, loss_and_count) -> float:
     return mean
 
 
-def windows() -> dict[str, list[torch.Tensor]]:
-    without_items = torch.full((1, 5), IGNORED)
-    return {
-        "micro-batches of equal counts": [rows(6, 6), rows(6, 6, seed=1), rows(6, 6, seed=2)],
-        UNEQUAL: [rows(3), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(6, seed=3)],
-        "a micro-batch of labels -100": [rows(4), without_items, rows(7, seed=1)],
-    }
+UNEQUAL = ((3,), (9, 3), (12, 12), (6,))
+WINDOWS = {
+    "micro-batches of equal counts": ((6, 6), (6, 6), (6, 6)),
+    "micro-batches of unequal counts": UNEQUAL,
+    "a micro-batch of one token, which predicts nothing": ((4,), (1,), (7,)),
+}
 
 
-UNEQUAL = "micro-batches of unequal counts"
+def micro_batches_of(lengths) -> list[torch.Tensor]:
+    """The token ids of micro-batches whose sequences have these lengths."""
+    return [rows(*each, seed=seed) for seed, each in enumerate(lengths)]
+
+
+LONG = 512  # tokens
+
+
+def one_graph_at_a_time(run) -> Measured:
+    """The peak of ``run(model, optimizer, micro_batches, loss_and_count)`` on 4 long
+    micro-batches.
+
+    A graph keeps 128 bytes a token. With its backward there are 338, or 378 where the last graph
+    still has its name, and 466 beside another graph.
+    """
+    model = bigrams()
+    long = micro_batches_of([(LONG,)] * 4)
+    return measured(
+        lambda: run(model, sgd(model), long, bigram_loss(model)),
+        422 * LONG,
+        "graphs",
+        128 * LONG,
+        model,
+    )
 
 
 def accumulation_cases(answer):
-    for name, micro_batches in windows().items():
-        model = Bigrams()
-        graphs = Graphs(bigram_loss(model))
-        loss = answer(micro_batches, graphs)
-        yield f"{name}, whether backward has gone through a loss", bool(graphs.backwards)
+    for name, lengths in WINDOWS.items():
+        model = bigrams()
+        loss = answer(micro_batches_of(lengths), bigram_loss(model))
         yield f"{name}, the gradient", gradients_of(model)
         yield f"{name}, the loss that is returned", loss
-        yield f"{name}, graphs that are kept beside the newest", graphs.kept
+    yield "one graph at a time", one_graph_at_a_time(lambda model, _, *given: answer(*given))
 
 
 DIVISOR = Exercise(
@@ -219,75 +238,40 @@ def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float
     return losses
 
 
-# Micro-batch n has n items, so that the items of a loss tell which one it is.
+# Micro-batch n predicts n tokens.
 LENGTHS = ((2,), (2, 2), (4,), (3, 3), (4, 3), (7,), (5, 4))
-STREAM, LONG = 20, 16_384  # micro-batches of so many tokens, 128 KiB each
-
-
-def steep_bigrams() -> Bigrams:
-    """Its gradients are longer than what people clip to."""
-    model = Bigrams()
-    with torch.no_grad():
-        model.table.mul_(10)
-    return model
-
-
-def numbered(n: int) -> list[torch.Tensor]:
-    return [rows(*each, seed=seed) for seed, each in enumerate(LENGTHS[:n])]
-
-
-def have_graphs(losses) -> bool:
-    if isinstance(losses, (list, tuple)):
-        return any(map(have_graphs, losses))
-    return getattr(losses, "grad_fn", None) is not None
+STREAM, LARGE = 20, 16_384  # micro-batches of so many tokens, 128 KiB each
 
 
 def train_cases(answer):
-    for n, window in ((6, 3), (7, 3), (5, 2)):
+    for n, window, kind in ((6, 3, iter), (5, 2, list), (7, 3, iter)):
         name = f"{n} micro-batches in windows of {window}"
-        model = steep_bigrams()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        graphs = Graphs(bigram_loss(model))
-        updates = Updates(model, optimizer, graphs)
-        losses = answer(model, optimizer, iter(numbered(n)), window, graphs)
-        yield f"{name}, updates by the given optimizer", len(updates.gradients)
-        made_of = [" ".join(map(str, items)) for items in updates.went_back]
-        yield f"{name}, the micro-batches of each update", " | ".join(made_of)
-        gradients = [*updates.gradients, *[None] * n]
-        for number in range(math.ceil(n / window)):
-            yield f"{name}, the gradient of update {number + 1}", gradients[number]
+        model = bigrams()
+        with_large_gradients(model[0], 10)
+        optimizer = sgd(model, 0.05, momentum=0.5)
+        updates = gradients_of_updates(model, optimizer)
+        given = kind(micro_batches_of(LENGTHS[:n]))
+        losses = answer(model, optimizer, given, window, bigram_loss(model))
+        yield f"{name}, updates by the given optimizer", len(updates)
+        yield f"{name}, the gradient of each update", updates
         yield f"{name}, the mean losses", losses
         yield f"{name}, the weights at the end", flat(model.parameters())
-        yield f"{name}, graphs that are kept beside the newest", graphs.kept
         yield f"{name}, whether the losses have graphs", have_graphs(losses)
-    yield from list_and_stream_cases(answer)
 
+    def in_one_window(model, optimizer, micro_batches, loss):
+        answer(model, optimizer, iter(micro_batches), 4, loss)
 
-def list_and_stream_cases(answer):
-    model = Bigrams()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    graphs = Graphs(bigram_loss(model))
-
-    def at_most_100_times(micro):
-        if len(graphs.backwards) > 100:
-            raise ValueError(
-                "a list is read from its beginning for each window: take all windows from one "
-                "iterator, iter(micro_batches)"
-            )
-        return graphs(micro)
-
-    yield "a list of 5 micro-batches", answer(model, optimizer, numbered(5), 2, at_most_100_times)
+    yield "one graph at a time", one_graph_at_a_time(in_one_window)
 
     def on_a_stream():
-        model = Bigrams()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model = bigrams()
         loss = bigram_loss(model)
-        stream = (torch.full((1, LONG), n % 11) for n in range(STREAM))
+        stream = (torch.full((1, LARGE), n % 11) for n in range(STREAM))
         # Only three tokens of each are used: what is measured is the micro-batches themselves.
-        return answer(model, optimizer, stream, 2, lambda micro: loss(micro[:, :3]))
+        return answer(model, sgd(model), stream, 2, lambda micro: loss(micro[:, :3]))
 
     # A window, the next one, and two micro-batches to spare.
-    run = measured(on_a_stream, 6 * 8 * LONG, "micro-batches", 8 * LONG)
+    run = measured(on_a_stream, 6 * 8 * LARGE, "micro-batches", 8 * LARGE)
     yield f"a stream of {STREAM} large micro-batches, of which one window of 2 is held", run
 
 
@@ -339,8 +323,7 @@ LOGGED = Exercise(
     calls(
         ([2.0, 4.0], [10, 30]),
         ([3.0, 1.0, 2.5], [5, 0, 20]),
-        ([2.5, 3.5], [8, 8]),
-        hidden=[([0.0, 1.0, 0.0], [2, 5, 3]), ([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])],
+        hidden=[([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])],
     ),
     """
     sum(weighted) / sum(counts) → sum(means) / len(means)
@@ -389,20 +372,16 @@ def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) ->
 def clip_cases(answer):
     for words, max_norm in (("larger", 100.0), ("smaller", 0.1), ("smaller", 0.5)):
         name = f"max_norm {max_norm:g}, which is {words} than the norm"
-        model = Bigrams()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-        graphs = Graphs(bigram_loss(model))
-        updates = Updates(model, optimizer, graphs)
-        micro_batches = windows()[UNEQUAL]
-        norm = answer(model, optimizer, micro_batches, graphs, max_norm)
-        yield f"{name}, updates by the given optimizer", len(updates.gradients)
-        yield f"{name}, whether backward ran before the step", any(updates.went_back)
-        yield f"{name}, the gradient at the step", [*updates.gradients, None][0]
+        model = bigrams()
+        optimizer = sgd(model, 1.0, momentum=0.5)
+        updates = gradients_of_updates(model, optimizer)
+        given = micro_batches_of(UNEQUAL), bigram_loss(model), max_norm
+        norm = answer(model, optimizer, *given)
+        yield f"{name}, the gradient at the step of the given optimizer", updates[:]
         yield f"{name}, the norm before clipping, which is returned", norm
-        yield f"{name}, the weights after the update", flat(model.parameters())
-        yield f"{name}, graphs that are kept beside the newest", graphs.kept
-        answer(model, optimizer, micro_batches, graphs, max_norm)
-        yield f"{name}, the gradient of a second update", [None, *updates.gradients][-1]
+        answer(model, optimizer, *given)
+        yield f"{name}, the gradients of two updates in turn", updates
+    yield "one graph at a time", one_graph_at_a_time(lambda *given: answer(*given, 1.0))
 
 
 CLIPPED = Exercise(
@@ -429,8 +408,8 @@ CLIPPED = Exercise(
     optimizer.step() → utils.clip_grad_value_(model.parameters(), max_norm); optimizer.step()
     utils.clip_grad_norm_(model.parameters(), max_norm) → gradients_of(model).norm()
         this clips each number by itself, which changes the gradient's direction: clip its norm.
-    optimizer.step() → utils.clip_grad_norm_(model.table, max_norm); optimizer.step()
-    optimizer.step() → utils.clip_grad_norm_(model.head, max_norm); optimizer.step()
+    optimizer.step() → utils.clip_grad_norm_(model[0].weight, max_norm); optimizer.step()
+    optimizer.step() → utils.clip_grad_norm_(model[1].weight, max_norm); optimizer.step()
     utils.clip_grad_norm_(model.parameters(), max_norm) → gradients_of(model).norm()
         each parameter is clipped by its own norm: use one norm, that of all parameters together.
     optimizer.zero_grad() →
@@ -459,33 +438,22 @@ def train_64(model, optimizer, batch, loss_and_count) -> float:
 
 
 def card_cases(answer):
-    model, optimizer, batch = batch_setting()
+    def run(model, optimizer):
+        return answer(model, optimizer, batch, partial(next_token_loss, model))
+
+    model, _, batch = batch_setting()
     with_large_gradients(model.lm_head, 100)  # longer than what people clip to
-    updates = []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
-
-    def run():
-        return answer(model, optimizer, batch, lambda micro: next_token_loss(model, micro))
-
-    def first_moments():
-        # Adam's first step moves each weight equally far, but its m is a tenth of the gradient.
-        return 10 * flat(optimizer.state[p].get("exp_avg") for p in model.parameters())
-
-    update = measured(run, CARD, model=model, optimizer=optimizer)
+    optimizer = sgd(model, 1e-4)
+    updates = gradients_of_updates(model, optimizer)
+    loss = run(model, optimizer)
     yield "updates by the given optimizer", len(updates)
-    first = first_moments()
-    yield "whether there is a gradient at the step", bool(first.any())
-    yield "the gradient of the update", first
-    yield "the mean loss over all tokens", update.value
-    yield f"the peak on a card of {CARD}", replace(update, value=None)
-    # Gradients that the first update left show in the second one, if they are a thousand times as
-    # large.
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.mul_(1000)
-    run()
-    stays = first_moments().norm() > 100 * first.norm()
-    yield "whether the first update's gradient is in a second one", bool(stays)
+    yield "the gradient of the update", updates[:]
+    yield "the mean loss over all tokens", loss
+    run(model, optimizer)
+    yield "the gradient of a second update, without that of the first", updates[1:]
+    model, optimizer, _ = batch_setting()
+    update = measured(lambda: run(model, optimizer), CARD, model=model, optimizer=optimizer)
+    yield f"the peak on a card of {CARD}", update
 
 
 ON_THE_CARD = Exercise(
@@ -537,35 +505,20 @@ def mended(model, batch):
     return model
 
 
-def without_the_number(
-    self, input_ids=None, labels=None, attention_mask=None, num_items_in_batch=None, **kwargs
-):
-    given = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
-    return super(type(self), self).forward(**given, **kwargs)
+class PlainMean:
+    """A model whose loss does not heed the number of items."""
+
+    def forward(self, num_items_in_batch=None, **given):
+        return super().forward(**given)  # type: ignore[misc]
 
 
-# The kind of model, and what its class changes. The last one has a language model's head, too.
+# The kind of model, and what its class begins with. The last one has a language model's head, too.
 MODELS = {
-    "a BERT classifier": ("BertForSequenceClassification", {}),
-    "a causal Llama": ("LlamaForCausalLM", {}),
-    "a causal Llama whose loss is a plain mean": (
-        "LlamaForCausalLM",
-        {"forward": without_the_number},
-    ),
+    "a BERT classifier": ("BertForSequenceClassification", ()),
+    "a causal Llama": ("LlamaForCausalLM", ()),
+    "a causal Llama whose loss is a plain mean": ("LlamaForCausalLM", (PlainMean,)),
 }
 SETTING = "accepts_loss_kwargs"
-
-
-def nameless(name: str):
-    """Model and examples, of a class whose name tells nothing, with dropout."""
-    kind, members = MODELS[name]
-    model, examples = trainer_setting(kind)
-    model.__class__ = type("Tiny", (type(model),), dict(members))
-    set_dropout(model, 0.1)
-    if kind.endswith("SequenceClassification"):
-        # which its forward writes there by itself
-        model.config.problem_type = "single_label_classification"
-    return model.eval(), examples
 
 
 def set_dropout(model, p: float) -> None:
@@ -578,25 +531,22 @@ def set_dropout(model, p: float) -> None:
 def trainer_cases(answer):
     from transformers import default_data_collator
 
-    for name, (kind, _) in MODELS.items():
-        model, examples = nameless(name)
+    for name, (kind, bases) in MODELS.items():
+        model, examples = trainer_setting(kind)
         batch = default_data_collator(examples)
         right = one_batch(trainer_setting(kind)[0], batch)
+        # a class whose name tells nothing
+        model.__class__ = type("Tiny", (*bases, type(model)), {})
+        set_dropout(model, 0.1)
         fixed = answer(model, batch)
-        classes = [each for each in type(model).__mro__ if SETTING in vars(each)]
-        for each in classes:
-            delattr(each, SETTING)
-        yield f"{name}, whether the attribute is set on its class, for all models", bool(classes)
+        on_the_class = SETTING in vars(type(model))
+        yield f"{name}, whether the attribute is set on its class, for all models", on_the_class
         set_dropout(fixed, 0.0)
         fixed.zero_grad()
         logged = trainer_logs(fixed, examples, 4)
         for what in ("loss", "grad_norm"):
             words = f"{name}, the {what} that Trainer logs in 4 steps, over that of one batch"
             yield words, logged[what] / right[what]
-    model, examples = nameless("a BERT classifier")
-    answer(model.train(), default_data_collator(examples))
-    asked = bool(getattr(model, SETTING, True))
-    yield "a BERT classifier in training mode, accepts_loss_kwargs", asked
 
 
 TRAINER = Exercise(
@@ -619,7 +569,8 @@ TRAINER = Exercise(
         a classifier with dropout is judged wrongly: in training mode dropout makes any two losses
         differ, so ask it in eval mode.
     """,
-    changes="model.mode",  # Trainer puts it into training mode itself
+    # Trainer puts it into training mode itself; a classifier's forward writes into its config
+    changes="model.mode model.config",
     tolerance=1e-4,
 )
 
@@ -648,57 +599,34 @@ def fair_error(model, batch, accumulate) -> float:
     return ((cut - once).norm() / once.norm()).item()
 
 
-def loops(model, n: int) -> dict:
-    """Ways to leave the gradient of pieces of ``n`` rows: one is right, and two are not."""
+def of_each_row(outputs, labels):
+    return F.cross_entropy(outputs, labels, reduction="sum")
 
-    def summed(micro):
-        return F.cross_entropy(model(micro["x"]), micro["labels"], reduction="sum")
 
-    def divides_once(pieces):
-        for piece in pieces:
-            (summed(piece) / n).backward()
-
-    def first_piece_counts_double(pieces):
-        for number, piece in enumerate(pieces):
-            is_double = number == 0 and len(pieces) > 1
-            ((1 + is_double) * summed(piece) / n).backward()
-
-    def compares_rows(pieces):
-        for piece in pieces:
-            outputs = model(piece["x"])
-            spread = (outputs - outputs.mean(dim=0)).square().sum()
-            (spread / n).backward()
-
-    return {
-        "a loop that divides once": divides_once,
-        "a loop that counts the first piece double": first_piece_counts_double,
-        "a loss that compares the rows of a piece": compares_rows,
-    }
+def of_a_piece(outputs, labels):
+    return (outputs - outputs.mean(dim=0)).square().sum()
 
 
 def fair_cases(answer):
-    for n, has_gradient in ((12, False), (17, True)):
-        for name in loops(None, n):
-            model = residual_net(dtype=torch.float64)
-            model.blocks[0].eval()  # it was so before, and has to stay so
-            if has_gradient:
-                for p in model.parameters():
-                    p.grad = torch.full_like(p, 0.01)
-            loop = loops(model, n)[name]
-            seen = []
+    for name, n, loss in (
+        ("a loss of each row", 12, of_each_row),
+        ("a loss that compares the rows of a piece", 17, of_a_piece),
+    ):
+        model = residual_net(dtype=torch.float64)
+        model.blocks[0].eval()  # it was so before, and has to stay so
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.01)
 
-            def accumulate(pieces, loop=loop, seen=seen):
-                pieces = list(pieces)
-                seen.append(sorted(len(piece["labels"]) for piece in pieces))
-                loop(pieces)
+        def accumulate(pieces, loss=loss, n=n, model=model):
+            for piece in pieces:
+                (loss(model(piece["x"]), piece["labels"]) / n).backward()
 
-            error = answer(model, labelled_rows(n, dtype=torch.float64), accumulate)
-            name = f"{name}, with {n} rows"
-            yield f"{name}, rows of the pieces", " ".join(map(str, max(seen, key=len, default=[])))
-            yield f"{name}, the error", round(float(error), 6)
-            trained = sum(module.training for module in model.modules())
-            yield f"{name}, modules in training mode afterwards", trained
-            yield f"{name}, whether a gradient is left", bool(gradients_of(model).any())
+        error = answer(model, labelled_rows(n, dtype=torch.float64), accumulate)
+        name = f"{name}, {n} of them"
+        yield f"{name}, the error", round(float(error), 6)
+        trained = sum(module.training for module in model.modules())
+        yield f"{name}, modules in training mode afterwards", trained
+        yield f"{name}, whether a gradient is left", bool(gradients_of(model).any())
 
 
 FAIR = Exercise(

@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 
 from ....techniques.accumulation import split
 from ...judge.exercise import Exercise
-from ..shared.leaks import leak_cases, new_net, sgd
+from ..shared.leaks import leak_cases, new_net
+from ..shared.settings import seeded, sgd
 
 WINDOW_BUDGET = "2 MiB"
 ROWS, CLASSES, PIECES = 8, 1000, 16
@@ -18,10 +19,10 @@ def window_setting(pieces: int = PIECES) -> tuple[nn.Module, torch.optim.Optimiz
     """A small classifier of 1,000 classes, its SGD, and a batch that makes ``pieces``
     micro-batches of 8 rows: inputs (rows, 64) and labels (rows).
     """
-    generator = torch.Generator().manual_seed(3)
     net = new_net(CLASSES)
-    x = torch.randn(pieces * ROWS, 64, generator=generator)
-    return net, sgd(net), (x, torch.randint(CLASSES, (len(x),), generator=generator))
+    with seeded(3):
+        x = torch.randn(pieces * ROWS, 64)
+        return net, sgd(net), (x, torch.randint(CLASSES, (len(x),)))
 
 
 def larger_steps(pieces: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ...material import models
-from ..shared.settings import text_batch
+from ..shared.settings import adamw, text_batch
 
 CARD = "8 MiB"
 
@@ -14,5 +14,5 @@ CARD = "8 MiB"
 def batch_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """Exercise 3.7's tiny Llama, its optimizer and a batch of 64 sequences of unequal lengths."""
     model = models.tiny_llama(layers=1, hidden=64, heads=4, intermediate=172, vocab=1024)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    return model, optimizer, text_batch(*(2 + i * i % 31 for i in range(64)), vocab=1024)
+    lengths = [2 + i * i % 31 for i in range(64)]
+    return model, adamw(model, lr=0.01), text_batch(*lengths, vocab=1024)

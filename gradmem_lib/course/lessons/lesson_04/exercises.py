@@ -2,6 +2,8 @@
 their best lengths.
 """
 
+import contextlib
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -10,7 +12,7 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.schedules import best_segments, uniform_segments
 from ...judge.compare import plain_int
 from ...judge.exercise import Exercise, calls, measured, outside_torch
-from ..shared.settings import gradients_of
+from ..shared.settings import gradients_of, seeded
 from .layers import (
     ROWS,
     WIDTH,
@@ -74,13 +76,18 @@ def gradient(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
+def backward_of_squares(out: torch.Tensor) -> None:
+    if out.requires_grad:
+        out.square().sum().backward()
+
+
 def checkpoint_cases(answer):
     apply = apply_of(answer)
     layers, x = trained_layers(4), first_input()
     with count_calls(layers) as order:
         out = one_by_one(apply, layers, x)
         yield "the output of four layers", out
-        out.square().sum().backward()
+        backward_of_squares(out)
     yield "the gradient of x, before all layers", gradient(x)
     yield "the gradients of the weights inside run", gradients_of(layers)
     yield "boundaries alive after forward of one layer, its input among them", kept_by_one(apply)
@@ -89,21 +96,24 @@ def checkpoint_cases(answer):
     held = alive_after(lambda layers, x: one_by_one(apply, layers, x), layers, rows=1)
     yield "whether there are copies of the weights after forward", held > 1.5 * weights
     yield "how often the layers run, in forward and backward together", order.times(layers)
-    layers = trained_layers(2)
     for p in layers.parameters():
         p.grad = torch.ones_like(p)
-    one_by_one(apply, layers, first_input()).square().sum().backward()
+    backward_of_squares(one_by_one(apply, layers, first_input()))
     yield (
         "weights that have a .grad of ones already, to which the new one is added",
         gradients_of(layers),
     )
-    yield "a frozen layer between two others, the gradients", gradients_beside_frozen(apply)
+    layers = trained_layers(3)
+    layers[1].requires_grad_(False)
+    with contextlib.suppress(RuntimeError):  # an answer may ask for the gradients of all weights
+        backward_of_squares(one_by_one(apply, layers, first_input()))
+    yield "a frozen layer between two others, the gradients", gradients_of(layers)
     gradients = gradients_of_two(apply)
     yield "two calls whose backwards run in the order of their forwards, the gradients", gradients
 
     def step(layers, x):
         out = apply(layers, x)
-        out.square().sum().backward()
+        backward_of_squares(out)
         return out
 
     # x, its gradient and the output are alive, and some answers keep what they saved for longer
@@ -117,21 +127,10 @@ def kept_by_one(apply, dropout: float = 0.0) -> int:
     return kept_boundaries(lambda layer, x: apply(layer, x).sum(), layer)
 
 
-def gradients_beside_frozen(apply):
-    """The gradients of three layers, of which the second is frozen; text where that is refused."""
-    layers = trained_layers(3)
-    layers[1].requires_grad_(False)
-    try:
-        one_by_one(apply, layers, first_input()).square().sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return gradients_of(layers)
-
-
 def gradients_of_two(apply, dropout: float = 0.0) -> torch.Tensor:
     layers, x = trained_layers(2, dropout), first_input()
     for out in [apply(layer, x) for layer in layers]:
-        out.square().sum().backward()
+        backward_of_squares(out)
     return gradients_of(layers)
 
 
@@ -193,20 +192,18 @@ class SafeCheckpoint(torch.autograd.Function):
 def dice_cases(answer):
     apply = apply_of(answer)
     layers, x = trained_layers(4, dropout=0.5), first_input()
-    torch.default_generator.manual_seed(6)
     out = one_by_one(apply, layers, x)
     yield (
         "the output of four layers with dropout, which the first run draws as a plain run does",
         out,
     )
-    out.square().sum().backward()
+    backward_of_squares(out)
     after = torch.rand(3)
     yield "the gradient of x, by a second run that drops the same values", gradient(x)
     yield "the gradients of the weights, by the same second run", gradients_of(layers)
     yield "the random numbers of the rest of the program, after backward", after
     kept = kept_by_one(apply, dropout=0.5)
     yield "boundaries alive after forward of one layer, its input among them", kept
-    torch.default_generator.manual_seed(7)
     gradients = gradients_of_two(apply, dropout=0.5)
     yield "two calls whose backwards run in the order of their forwards, the gradients", gradients
 
@@ -250,13 +247,11 @@ def from_frozen(embedding, layers, ids):
 
 
 def frozen_cases(answer):
-    generator = torch.Generator().manual_seed(7)
-    embedding = nn.Embedding(50, WIDTH, _weight=torch.randn(50, WIDTH, generator=generator))
-    embedding.requires_grad_(False)
-    ids = torch.randint(0, 50, (ROWS,), generator=generator)
-    layers, head = trained_layers(4), nn.Linear(WIDTH, 1)
-    nn.init.constant_(head.weight, 0.5)
-    nn.init.constant_(head.bias, 0.1)
+    with seeded(7):
+        embedding = nn.Embedding(50, WIDTH).requires_grad_(False)
+        ids = torch.randint(0, 50, (ROWS,))
+        head = nn.Linear(WIDTH, 1)
+    layers = trained_layers(4)
     with count_calls(layers) as order:
         out = answer(embedding, layers, ids)
         yield "layers that run in forward, in this order", order[:]
@@ -265,16 +260,11 @@ def frozen_cases(answer):
         yield f"the gradient of layer {i} of 4", gradients_of(layer)
     yield "the gradient of what comes after the layers", gradients_of(head)
     yield "whether the embedding gets a gradient", embedding.weight.grad is not None
-    # An input that requires no gradient is no mistake where layer 1 learns.
-    wants = order.wants or bool(gradients_of(layers).any())
-    yield "whether a gradient is asked of what layer 1 gets", wants
     yield "how often each layer runs, in forward and backward together", order.times(layers)
     yield "layers whose first run records no graph, as in a reentrant checkpoint", order.no_graph
     yield "lengths of the segments that run again, one checkpoint a layer", order.segments(layers)
     layers = trained_layers(6, dropout=0.5)
-    out = answer(embedding, layers, ids)
-    if out.requires_grad:
-        out.square().sum().backward()
+    backward_of_squares(answer(embedding, layers, ids))
     yield "six layers with dropout, the gradients", gradients_of(layers)
 
 
@@ -327,29 +317,25 @@ def by_checkpoint_sequential(layers, x, k):
 
 def segment_cases(answer):
     # More layers than rows too: an answer that counts rows for layers leaves some out there.
-    for n, k, rows in ((8, 4, ROWS), (10, 4, ROWS), (9, 2, 3), (3, 5, ROWS), (7, 5, ROWS)):
+    for n, k, rows in ((8, 4, ROWS), (9, 2, 3), (7, 5, ROWS)):
         layers, x, name = trained_layers(n), first_input(rows=rows), f"{n} layers and k = {k}"
         with count_calls(layers) as order:
             out = answer(layers, x, k)
             yield f"{name}, layers that run in forward, in this order", order[:]
-            out.square().sum().backward()
+            backward_of_squares(out)
         yield f"{name}, the gradients of the layers", gradients_of(layers)
         yield f"{name}, the gradient of x", gradient(x)
         yield f"{name}, lengths of the segments that run again", order.segments(layers)
-        yield f"{name}, how often each layer runs", order.times(layers)
         kept = kept_boundaries(lambda layers, x, k=k: answer(layers, x, k), trained_layers(n))
         yield f"{name}, boundaries alive after forward", kept
     layers = trained_layers(4, dropout=0.5)
-    torch.default_generator.manual_seed(6)
-    answer(layers, first_input(), 2).square().sum().backward()
+    backward_of_squares(answer(layers, first_input(), 2))
     yield (
         "layers with dropout, which draw the same numbers again, the gradients",
         gradients_of(layers),
     )
     layers = trained_layers(4)
-    out = answer(layers, first_input(requires_grad=False), 2)
-    if out.requires_grad:
-        out.square().sum().backward()
+    backward_of_squares(answer(layers, first_input().detach(), 2))
     yield "an x that needs no gradient, the gradients of the layers", gradients_of(layers)
 
 
@@ -400,13 +386,10 @@ PEAK = Exercise(
     kept_at_peak,
     calls(
         ([1, 1, 1, 1], 1000, 1000),
-        ([4, 4, 4, 4], 3000, 1000),
         ([4, 4, 1], 5000, 1000),
-        ([9], 5000, 1000),
         ([5, 4, 3, 2], 3000, 1000),
         ([2, 3, 4, 5], 3000, 1000),
-        # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
-        hidden=[([3, 2, 5, 8], 1000, 1), ([7, 3, 6, 1, 2], 2500, 700), ([3, 2, 2, 2], 1000, 800)],
+        hidden=[([7, 3, 6, 1, 2], 2500, 700), ([3, 2, 2, 2], 1000, 800)],
     ),
     """
     i * x → (len(lengths) - 1) * x
@@ -448,16 +431,12 @@ def best_length(n, a, x):
 # includes x, so two segments never need more than one segment of all layers.
 CHAINS = (
     (64, 1000, 1000),
-    (100, 4000, 1000),
     (32, 23_000, 1000),  # a 7B
-    (96, 28_000, 1000),
     (4, 20_000, 1000),
     (1, 1000, 1000),
-    (50, 27_000, 3000),
-    (13, 5000, 1000),
     (16, 1, 1),  # k is larger than a and x here
+    (96, 28_000, 1000),
     (96, 1900, 1000),  # as many layers as above, and no whole ratio
-    (10, 1000, 1000),  # where a short last segment counts
     (3, 1000, 1000),  # the best is more than half of all
     (400, 1000, 1000),
 )
@@ -466,7 +445,7 @@ CHAINS = (
 def length_cases(answer):
     for n, a, x in CHAINS:
         name, k = f"n = {n}, a = {a} and x = {x}", plain_int(answer(n, a, x))
-        is_length = type(k) is int and 1 <= k <= n
+        is_length = k in range(1, n + 1)
         yield f"{name}, your length", "a whole number from 1 to n" if is_length else k
         # Two lengths may have the same peak, so the peak is what counts.
         peak = kept_at_peak(uniform_segments(n, k), a, x) if is_length else None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ....measure.tracker import MemoryTracker
+from ..shared.settings import seeded
 
 ROWS, WIDTH = 16, 8
 BOUNDARY = ROWS * WIDTH * 4  # bytes of what one layer hands to the next
@@ -20,34 +21,30 @@ def trained_layers(n: int, dropout: float = 0.0) -> nn.Sequential:
     each call.
     """
     layers = nn.Sequential()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
+    with seeded(4):
         for _ in range(n):
             wide, narrow = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
             layers.append(nn.Sequential(wide, nn.GELU(), nn.Dropout(dropout), narrow))
     return layers
 
 
-def first_input(requires_grad: bool = True, rows: int = ROWS) -> torch.Tensor:
-    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(5))
-    return x.requires_grad_(requires_grad)
+def first_input(rows: int = ROWS) -> torch.Tensor:
+    with seeded(5):
+        return torch.randn(rows, WIDTH, requires_grad=True)
 
 
 class Order(list):
     """The layers in the order in which they run, by index; ``no_graph``: those whose first run
-    recorded none; ``wants``: whether the first layer's input required a gradient.
+    recorded none.
     """
 
     def __init__(self):
         super().__init__()
         self.no_graph: set[int] = set()
-        self.wants = False
 
-    def note(self, i: int, x: torch.Tensor) -> None:
+    def note(self, i: int) -> None:
         if i not in self and not torch.is_grad_enabled():
             self.no_graph.add(i)
-        if i == 0 and x.requires_grad:
-            self.wants = True
         self.append(i)
 
     def times(self, layers) -> list[int]:
@@ -56,13 +53,13 @@ class Order(list):
 
     def segments(self, layers) -> list[int]:
         """The lengths of the segments that run again in backward, the first one first."""
-        lengths, before = [], None
-        for i in self[len(layers) :]:
-            if before is not None and i == before + 1:
+        lengths: list[int] = []
+        again = self[len(layers) :]
+        for i, before in zip(again, [len(layers), *again], strict=False):
+            if i == before + 1:
                 lengths[-1] += 1
             else:
                 lengths.append(1)
-            before = i
         return lengths[::-1]
 
 
@@ -75,7 +72,7 @@ def count_calls(layers):
     for i, layer in enumerate(layers):
 
         def forward(x, i=i, original=layer.forward):
-            order.note(i, x)
+            order.note(i)
             return original(x)
 
         layer.forward = forward  # no hook: some measure a layer by its forward alone

@@ -6,17 +6,12 @@ import torch
 from torch import nn
 
 from ...material import models
+from ..shared.settings import seeded
 
 # the last layer is a head, whose logits are VOCAB times as wide as a boundary
 DEPTH, KEEPS, VOCAB = 64, 5, 5
-
-
 CHAIN_ROWS, CHAIN_WIDTH = 256, 32
-
-
 CHAIN_BOUNDARY = CHAIN_ROWS * CHAIN_WIDTH * 4
-
-
 CHAIN_CARD = 41.5  # boundaries beside the weights
 
 
@@ -24,11 +19,10 @@ def chain_setting() -> tuple[nn.Sequential, torch.Tensor]:
     """63 frozen layers that keep 5 boundaries each (their input is one), a frozen head, and the
     input, which is what is trained.
     """
-    generator = torch.Generator().manual_seed(8)
-    x = torch.randn(CHAIN_ROWS, CHAIN_WIDTH, generator=generator)
-    head = nn.Linear(CHAIN_WIDTH, VOCAB * CHAIN_WIDTH, bias=False).requires_grad_(False)
-    head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / 8)
-    return models.chain(DEPTH - 1, width=CHAIN_WIDTH, keeps=KEEPS).append(head), x.requires_grad_()
+    layers = models.chain(DEPTH - 1, width=CHAIN_WIDTH, keeps=KEEPS)
+    with seeded(8):
+        layers.append(nn.Linear(CHAIN_WIDTH, VOCAB * CHAIN_WIDTH, bias=False).requires_grad_(False))
+        return layers, torch.randn(CHAIN_ROWS, CHAIN_WIDTH, requires_grad=True)
 
 
 def chain_budget() -> int:

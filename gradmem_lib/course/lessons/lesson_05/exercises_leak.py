@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...judge.exercise import Exercise
-from ..shared.leaks import adamw, leak_cases, new_net
+from ..shared.leaks import leak_cases, new_net
+from ..shared.settings import adamw, seeded
 
 RESUME_BUDGET = "3.75 MiB"
 ROWS, OUTPUTS, BATCHES, DONE = 16, 1000, 6, 2
@@ -22,9 +23,9 @@ def resume_setting(
     """A new model and its AdamW, the open checkpoint of a run after ``done`` batches, and all
     batches of that run.
     """
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(batches, ROWS, 64, generator=generator)
-    targets = torch.randn(batches, ROWS, OUTPUTS, generator=generator)
+    with seeded(5):
+        inputs = torch.randn(batches, ROWS, 64)
+        targets = torch.randn(batches, ROWS, OUTPUTS)
     given = list(zip(inputs, targets, strict=True))
     net = new_net(OUTPUTS)
     optimizer = adamw(net)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ....names import IGNORED
+from .settings import gradients_of, seeded
 
 TINY = dict(
     vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
@@ -30,10 +31,10 @@ def trainer_setting(kind: str):
     )
     if kind.startswith("Llama"):
         config = transformers.LlamaConfig(**TINY, pad_token_id=0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         model = getattr(transformers, kind)(config)
-    ids = torch.randint(1, 100, (4, 16), generator=torch.Generator().manual_seed(0))
+    with seeded():
+        ids = torch.randint(1, 100, (4, 16))
     examples = [{"input_ids": row, "labels": i % 2} for i, row in enumerate(ids)]
     if kind.endswith("ForCausalLM"):
         examples = [
@@ -51,6 +52,7 @@ def quiet_arguments(**given: Any) -> Any:
     from transformers import TrainingArguments
 
     fixed = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True)
+    fixed |= dict(remove_unused_columns=False)
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
@@ -99,5 +101,4 @@ def one_batch(model, batch) -> dict[str, float]:
     """``loss`` and ``grad_norm`` of one batch, with nothing between the model and autograd."""
     loss = model(**batch).loss
     loss.backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    return {"loss": loss.item(), "grad_norm": norm.item()}
+    return {"loss": loss.item(), "grad_norm": gradients_of(model).norm().item()}

@@ -8,17 +8,16 @@ same weights, and stay within a budget that the script exceeds.
 from __future__ import annotations
 
 import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...judge.compare import Measured, describe, plain
+from ...judge.compare import Measured, describe, plain_int
 from ...judge.exercise import Hidden, measured
-from .settings import collecting_new_objects_only, flat
+from .settings import collecting_new_objects_only, flat, seeded
 
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
 
@@ -68,13 +67,10 @@ def runs_of(
     """Cases of two calls of ``script``, the second one with the same model and new data."""
     arguments = make()
     model = arguments[0]
-    optimizers = [a for a in arguments if isinstance(a, torch.optim.Optimizer)]
-    run = measured(
-        lambda: script(*arguments), budget, model=model, optimizer=next(iter(optimizers), None)
-    )
+    run = measured(lambda: script(*arguments), budget, model=model)
     yield f"{name}, the weights afterwards", flat(model.parameters())
     yield f"{name}, what the script returns", run.value
-    yield f"{name}, the peak", replace(run, value=None)
+    yield f"{name}, the peak", run
     yield f"{name}, whether the model is in training mode at the end", model.training
     # The script may have emptied the list of batches, and left a gradient, which the second call
     # adds to its own.
@@ -90,11 +86,9 @@ def answer_of(answer: Callable[[], Any]) -> tuple[int, Callable]:
     given = answer()
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise TypeError(TWO_THINGS)
-    line, script = plain(given[0]), given[1]
-    if isinstance(line, float) and line.is_integer():
-        line = int(line)
-    if isinstance(line, bool) or not isinstance(line, Integral):
-        raise TypeError(f"the line must be a whole number, not {describe(given[0])}: {TWO_THINGS}")
+    line, script = plain_int(given[0]), given[1]
+    if type(line) is not int:
+        raise TypeError(f"the line must be a whole number, not {describe(line)}: {TWO_THINGS}")
     if not callable(script):
         raise TypeError(
             f"the fixed script must be a function, not {describe(script)}: give the function "
@@ -128,28 +122,8 @@ def outside_while_the_model_runs(script: Callable, make: Callable[[], tuple]) ->
     return max(held)
 
 
-class Net(nn.Module):
-    """64 features to ``outputs``, through 128."""
-
-    def __init__(self, outputs: int = 64):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (rows, 64); the result: (rows, outputs)."""
-        return self.body(x)
-
-
-def new_net(outputs: int = 64) -> Net:
-    """The same weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Net(outputs)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+def new_net(outputs: int = 64) -> nn.Sequential:
+    """64 features to ``outputs``, through 128, with the same weights each time."""
+    with seeded():
+        body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, outputs))
+    return nn.Sequential(OrderedDict(body=body))

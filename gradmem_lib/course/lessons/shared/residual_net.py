@@ -4,9 +4,12 @@ transformers did not make.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .settings import seeded
 
 
 class DropPath(nn.Module):
@@ -25,51 +28,35 @@ class DropPath(nn.Module):
         return branch * kept / (1 - self.p)
 
 
-class Block(nn.Module):
-    """x + branch(x), with dropout inside the branch and drop path around it."""
+class Residual(nn.Sequential):
+    """x + branch(x)."""
 
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-        self.drop_path = DropPath(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, width)
-        inner = F.gelu(self.up(self.norm(x)))
-        return x + self.drop_path(self.dropout(self.down(inner)))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
 
 
-class ResidualNet(nn.Module):
-    """``blocks``, one after the other, and a head with ``classes`` outputs."""
-
-    def __init__(self, blocks: int = 4, width: int = 16, classes: int = 5):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, width) -> (rows, classes)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def block(width: int, *noise: nn.Module) -> Residual:
+    """(rows, width) -> (rows, width), with ``noise`` at the end of the branch."""
+    up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    return Residual(nn.LayerNorm(width), up, nn.GELU(), down, *noise)
 
 
 def residual_net(
-    blocks: int = 4, width: int = 16, classes: int = 5, dtype: torch.dtype = torch.float32
-) -> ResidualNet:
-    """The classifier in training mode, with the same weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return ResidualNet(blocks, width, classes).to(dtype)
+    blocks: int = 4, width: int = 16, dtype: torch.dtype = torch.float32
+) -> nn.Sequential:
+    """``blocks`` with dropout and drop path, and a ``head`` with 5 outputs, in training mode and
+    with the same weights each time.
+    """
+    with seeded():
+        layers = [block(width, nn.Dropout(0.1), DropPath(0.2)) for _ in range(blocks)]
+        parts = OrderedDict(blocks=nn.Sequential(*layers), head=nn.Linear(width, 5))
+        return nn.Sequential(parts).to(dtype)
 
 
 def labelled_rows(
-    rows: int, width: int = 16, classes: int = 5, dtype: torch.dtype = torch.float32
+    rows: int, width: int = 16, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Random rows ``x`` (rows, width) and their classes ``labels`` (rows,)."""
-    draw = torch.Generator().manual_seed(1)
-    return {
-        "x": torch.randn(rows, width, generator=draw, dtype=dtype),
-        "labels": torch.randint(0, classes, (rows,), generator=draw),
-    }
+    with seeded(1):
+        x = torch.randn(rows, width, dtype=dtype)
+        return {"x": x, "labels": torch.randint(5, (rows,))}

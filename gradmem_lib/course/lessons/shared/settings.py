@@ -23,6 +23,20 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
 
 
+def have_graphs(losses) -> bool:
+    """Whether a loss, or one in a list, still refers to its graph."""
+    if isinstance(losses, (list, tuple)):
+        return any(map(have_graphs, losses))
+    return getattr(losses, "grad_fn", None) is not None
+
+
+def gradients_of_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Grows by all gradients in a row with each update, also where a closure computes them."""
+    found: list[torch.Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: found.append(gradients_of(model)))
+    return found
+
+
 def with_large_gradients(head: nn.Module, factor: float) -> None:
     """Enlarge the weights of a model's ``head``, so that the loss has a gradient which is longer
     than what people clip to. An update that is clipped unasked is another one then.
@@ -34,6 +48,22 @@ def with_large_gradients(head: nn.Module, factor: float) -> None:
 def gradients_of(module: nn.Module) -> torch.Tensor:
     """All gradients in a row; zeros where there is none."""
     return flat(torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters())
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """The same random numbers each time in the block, and outside those that there would be."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+
+
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, foreach=False)
 
 
 @contextmanager
@@ -81,9 +111,8 @@ def rows(*lengths: int, seed: int = 0, vocab: int = 11) -> torch.Tensor:
     """Token ids (batch, longest) of sequences of these lengths, with -100 where a sequence has
     ended.
     """
-    ids = torch.randint(
-        0, vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
-    )
+    with seeded(seed):
+        ids = torch.randint(vocab, (len(lengths), max(lengths)))
     return ids.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], IGNORED)
 
 
@@ -99,28 +128,16 @@ def text_batch(*lengths: int, vocab: int, seed: int = 0) -> dict[str, torch.Tens
     }
 
 
-class Bigrams(nn.Module):
-    """The smallest language model: the next token from this one.
+def bigrams() -> nn.Sequential:
+    """The smallest language model: the next token from this one, among 11.
 
     Ids (batch, sequence) to logits, in float64.
     """
-
-    def __init__(self, vocab: int = 11, hidden: int = 4):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.table = nn.Parameter(
-            torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
-        )
-        self.head = nn.Parameter(
-            torch.randn(hidden, vocab, generator=generator, dtype=torch.float64)
-        )
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: (batch, sequence); the result: (batch, sequence, vocabulary)."""
-        return self.table[ids] @ self.head
+    with seeded():
+        return nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11, bias=False)).double()
 
 
-def bigram_loss(model: Bigrams):
+def bigram_loss(model: nn.Module):
     """``loss_and_count`` for token ids whose padding is -100: (summed loss, predicted tokens)."""
 
     def loss_and_count(labels):

@@ -188,6 +188,7 @@ WRONG = {
         "return mean → model.eval(); return mean",
         "optimizer.zero_grad() →",
         "optimizer.step() → torch.optim.AdamW(model.parameters(), lr=1e-3).step()",
+        "model(x), y → model(x.bfloat16().float()), y",
         """loss.backward() → loss.backward(retain_graph=True)
         mean += loss.item() → mean = mean + loss""",
     ],
