@@ -575,8 +575,8 @@ except BudgetExceeded as exceeded:
 # A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step:
 # weights in 4 bits, which the error names, would only let a few more batches pass.
 # <!-- holds: sum(p.nbytes for p in small.parameters()) < 10 * small(held_out[0][0]).nbytes --> The error's line says where the logits
-# were *made*. Which line *keeps* them? (Its first remedy, `.cpu()`, is for a card: here the model is on the CPU, so
-# nothing would move. A forward without `no_grad` has the same symptom: see exercise 5.7 of lesson 05.)
+# were *made*, and the name that holds them. Which line *keeps* them? (Its second remedy, `.cpu()`, is for a card: here the model is
+# on the CPU, so nothing would move. A forward without `no_grad` has the same symptom: see exercise 5.7 of lesson 05.)
 #
 # ### Exercise 6.7 · an evaluation that collects
 #

@@ -43,6 +43,12 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
+# The attributes of a module in which its parameters, buffers and parts stand, and its hooks.
+TABLES = ("_parameters", "_buffers", "_modules")
+PARTS = "_modules"
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks get what ``module`` is given, or what it returns: its own, or those of all
     modules.

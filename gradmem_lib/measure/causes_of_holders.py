@@ -5,7 +5,9 @@ reference cycle, the buckets of a parallel model.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 from ..units import format_bytes
@@ -51,32 +53,49 @@ def _place_of(holder: Holder) -> tuple[str, str] | None:
 
 def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | None:
     """The cause if this group grows, with those of its storages that are no longer in use."""
-    old = _without_the_model_in_use(group, facts)
-    weights = [holder for holder in old if holder.category == "parameters"]
-    times = {facts.time_of(holder) for holder in weights or old if facts.time_of(holder) >= 0}
-    in_an_evaluation = facts.outside_of_training and len(times) < SEVERAL
-    by_forward = _by_forward(old, facts)
-    rounds, unit = len(times), facts.unit
-    if in_an_evaluation:
-        rounds, unit = len(by_forward), "forward"
-    elif not _goes_on(group, facts):
+    if _is_a_window(place, group, facts):
         return None
-    # The newest ones are in use.
-    old = [holder for holder in old if 0 <= facts.time_of(holder) < facts.peak_time]
-    for of_a_forward in by_forward[:-1]:
-        old += [holder for holder in of_a_forward if facts.time_of(holder) == facts.peak_time]
+    unused = _without_the_model_in_use(group, facts)
+    by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
+    if len(by_step) >= SEVERAL and _goes_on(group, facts):
+        earlier = [kept for time, kept in by_step if time < facts.peak_time]
+        rounds, old = len(earlier), [holder for kept in earlier for holder in kept]
+        # At a peak after a step, other forwards of this step have kept something as well.
+        for kept in by_forward[:-1]:
+            old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
+        return _cause(GROWTH, old, rounds, facts.unit, facts)
+    if len(by_step) < SEVERAL <= len(by_forward):
+        old = [holder for kept in by_forward[:-1] for holder in kept]
+        cause = _cause(COLLECTED, old, len(by_forward) - 1, "forward", facts)
+        if cause is None:
+            return None
+        stays = min(total(by_forward[-1]), cause.nbytes)
+        condition = "If those of only one forward are kept at a time"
+        return replace(cause, needed_in="", stays=stays, condition=condition)
+    return None
+
+
+def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder]]]:
+    """The holders by the step that has made them; of models, by that which has made the model."""
+    weights = [holder for holder in holders if holder.category == "parameters"]
+    found = defaultdict[int, list[Holder]](list)
+    begins = sorted({facts.time_of(holder) for holder in weights})
+    for holder in holders:
+        time = facts.time_of(holder)
+        if begins:
+            time = begins[max(bisect_right(begins, time) - 1, 0)]
+        if time >= 0:
+            found[time].append(holder)
+    return sorted(found.items())
+
+
+def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -> Cause | None:
     nbytes = total(old)
-    if rounds < SEVERAL or not old or _is_a_window(place, group, facts):
+    if not old:
         return None
     each = nbytes // rounds
     if nbytes < WORTH * facts.peak.total and each < GROWS * facts.peak.total:
         return None
-    needed_in, stays, condition = facts.unit, 0, "Without these bytes"
-    if in_an_evaluation:
-        needed_in, stays = "", min(total(by_forward[-1]), nbytes)
-        condition = "If those of only one forward are kept at a time"
-    if any(map(belongs_to_training, old)):
-        needed_in = "round"
     held = _most_of(old)
     kinds = Counter[str]()
     for holder in old:
@@ -87,18 +106,10 @@ def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | 
         f"`{name_of(held)}`: {len(old)} tensors of {rounds} {unit}s, about {format_bytes(each)} a "
         f"{unit}: {largest}."
     )
-    return Cause(
-        COLLECTED if in_an_evaluation else GROWTH,
-        nbytes,
-        evidence,
-        _remedy(held, old),
-        lines_of_results(old, facts),
-        old,
-        old,
-        stays=stays,
-        needed_in=needed_in,
-        condition=condition,
-    )
+    remedy = _remedy(held, old, name == COLLECTED)
+    needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
+    lines = lines_of_results(old, facts)
+    return Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
 
 
 def name_of(held: Held) -> str:
@@ -191,7 +202,7 @@ def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
     return len(forwards) >= YOUNGER
 
 
-def _remedy(held: Held, holders: list[Holder]) -> str:
+def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
     name = name_of(held)
     trained = [holder for holder in holders if belongs_to_training(holder)]
     if 2 * total(trained) > total(holders):
@@ -219,6 +230,11 @@ def _remedy(held: Held, holders: list[Holder]) -> str:
         return (
             f"`{name}` stays on the module: empty it where it has been used, and let {filled_by} "
             "fill it only where something takes it out again."
+        )
+    if in_an_evaluation:
+        return (
+            f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
+            "smaller batch does not help."
         )
     return (
         f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "

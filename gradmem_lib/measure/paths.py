@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..compat.autograd import kept_by_node, sequence_nr
+from ..compat.modules import HOOKS, PARTS, TABLES
 from ..compat.tensors import plain_tensors, storage_key
 from .source_lines import is_of_a_script
 from .storages import storages_of, tensors_in
@@ -55,8 +56,9 @@ TELLING = (
     "generator",
 )
 # What a walk would find behind these is the measurement's own, or every operation of torch.
+LIBRARY = __name__.partition(".")[0]
 NOT_INTO = (
-    *("gradmem_lib.measure", "gradmem_lib.run", "gradmem_lib.view", "gradmem_lib.compat"),
+    *(f"{LIBRARY}.{floor}." for floor in ("measure", "run", "view", "compat")),
     *("importlib", "torch._ops", "torch._library"),
 )
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
@@ -272,7 +274,7 @@ class _Walk:
 
 def _hook_on(module: nn.Module) -> types.CodeType | None:
     """The first of a module's hooks that the user's script has."""
-    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+    for table in HOOKS:
         for hook in (_attributes(module).get(table) or {}).values():
             code = getattr(hook, "__code__", None)
             if code is not None and is_of_a_script(code.co_filename):
@@ -392,7 +394,7 @@ def _parts_of_modules(roots: Collection[Root]) -> set[int]:
     parts = set[int]()
     waiting = list(modules)
     while waiting:
-        for part in _attributes(waiting.pop()).get("_modules", {}).values():
+        for part in _attributes(waiting.pop()).get(PARTS, {}).values():
             if part is not None and id(part) not in parts:
                 parts.add(id(part))
                 waiting.append(part)
@@ -493,9 +495,8 @@ def _of_a_generator(thing: Any) -> Iterator[Edge]:
 
 
 def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
-    tables = ("_parameters", "_buffers", "_modules")
     for name, value in list(_attributes(thing).items()):
-        if name in tables:
+        if name in TABLES:
             for key, part in (value or {}).items():
                 yield Edge(f".{key}", part)
         elif value is not None:

@@ -514,7 +514,9 @@ LOSS = Exercise(
 # 9.9
 
 
-def adam_update(g, state, beta1=0.9, beta2=0.999, eps=1e-8):
+def adam_update(
+    g: torch.Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+) -> torch.Tensor:
     """Adam's update (without lr) for a gradient ``g`` of any shape. The moments and their count
     live in ``state["adam_update"]``, so that all other names in ``state`` are free.
     """
