@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 06 · Before you rent the card
 #
-# *60 minutes, and 52 more for optional exercises and sections. You need: lessons 01, 03 and 04, and the techniques of lesson 05.*
+# *60 minutes, and 53 more for optional exercises and sections. You need: lessons 01, 03 and 04, and the techniques of lesson 05.*
 #
 # A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
 # enough? If a run has failed, begin with what you see:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ def sequence_nr(node) -> int:
     return 2**64 - 1 if node is None else node._sequence_nr()
 
 
-_NAMES_OF_SAVED: dict[type, list[str]] = {}
+# A Function that is defined inside a function has types of its own, which must not be kept.
+_NAMES_OF_SAVED: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()
 
 
 def kept_by_node(node) -> list:

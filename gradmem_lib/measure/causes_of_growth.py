@@ -24,15 +24,13 @@ from .cause import (
     place_in_training,
 )
 from .causes_of_evaluation import evaluation_results
-from .causes_of_holders import GROWTH, kept_by_a_name
+from .causes_of_holders import GROWS, GROWTH, SEVERAL, kept_by_a_name
 from .facts import BETWEEN_STEPS, IN_BACKWARD, Facts, total
 from .made_by_forwards import lines_of_results
 from .timeline import STEP, Holder, Turn
 
 # Bytes that grow by this part of the peak double it in a thousand steps.
-GROWS = 0.001
 LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
-OLD_STEPS = 3  # a tensor of the last two steps may be a variable that is not overwritten yet
 HISTORY = 5
 SHORTER_HISTORY = f"torch.optim.LBFGS(..., history_size={HISTORY})"
 
@@ -108,7 +106,7 @@ def _kinds_that_grow(facts: Facts) -> list[list[Holder]]:
         old = kind
         if belongs_to_training(kind[0]):
             old = _of_earlier_rounds(kind, facts)
-        are_several = len(set(map(facts.time_of, old))) >= OLD_STEPS
+        are_several = len(set(map(facts.time_of, old))) >= SEVERAL
         if are_several and _goes_on_for_ever(kind, facts):
             growing.append(old)
     return growing
@@ -264,7 +262,7 @@ def growing_tensor(facts: Facts) -> Cause | None:
     replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
     begins = min((facts.time_of(holder) for holder in replaced), default=facts.peak_time)
     starts = _beginnings_of_steps(facts, begins)
-    if len(starts) <= OLD_STEPS:
+    if len(starts) <= SEVERAL:
         return None
     rises = [after.live > before.live for before, after in pairwise(starts)]
     growth = starts[-1].live - starts[0].live

@@ -250,8 +250,9 @@ def in_an_exception(facts: Facts) -> Cause | None:
         return None
     held = _most_of(kept)
     evidence = (
-        f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} are variables of "
-        f"functions that an error has ended: `{held.path}`."
+        f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} are held by an "
+        f"error that is kept, `{held.path}`: its traceback has the variables of the functions that "
+        "it ended."
     )
     remedy = (
         "keep str(error) in place of the error: its traceback holds the variables of all functions "
@@ -265,8 +266,9 @@ def in_a_cycle(facts: Facts) -> Cause | None:
     """Objects that refer to one another, until Python's collector runs."""
     kept = _held_as("cycle", facts)
     nbytes = total(kept)
+    times = {facts.time_of(holder) for holder in kept}
     differentiable = any(done.differentiable for done in facts.forwards)
-    if nbytes < MUCH * facts.peak.total or differentiable:
+    if len(times) < SEVERAL or nbytes < MUCH * facts.peak.total or differentiable:
         return None
     evidence = (
         f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} have no name any "
@@ -305,10 +307,11 @@ def in_buckets(facts: Facts) -> Cause | None:
 
 
 def _held_as(kind: str, facts: Facts) -> list[Holder]:
-    """What is held so, and was made in an earlier step, or outside of any."""
+    """What is held so, was made before the peak's step, and is nothing that is trained."""
     found = []
     for holder in facts.at_peak:
         earlier = facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
-        if holder.held is not None and holder.held.kind == kind and earlier:
+        is_held = holder.held is not None and holder.held.kind == kind
+        if is_held and earlier and not belongs_to_training(holder):
             found.append(holder)
     return found

@@ -166,7 +166,9 @@ class Diagnosis:
         return "\n".join(lines)
 
     def _is_ordinary(self) -> bool:
-        """Whether the peak is the model's, its optimizer's and those of the peak's own step."""
+        """Whether a technique helps, and almost all bytes are the model's, the optimizer's, or of
+        the peak's own step.
+        """
         facts = self.facts
         older = []
         for holder in facts.at_peak:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import re
 import sys
 import threading
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -44,23 +45,16 @@ ATOMS = frozenset(
         *(types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
     )
 )
-BOXES = (list, deque, set, frozenset, dict, OrderedDict, defaultdict)
-# These say more of why a tensor is there than the list or dict that is nearest to it.
-TELLING = (
-    "exception",
-    "window",
-    "cache",
-    "optimizer",
-    "gradient",
-    "attribute of a module",
-    "generator",
-)
 # What a walk would find behind these is the measurement's own, or every operation of torch.
 LIBRARY = __name__.partition(".")[0]
 NOT_INTO = (
     *(f"{LIBRARY}.{floor}." for floor in ("measure", "run", "view", "compat")),
     *("importlib", "torch._ops", "torch._library"),
 )
+BOXES = ("list", "dict", "cache", "window")
+ATTRIBUTE = "attribute of a module"
+# These say more of why a tensor is there than the list or dict that it is in.
+TELLING = ("exception", "cache", "optimizer", "gradient")
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
 
 
@@ -70,9 +64,9 @@ class Held(NamedTuple):
     ``path``: from a name, as in ``"study.trials[…].model"``, with "…" for numbers; empty if there
     is none. ``where``: the function that has this name, or nothing for a global one. ``kind``: of
     the owner: "list", "dict", "cache", "exception", "cycle", "C++" and so on. ``box``: the path of
-    the outermost list, dict or cache on the way. ``graph``: only the graph of the tensor at
-    ``path`` keeps it. ``in_script``: the name is one of the user's own. ``hook``: of an attribute
-    of a module, the script's hook on that module, as a code object.
+    the list, dict or cache on the way that has numbered entries. ``graph``: only the graph of the
+    tensor at ``path`` keeps it. ``in_script``: the name is one of the user's own. ``hook``: of an
+    attribute of a module, the script's hook on that module, as a code object.
     """
 
     path: str
@@ -87,7 +81,7 @@ class Held(NamedTuple):
         if self.kind == "cycle":
             return "nothing but a reference cycle"
         if not self.path:
-            return "an object of C++"
+            return "no name that was found"
         place = f"{self.path} in {self.where}()" if self.where else self.path
         return f"the graph of {place}" if self.graph else place
 
@@ -144,9 +138,12 @@ class _Walk:
         self.with_graph: list[torch.Tensor] = []
         self.in_script = True
         self.is_complete = True
+        self.running = set[int]()
 
     def run(self, frame, error, everywhere: bool) -> dict[int, Held]:
-        own, running, others = _names(frame, error)
+        frames = _frames(frame, error)
+        self.running = {id(each) for each in frames}
+        own, running, others = _names(frames)
         self._search(own)
         self.in_script = False
         self._search(running)
@@ -169,7 +166,7 @@ class _Walk:
             # A loop over a model's layers leaves one of them in a variable.
             if id(root.value) not in parts and self._is_new(root.value):
                 self.roots.setdefault(id(root.value), root)
-                self._reach(root.value, None, root.name, "", waiting, private)
+                self._reach_in_turn(root.value, None, root.name, "", waiting, private)
         seen = 0
         while (waiting or private) and self.missing > self.enough:
             if not waiting:
@@ -185,36 +182,43 @@ class _Walk:
 
     def _look_at(self, thing: Any, waiting: deque, private: deque) -> None:
         kind: Any = type(thing)
-        if issubclass(kind, torch.Tensor):
-            self._found(thing)
+        if id(thing) in self.running:
+            return  # its variables are names themselves
         try:
+            if issubclass(kind, torch.Tensor):
+                self._found(thing)
             for words, value, owner in edges_of(kind)(thing):
                 if self._is_new(value):
-                    self._reach(value, id(thing), words, owner, waiting, private)
+                    self._reach_in_turn(value, id(thing), words, owner, waiting, private)
         except Exception:  # an object that cannot be asked leads nowhere
-            return
+            self.is_complete = False
 
     def _is_new(self, value: Any) -> bool:
         return type(value) not in ATOMS and id(value) not in self.came_from
 
-    def _reach(self, value, parent, words: str, kind: str, waiting: deque, private=None) -> None:
-        """``value`` is reached from ``parent``. What private names lead to comes after all that
-        public names lead to.
+    def _reach_in_turn(self, value, parent, words: str, kind: str, waiting, private) -> None:
+        """What private names and errors lead to comes after all that public names lead to: an
+        error's functions had variables for what has better names.
         """
-        if private is not None and words.startswith(("_", "._")):
+        if kind == "exception" or words.startswith(("_", "._")):
             private.append((value, parent, words, kind))
-        elif self._is_new(value):
+        else:
+            self._reach(value, parent, words, kind, waiting)
+
+    def _reach(self, value, parent, words: str, kind: str, waiting: deque) -> None:
+        if self._is_new(value):
             self.came_from[id(value)] = parent, words, kind
             self.things[id(value)] = value
             waiting.append(value)
 
     def _found(self, tensor: torch.Tensor) -> None:
-        if tensor.grad_fn is not None:
-            self.with_graph.append(tensor)
         held = None
         for storage in storages_of(tensor):
             held = held or self._way_to(tensor)
             self._claim(storage_key(storage), held)
+        # A view whose base has changed under no_grad has no graph that can be asked for.
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            self.with_graph.append(tensor)
 
     def _claim(self, key: int, held: Held) -> None:
         if key in self.wanted and key not in self.found:
@@ -222,10 +226,14 @@ class _Walk:
             self.missing -= self.wanted[key]
 
     def _follow_graphs(self) -> None:
-        """What only graphs keep, by the tensor with the smallest graph: that which began last."""
+        """What only graphs keep. A tensor that was made earlier has the smaller graph, so it is
+        asked first.
+        """
         seen = set[Any]()
         self.with_graph.sort(key=lambda tensor: sequence_nr(tensor.grad_fn))
         for tensor in self.with_graph:
+            if self.missing <= self.enough or len(seen) > MOST_OBJECTS:
+                break
             held = None
             waiting = [tensor.grad_fn]
             while waiting:
@@ -250,35 +258,53 @@ class _Walk:
 
     def _way_to(self, thing: Any) -> Held:
         words, kinds, hook = list[str](), list[str](), None
-        place: int | None = id(thing)
-        root = place
-        while place is not None:
-            root = place
-            place, word, kind = self.came_from[root]
+        child, parent = id(thing), self.came_from[id(thing)][0]
+        while True:
+            _, word, kind = self.came_from[child]
             words.append(word)
             kinds.append(kind)
-            if kind == "attribute of a module":
-                hook = _hook_on(self.things[place])
+            if parent is None:
+                break
+            if kind == ATTRIBUTE and hook is None:
+                hook = _hook_on(self.things[parent])
+            child, parent = parent, self.came_from[parent][0]
         words.reverse()
         kinds.reverse()
-        box = ""
-        for i, kind in enumerate(kinds):
-            if kind in ("list", "dict", "cache", "window"):
-                box = "".join(words[:i])
-                break
-        path = "".join(words)
-        where = self.roots[root].where
-        kind = _kind_of(kinds)
-        return Held(_plain(path), where, kind, _plain(box), False, self.in_script, hook)
+        box = _box_of(words, kinds)
+        path, root = _plain("".join(words)), self.roots[child]
+        kind = _kind_of(kinds, box)
+        in_box = _plain("".join(words[:box]))
+        return Held(path, root.where, kind, in_box, False, self.in_script, hook)
+
+
+def _box_of(words: list[str], kinds: list[str]) -> int:
+    """How many words lead to the cache on the way, or to the innermost list or dict with numbered
+    entries, or else to the outermost one of any kind; 0 if there is none.
+    """
+    if "cache" in kinds:
+        return kinds.index("cache")
+    boxes = [i for i, kind in enumerate(kinds) if kind in BOXES]
+    numbered = [i for i in boxes if _plain(words[i]) == "[…]"]
+    return max(numbered, default=min(boxes, default=0))
+
+
+def _kind_of(kinds: list[str], box: int) -> str:
+    for kind in TELLING:
+        if kind in kinds:
+            return kind
+    owner = kinds[box - 1] if box else kinds[-1]
+    if owner == ATTRIBUTE or not box:
+        return owner or "name"
+    return kinds[box]
 
 
 def _hook_on(module: nn.Module) -> types.CodeType | None:
     """The first of a module's hooks that the user's script has."""
     for table in HOOKS:
         for hook in (_attributes(module).get(table) or {}).values():
-            code = getattr(hook, "__code__", None)
-            if code is not None and is_of_a_script(code.co_filename):
-                return code
+            is_function = issubclass(type(hook), types.FunctionType)
+            if is_function and is_of_a_script(hook.__code__.co_filename):
+                return hook.__code__
     return None
 
 
@@ -286,8 +312,9 @@ def _in_circles() -> list[torch.Tensor]:
     """The tensors that the garbage collector would free now, found as it finds them: objects that
     nothing refers to but one another. Nothing is freed.
     """
+    [of_the_search] = [sys.getrefcount(thing) for thing in [object()]]
     things = gc.get_objects()
-    references = {id(thing): sys.getrefcount(thing) - OF_THE_SEARCH for thing in things}
+    references = {id(thing): sys.getrefcount(thing) - of_the_search for thing in things}
     for thing in things:
         for other in gc.get_referents(thing):
             if id(other) in references:
@@ -302,27 +329,16 @@ def _in_circles() -> list[torch.Tensor]:
     return [thing for thing in circles if issubclass(type(thing), torch.Tensor)]
 
 
-OF_THE_SEARCH = 3  # references to an object: of the list, of the loop's name, and of the argument
-
-
 def _plain(path: str) -> str:
     """The path with the same words for all entries of a list, or of numbered keys."""
     return A_NUMBER.sub("[…]", path)
-
-
-def _kind_of(kinds: list[str]) -> str:
-    for kind in TELLING:
-        if kind in kinds:
-            return kind
-    named = [kind for kind in kinds if kind]
-    return named[-1] if named else "name"
 
 
 # Names
 
 
 def _names(
-    frame: types.FrameType | None, error: BaseException | None
+    frames: Iterable[types.FrameType],
 ) -> tuple[list[Root], list[Root], Callable[[], list[Root]]]:
     """The names of the user's files and functions, those of the libraries' functions that run, and
     a function for all other names.
@@ -331,17 +347,16 @@ def _names(
     other_modules = []
     for name, module in list(sys.modules.items()):
         space = _attributes(module)
-        if is_of_a_script(space.get("__file__") or "") or name == "__main__":
-            own += [Root(key, "", value) for key, value in space.items() if key[:2] != "__"]
+        if _is_of_a_script(space) or name == "__main__":
+            own += [Root(key, "", value) for key, value in list(space.items()) if key[:2] != "__"]
         elif not name.startswith(NOT_INTO):
             other_modules.append((name, space))
-    for running_frame in _frames(frame, error):
-        code = running_frame.f_code
-        home = running_frame.f_globals.get("__name__") or ""
-        if code.co_name == "<module>" or home.startswith(NOT_INTO):
+    for frame in frames:
+        code = frame.f_code
+        if code.co_name == "<module>" or _home_of(frame).startswith(NOT_INTO):
             continue
         found = own if is_of_a_script(code.co_filename) else running
-        found += [Root(key, code.co_name, v) for key, v in _variables(running_frame)]
+        found += [Root(key, code.co_name, value) for key, value in _variables(frame)]
 
     def others() -> list[Root]:
         found = []
@@ -352,7 +367,17 @@ def _names(
     return own, running, others
 
 
-def _frames(frame: types.FrameType | None, error: BaseException | None):
+def _is_of_a_script(space: dict) -> bool:
+    file = space.get("__file__")
+    return type(file) is str and is_of_a_script(file)
+
+
+def _home_of(frame: types.FrameType) -> str:
+    """The name of the module that the frame's function is of."""
+    return str(frame.f_globals.get("__name__"))
+
+
+def _frames(frame: types.FrameType | None, error: BaseException | None) -> list[types.FrameType]:
     """The frames in which an error was raised, and those that run, the innermost ones first."""
     raised = []
     trace = error.__traceback__ if error is not None else None
@@ -362,13 +387,13 @@ def _frames(frame: types.FrameType | None, error: BaseException | None):
     of_threads = sys._current_frames()
     # This function's own frame, in its own variable, would stay with all that called it.
     of_threads.pop(threading.get_ident())
-    seen = set[int]()
+    found = dict[int, types.FrameType]()
     for innermost in (*reversed(raised), frame, *of_threads.values()):
         each = innermost
-        while each is not None and id(each) not in seen:
-            seen.add(id(each))
-            yield each
+        while each is not None and id(each) not in found:
+            found[id(each)] = each
             each = each.f_back
+    return list(found.values())
 
 
 def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
@@ -379,9 +404,11 @@ def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
     """
     names = frame.f_locals
     items = list(names.items())
-    is_function = frame.f_code.co_flags & 2  # with fast locals
+    code = frame.f_code
+    is_function = code.co_flags & inspect.CO_OPTIMIZED
     if sys.version_info < (3, 13) and is_function and sys.getrefcount(names) <= OF_A_FRAME:
-        names.clear()
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            names.pop(name, None)  # what exec() has put there stays
     return items
 
 
@@ -415,6 +442,9 @@ def edges_of(kind: Any) -> Callable[[Any], Iterable[Edge]]:
     return _of_an_object
 
 
+ROWS: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
+
+
 def _of_a_dict(thing: dict) -> Iterator[Edge]:
     if _is_of_numbers(dict.values(thing)):
         return
@@ -425,14 +455,16 @@ def _of_a_dict(thing: dict) -> Iterator[Edge]:
 
 
 def _of_a_row(thing: Any) -> Iterator[Edge]:
-    if _is_of_numbers(thing):
+    base = next(base for base in ROWS if issubclass(type(thing), base))
+    values = list(base.__iter__(thing))  # not by a method of the user's own
+    if _is_of_numbers(values):
         return
     kind = "list"
-    if issubclass(type(thing), tuple):
+    if base is tuple:
         kind = ""  # a tuple does not grow
-    elif issubclass(type(thing), deque) and len(thing) == thing.maxlen:
+    elif base is deque and len(values) == thing.maxlen:
         kind = "window"  # each new entry takes the place of an old one
-    for i, value in enumerate(list(thing)):
+    for i, value in enumerate(values):
         yield Edge(f"[{i}]", value, kind)
     yield from _own_attributes(thing)
 
@@ -464,7 +496,8 @@ def _of_a_partial(thing: functools.partial) -> Iterator[Edge]:
 
 def _of_a_cache(thing: Any) -> Iterator[Edge]:
     for value in gc.get_referents(thing):
-        yield Edge(" → its cache", value, "cache")
+        if value is not thing.__wrapped__ and value is not _attributes(thing):
+            yield Edge(" → its cache", value, "cache")
 
 
 def _of_an_error(thing: BaseException) -> Iterator[Edge]:
@@ -472,6 +505,7 @@ def _of_an_error(thing: BaseException) -> Iterator[Edge]:
     yield Edge(".__context__", thing.__context__, "exception")
     yield Edge(".__cause__", thing.__cause__, "exception")
     yield Edge(".args", thing.args, "exception")
+    yield from _own_attributes(thing)
 
 
 def _of_a_traceback(thing: types.TracebackType) -> Iterator[Edge]:
@@ -480,11 +514,9 @@ def _of_a_traceback(thing: types.TracebackType) -> Iterator[Edge]:
 
 
 def _of_a_frame(thing: types.FrameType) -> Iterator[Edge]:
-    if (thing.f_globals.get("__name__") or "").startswith(NOT_INTO):
-        return
-    for name, value in _variables(thing):
-        yield Edge(f" → {name} in {thing.f_code.co_name}()", value)
-    yield Edge("", thing.f_back)
+    if not _home_of(thing).startswith(NOT_INTO):
+        for name, value in _variables(thing):
+            yield Edge(f" → {name} in {thing.f_code.co_name}()", value)
 
 
 def _of_a_generator(thing: Any) -> Iterator[Edge]:
@@ -500,7 +532,7 @@ def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
             for key, part in (value or {}).items():
                 yield Edge(f".{key}", part)
         elif value is not None:
-            yield Edge(f".{name}", value, "attribute of a module")
+            yield Edge(f".{name}", value, ATTRIBUTE)
 
 
 def _of_a_tensor(thing: torch.Tensor) -> Iterator[Edge]:
@@ -530,7 +562,7 @@ def _of_an_array(thing: np.ndarray) -> Iterator[Edge]:
 
 def _of_a_class(thing: type) -> Iterator[Edge]:
     home = sys.modules.get(thing.__module__)
-    if is_of_a_script(_attributes(home).get("__file__") or "") or thing.__module__ == "__main__":
+    if _is_of_a_script(_attributes(home)) or thing.__module__ == "__main__":
         for name, value in list(vars(thing).items()):
             yield Edge(f".{name}", value)
 
@@ -569,7 +601,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 EDGES: tuple[tuple[Any, Callable[[Any], Iterator[Edge]]], ...] = (
     (dict, _of_a_dict),
-    ((list, tuple, deque, set, frozenset), _of_a_row),
+    (ROWS, _of_a_row),
     (torch.Tensor, _of_a_tensor),
     (nn.Module, _of_a_module),
     (Optimizer, _of_an_optimizer),

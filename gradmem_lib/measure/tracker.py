@@ -61,10 +61,12 @@ from ..names import (
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .cause import MUCH
-from .causes_of_growth import OLD_STEPS, growing_holders
+from .causes_of_growth import growing_holders
+from .causes_of_holders import SEVERAL
 from .facts import Facts
 from .meter import Meter, name_of
 from .moments import Pass
+from .paths import Held
 from .recording import (
     NO_CATEGORY,
     Entry,
@@ -79,7 +81,7 @@ from .source_lines import source_line
 from .storages import tensors_to_watch
 from .structure import Structure
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
-from .walks import name_the_others
+from .walks import likely_holders
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,7 +207,7 @@ class MemoryTracker:
         entries = self._recording.entries(peak)
         steps = {entry.step for entry in entries if 0 <= entry.step < peak.step}
         turns = {entry.turn for entry in entries if entry.turn < peak.turn}
-        return max(len(steps), len(turns)) >= OLD_STEPS
+        return max(len(steps), len(turns)) >= SEVERAL
 
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
@@ -429,7 +431,10 @@ class MemoryTracker:
     def _holders(self, peak=None) -> list[Holder]:
         return self._holders_of(self._recording.entries(peak))
 
-    def _holders_of(self, entries: Iterable[Entry]) -> list[Holder]:
+    def _holders_of(
+        self, entries: Iterable[Entry], likely: dict[int, Held] | None = None
+    ) -> list[Holder]:
+        """``likely``: who holds those that no walk has met, by the address of the entry."""
         named = self._meter.module_names()
         holders = []
         for entry in entries:
@@ -450,7 +455,7 @@ class MemoryTracker:
                     is_result=is_result(entry),
                     computed_from=_category_name(source_of(entry)),
                     updated=last_update_of(entry),
-                    held=holder_of(entry),
+                    held=holder_of(entry) or (likely or {}).get(id(entry)),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
@@ -458,7 +463,7 @@ class MemoryTracker:
     def _facts(self, peak: MemorySnapshot, entries: list[Entry]) -> Facts:
         """``entries``: the storages that were alive at ``peak``."""
         known = [*self._recording.past, *self._recording.live.values(), *entries]
-        name_the_others({id(entry): entry for entry in known}.values())
+        likely = likely_holders({id(entry): entry for entry in known}.values())
         samples = self._recording.sample_numbers()
         # Totals from before a reset_peak() say nothing about this peak.
         since_reset = samples >= self._recording.restarted_at
@@ -469,8 +474,8 @@ class MemoryTracker:
             first_sample=self._recording.restarted_at,
             joined=self._holders_of(self._recording.joined),
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
-            holders=self._holders_of(entries),
-            find_others=self._others(entries),
+            holders=self._holders_of(entries, likely),
+            find_others=self._others(entries, likely),
             freed_since=self._recording.past_since,
             forwards=self.forwards,
             steps=self.steps,
@@ -484,14 +489,16 @@ class MemoryTracker:
             in_ddp=self._meter.has_ddp,
         )
 
-    def _others(self, at_peak: Iterable[Entry]) -> Callable[[], list[Holder]]:
+    def _others(
+        self, at_peak: Iterable[Entry], likely: dict[int, Held]
+    ) -> Callable[[], list[Holder]]:
         """The storages that were not alive at the peak, as far as they are known, when they are
         asked for: a live plot does without them.
         """
         alive_then = {id(entry) for entry in at_peak}
         known = [*self._recording.past, *self._recording.live.values()]
         others = [entry for entry in known if id(entry) not in alive_then]
-        return lambda: self._holders_of(others)
+        return lambda: self._holders_of(others, likely)
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter

@@ -1,5 +1,5 @@
-"""When a run is asked who holds its storages: where more bytes are alive between steps than before,
-at an error or a budget, and at the end.
+"""Walks ask who holds each storage: before a forward if a fifth more is alive than at the walk
+before, at an error or a budget, and at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .recording import Entry, Recording, holder_of
 MOST_WALKS = 10
 HIGHER = 1.2  # times the bytes of the last walk
 SHARE = 0.01  # of a run's time, at most
-FIRST = 0.05  # seconds that the first walk may take
+FIRST = 0.05  # seconds that the first walk will take, as a guess
 SMALL = 1 / 2000  # of the live bytes: nobody asks who holds such a storage
 
 
@@ -42,37 +42,44 @@ class Walks:
         error: BaseException | None = None,
         everywhere: bool = False,
     ) -> None:
-        """Note of each large storage who holds it now."""
+        """Note who holds each large storage now. If a walk fails, there is no other one."""
         began = time.perf_counter()
         live = self.recording.live
         least = SMALL * self.recording.total
         wanted = {key: entry.nbytes for key, entry in live.items() if entry.nbytes >= least}
-        found = who_holds(wanted, frame, error, everywhere)
-        for key, held in found.items():
-            live[key].held = held
         self.count += 1
         self.height = self.recording.total
+        try:
+            for key, held in who_holds(wanted, frame, error, everywhere).items():
+                before = holder_of(live[key])
+                if held.path or before is None:  # the name that it had says more than none
+                    live[key].held = held
+        except Exception:
+            self.count = MOST_WALKS
         self.last = time.perf_counter() - began
         self.spent += self.last
 
 
-def name_the_others(entries: Collection[Entry]) -> None:
-    """Of storages that no walk has met: those that the same line and module have made by the same
-    operation are held alike, if most of the bytes that were met agree.
+def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
+    """By the address of an entry that no walk has met: who holds what the same line and module have
+    made by the same operation, if most of those bytes that were met agree.
     """
     votes = defaultdict[tuple, Counter[Held]](Counter)
     for entry in entries:
         held = holder_of(entry)
         if held is not None:
             votes[_made(entry)][held] += entry.nbytes
+    likely = {}
     for entry in entries:
         if holder_of(entry) is None and _made(entry) in votes:
             of_its_kind = votes[_made(entry)]
             held, nbytes = of_its_kind.most_common(1)[0]
             if 2 * nbytes > of_its_kind.total():
-                entry.held = held
+                likely[id(entry)] = held
+    return likely
 
 
 def _made(entry: Entry) -> tuple:
-    module = entry.module  # a name, or a module as a weak reference, which may be dead by now
-    return entry.line, entry.op, entry.category, str(module)
+    owner = entry.module  # a name, or a weak reference and a type
+    of_module = owner if isinstance(owner, str) else id(owner[0])
+    return entry.line, entry.op, entry.category, of_module

@@ -206,6 +206,7 @@ class ScriptMeter(Meter):
 
     @shielded
     def walk_at_the_end(self, error: BaseException | None) -> None:
+        """Ask who holds what is left, also behind the names of libraries."""
         with self.lock:
             self.recording.drain()
             self.walks.walk(sys._getframe(1), error, everywhere=True)
@@ -287,7 +288,7 @@ class ScriptTracker(MemoryTracker):
         return found
 
     def _of_the_second_step(self) -> list[str]:
-        """What a run of one step has not seen: forwards and backwards beside the states."""
+        """A note for a run of one step: from the second on, states are there in forward too."""
         rows = self._recording.rows()
         states = rows[:, BY][:, names.CATEGORIES.index("optimizer")]
         made = int(states.max(initial=0))
@@ -297,8 +298,8 @@ class ScriptTracker(MemoryTracker):
             return []
         return [
             f"one optimizer step was seen, and it made {format_bytes(made)} of states: from the "
-            "second step on they are there in forward and backward as well, which then need "
-            f"{format_bytes(highest + made)}"
+            "second step on they are there in forward and backward as well, which then need at "
+            f"least {format_bytes(highest + made)}"
         ]
 
     def leave_fork(self) -> None:

@@ -168,7 +168,7 @@ PROGRAMS = {
         "append(net(torch.randn(512, 64)))",
         "append(net(torch.randn(512, 64)).argmax(-1))",
         COLLECTED,
-        "`results`",
+        "`results['out']`",
         "append(net(",
     ),
 }
@@ -185,6 +185,41 @@ BLAMELESS = {
     "numbers": "losses = []\n"
     "for _ in range(12):\n"
     "    losses.append(step(torch.randn(512, 64)).square().mean().item())\n",
+    "a model in a cycle, in a function that ends": "class Net(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.body = nn.Linear(256, 256)\n"
+    "        self.body.register_forward_hook(self.note)\n"
+    "    def note(self, *_):\n"
+    "        pass\n"
+    "    def forward(self, x):\n"
+    "        return self.body(x)\n"
+    "def main():\n"
+    "    own = Net()\n"
+    "    sgd = torch.optim.SGD(own.parameters(), 0.1)\n"
+    "    for _ in range(4):\n"
+    "        own(torch.randn(8, 256)).square().mean().backward()\n"
+    "        sgd.step()\n"
+    "gc.disable()\n"
+    "main()\n",
+    "a model that an error refers to as well": "class Trainer:\n"
+    "    def __init__(self):\n"
+    "        self._net, self.errors = nn.Linear(256, 256), []\n"
+    "        self._opt = torch.optim.SGD(self._net.parameters(), 0.1)\n"
+    "    def step(self, i):\n"
+    "        net = self._net\n"
+    "        net(torch.randn(8, 256)).square().mean().backward()\n"
+    "        self._opt.step()\n"
+    "        if i == 2:\n"
+    "            raise ValueError('once')\n"
+    "    def fit(self):\n"
+    "        for i in range(5):\n"
+    "            try:\n"
+    "                self.step(i)\n"
+    "            except ValueError as error:\n"
+    "                self.errors.append(error)\n"
+    "trainer = Trainer()\n"
+    "trainer.fit()\n",
     "layers that are added": "for i in range(8):\n"
     "    net.append(nn.Linear(64, 64))\n"
     "    opt.add_param_group({'params': list(net[-1].parameters())})\n"

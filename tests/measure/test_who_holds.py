@@ -182,6 +182,46 @@ def test_the_walk_leaves_nothing_behind():
     assert gc.isenabled()
 
 
+def test_names_that_exec_has_made_stay():
+    def f():
+        exec("made = 1")
+        who_holds({1: 10**9}, sys._getframe())
+        return eval("made")
+
+    if sys.version_info < (3, 13):  # from there on, eval does not see them
+        assert f() == 1
+
+
+def test_a_view_of_a_weight_that_was_updated_is_no_error(script):
+    module = script(
+        "net = nn.Linear(9, 9)\n"
+        "with torch.no_grad():\n"
+        "    row = net.weight[0]\n"
+        "    net.weight += 1\n"
+    )
+    key = storage_key(module.net.weight.untyped_storage())
+    assert str(who_holds({key: 324, 1: 10**9})[key]) in ("net.weight", "row")
+
+
+def test_a_class_that_a_function_makes_is_not_kept():
+    def f():
+        big = torch.ones(9)
+
+        class Times(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * big
+
+        y = Times.apply(torch.ones(9, requires_grad=True))
+        who_holds({1: 10**9}, sys._getframe())
+        return weakref.ref(Times), y.sum().item()
+
+    gone, _ = f()
+    gc.collect()
+    assert gone() is None
+
+
 def test_names_that_the_script_asks_for_stay_in_their_dict():
     x = torch.zeros(9)
     mine = locals()
