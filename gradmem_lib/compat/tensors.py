@@ -17,6 +17,8 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 # Tensors that speak for others, such as those of per-sample gradients, answer even a question for
 # their storage through their own function. In this context they answer as plain tensors.
 plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+# What runs in this context is seen by no dispatch mode, and by no subclass of tensors.
+without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ..compat.autograd import kept_by_node, sequence_nr
 from ..compat.modules import HOOKS, PARTS, TABLES
-from ..compat.tensors import plain_tensors, storage_key
+from ..compat.tensors import plain_tensors, storage_key, without_dispatch
 from .source_lines import is_of_a_script
 from .storages import storages_of, tensors_in
 
@@ -115,7 +115,8 @@ def who_holds(
     collects = gc.isenabled()
     gc.disable()  # the walk's own objects would start a collection, which frees a script's cycles
     try:
-        with plain_tensors():
+        # To ask a sparse tensor for its parts is an operation, which no tracker may count.
+        with plain_tensors(), without_dispatch():
             return _Walk(wanted).run(frame, error, everywhere)
     finally:
         if collects:

@@ -14,7 +14,7 @@ from gradmem_lib import diagnose
 from gradmem_lib.measure.causes_of_holders import COLLECTED, GROWTH
 from gradmem_lib.measure.diagnosis import Diagnosis
 from gradmem_lib.measure.remedied_peak import peak_without
-from gradmem_lib.run.tracking import ScriptTracker
+from gradmem_lib.run.tracking import ScriptMeter, ScriptTracker
 
 START = """
 import collections, functools, gc, torch
@@ -238,6 +238,8 @@ def measured(tmp_path, monkeypatch):
         module.__file__ = str(file)
         monkeypatch.setitem(sys.modules, "script", module)
         code = compile(START + text, str(file), "exec")
+        # In a process with as many names as a test run has, a walk takes long.
+        monkeypatch.setattr(ScriptMeter, "seconds_for_walks", 999)
         tracker = ScriptTracker(None)
         tracker.__enter__()
         try:

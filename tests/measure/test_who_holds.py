@@ -254,6 +254,16 @@ def test_a_run_has_the_same_bytes_with_walks(program, monkeypatch):
     assert walked == without
 
 
+def test_a_tracker_does_not_count_what_the_walk_asks_for():
+    sparse = torch.eye(5).to_sparse()
+    with MemoryTracker(live=False) as tracker:
+        kept = torch.zeros(9)
+        before = tracker.current.total
+        who_holds({1: 10**9}, sys._getframe())
+        assert tracker.current.total == before == kept.nbytes
+    assert sparse.is_sparse
+
+
 def test_a_window_is_no_list_that_grows():
     full, filling = deque([torch.zeros(9)], maxlen=1), deque([torch.zeros(9)], maxlen=2)
     kinds = []
@@ -270,7 +280,7 @@ def test_a_search_ends_when_almost_all_is_found(monkeypatch):
     kept = torch.zeros(9)
     key = storage_key(kept.untyped_storage())
     monkeypatch.setattr("gradmem_lib.measure.paths._in_circles", lambda: asked.append(1) or [])
-    monkeypatch.setattr("gradmem_lib.measure.paths.MOST_OBJECTS", 1000)
     assert key in who_holds({key: 36}, sys._getframe(), everywhere=True) and not asked
+    monkeypatch.setattr("gradmem_lib.measure.paths.MOST_OBJECTS", 1000)
     who_holds({key: 36, 1: 36}, sys._getframe(), everywhere=True)
     assert asked and keeps
