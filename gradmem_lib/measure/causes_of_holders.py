@@ -11,7 +11,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ..units import format_bytes
-from .cause import LINES, MUCH, WORTH, Cause, belongs_to_training, in_words, lines_of
+from .cause import (
+    LINES,
+    MUCH,
+    WORTH,
+    Cause,
+    belongs_to_training,
+    in_words,
+    larger_than_its_tensor,
+    lines_of,
+)
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
 from .paths import Held
@@ -236,10 +245,16 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
             f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
             "smaller batch does not help."
         )
-    return (
+    remedy = (
         f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
         "tensor; and empty it when it has been used."
     )
+    if any(map(larger_than_its_tensor, holders)):
+        remedy += (
+            " A loss of one number can lie in a storage as large as the tensor that it was computed"
+            " from, and .detach() keeps this storage: use .item()."
+        )
+    return remedy
 
 
 def in_an_exception(facts: Facts) -> Cause | None:
