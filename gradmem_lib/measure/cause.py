@@ -111,17 +111,13 @@ def in_words(holder: Holder) -> str:
     return f"{words} ({operation})" if operation else words
 
 
-def held_by_most(holders: Iterable[Holder]) -> Held | None:
-    """How most of the bytes are held, if that is known of more than half of them."""
-    holders = list(holders)
+def largest_held(holders: Iterable[Holder]) -> tuple[Held | None, int]:
+    """What holds the most of the bytes, and how many; ``None`` if no holder is known."""
     nbytes = Counter[Held]()
     for holder in holders:
         if holder.held is not None:
             nbytes[holder.held] += holder.nbytes
-    if not nbytes:
-        return None
-    held, most = nbytes.most_common(1)[0]
-    return held if 2 * most > sum(holder.nbytes for holder in holders) else None
+    return nbytes.most_common(1)[0] if nbytes else (None, 0)
 
 
 def within(moment: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .cause import Cause, held_by_most
+from .cause import Cause, largest_held
 from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
 from .causes_of_evaluation import (
     evaluation_batch,
@@ -131,9 +131,11 @@ def find_causes(facts: Facts) -> list[Cause]:
             found.append(cause)
     limited = []
     for cause in found:
-        held = held_by_most(cause.holders)
-        named = held is not None and held.path and f"`{name_of(held)}" not in cause.evidence
-        words = str(held) if named else ""
+        held, nbytes = largest_held(cause.holders)
+        words = ""
+        if held is not None and held.path and 2 * nbytes > total(cause.holders):
+            is_said = f"`{name_of(held)}" in cause.evidence
+            words = "" if is_said else str(held)
         limited.append(replace(cause, limit=limit_of(cause, facts), held=words))
     return sorted(limited, key=lambda cause: _is_small(cause, facts))
 

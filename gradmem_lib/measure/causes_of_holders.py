@@ -19,6 +19,7 @@ from .cause import (
     belongs_to_training,
     in_words,
     larger_than_its_tensor,
+    largest_held,
     lines_of,
 )
 from .facts import BETWEEN_STEPS, Facts, total
@@ -33,6 +34,7 @@ COLLECTED = "An evaluation collects its results"
 GROWS = 0.001
 SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
+SAMPLE = 100  # freed storages that are looked at, spread over all
 YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
 
@@ -62,10 +64,10 @@ def _place_of(holder: Holder) -> tuple[str, str] | None:
 
 def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | None:
     """The cause if this group grows, with those of its storages that are no longer in use."""
-    if _is_a_window(place, group, facts):
-        return None
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
+    if max(len(by_step), len(by_forward)) < SEVERAL or _is_a_window(place, group, facts):
+        return None
     if len(by_step) >= SEVERAL and _goes_on(group, facts):
         earlier = [kept for time, kept in by_step if time < facts.peak_time]
         rounds, old = len(earlier), [holder for kept in earlier for holder in kept]
@@ -105,15 +107,14 @@ def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -
     each = nbytes // rounds
     if nbytes < WORTH * facts.peak.total and each < GROWS * facts.peak.total:
         return None
-    held = _most_of(old)
+    held, _ = largest_held(old)
     kinds = Counter[str]()
     for holder in old:
         kinds[in_words(holder)] += holder.nbytes
     largest = "; ".join(words for words, _ in kinds.most_common(LINES))
     evidence = (
-        f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} are kept by "
-        f"`{name_of(held)}`: {len(old)} tensors of {rounds} {unit}s, about {format_bytes(each)} a "
-        f"{unit}: {largest}."
+        f"{_of_the_peak(nbytes, facts)} are kept by `{name_of(held)}`: {len(old)} tensors of "
+        f"{rounds} {unit}s, about {format_bytes(each)} a {unit}: {largest}."
     )
     remedy = _remedy(held, old, name == COLLECTED)
     needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
@@ -126,12 +127,8 @@ def name_of(held: Held) -> str:
     return held.box or held.path
 
 
-def _most_of(holders: list[Holder]) -> Held:
-    nbytes = Counter[Held]()
-    for holder in holders:
-        if holder.held is not None:
-            nbytes[holder.held] += holder.nbytes
-    return nbytes.most_common(1)[0][0]
+def _of_the_peak(nbytes: int, facts: Facts) -> str:
+    return f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)}"
 
 
 def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
@@ -196,6 +193,7 @@ def _is_a_window(place: tuple[str, str], group: list[Holder], facts: Facts) -> b
     everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
     last = facts.samples[-1] if facts.samples is not None else 0
     gone = [holder for holder in everything if holder.samples[1] <= last]
+    gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
     one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
     return 2 * len(one_by_one) > len(gone)
 
@@ -263,11 +261,10 @@ def in_an_exception(facts: Facts) -> Cause | None:
     nbytes = total(kept)
     if nbytes < MUCH * facts.peak.total:
         return None
-    held = _most_of(kept)
+    held, _ = largest_held(kept)
     evidence = (
-        f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} are held by an "
-        f"error that is kept, `{held.path}`: its traceback has the variables of the functions that "
-        "it ended."
+        f"{_of_the_peak(nbytes, facts)} are held by an error that is kept, `{held.path}`: its "
+        "traceback has the variables of the functions that it ended."
     )
     remedy = (
         "keep str(error) in place of the error: its traceback holds the variables of all functions "
@@ -286,9 +283,8 @@ def in_a_cycle(facts: Facts) -> Cause | None:
     if len(times) < SEVERAL or nbytes < MUCH * facts.peak.total or differentiable:
         return None
     evidence = (
-        f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} have no name any "
-        "more: objects that refer to one another hold them, until Python's collector runs, and "
-        "bytes of tensors do not make it run."
+        f"{_of_the_peak(nbytes, facts)} have no name any more: objects that refer to one another "
+        "hold them, until Python's collector runs, and bytes of tensors do not make it run."
     )
     remedy = (
         "let no object refer to itself (weakref.ref for the way back), or call gc.collect() at the "
@@ -309,8 +305,8 @@ def in_buckets(facts: Facts) -> Cause | None:
     if nbytes < MUCH * facts.peak.total:
         return None
     evidence = (
-        f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)} are held by "
-        "DistributedDataParallel: its buckets are a second copy of the gradients."
+        f"{_of_the_peak(nbytes, facts)} are held by DistributedDataParallel: its buckets are a "
+        "second copy of the gradients."
     )
     remedy = (
         "DistributedDataParallel(model, gradient_as_bucket_view=True): the gradients are views of "

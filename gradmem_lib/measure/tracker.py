@@ -297,7 +297,8 @@ class MemoryTracker:
             recording = self._recording
             recording.drain()
             at_peak = recording.entries(recording.run_peak)
-            still = sum(entry.nbytes for entry in at_peak if entry.key in recording.live)
+            live = recording.live
+            still = sum(entry.nbytes for entry in at_peak if live.get(entry.key) is entry)
             if still > MUCH * recording.run_peak.total:
                 self._meter.walks.walk(sys._getframe(1))
             return self._facts_of_the_peak()
