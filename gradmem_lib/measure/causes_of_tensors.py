@@ -218,12 +218,13 @@ def eager_scores(facts: Facts) -> Cause | None:
         is_image = len(shape) >= 3 and shape[-2] == shape[-3]  # with its channels last
         if len(shape) >= 2 and shape[-1] != shape[-2] and not is_image:
             tokens.add(shape[-2])
-    shapes = set()
+    normalized = []
     for holder in facts.at_peak:
         square = len(holder.shape) >= 3 and holder.shape[-1] == holder.shape[-2]
-        normalized = "softmax" in holder.op or holder.op == "aten.exp"
-        if square and normalized and holder.shape[-1] in tokens:
-            shapes.add(holder.shape[-2:])
+        is_softmax = "softmax" in holder.op or holder.op == "aten.exp"
+        if square and is_softmax and holder.shape[-1] in tokens:
+            normalized.append(holder)
+    shapes = {holder.shape[-2:] for holder in normalized}
     scores = [
         h
         for h in facts.at_peak
@@ -239,14 +240,37 @@ def eager_scores(facts: Facts) -> Cause | None:
         f"({len(scores)} tensors with {scores[0].shape[-1]:,} × {scores[0].shape[-1]:,} numbers "
         "for each head of each row)."
     )
-    remedy = (
-        "use attention that never stores the scores: from_pretrained(..., "
-        "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module. Its "
-        "inputs need four dimensions, (rows, heads, tokens, features): with three, it stores the "
-        "scores as well."
-    )
+    remedy = _attention_without_scores(normalized)
     name = "Attention stores its scores"
     return Cause(name, nbytes, evidence, remedy, lines_of(scores), scores, stays=None)
+
+
+def _attention_without_scores(normalized: list[Holder]) -> str:
+    """How to do without the scores. ``normalized``: their softmax, for which
+    F.scaled_dot_product_attention has an operation of its own where it stores scores.
+    """
+    in_forward = [holder for holder in normalized if "backward" not in holder.op]
+    by_sdpa = [holder for holder in in_forward if "_safe_softmax" in holder.op]
+    if 2 * total(by_sdpa) <= total(in_forward):
+        return (
+            "use attention that never stores the scores: from_pretrained(..., "
+            "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module. "
+            "Its inputs need four dimensions, (rows, heads, tokens, features): with three, it "
+            "stores the scores as well."
+        )
+    if len(by_sdpa[0].shape) == 3:
+        return (
+            "F.scaled_dot_product_attention runs already, and stores scores since its inputs have "
+            "three dimensions: give it four, (rows, heads, tokens, features), with "
+            "x.unsqueeze(1) for one head."
+        )
+    return (
+        "F.scaled_dot_product_attention runs already. On the CPU it stores scores where it drops "
+        "some of them, so set the dropout of the attention to 0 (attn_pdrop, attention_dropout, "
+        "dropout_p), or count without these bytes: a card's fused kernels drop scores without "
+        "storing them. A mask that needs a gradient, or another backend that is chosen by "
+        "sdpa_kernel, stores them as well."
+    )
 
 
 def expanded_tensors(facts: Facts) -> Cause | None:

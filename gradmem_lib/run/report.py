@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..measure.cause import in_words
 from ..measure.diagnosis import Diagnosis
 from ..measure.timeline import Holder, MemorySnapshot, Timeline
 from ..units import format_bytes
@@ -14,6 +15,7 @@ from ..view.diagnosis import diagnose
 from ..view.live import encode_frame, explorable_html
 from ..view.style import MAX_POINTS
 from ..view.timeline import describe
+from .host import Host
 from .steps import StepPeak, in_rows
 from .tracking import ScriptTracker
 
@@ -43,7 +45,7 @@ th { border-bottom: 1px solid var(--faint); }
 
 @dataclass(frozen=True)
 class Group:
-    """Storages of one kind: the same category, module, operation, dtype, shape and line."""
+    """Storages that one line of the script has made, of one category. ``example``: the largest."""
 
     example: Holder
     count: int
@@ -52,8 +54,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """``ended``: a sentence on how the measurement ended, or nothing. ``error``: what an
-    out-of-memory error says, or nothing.
+    """``ended``: a sentence on how the measurement ended, or nothing. ``failed``: an error ended it
+    that memory is not to blame for. ``error``: what an out-of-memory error says, or nothing.
     """
 
     title: str
@@ -67,11 +69,15 @@ class Report:
     step_peaks: Sequence[StepPeak]
     groups: Sequence[Group]
     notes: Sequence[str]
+    host: Host
     ended: str = ""
+    failed: bool = False
     error: str = ""
 
     @classmethod
-    def of(cls, tracker: ScriptTracker, title: str, ended: str, error: str) -> Report:
+    def of(
+        cls, tracker: ScriptTracker, title: str, *, ended: str, failed: bool, error: str
+    ) -> Report:
         return cls(
             title=title,
             budget=tracker.budget,
@@ -84,7 +90,9 @@ class Report:
             step_peaks=tracker.step_peaks,
             groups=grouped(tracker.holders()),
             notes=tracker.notes,
+            host=tracker.host,
             ended=ended,
+            failed=failed,
             error=error,
         )
 
@@ -98,6 +106,11 @@ class Report:
         words = f"{steps}, bytes of the {self.device.upper()} counted."
         return f"{words} {self.ended}".rstrip()
 
+    @property
+    def failed_early(self) -> bool:
+        """Whether the script has failed before there was a training step."""
+        return self.failed and not self.steps and not self.diagnosis.facts.had_backward
+
     def by_category(self) -> list[tuple[str, int]]:
         found = [(name, n) for name, n in self.peak.by_category.items() if n]
         return sorted(found, key=lambda pair: -pair[1])
@@ -108,6 +121,11 @@ class Report:
 
     def next_thing(self) -> str:
         """The first thing to do, in a sentence; empty if there is nothing."""
+        if self.failed_early:
+            return (
+                "Next: mend the error. It came before the first training step, so what this step "
+                "will need was not seen."
+            )
         causes, helps = self.diagnosis.causes, self.diagnosis.helps
         if causes:
             first = causes[0]
@@ -125,7 +143,8 @@ class Report:
             step = f", in step {self.peak.step + 1:,}"
         lines = [
             f"gradmem run {self.title}: {self.headline}",
-            str(self.diagnosis),
+            self.host.growth(),
+            self.diagnosis.peak_line() if self.failed_early else str(self.diagnosis),
             self.next_thing(),
             f"The peak by category ({format_bytes(self.peak.total)}{step}):",
             *_aligned(self.by_category()),
@@ -155,12 +174,13 @@ class Report:
             f"<p>{escape(self.next_thing())}</p><pre>{escape(more)}</pre>\n"
             f'<h2>The peak</h2><div class="columns">{categories}{moments}</div>\n'
             f"<h2>Step by step</h2>{self._steps()}\n"
-            f"<h2>The largest storages at the peak</h2>{self._holders()}\n</body></html>\n"
+            f"<h2>The storages at the peak, by the line that made them</h2>{self._holders()}\n"
+            "</body></html>\n"
         )
 
     def _more(self) -> list[str]:
         """The allocator's figures, an error that was read, and notes."""
-        lines = []
+        lines = self.host.words()
         if self.allocator:
             figures = [f"{name} {format_bytes(n)}" for name, n in self.allocator.items()]
             lines.append(f"The allocator's own figures: {', '.join(figures)}.")
@@ -170,17 +190,21 @@ class Report:
         return lines
 
     def _causes(self) -> str:
-        parts = [f"<p>{escape(self.diagnosis.peak_line())}</p>"]
-        for cause in self.diagnosis.causes:
+        parts = [f"<p>{escape(self.host.growth())} {escape(self.diagnosis.peak_line())}</p>"]
+        for cause in [] if self.failed_early else self.diagnosis.causes:
             lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
+            held = f"Held by <code>{escape(cause.held)}</code>." if cause.held else ""
             parts.append(
-                f"<h3>{escape(cause.name)}</h3><p>{_sentence(cause.evidence)}</p><ul>{lines}</ul>"
+                f"<h3>{escape(cause.name)}</h3><p>{_sentence(cause.evidence)} {held}</p>"
+                f"<ul>{lines}</ul>"
                 f"<p><b>Remedy:</b> {_sentence(cause.remedy)} {escape(cause.limit)}</p>"
             )
         return "\n".join(parts)
 
     def _techniques(self) -> str:
         diagnosis, parts = self.diagnosis, []
+        if self.failed_early:
+            return ""
         if diagnosis.helps:
             rows = [(name, format_bytes(diagnosis.lowest[name])) for name in diagnosis.helps]
             heads = ("what can lower it, the cheapest first", "*at best to")
@@ -200,35 +224,38 @@ class Report:
         rows = []
         for group in self.groups[:SHOWN_HOLDERS]:
             holder = group.example
-            shape = " × ".join(map(str, holder.shape))
-            dtype = "" if holder.dtype is None else str(holder.dtype).removeprefix("torch.")
             rows.append(
                 (
                     format_bytes(group.nbytes),
                     str(holder.line or ""),
                     holder.category,
-                    holder.module,
-                    f"{dtype} {shape}".strip(),
                     f"{group.count:,}",
+                    holder.module,
+                    in_words(holder),
+                    str(holder.held or ""),
                 )
             )
-        table = _table(("*bytes", "made at", "category", "module", "tensor", "*storages"), rows)
+        heads = ("*bytes", "made at", "category", "*storages")
+        of_the_largest = ("the largest is of", "its tensor", "held by")
+        table = _table((*heads, *of_the_largest), rows)
         rest = self.groups[SHOWN_HOLDERS:]
         if rest:
             nbytes = sum(group.nbytes for group in rest)
-            table += f"<p>{len(rest):,} more kinds have {format_bytes(nbytes)} together.</p>"
+            table += f"<p>{len(rest):,} more lines have {format_bytes(nbytes)} together.</p>"
         return table
 
 
 def grouped(holders: Iterable[Holder]) -> list[Group]:
-    """The holders by kind, the largest sum first."""
+    """The holders by line and category, the largest sum first. What no line has made, such as the
+    weights that were there before, is one group a category.
+    """
     kinds = defaultdict[tuple, list[Holder]](list)
     for holder in holders:
-        key = holder.category, holder.module, holder.op, holder.dtype, holder.shape, holder.line
-        kinds[key].append(holder)
+        kinds[holder.category, holder.line].append(holder)
     groups = []
     for alike in kinds.values():
-        groups.append(Group(alike[0], len(alike), sum(holder.nbytes for holder in alike)))
+        largest = max(alike, key=lambda holder: holder.nbytes)
+        groups.append(Group(largest, len(alike), sum(holder.nbytes for holder in alike)))
     return sorted(groups, key=lambda group: -group.nbytes)
 
 

@@ -93,7 +93,7 @@ class Session:
         try:
             if self.tracker is not None:
                 self.tracker.end(error, goes_on=goes_on)
-            self._report(GOES_ON if goes_on else _how_it_ended(error), _explained(error))
+            self._report(error, goes_on)
         except Exception as problem:  # the program's exit status stays its own
             self._say(f"gradmem run: the report failed ({type(problem).__name__}: {problem})")
 
@@ -103,13 +103,19 @@ class Session:
         if self.tracker is not None:
             self.tracker.end()
 
-    def _report(self, ended: str, explained: str) -> None:
+    def _report(self, error: BaseException | None, goes_on: bool) -> None:
         if self.tracker is None or not self.tracker.peak.total:
             self._say(NOTHING)
             return
         from .report import Report
 
-        report = Report.of(self.tracker, self.title, ended, explained)
+        report = Report.of(
+            self.tracker,
+            self.title,
+            ended=GOES_ON if goes_on else _how_it_ended(error),
+            failed=_has_failed(error),
+            error=_explained(error),
+        )
         self._say(report.text())
         page = report.html()
         if self._written(self.out, lambda: self.out.write_text(page, encoding="utf-8")):
@@ -218,6 +224,14 @@ def _how_it_ended(error: BaseException | None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "Ctrl-C ended the script."
     return f"{type(error).__name__} ended the script."
+
+
+def _has_failed(error: BaseException | None) -> bool:
+    """Whether an error has ended the script that is not about memory, and that nobody asked for."""
+    if isinstance(error, SystemExit):
+        return bool(error.code)
+    of_memory = (MemoryError, sys.modules["torch"].OutOfMemoryError, KeyboardInterrupt)
+    return error is not None and not isinstance(error, of_memory)
 
 
 def _explained(error: BaseException | None) -> str:

@@ -31,6 +31,7 @@ from ..measure.timeline import BY, MOMENT, TOTAL
 from ..measure.tracker import MemoryTracker
 from ..names import IN_BACKWARD, LOSS, TRAINING_FORWARD
 from ..units import format_bytes
+from .host import Host
 from .models import FoundModels
 from .snapshot import History
 from .steps import StepPeak, StepPeaks
@@ -108,6 +109,7 @@ class ScriptMeter(Meter):
         self.model: Any = FoundModels(recording)
         self.models = self.model  # stays when the meter drops its model
         self.steps = StepPeaks()
+        self.host = Host()
         self.limit: int | None = None
         self.at_limit: Callable[[], None] | None = None
         self.notes: dict[str, None] = {}
@@ -169,9 +171,15 @@ class ScriptMeter(Meter):
         if self.models.add(module, with_grad):
             self.look_for_wrappers()
         finished = self.recording.step + self.position.has_stepped
+        self.look_at_the_host(finished)
         if with_grad and finished > self.steps.count:  # a new step begins
             with self.lock:
                 self.steps.add(self.recording.next_window(), self.recording.total, finished)
+
+    @shielded
+    def look_at_the_host(self, steps: int) -> None:
+        on_the_host = self.recording.device.type == "cpu"
+        self.host.look(steps, self.recording.total if on_the_host else 0)
 
     @shielded
     def _begin_found_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -246,6 +254,7 @@ class ScriptTracker(MemoryTracker):
         self.device = self._recording.device  # which may have become an accelerator
         self.meter.find_waiting_optimizers()
         self.meter.walk_at_the_end(error)
+        self.meter.look_at_the_host(self.steps)
         self.__exit__(None, None, None)
         at_its_end = error is None or isinstance(error, SystemExit)
         self._interrupted = goes_on or not at_its_end
@@ -272,6 +281,10 @@ class ScriptTracker(MemoryTracker):
         """The highest number of live bytes in each moment that occurred, however long the run."""
         peaks = self._recording.moment_peaks
         return {names.MOMENTS[moment]: total for moment, total in sorted(peaks.items())}
+
+    @property
+    def host(self) -> Host:
+        return self.meter.host
 
     @property
     def notes(self) -> list[str]:

@@ -103,6 +103,7 @@ HAVE = {
     programs.large_vocabulary: LOGITS,
     programs.stored_scores: SCORES,
     programs.own_scores: SCORES,
+    programs.scores_that_are_dropped: SCORES,
     programs.checkpointing_in_eval_mode: IDLE,
     programs.reentrant_on_frozen_inputs: IDLE,
     programs.ignored_switch: IDLE,
@@ -343,6 +344,20 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
 )
 def test_a_program_that_only_looks_like_it_is_not_accused(program, cause):
     assert cause not in [found.name for found in diagnose(program()).causes]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (programs.stored_scores, "attn_implementation='sdpa'"),
+        (programs.scores_that_are_dropped, "set the dropout of the attention to 0"),
+        (loops.attention_of_three_dimensions, "give it four"),
+    ],
+)
+def test_a_remedy_is_not_one_that_the_program_has_already(program, words):
+    [cause] = [cause for cause in diagnose(program()).causes if cause.name == SCORES]
+    assert words in cause.remedy
+    assert ("runs already" in cause.remedy) == (program is not programs.stored_scores)
 
 
 # The other programs of ``PROGRAMS`` are told nothing but the first step's states.

@@ -5,6 +5,7 @@ right.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, SGD, TECHNIQUES
+from gradmem_lib.units import format_bytes
 
 NAMES = [technique.name for technique in TECHNIQUES]
 SMALLER = "smaller micro-batches, or shorter rows"
@@ -194,3 +196,24 @@ def test_what_has_no_peak_is_refused():
         diagnose(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nothing was measured yet"):
         diagnose(MemoryTracker())
+
+
+def test_an_ordinary_step_names_the_line_that_makes_most_of_it():
+    net = nn.ModuleList([nn.Linear(8, 512), nn.Linear(512, 8)])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    x = torch.randn(2000, 8)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            wide = net[0](x)
+            narrow = net[1](wide)
+            narrow.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del wide, narrow
+    said = str(diagnose(tracker))
+    assert "This is an ordinary step." in said
+    lines = Path(__file__).read_text().splitlines()
+    number = lines.index("            wide = net[0](x)") + 1
+    nbytes = 2000 * 512 * 4
+    assert f"One line makes {format_bytes(nbytes)} of it" in said
+    assert f"test_diagnosis.py:{number}" in said and "float32 2000 × 512" in said

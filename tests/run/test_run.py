@@ -43,6 +43,12 @@ ENDS = {
     ),
     "syntax": ("def broken(:", 1),
 }
+EARLY = """
+import torch
+model = torch.nn.Linear(64, 64)
+scores = model(torch.randn(256, 64))
+torch.nn.functional.cross_entropy(scores, torch.zeros(1))
+"""
 RUN = ["-m", "gradmem_lib", "run"]
 
 
@@ -99,6 +105,8 @@ def ran(tmp_path_factory):
         "else:\n    os.wait()\n"
     )
     (folder / "no_torch.py").write_text("print('hello')")
+    (folder / "early.py").write_text(EARLY)
+    runs["early"] = [*RUN, str(folder / "early.py")]
     runs["nothing"] = [*RUN, str(folder / "no_torch.py")]
     (folder / "compiles.py").write_text(COMPILES)
     runs["alone/compiles"] = [str(folder / "compiles.py")]
@@ -155,6 +163,18 @@ def test_a_budget_ends_the_script_where_a_card_of_that_size_would(ran):
     assert "BudgetExceeded: out of budget" in stderr
     assert "BudgetExceeded ended the script" in stderr
     assert (folder / "budget" / "gradmem-end.html").exists()
+
+
+def test_a_script_that_fails_before_its_first_step_gets_no_advice(ran):
+    folder, statuses = ran
+    assert statuses["early"] == 1
+    stderr = said(folder, "early", "stderr")
+    assert "The peak is" in stderr and "Next: mend the error." in stderr
+    page = (folder / "early" / "gradmem-early.html").read_text()
+    for text in (stderr, page):
+        assert "lower it" not in text and "Remedy" not in text
+    # a budget's error is about memory, at any time
+    assert "Next: take away the first cause" in said(folder, "budget", "stderr")
 
 
 def test_a_fork_and_a_script_without_torch_write_no_report(ran):

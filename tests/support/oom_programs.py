@@ -647,6 +647,21 @@ def stored_scores(remedied=False):
     return tracker
 
 
+def scores_that_are_dropped(remedied=False):
+    model = llama(vocab=128)
+    model.set_attn_implementation("sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0 if remedied else 0.1
+    ids = rows(2, 192, 128)
+    optimizer = sgd(model)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker
+
+
 class OwnAttention(nn.Module):
     def __init__(self, fused: bool):
         super().__init__()

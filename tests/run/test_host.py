@@ -1,0 +1,78 @@
+"""The host's memory beside the counted bytes: a process that grows by what is no tensor is told so,
+and one that grows by its tensors, once, or not at all is not.
+"""
+
+import multiprocessing
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from gradmem_lib.run.host import KEPT, Host
+
+STEP = 2**26  # bytes: so much is always taken from the system, and given back
+
+
+@pytest.fixture
+def host():
+    host = Host()
+    host.every = 0
+    return host
+
+
+def test_arrays_that_are_kept_are_found_with_their_bytes(host):
+    kept, before = [], psutil.Process().memory_info().rss
+    for step in range(10):
+        kept.append(np.ones(STEP // 8))
+        host.look(step, 0)
+    grown = psutil.Process().memory_info().rss - before
+    assert grown > 0.9 * 10 * STEP
+    assert host.highest - host.looks[0].resident == pytest.approx(9 * STEP, rel=0.1)
+    assert "The process grows" in host.growth() and "of which 0 B are counted" in host.growth()
+
+
+@pytest.mark.parametrize("kind", ["counted", "once", "not at all"])
+def test_other_growth_is_not_reported(host, kind):
+    kept = []
+    for step in range(10):
+        if kind == "counted" or (kind == "once" and step == 4):
+            kept.append(np.ones(STEP // 8))
+        counted = STEP * len(kept) if kind == "counted" else 0
+        host.look(step, counted)
+    assert host.growth() == ""
+
+
+def _grow(pipe) -> None:
+    array = np.ones(STEP // 8)
+    pipe.send(len(array))
+    time.sleep(60)
+
+
+def test_what_a_worker_has_for_itself_counts(host):
+    host.look(0, 0)
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=_grow, args=(theirs,))
+    worker.start()
+    try:
+        assert ours.recv()
+        host.find_next = 0
+        host.look(1, 0)
+    finally:
+        worker.kill()
+        worker.join()
+    assert host.looks[1].resident - host.looks[0].resident > 0.9 * STEP
+    assert "1 process that it started" in host.words()[0]
+
+
+def test_a_long_run_keeps_few_looks(host):
+    for step in range(3 * KEPT):
+        host.next = 0
+        host.look(step, 0)
+    assert len(host.looks) <= KEPT
+
+
+def test_without_psutil_nothing_is_said(host):
+    host.process = None
+    host.look(0, 0)
+    assert host.growth() == "" and host.words() == []
