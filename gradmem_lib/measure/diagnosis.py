@@ -17,7 +17,7 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .cause import LINES, MOST, MUCH, WORTH, Cause, belongs_to_training, in_words, within
+from .cause import DOMINATES, LINES, MUCH, WORTH, Cause, belongs_to_training, in_words, within
 from .causes import find_causes
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
@@ -151,7 +151,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [self.peak_line(), *self.cause_lines()]
         if not self.causes and self._is_ordinary():
-            lines += ["This is an ordinary step.", *self._line_of_most()]
+            lines += ["This is an ordinary step.", *self._largest_line()]
         elif not self.causes:
             lines += self._largest_lines()
         if self.helps:
@@ -177,8 +177,8 @@ class Diagnosis:
                 older.append(holder)
         return bool(self.helps) and total(older) < MUCH * self.peak.total
 
-    def _line_of_most(self) -> list[str]:
-        """The line of the script that makes most of the peak, in tensors of one kind."""
+    def _largest_line(self) -> list[str]:
+        """The line of the script that makes the most of the peak, in tensors of one kind."""
         kinds = defaultdict[tuple, list[Holder]](list)
         for holder in self.facts.at_peak:
             if holder.line is not None and not belongs_to_training(holder):
@@ -186,7 +186,7 @@ class Diagnosis:
                 place = holder.line.file, holder.line.line
                 kinds[place, holder.shape[1:]].append(holder)
         most = max(kinds.values(), key=total, default=[])
-        if total(most) < MOST * self.peak.total:
+        if total(most) < DOMINATES * self.peak.total:
             return []
         largest = max(most, key=lambda holder: holder.nbytes)
         return [
