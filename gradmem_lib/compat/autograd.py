@@ -32,12 +32,14 @@ _NAMES_OF_SAVED: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()
 
 def kept_by_node(node) -> list:
     """What a node keeps for its backward, as it was packed: nothing is unpacked or computed. A node
-    of a ``torch.autograd.Function`` has attributes as well.
+    of a ``torch.autograd.Function`` has attributes as well, and the last node before a tensor that
+    needs a gradient has this tensor.
     """
     kind = type(node)
     if kind not in _NAMES_OF_SAVED:
         _NAMES_OF_SAVED[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
     kept = list(getattr(node, "__dict__", {}).values())
+    kept.append(getattr(node, "variable", None))
     for name in _NAMES_OF_SAVED[kind]:
         try:
             saved = getattr(node, name)

@@ -121,6 +121,19 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held | None, int]:
     return nbytes.most_common(1)[0] if nbytes else (None, 0)
 
 
+def name_of(held: Held) -> str:
+    """The list, dict or attribute that holds it, where there is one."""
+    return held.box or held.path
+
+
+def detached(name: str) -> str:
+    """The remedy for a name that keeps graphs."""
+    return (
+        f"`{name}` keeps whole graphs of what came earlier: detach what goes into it, x.detach(), "
+        "or keep a number, x.item()."
+    )
+
+
 def within(moment: str) -> str:
     """In words, when something happens in this moment, or in this phase."""
     return moment if moment.startswith("between") else f"in {moment}"

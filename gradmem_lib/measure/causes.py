@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .cause import Cause, largest_held
+from .cause import Cause, largest_held, name_of
 from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
 from .causes_of_evaluation import (
     evaluation_batch,
@@ -25,7 +25,7 @@ from .causes_of_gradients import (
 )
 from .causes_of_graphs import finished_forwards, kept_graph, leftovers, unused_forward
 from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
-from .causes_of_holders import in_a_cycle, in_an_exception, in_buckets, kept_by_a_name, name_of
+from .causes_of_holders import in_a_cycle, in_an_exception, in_buckets, kept_by_a_name
 from .causes_of_many_graphs import chained_forwards, graphs_of_gradients, several_graphs
 from .causes_of_settings import gradients_for_no_optimizer, idle_checkpoints
 from .causes_of_tensors import (

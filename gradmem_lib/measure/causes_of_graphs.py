@@ -14,9 +14,12 @@ from .cause import (
     MUCH,
     WORTH,
     Cause,
+    detached,
     in_words,
+    largest_held,
     lines_of,
     lines_of_forwards,
+    name_of,
 )
 from .facts import IN_BACKWARD, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_OF_EACH_LAYER, made_by, needed_without_a_graph
@@ -278,8 +281,12 @@ def finished_forwards(facts: Facts) -> Cause | None:
         "a backward of its own, and are still alive: "
     )
     results = [holder for holder in kept if holder.is_result]
+    held, nbytes_held = largest_held(kept)
     stays = 0
-    if any(done.chained for done in facts.forwards):
+    if held is not None and held.graph and 2 * nbytes_held > nbytes:
+        evidence += f"the graph of `{name_of(held)}` reaches back over them."
+        remedy = f"{detached(name_of(held))} backward(retain_graph=True) is not needed then."
+    elif any(done.chained for done in facts.forwards):
         evidence += "each forward takes a state from the one before it, with its graph."
         remedy = (
             "detach the state before the next forward takes it (hidden = hidden.detach()). If the "

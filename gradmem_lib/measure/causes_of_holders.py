@@ -17,10 +17,12 @@ from .cause import (
     WORTH,
     Cause,
     belongs_to_training,
+    detached,
     in_words,
     larger_than_its_tensor,
     largest_held,
     lines_of,
+    name_of,
 )
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
@@ -122,11 +124,6 @@ def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -
     return Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
 
 
-def name_of(held: Held) -> str:
-    """The list, dict or attribute that holds it, where there is one."""
-    return held.box or held.path
-
-
 def _of_the_peak(nbytes: int, facts: Facts) -> str:
     return f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)}"
 
@@ -220,10 +217,7 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
         )
     in_graphs = [holder for holder in holders if holder.held is not None and holder.held.graph]
     if 2 * total(in_graphs) > total(holders):
-        return (
-            f"`{name}` keeps whole graphs of earlier steps: detach what goes into it, x.detach(), "
-            "or keep a number, x.item()."
-        )
+        return detached(name)
     if held.kind == "cache":
         return (
             f"the cache of `{name}` keeps all its results: give it a limit, "

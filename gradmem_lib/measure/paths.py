@@ -16,9 +16,10 @@ import re
 import sys
 import threading
 import types
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -112,12 +113,47 @@ def who_holds(
     runs; ``error``: one that has ended the run, whose frames count as running. ``everywhere``: look
     also behind the names of all libraries, which takes seconds, and say what has no name at all.
     """
+    with _at_rest():
+        return _Walk(wanted).run(frame, error, everywhere)
+
+
+def longest_graph(frame: types.FrameType | None, begins: Sequence[int]) -> tuple[str, int]:
+    """The name of the number whose graph has nodes of the most steps, and of how many.
+
+    ``begins``: the number that the next node had when each step began. Such a graph may keep no
+    tensors, and still grows.
+    """
+    longest = "", 0
+    with _at_rest():
+        walk = _Walk({0: 1})  # it looks at everything
+        own, _, _ = _names(_frames(frame, None))
+        walk.look_around(own)
+        nodes = 0
+        for tensor in reversed(walk.with_graph):
+            steps, seen = set[int](), set[Any]()
+            waiting = [tensor.grad_fn] if tensor.numel() == 1 else []
+            while waiting and nodes < MOST_OBJECTS:
+                node = waiting.pop()
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    nodes += 1
+                    steps.add(bisect_right(begins, sequence_nr(node)))
+                    waiting += [following for following, _ in node.next_functions]
+            steps.discard(0)  # made before the first step
+            if len(steps) > longest[1]:
+                longest = str(walk.way_to(tensor)), len(steps)
+    return longest
+
+
+@contextmanager
+def _at_rest() -> Iterator[None]:
+    """Nothing is collected, dispatched or kept of the user's while a walk runs."""
     collects = gc.isenabled()
     gc.disable()  # the walk's own objects would start a collection, which frees a script's cycles
     try:
         # To ask a sparse tensor for its parts is an operation, which no tracker may count.
         with plain_tensors(), without_dispatch():
-            return _Walk(wanted).run(frame, error, everywhere)
+            yield
     finally:
         if collects:
             gc.enable()
@@ -158,9 +194,12 @@ class _Walk:
         return self.found
 
     def _search(self, roots: Collection[Root]) -> None:
-        """Breadth first, so that each object is found by its shortest path; then graphs."""
-        if self.missing <= self.enough:
-            return
+        if self.missing > self.enough:
+            self.look_around(roots)
+            self._follow_graphs()
+
+    def look_around(self, roots: Collection[Root]) -> None:
+        """Breadth first, so that each object is found by its shortest path."""
         waiting, private = deque[Any](), deque[tuple]()
         parts = _parts_of_modules(roots)
         for root in roots:
@@ -179,7 +218,6 @@ class _Walk:
             if seen > MOST_OBJECTS:
                 self.is_complete = False
                 break
-        self._follow_graphs()
 
     def _look_at(self, thing: Any, waiting: deque, private: deque) -> None:
         kind: Any = type(thing)
@@ -215,7 +253,7 @@ class _Walk:
     def _found(self, tensor: torch.Tensor) -> None:
         held = None
         for storage in storages_of(tensor):
-            held = held or self._way_to(tensor)
+            held = held or self.way_to(tensor)
             self._claim(storage_key(storage), held)
         # A view whose base has changed under no_grad has no graph that can be asked for.
         if tensor.requires_grad and tensor.grad_fn is not None:
@@ -242,9 +280,9 @@ class _Walk:
                 if node is None or node in seen:
                     continue
                 seen.add(node)
-                for kept in tensors_in(kept_by_node(node)):
+                for kept in _with_gradients(tensors_in(kept_by_node(node))):
                     for storage in storages_of(kept):
-                        held = held or self._way_to(tensor)._replace(graph=True)
+                        held = held or self.way_to(tensor)._replace(graph=True)
                         self._claim(storage_key(storage), held)
                 waiting += [following for following, _ in node.next_functions]
         self.with_graph = []
@@ -257,7 +295,7 @@ class _Walk:
             self._found(tensor)
         self._follow_graphs()
 
-    def _way_to(self, thing: Any) -> Held:
+    def way_to(self, thing: Any) -> Held:
         words, kinds, hook = list[str](), list[str](), None
         child, parent = id(thing), self.came_from[id(thing)][0]
         while True:
@@ -328,6 +366,13 @@ def _in_circles() -> list[torch.Tensor]:
                 in_use.append(other)
     circles = [thing for thing in things if references[id(thing)] <= 0]
     return [thing for thing in circles if issubclass(type(thing), torch.Tensor)]
+
+
+def _with_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
 
 
 def _plain(path: str) -> str:

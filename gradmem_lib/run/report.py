@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..measure.cause import in_words
+from ..measure.causes_of_holders import GROWTH
 from ..measure.diagnosis import Diagnosis
 from ..measure.timeline import Holder, MemorySnapshot, Timeline
 from ..units import format_bytes
@@ -70,6 +71,7 @@ class Report:
     groups: Sequence[Group]
     notes: Sequence[str]
     host: Host
+    growing_graph: str = ""
     ended: str = ""
     failed: bool = False
     error: str = ""
@@ -91,6 +93,7 @@ class Report:
             groups=grouped(tracker.holders()),
             notes=tracker.notes,
             host=tracker.host,
+            growing_graph=tracker.growing_graph,
             ended=ended,
             failed=failed,
             error=error,
@@ -143,7 +146,7 @@ class Report:
             step = f", in step {self.peak.step + 1:,}"
         lines = [
             f"gradmem run {self.title}: {self.headline}",
-            self.host.growth(),
+            *self._growth(),
             self.diagnosis.peak_line() if self.failed_early else str(self.diagnosis),
             self.next_thing(),
             f"The peak by category ({format_bytes(self.peak.total)}{step}):",
@@ -178,6 +181,13 @@ class Report:
             "</body></html>\n"
         )
 
+    def _growth(self) -> list[str]:
+        """What grows beside the counted tensors, or without a byte of them."""
+        found = [self.host.growth()]
+        if GROWTH not in [cause.name for cause in self.diagnosis.causes]:
+            found.append(self.growing_graph)
+        return [words for words in found if words]
+
     def _more(self) -> list[str]:
         """The allocator's figures, an error that was read, and notes."""
         lines = self.host.words()
@@ -190,7 +200,8 @@ class Report:
         return lines
 
     def _causes(self) -> str:
-        parts = [f"<p>{escape(self.host.growth())} {escape(self.diagnosis.peak_line())}</p>"]
+        words = " ".join((*self._growth(), self.diagnosis.peak_line()))
+        parts = [f"<p>{escape(words)}</p>"]
         for cause in [] if self.failed_early else self.diagnosis.causes:
             lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
             held = f"Held by <code>{escape(cause.held)}</code>." if cause.held else ""

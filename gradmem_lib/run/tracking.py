@@ -20,11 +20,13 @@ from torch import UntypedStorage, nn
 from torch.optim import Optimizer
 
 from .. import names
+from ..compat.autograd import next_sequence_nr
 from ..compat.compiled import INSIDE_OF_COND
 from ..compat.dispatch_modes import innermost_mode
 from ..measure.budget import BudgetExceeded
 from ..measure.meter import Meter
 from ..measure.operations import Owner
+from ..measure.paths import longest_graph
 from ..measure.recording import NEW, Entry, Recording
 from ..measure.structure import Structure
 from ..measure.timeline import BY, MOMENT, TOTAL
@@ -35,6 +37,10 @@ from .host import Host
 from .models import FoundModels
 from .snapshot import History
 from .steps import StepPeak, StepPeaks
+
+# A graph may reach back over as many steps, as that of a running mean over a window.
+MANY_STEPS = 10
+STEPS_OF_GRAPHS = 10_000
 
 
 class ScriptRecording(Recording):
@@ -110,6 +116,8 @@ class ScriptMeter(Meter):
         self.models = self.model  # stays when the meter drops its model
         self.steps = StepPeaks()
         self.host = Host()
+        self.nodes_before = list[int]()  # the number of the first node of each step, or later one
+        self.long_graph = "", 0
         self.limit: int | None = None
         self.at_limit: Callable[[], None] | None = None
         self.notes: dict[str, None] = {}
@@ -172,6 +180,8 @@ class ScriptMeter(Meter):
             self.look_for_wrappers()
         finished = self.recording.step + self.position.has_stepped
         self.look_at_the_host(finished)
+        if with_grad and len(self.nodes_before) <= min(finished, STEPS_OF_GRAPHS):
+            self.nodes_before.append(next_sequence_nr())
         if with_grad and finished > self.steps.count:  # a new step begins
             with self.lock:
                 self.steps.add(self.recording.next_window(), self.recording.total, finished)
@@ -218,6 +228,7 @@ class ScriptMeter(Meter):
         with self.lock:
             self.recording.drain()
             self.walks.walk(sys._getframe(1), error, everywhere=True)
+            self.long_graph = longest_graph(sys._getframe(1), self.nodes_before)
 
     def find_waiting_optimizers(self) -> None:
         super().find_waiting_optimizers()
@@ -285,6 +296,21 @@ class ScriptTracker(MemoryTracker):
     @property
     def host(self) -> Host:
         return self.meter.host
+
+    @property
+    def growing_graph(self) -> str:
+        """A sentence on a number whose graph reaches back over many steps; empty if there is none.
+
+        Such a graph may have no tensors, and so no bytes that are counted.
+        """
+        name, steps = self.meter.long_graph
+        if steps < MANY_STEPS:
+            return ""
+        return (
+            f"A graph grows from step to step: that of the number `{name}` has nodes of {steps} "
+            "steps, which need the host's memory and hold on to what autograd has saved in them. "
+            "Add up x.item() or x.detach()."
+        )
 
     @property
     def notes(self) -> list[str]:

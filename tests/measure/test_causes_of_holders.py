@@ -139,6 +139,26 @@ PROGRAMS = {
         "held by DistributedDataParallel",
         "out = net(x)",
     ),
+    "a state with its graph": Program(
+        "class Cell(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer, self.state = nn.Linear(64, 64), torch.zeros(512, 64)\n"
+        "    def forward(self, x):\n"
+        "        new = torch.tanh(self.layer(x) + self.state)\n"
+        "        self.state = new\n"
+        "        return new.square().mean()\n"
+        "cell = Cell()\n"
+        "sgd = torch.optim.SGD(cell.parameters(), 0.1)\n"
+        "for _ in range(8):\n"
+        "    cell(torch.randn(512, 64)).backward(retain_graph=True)\n"
+        "sgd.step()\n",
+        "self.state = new\n",
+        "self.state = new.detach()\n",
+        "Forwards stay in memory after their own backward",
+        "`cell.state`",
+        "new = torch.tanh",
+    ),
     "results of an evaluation": Program(
         "step(torch.randn(64, 64))\n"
         "def evaluate():\n"
@@ -231,7 +251,9 @@ def test_the_holder_is_named_and_the_remedy_takes_the_bytes_away(name, measured)
     lines = (START + program.text).splitlines()
     assert program.line in lines[cause.line - 1]
     assert program.text.count(program.was) == 1
+    assert not before.growing_graph or cause.name == GROWTH
     after = measured(program.text.replace(program.was, program.now))
+    assert not after.growing_graph
     assert program.cause not in [other.name for other in after.causes]
     assert after.peak < before.peak
     if cause.promised is not None:
@@ -242,3 +264,21 @@ def test_the_holder_is_named_and_the_remedy_takes_the_bytes_away(name, measured)
 def test_what_does_not_grow_is_not_accused(name, measured):
     names = {cause.name for cause in measured(BLAMELESS[name]).causes}
     assert not names & {GROWTH, COLLECTED, *(program.cause for program in PROGRAMS.values())}
+
+
+RUNNING_MEAN = (
+    "scale = nn.Parameter(torch.zeros(()))\n"
+    "factor = scale.exp()\n"
+    "mean = torch.zeros(())\n"
+    "for _ in range(12):\n"
+    "    out = step(torch.randn(8, 64)) * factor\n"
+    "    mean = 0.9 * mean + 0.1 * out.mean()\n"
+)
+
+
+def test_a_number_with_a_graph_of_many_steps_is_named(measured):
+    """Also where this graph has no tensors: a product with a Python number keeps none."""
+    said = measured(RUNNING_MEAN).growing_graph
+    assert "`mean`" in said and "12 steps" in said
+    detached = RUNNING_MEAN.replace("out.mean()", "out.mean().item()")
+    assert measured(detached).growing_graph == ""

@@ -39,6 +39,7 @@ class Said(NamedTuple):
 class Measured(NamedTuple):
     peak: int
     causes: list[Said]
+    growing_graph: str
 
 
 def measure(text: str, folder: Path) -> Measured:
@@ -63,4 +64,4 @@ def measure(text: str, folder: Path) -> Measured:
         line = cause.lines[0].line if cause.lines else 0
         promised = None if cause.stays is None else peak_without(cause, found.facts)[0]
         causes.append(Said(cause.name, cause.evidence, line, promised))
-    return Measured(found.peak.total, causes)
+    return Measured(found.peak.total, causes, tracker.growing_graph)
