@@ -34,6 +34,29 @@ def own_progress_file(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADMEM_PROGRESS", str(tmp_path / "progress.json"))
 
 
+OF_THE_TEST_RUN = ("_pytest.", "pluggy.", "xdist.", "execnet.")
+
+
+@pytest.fixture(autouse=True)
+def few_names(request, monkeypatch):
+    """A walk from the names of a script sees those of one test file, as if it ran alone: all files
+    of a test run together have more than a walk may look at. Tests of what it says do not depend on
+    how long it takes.
+    """
+    from gradmem_lib.measure import meter, paths
+
+    is_of_a_script = paths._is_of_a_script
+    seen = (request.module.__name__, "support", "script")
+    monkeypatch.setattr(
+        paths,
+        "_is_of_a_script",
+        lambda space: is_of_a_script(space) and str(space["__name__"]).startswith(seen),
+    )
+    monkeypatch.setattr(paths, "NOT_INTO", (*paths.NOT_INTO, *OF_THE_TEST_RUN))
+    if request.path.parent.name == "measure":
+        monkeypatch.setattr(meter.Meter, "seconds_for_walks", 999)
+
+
 @pytest.fixture
 def interruptible():
     """Ctrl-C as a terminal has it, also where the test run was started in the background with

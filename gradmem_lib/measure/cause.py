@@ -128,9 +128,10 @@ def name_of(held: Held) -> str:
 
 def detached(name: str) -> str:
     """The remedy for a name that keeps graphs."""
+    detach = f"{name} = {name}.detach()" if name.isidentifier() else "x.detach()"
     return (
-        f"`{name}` keeps whole graphs of what came earlier: detach what goes into it, x.detach(), "
-        "or keep a number, x.item()."
+        f"`{name}` keeps whole graphs of what came earlier: detach what goes into it, {detach}, or "
+        "keep a number, x.item()."
     )
 
 

@@ -12,7 +12,6 @@ from .cause import Cause, largest_held, name_of
 from .causes_of_data import one_large_step, one_line, one_tensor, waiting_data
 from .causes_of_evaluation import (
     evaluation_batch,
-    evaluation_results,
     generation_cache,
     results_in_training,
 )
@@ -24,7 +23,7 @@ from .causes_of_gradients import (
     kept_directions,
 )
 from .causes_of_graphs import finished_forwards, kept_graph, leftovers, unused_forward
-from .causes_of_growth import GROWTH, growing_bytes, growing_tensor
+from .causes_of_growth import GROWTH, growing_tensor
 from .causes_of_holders import in_a_cycle, in_an_exception, in_buckets, kept_by_a_name
 from .causes_of_many_graphs import chained_forwards, graphs_of_gradients, several_graphs
 from .causes_of_settings import gradients_for_no_optimizer, idle_checkpoints
@@ -54,9 +53,7 @@ CAUSES: tuple[Callable[[Facts], Cause | None], ...] = (
     in_an_exception,
     in_a_cycle,
     kept_by_a_name,
-    growing_bytes,
     growing_tensor,
-    evaluation_results,
     results_in_training,
     generation_cache,
     unused_forward,
@@ -105,7 +102,7 @@ OF_SIZE = (
 )
 
 # They give only another remedy for storages whose holder is named.
-SAYS_LITTLE = (growing_bytes, growing_tensor, evaluation_results, waiting_data, leftovers)
+SAYS_LITTLE = (growing_tensor, waiting_data, leftovers)
 
 # They say the least: they are looked for where nothing else was found.
 LAST_RESORTS = (one_tensor, one_line)

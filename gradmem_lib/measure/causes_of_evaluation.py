@@ -15,7 +15,6 @@ from .cause import (
     in_words,
     lines_of_forwards,
 )
-from .causes_of_holders import COLLECTED
 from .facts import EVALUATION, IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .half_the_rows import bytes_with_rows
 from .made_by_forwards import lines_of_results
@@ -23,61 +22,6 @@ from .parts_of_the_step import largest_evaluation, may_be_part_of_the_step
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
-
-
-def evaluation_results(facts: Facts) -> Cause | None:
-    """Results that an evaluation collects on the device."""
-    passes, collected, cache = _kept_by_evaluation(facts)
-    if not passes or total(cache) > total(collected):
-        return None
-    nbytes, each = total(collected), _growth(passes) // (len(passes) - 2)
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are results that forwards without gradients have made,"
-        f" about {format_bytes(each)} more after each forward."
-    )
-    remedy = (
-        "move each result off the card, or keep less of it: outputs.cpu() or outputs.argmax(-1) in "
-        "your own loop. In a Trainer: preprocess_logits_for_metrics=lambda logits, labels: "
-        "logits.argmax(-1), or TrainingArguments(eval_accumulation_steps=1), or "
-        "prediction_loss_only=True if no metric needs the logits. A smaller batch does not help."
-    )
-    name = COLLECTED
-    # Pictures show results as growing only if each forward adds one of the same kind.
-    in_a_list = min(Counter(map(_kind, collected)).values()) >= FORWARDS_IN_A_ROW
-    growing = collected if in_a_list else []
-    one_forward = max(each, _needed_by_another(passes[-1], each, facts))
-    return Cause(
-        name,
-        nbytes,
-        evidence,
-        remedy,
-        lines_of_results(collected, facts),
-        collected,
-        growing,
-        stays=min(one_forward, nbytes),
-        condition="If the results of only one forward are kept at a time",
-    )
-
-
-def _needed_by_another(last: ForwardPass, each: int, facts: Facts) -> int:
-    """How many bytes another forward without gradients needs on top of what ``last`` needs inside.
-
-    Another evaluation may have larger batches. While its forward runs, a variable still holds the
-    result of the forward before. ``each``: the bytes of a result of ``last``.
-    """
-    most = 0
-    for done in facts.evaluations:
-        has_ended = done.live_after > 0
-        if done is last or not has_ended:
-            continue
-        returned = done.live_after - done.live_before - done.made
-        inside = done.peak - done.live_after  # free when it ended
-        most = max(most, inside + 2 * returned)
-    # The peak has these bytes of ``last`` in any case. If it has not ended, its result is not known
-    # and counts as inside.
-    live_without = last.live_after if last.live_after > 0 else last.live_before
-    inside_last = last.peak - live_without
-    return most - inside_last - each
 
 
 def results_in_training(facts: Facts) -> Cause | None:

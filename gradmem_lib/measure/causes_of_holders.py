@@ -37,12 +37,16 @@ GROWS = 0.001
 SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
 SAMPLE = 100  # freed storages that are looked at, spread over all
+STATES = ".state["  # in a path: an optimizer's
+HISTORY = 5
+LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
 YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
 
 def kept_by_a_name(facts: Facts) -> Cause | None:
-    """What one name of the script has kept of at least three steps, or forwards of an evaluation:
-    the one with the most bytes.
+    """What one name has kept of at least three steps, or of three forwards of an evaluation.
+
+    Of several such names, the one with the most bytes.
     """
     groups = defaultdict[tuple, list[Holder]](list)
     for holder in facts.at_peak:
@@ -54,11 +58,18 @@ def kept_by_a_name(facts: Facts) -> Cause | None:
     return max(causes, key=lambda cause: cause.nbytes, default=None)
 
 
-def _place_of(holder: Holder) -> tuple[str, str] | None:
-    """The name that may keep tensors of many steps: a list, or a tensor with its graph."""
+def _place_of(holder: Holder) -> tuple | None:
+    """What may keep tensors of many steps: a name of a list, or of a tensor with its graph; or what
+    has no name that was found, by the line that makes it.
+    """
     held = holder.held
-    if held is None or not held.in_script or held.kind == "window":
+    if held is None:
+        has_a_line = holder.line is not None and not belongs_to_training(holder)
+        return (holder.line, holder.op, holder.dtype) if has_a_line else None
+    if held.kind == "window" and not held.graph:
         return None
+    if STATES in held.box:  # of an optimizer that keeps its history
+        return held.where, held.box.partition(STATES)[0]
     if held.box:
         return held.where, LAYER.sub(".…", held.box)
     return (held.where, held.path) if held.graph else None
@@ -70,9 +81,15 @@ def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | 
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
     if max(len(by_step), len(by_forward)) < SEVERAL or _is_a_window(place, group, facts):
         return None
+    has_a_name = group[0].held is not None
+    if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
+        return None  # later steps did not need more
     if len(by_step) >= SEVERAL and _goes_on(group, facts):
         earlier = [kept for time, kept in by_step if time < facts.peak_time]
-        rounds, old = len(earlier), [holder for kept in earlier for holder in kept]
+        rounds = len(earlier)
+        old = [
+            holder for kept in earlier for holder in kept if not _may_be_the_batch(holder, facts)
+        ]
         # At a peak after a step, other forwards of this step have kept something as well.
         for kept in by_forward[:-1]:
             old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
@@ -86,6 +103,19 @@ def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | 
         condition = "If those of only one forward are kept at a time"
         return replace(cause, needed_in="", stays=stays, condition=condition)
     return None
+
+
+OF_A_TRAINER = (
+    "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
+    "logits.argmax(-1), TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True "
+    "if no metric needs them. Results that the metric does not read, such as hidden states, are "
+    "turned off in the model (output_hidden_states=False). A smaller batch does not help."
+)
+WITHOUT_A_NAME = (
+    "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "
+    "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
+    "has zeros between its rows: take it of one row after another, and reduce each at once."
+)
 
 
 def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder]]]:
@@ -102,26 +132,38 @@ def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder
     return sorted(found.items())
 
 
+def _may_be_the_batch(holder: Holder, facts: Facts) -> bool:
+    """Whether it was made right before the peak's step, which may be in use of it."""
+    is_last = facts.time_of(holder) == facts.peak_time - 1
+    return is_last and holder.made_in == BETWEEN_STEPS and not belongs_to_training(holder)
+
+
 def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -> Cause | None:
     nbytes = total(old)
     if not old:
         return None
     each = nbytes // rounds
-    if nbytes < WORTH * facts.peak.total and each < GROWS * facts.peak.total:
+    goes_on = name == GROWTH and each >= GROWS * facts.peak.total
+    if nbytes < WORTH * facts.peak.total and not goes_on:
         return None
     held, _ = largest_held(old)
     kinds = Counter[str]()
     for holder in old:
         kinds[in_words(holder)] += holder.nbytes
     largest = "; ".join(words for words, _ in kinds.most_common(LINES))
+    by = "something that has no name" if held is None else f"`{name_of(held)}`"
     evidence = (
-        f"{_of_the_peak(nbytes, facts)} are kept by `{name_of(held)}`: {len(old)} tensors of "
-        f"{rounds} {unit}s, about {format_bytes(each)} a {unit}: {largest}."
+        f"{_of_the_peak(nbytes, facts)} are kept by {by}: {len(old)} tensors of {rounds} {unit}s, "
+        f"about {format_bytes(each)} a {unit}: {largest}."
     )
-    remedy = _remedy(held, old, name == COLLECTED)
+    remedy = WITHOUT_A_NAME if held is None else _remedy(held, old, name == COLLECTED)
     needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
     lines = lines_of_results(old, facts)
-    return Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
+    cause = Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
+    if held is not None and STATES in held.box:
+        condition = f"If the history has {HISTORY} steps"
+        return replace(cause, stays=min(nbytes, HISTORY * each), condition=condition)
+    return cause
 
 
 def _of_the_peak(nbytes: int, facts: Facts) -> str:
@@ -129,26 +171,41 @@ def _of_the_peak(nbytes: int, facts: Facts) -> str:
 
 
 def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
-    """The group without weights that are updated, and without their gradients and states."""
-    old, replaced = [], Counter[str]()
-    gradients = []
+    """The group without weights and states that are in use, and without their gradients.
+
+    They are of an earlier round if they were not updated after the next ones like them were made.
+    """
+    births = defaultdict[tuple, set[int]](set)
+    for holder in facts.at_peak:
+        births[_kind(holder)].add(holder.step)
+    old, gradients, replaced = [], [], Counter[str]()
     for holder in group:
-        if holder.category == "gradients":
+        path = "" if holder.held is None else holder.held.path
+        if path.endswith(".grad"):
             gradients.append(holder)
-        elif not belongs_to_training(holder):
+            continue
+        is_history = STATES in name_of(holder.held) if holder.held else False
+        may_be_in_use = holder.category in ("parameters", "optimizer") and not is_history
+        if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
             old.append(holder)
-        elif holder.updated < facts.peak.step - 1:
-            old.append(holder)
-            replaced[holder.held.path] += 1
+            replaced[path] += 1
     gradients.sort(key=lambda holder: holder.samples[0])
     for holder in gradients:
         weight = holder.held.path.removesuffix(".grad")
         if replaced[weight] > 0:
             replaced[weight] -= 1
             old.append(holder)
-    if not any(holder.category == "parameters" for holder in old):
-        return [holder for holder in old if holder.category != "optimizer"]
     return old
+
+
+def _is_replaced(holder: Holder, births: set[int]) -> bool:
+    """Whether others of its kind, made in ``births``, have taken the place of a weight or state."""
+    later = [step for step in births if step > holder.step]
+    return bool(later) and holder.updated <= min(later)
+
+
+def _kind(holder: Holder) -> tuple:
+    return holder.category, holder.shape, holder.dtype
 
 
 def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
@@ -158,7 +215,8 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
         return []
     for holder in sorted(holders, key=lambda holder: holder.samples[0]):
         begun = facts.last_begun(holder.samples[0])
-        if begun is not None and begun.has_weights:
+        of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
+        if of_an_evaluation and facts.time_of(holder) >= 0:  # data was there before
             found[begun.samples[0]].append(holder)
     return list(found.values())
 
@@ -207,17 +265,38 @@ def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
 
 
 def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
+    """What to do about most of the bytes that one name keeps."""
     name = name_of(held)
-    trained = [holder for holder in holders if belongs_to_training(holder)]
-    if 2 * total(trained) > total(holders):
+    kinds = Counter[str]()
+    for holder in holders:
+        kind = holder.category if belongs_to_training(holder) else "other"
+        if holder.computed_from == "parameters":
+            kind = "parameters"  # copies of weights
+        in_a_graph = holder.held is not None and holder.held.graph
+        kinds["graphs" if in_a_graph else kind] += holder.nbytes
+    most = kinds.most_common(1)[0][0]
+    if STATES in held.box:
         return (
-            f"the models of earlier rounds are kept. Put their results into `{name}` as numbers, "
+            "the optimizer keeps a history of its steps: give it a shorter one, "
+            f"torch.optim.LBFGS(..., history_size={HISTORY})."
+        )
+    if most == "graphs":
+        return detached(name)
+    if most == "gradients":
+        return (
+            f"`{name}` keeps gradients of earlier steps: keep a number of each, "
+            "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
+        )
+    if most != "other":
+        return (
+            f"the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
             "and weights that are needed again on the host: {name: t.cpu() for name, t in "
             "model.state_dict().items()}."
         )
-    in_graphs = [holder for holder in holders if holder.held is not None and holder.held.graph]
-    if 2 * total(in_graphs) > total(holders):
-        return detached(name)
+    return _remedy_by_owner(held, name, in_an_evaluation, any(map(larger_than_its_tensor, holders)))
+
+
+def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_ones: bool) -> str:
     if held.kind == "cache":
         return (
             f"the cache of `{name}` keeps all its results: give it a limit, "
@@ -233,6 +312,8 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
             "fill it only where something takes it out again."
         )
     if in_an_evaluation:
+        if not held.in_script:
+            return OF_A_TRAINER
         return (
             f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
             "smaller batch does not help."
@@ -241,7 +322,7 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
         f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
         "tensor; and empty it when it has been used."
     )
-    if any(map(larger_than_its_tensor, holders)):
+    if in_larger_ones:
         remedy += (
             " A loss of one number can lie in a storage as large as the tensor that it was computed"
             " from, and .detach() keeps this storage: use .item()."

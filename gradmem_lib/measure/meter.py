@@ -73,7 +73,7 @@ class Meter(ParameterMeter):
         self.is_running = False
 
     # what walks may take in addition to their share of the run's time
-    seconds_for_walks = 0.0
+    seconds_for_walks = 0.5
     walks_everywhere = False  # also behind the names of all libraries, once
 
     def __enter__(self) -> Self:

@@ -435,7 +435,7 @@ class MemoryTracker:
     def _holders_of(
         self, entries: Iterable[Entry], likely: dict[int, Held] | None = None
     ) -> list[Holder]:
-        """``likely``: who holds those that no walk has met, by the address of the entry."""
+        """``likely``: who holds what no walk has met, or met too early, by the entry's address."""
         named = self._meter.module_names()
         holders = []
         for entry in entries:
@@ -456,7 +456,7 @@ class MemoryTracker:
                     is_result=is_result(entry),
                     computed_from=_category_name(source_of(entry)),
                     updated=last_update_of(entry),
-                    held=holder_of(entry) or (likely or {}).get(id(entry)),
+                    held=(likely or {}).get(id(entry)) or holder_of(entry),
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))

@@ -30,6 +30,8 @@ class Walks:
     def look(self, frame: FrameType | None) -> None:
         """Walk, if it is worth it and there is time for it."""
         self.recording.drain()
+        if not self.height:  # nothing is old before the first forward
+            self.height = self.recording.total
         if self.count >= MOST_WALKS or self.recording.total <= HIGHER * self.height:
             return
         allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
@@ -61,21 +63,33 @@ class Walks:
 
 
 def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
-    """By the address of an entry that no walk has met: who holds what the same line and module have
-    made by the same operation, if most of those bytes that were met agree.
+    """By the address of an entry: who holds what the same line and module have made by the same
+    operation, if most of those bytes that were met agree.
+
+    It is of entries that no walk has met, and of those that only a variable had then: the newest
+    one of a list is in a variable as well, which has the shorter path.
     """
     votes = defaultdict[tuple, Counter[Held]](Counter)
+    met = Counter[tuple]()
     for entry in entries:
         held = holder_of(entry)
-        if held is not None:
-            votes[_made(entry)][held] += entry.nbytes
+        if held is None:
+            continue
+        met[_made(entry)] += entry.nbytes
+        # The entries of a dict have names of their own, and are in the same dict.
+        for path in {held.path, held.box or held.path}:
+            votes[_made(entry)][held._replace(path=path)] += entry.nbytes
+    agreed = {}
+    for kind, of_its_kind in votes.items():
+        most = [held for held, nbytes in of_its_kind.items() if 2 * nbytes > met[kind]]
+        if most:
+            agreed[kind] = max(most, key=lambda held: len(held.path))
     likely = {}
     for entry in entries:
-        if holder_of(entry) is None and _made(entry) in votes:
-            of_its_kind = votes[_made(entry)]
-            held, nbytes = of_its_kind.most_common(1)[0]
-            if 2 * nbytes > of_its_kind.total():
-                likely[id(entry)] = held
+        held, of_most = holder_of(entry), agreed.get(_made(entry))
+        in_a_variable = held is not None and not held.box and not held.graph
+        if of_most is not None and (held is None or (in_a_variable and of_most.box)):
+            likely[id(entry)] = of_most
     return likely
 
 

@@ -169,7 +169,7 @@ PROGRAMS = {
         "    return len(results)\n"
         "evaluate()\n",
         "append(net(torch.randn(512, 64)))",
-        "append(net(torch.randn(512, 64)).argmax(-1))",
+        "append(net(torch.randn(512, 64)).argmax(-1).byte())",
         COLLECTED,
         "`results['out']`",
         "append(net(",

@@ -266,7 +266,7 @@ def heads_of_rounds(tracked: bool, keeps: bool) -> MemoryTracker:
 def test_models_of_earlier_rounds_are_named_beside_one_in_use(tracked):
     before = diagnose(heads_of_rounds(tracked, keeps=True))
     cause = before.causes[0]
-    assert cause.name == GROWTH and "models of earlier rounds" in cause.remedy
+    assert cause.name == GROWTH and "weights of earlier rounds" in cause.remedy
     assert cause.nbytes >= 6 * 4 * (128 * 256 + 256)
     measured = heads_of_rounds(tracked, keeps=False).peak.total
     assert measured <= peak_without(cause, before.facts)[0] < before.peak.total
