@@ -6,9 +6,9 @@ The place of a row counts too: a plan prefers the earlier of two optimizers that
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from .rows import Rows
 
@@ -35,6 +35,17 @@ class ClosedForm:
     tensors: int = 0
 
 
+class Bytes(NamedTuple):
+    """Bytes for each number: so many times the bytes of a weight, and ``own`` besides."""
+
+    weights: float = 0
+    own: float = 0
+
+    def at(self, width: float) -> float:
+        """``width``: the bytes of a weight."""
+        return self.weights * width + self.own
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """All that is known of an optimizer. The defaults refuse: what a row does not say, the library
@@ -48,11 +59,10 @@ class OptimizerSpec:
         settings: what else the class takes. Variants are always explicit, since torch would choose
             them by device.
         learning_rate: where the usual one would be wrong.
-        state_bytes: from the bytes of a weight to the bytes of all its states, for each number that
-            has states.
+        state_bytes: of all states, for each number that has states.
         factored: only the rows and columns of a matrix have states, not each of its numbers.
-        step_traffic: from the bytes of a weight to the bytes that a step reads and writes for each
-            number, besides the weight (read and written) and its gradient (read).
+        step_traffic: what a step reads and writes for each number, besides the weight (read and
+            written) and its gradient (read).
         closed_form: ``None`` if it has none: ``accounting`` refuses it then.
         takes_momentum: ``Recipe(momentum=...)`` is for it: one more state in the weights' dtype.
         master: the class, as in ``made_by``, that keeps float32 copies of weights in 16 bits.
@@ -71,8 +81,8 @@ class OptimizerSpec:
 
     words: str
     made_by: str
-    state_bytes: Callable[[float], float]
-    step_traffic: Callable[[float], float]
+    state_bytes: Bytes
+    step_traffic: Bytes
     settings: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     factored: bool = False
@@ -88,7 +98,7 @@ class OptimizerSpec:
     adam_settings: bool = False
 
     def __post_init__(self) -> None:
-        fraction = self.state_bytes(4) % 1
+        fraction = self.state_bytes.at(4) % 1
         if self.closed_form is not None and (self.factored or fraction):
             raise ValueError(
                 f"{self.made_by} has a closed_form, and accounting multiplies whole bytes of "
@@ -97,14 +107,14 @@ class OptimizerSpec:
 
     def bytes_of_states(self, width: float, momentum: float = 0.0) -> float:
         """Bytes of all states of a number that has states. ``width``: the bytes of a weight."""
-        nbytes = self.state_bytes(width)
+        nbytes = self.state_bytes.at(width)
         if momentum:
             nbytes += width  # the running sum of gradients
         return nbytes
 
     def bytes_of_a_step(self, width: float, momentum: float = 0.0) -> float:
         """Bytes that a step reads and writes for each number, besides weight and gradient."""
-        nbytes = self.step_traffic(width)
+        nbytes = self.step_traffic.at(width)
         if momentum:
             nbytes += 2 * width  # the running sum is read and written
         return nbytes
@@ -117,90 +127,44 @@ class OptimizerSpec:
         return (rows + columns) * math.prod(matrices)
 
 
-def _nothing(width: float) -> float:
-    return 0
-
-
-def _two_moments(width: float) -> float:
-    return 2 * width
-
-
-def _two_moments_read_and_written(width: float) -> float:
-    return 2 * 2 * width
-
-
-def _two_bytes_and_scales(width: float) -> float:
-    return 2 + 2 * 4 / BLOCK
-
-
-def _two_bytes_read_and_written(width: float) -> float:
-    return 2 * 2
-
-
-def _one_in_float32(width: float) -> float:
-    return 4
-
-
-def _one_moment(width: float) -> float:
-    return width
-
-
-def _adafactor_in_float32(width: float) -> float:
-    return 17 * 4  # a dozen operations on float32 copies of a tensor read or write it 17 times
-
-
-def _adafactor_of_torch(width: float) -> float:
-    return 14 * width  # its operations read or write the tensor 14 times
-
-
 # Temporaries of Adam's denominator: "foreach" (the default of torch.optim.AdamW on CUDA) makes one
 # for all parameters at once, and the plain loop makes two for one tensor at a time.
+_ADAMW = OptimizerSpec(
+    words="AdamW, one parameter after another",
+    made_by="torch.optim.AdamW",
+    settings={"foreach": False, "fused": False},
+    state_bytes=Bytes(2),
+    step_traffic=Bytes(4),  # both moments are read and written
+    closed_form=ClosedForm(counters=True, tensors=2),
+    master="techniques.precision.MasterAdamW",
+    steps_shards=True,
+    trainer_name="adamw_torch",
+    adam_settings=True,
+)
 OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
     "optimizer",
     OptimizerSpec,
     {
-        "adamw": OptimizerSpec(
-            words="AdamW, one parameter after another",
-            made_by="torch.optim.AdamW",
-            settings={"foreach": False, "fused": False},
-            state_bytes=_two_moments,
-            step_traffic=_two_moments_read_and_written,
-            closed_form=ClosedForm(counters=True, tensors=2),
-            master="techniques.precision.MasterAdamW",
-            steps_shards=True,
-            trainer_name="adamw_torch",
-            adam_settings=True,
-        ),
-        "adamw-foreach": OptimizerSpec(
+        "adamw": _ADAMW,
+        "adamw-foreach": replace(
+            _ADAMW,
             words="AdamW on all parameters at once, with a temporary copy of the model",
-            made_by="torch.optim.AdamW",
             settings={"foreach": True, "fused": False},
-            state_bytes=_two_moments,
-            step_traffic=_two_moments_read_and_written,
             closed_form=ClosedForm(counters=True, whole_model=1),
-            master="techniques.precision.MasterAdamW",
-            steps_shards=True,
-            trainer_name="adamw_torch",
-            adam_settings=True,
         ),
-        "adamw-fused": OptimizerSpec(
+        "adamw-fused": replace(
+            _ADAMW,
             words="AdamW in one kernel, in place",
-            made_by="torch.optim.AdamW",
             settings={"foreach": False, "fused": True},
-            state_bytes=_two_moments,
-            step_traffic=_two_moments_read_and_written,
             closed_form=ClosedForm(counters=True),
-            master="techniques.precision.MasterAdamW",
-            steps_shards=True,
             planned=True,
             trainer_name="adamw_torch_fused",
-            adam_settings=True,
         ),
         "adamw-8bit": OptimizerSpec(
             words="AdamW with one byte for each number of its states",
             made_by="techniques.optimizers.AdamW8bit",
-            state_bytes=_two_bytes_and_scales,
-            step_traffic=_two_bytes_read_and_written,
+            state_bytes=Bytes(own=2 + 2 * 4 / BLOCK),
+            step_traffic=Bytes(own=4),
             no_master=(
                 "8-bit states and a float32 copy of the weights pull in opposite directions: "
                 "choose optimizer='adamw' with float32-master, or precision='bf16' with adamw-8bit"
@@ -216,8 +180,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
                 "stochastically: no update is lost on average"
             ),
             made_by="techniques.precision.StochasticAdamW",
-            state_bytes=_two_moments,
-            step_traffic=_two_moments_read_and_written,
+            state_bytes=_ADAMW.state_bytes,
+            step_traffic=_ADAMW.step_traffic,
             rounds_by_chance=True,
             adam_settings=True,
         ),
@@ -230,9 +194,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
             made_by="transformers.optimization.Adafactor",
             # those of transformers' Trainer
             settings={"scale_parameter": False, "relative_step": False},
-            state_bytes=_one_in_float32,
+            state_bytes=Bytes(own=4),
             factored=True,
-            step_traffic=_adafactor_in_float32,
+            # a dozen operations on float32 copies of a tensor read or write it 17 times
+            step_traffic=Bytes(own=17 * 4),
             trainer_name="adafactor",
         ),
         "adafactor-torch": OptimizerSpec(
@@ -243,17 +208,17 @@ OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
             made_by="torch.optim.Adafactor",
             settings={"eps": ADAFACTOR_EPS, "foreach": False},
             learning_rate=RELATIVE_RATE,
-            state_bytes=_one_moment,
+            state_bytes=Bytes(1),
             factored=True,
-            step_traffic=_adafactor_of_torch,
+            step_traffic=Bytes(14),  # its operations read or write the tensor 14 times
             planned=True,
         ),
         "sgd": OptimizerSpec(
             words="no state; one state with momentum",
             made_by="torch.optim.SGD",
             settings={"foreach": False},
-            state_bytes=_nothing,
-            step_traffic=_nothing,
+            state_bytes=Bytes(),
+            step_traffic=Bytes(),
             closed_form=ClosedForm(),
             takes_momentum=True,
             steps_shards=True,

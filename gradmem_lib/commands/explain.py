@@ -10,7 +10,7 @@ from pathlib import Path
 from .model_step import answer
 from .predict import as_text, predicted
 from .readers import count
-from .step_options import MODEL, add_loop_options, add_recipe_options
+from .step_options import MODEL, add_step_options
 from .terminal import complain, wrapped
 
 LONGEST_PATH = 4096  # a longer text cannot be the name of a file
@@ -32,8 +32,7 @@ def add(commands) -> None:
     )
     option("--model", help=MODEL)
     option("--batch-size", type=count, metavar="N", help="rows of one optimizer step")
-    add_recipe_options(option)
-    add_loop_options(option)
+    add_step_options(option)
     explain.set_defaults(
         run=_explain,
         command=_lay_prediction_beside,

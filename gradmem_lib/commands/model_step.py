@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from importlib.resources import files
 
 from ..hf_names import PICTURES_ALONE
+from ..training.recipe import Recipe
+from .step_options import chosen
 from .terminal import complain, saying
 
 
@@ -59,16 +61,10 @@ def _problem_of_plan(options: argparse.Namespace) -> str:
 def _problem_of_step(options: argparse.Namespace) -> str:
     if options.batch_size is None:
         return "--batch-size is missing: give the rows of one optimizer step, such as 8"
-    if options.batch_size % options.accumulation:
-        return (
-            f"--batch-size {options.batch_size} cannot be cut into {options.accumulation} equal "
-            f"micro-batches: give a multiple of {options.accumulation}, or another --accumulation"
-        )
-    if options.in_backward and options.accumulation > 1:
-        return (
-            "--in-backward frees each gradient as soon as it is complete, and --accumulation "
-            f"{options.accumulation} adds them up: choose one of the two"
-        )
+    try:
+        chosen(Recipe, options).micro_batch(options.batch_size)
+    except ValueError as error:
+        return command_words(str(error), vars(options))
     return ""
 
 

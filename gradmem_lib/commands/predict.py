@@ -6,9 +6,11 @@ import argparse
 import json
 from typing import Any
 
+from ..prediction.loop import Loop
+from ..training.recipe import Recipe
 from .model_step import answer
 from .readers import count, one_of, rank
-from .step_options import MODEL, add_loop_options, add_recipe_options
+from .step_options import MODEL, add_step_options, chosen
 
 
 def add(commands) -> None:
@@ -18,8 +20,7 @@ def add(commands) -> None:
     option(
         "--batch-size", type=count, required=True, metavar="N", help="rows of one optimizer step"
     )
-    add_recipe_options(option)
-    add_loop_options(option)
+    add_step_options(option)
     option(
         "--ranks",
         type=count,
@@ -52,23 +53,18 @@ def _predict(options: argparse.Namespace) -> int:
 def predicted(options: argparse.Namespace) -> tuple[str, Any]:
     """The model's title, and the prediction of the step that the options describe."""
     from ..planning.models import find_model
-    from ..prediction.loop import Loop
     from ..prediction.predict import predict
-    from ..training.recipe import Recipe
 
-    given = vars(options)
-    recipe = Recipe(**{name: given[name] for name in Recipe.__dataclass_fields__})
-    loop = Loop(**{name: given[name] for name in Loop.__dataclass_fields__})
     config, title = find_model(options.model)
     prediction = predict(
         config,
         batch_size=options.batch_size,
         seq_len=options.seq_len,
-        recipe=recipe,
+        recipe=chosen(Recipe, options),
         target=options.target,
         ranks=options.ranks,
         rank=options.rank,
-        loop=loop,
+        loop=chosen(Loop, options),
         rope_factor=options.rope_factor,
     )
     return title, prediction

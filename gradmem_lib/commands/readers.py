@@ -39,32 +39,28 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part for part in parts if part)
 
 
-def one_of(known: Iterable[str], *, or_none: bool = False) -> Callable[[str], str | None]:
-    """A reader of one of these names; ``or_none``: "none" is allowed, too."""
-    known = list(known)
-
-    def read(text: str) -> str | None:
-        if or_none and _is_none(text):
-            return None
-        if text not in known:
-            allowed = [*known, "none"] if or_none else known
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(allowed)}")
-        return text
-
-    return read
-
-
 def dashed(name: str) -> str:
     """A name as a command line writes it: ``after-step`` for ``after step``."""
     return name.replace(" ", "-")
 
 
-def one_of_dashed(known: Iterable[str]) -> Callable[[str], str | None]:
-    """A reader of one of these names, which a command line writes with dashes for spaces."""
-    read_dashed = one_of([dashed(name) for name in known])
+def one_of(known: Iterable[str], *, or_none: bool = False) -> Callable[[str], str | None]:
+    """A reader of one of these names, also with dashes for spaces; ``or_none``: "none" is allowed,
+    too.
+    """
+    values: dict[str, str | None] = {}
+    for name in known:
+        values[dashed(name)] = name
+    allowed = list(values)
+    if or_none:
+        allowed.append("none")
 
-    def read(text: str) -> str:
-        return read_dashed(dashed(text)).replace("-", " ")
+    def read(text: str) -> str | None:
+        if or_none and _is_none(text):
+            return None
+        if text not in known and text not in values:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(allowed)}")
+        return values[dashed(text)]
 
     return read
 

@@ -1,140 +1,114 @@
-"""The options that describe a training step, which ``predict`` and ``explain`` share."""
+"""The options that describe a training step, which ``predict`` and ``explain`` share.
+
+Each is a field of ``Recipe`` or ``Loop`` by the same name, and has the field's default. What a
+command line says of it stands in one table of words.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from dataclasses import fields
+from types import NoneType
+from typing import get_args, get_type_hints
 
-from ..names import (
-    ATTENTION,
-    CHECKPOINTING,
-    LOOP_KEEPS,
-    OFFLOAD,
-    OPTIMIZERS,
-    PRECISIONS,
-    SELECTIVE,
-    SHARDING,
-    ZERO_GRAD,
-)
-from .readers import count, dashed, names, one_of, one_of_dashed, schedule
+from .. import names
+from ..prediction.loop import Loop
+from ..training.recipe import Recipe
+from . import readers
 
 MODEL = (
     "a well-known model (Qwen2.5-7B, GPT-2 XL, ...), a folder, a config.json, or a hub id "
     "(needs a network)"
 )
 
-
-def add_recipe_options(add: Callable) -> None:
-    """Every option but the first one is a field of ``Recipe``, by the same name."""
-    add("--seq-len", type=count, metavar="N", help="tokens in a row (not for images)")
-    add(
-        "--precision",
-        type=one_of(PRECISIONS, or_none=True),
-        default="float32",
-        metavar="P",
-        help=", ".join(PRECISIONS),
-    )
-    add(
-        "--optimizer",
-        type=one_of(OPTIMIZERS),
-        default="adamw",
-        metavar="O",
-        help=", ".join(OPTIMIZERS),
-    )
-    add("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
-    add(
-        "--in-backward",
-        action="store_true",
-        help="step each parameter in backward and free its gradient",
-    )
-    add(
-        "--attention",
-        type=one_of(ATTENTION, or_none=True),
-        default="fused",
-        metavar="A",
-        help=", ".join((*ATTENTION, "none")),
-    )
-    schedules = ", ".join((*CHECKPOINTING, *SELECTIVE))
-    add(
-        "--checkpointing",
-        type=schedule,
-        metavar="C",
-        help=f"{schedules}, layers in a segment (4), or segments (4,3,2)",
-    )
-    add("--every-n-layers", type=count, metavar="N", help="checkpoint one layer in N")
-    add(
-        "--layers",
-        type=names,
-        default=(),
-        metavar="NAMES",
-        help="only these lists of layers, such as model.decoder.layers",
-    )
-    add(
-        "--offload",
-        type=one_of(OFFLOAD, or_none=True),
-        metavar="O",
-        help="moved away until backward: " + ", ".join(OFFLOAD),
-    )
-    add(
-        "--sharding",
-        type=one_of(SHARDING, or_none=True),
-        metavar="S",
-        help="over several processes: " + ", ".join(SHARDING),
-    )
-    add(
-        "--accumulation",
-        type=count,
-        default=1,
-        metavar="K",
-        help="micro-batches that the batch is cut into",
-    )
-    add("--lora-rank", type=count, metavar="R", help="train low-rank additions and freeze the rest")
-    add(
-        "--lora-targets",
-        type=names,
-        default=(),
-        metavar="NAMES",
-        help="layers that get one, such as q_proj,v_proj, or all-linear",
-    )
-    add("--lora-alpha", type=float, metavar="A", help="their scale times the rank")
-    add("--lora-dropout", type=float, default=0.0, metavar="P", help="of their inputs")
-    add(
-        "--quantized-base",
-        action="store_true",
-        help="keep the frozen layers in 4 bits (with --lora-rank)",
-    )
-    add("--chunked-loss", action="store_true", help="never hold all logits at once")
-    add(
-        "--float32-sums",
-        action="store_true",
-        help="add up gradients of 16 bits in float32 over the micro-batches",
-    )
+# A field, the letter for its value, and its line of help, in which {} are the names of CHOICES. A
+# switch, whose default is False, has no value.
+RECIPE = """
+precision       P      {}
+optimizer       O      {}
+momentum        M      of sgd
+in_backward     -      step each parameter in backward and free its gradient
+attention       A      {}, none
+checkpointing   C      {}, layers in a segment (4), or segments (4,3,2)
+every_n_layers  N      checkpoint one layer in N
+layers          NAMES  only these lists of layers, such as model.decoder.layers
+offload         O      moved away until backward: {}
+sharding        S      over several processes: {}
+accumulation    K      micro-batches that the batch is cut into
+lora_rank       R      train low-rank additions and freeze the rest
+lora_targets    NAMES  layers that get one, such as q_proj,v_proj, or all-linear
+lora_alpha      A      their scale times the rank
+lora_dropout    P      of their inputs
+quantized_base  -      keep the frozen layers in 4 bits (with --lora-rank)
+chunked_loss    -      never hold all logits at once
+float32_sums    -      add up gradients of 16 bits in float32 over the micro-batches
+"""
+LOOP = """
+zero_grad       W      where the loop frees gradients: {}
+keeps           K      what a variable of the loop holds until the next step: {}
+clips           -      clip the norm of the gradients before the step
+shifted_logits  -      the loss of transformers before 4.45, with float32 copies of the logits
+"""
+CHOICES = {
+    "precision": names.PRECISIONS,
+    "optimizer": names.OPTIMIZERS,
+    "attention": names.ATTENTION,
+    "checkpointing": (*names.CHECKPOINTING, *names.SELECTIVE),
+    "offload": names.OFFLOAD,
+    "sharding": names.SHARDING,
+    "zero_grad": names.ZERO_GRAD,
+    "keeps": names.LOOP_KEEPS,
+}
+# Where the type of a field does not say how its value is written.
+READERS = {
+    "checkpointing": readers.schedule,
+    "layers": readers.names,
+    "lora_targets": readers.names,
+}
 
 
-def add_loop_options(add: Callable) -> None:
-    """Every option but the first one is a field of ``Loop``, by the same name."""
+def add_step_options(add: Callable) -> None:
+    """The length of a row, all fields of ``Recipe``, the scaling of RoPE, all of ``Loop``."""
+    add("--seq-len", type=readers.count, metavar="N", help="tokens in a row (not for images)")
+    _add_fields(add, Recipe, RECIPE)
     add(
         "--rope-factor",
         type=float,
         metavar="F",
         help="RoPE scaling: the model takes F times as many tokens in a row as its config says",
     )
-    places = ", ".join(dashed(name) for name in ZERO_GRAD)
-    add(
-        "--zero-grad",
-        type=one_of_dashed(ZERO_GRAD),
-        default=ZERO_GRAD[0],
-        metavar="W",
-        help=f"where the loop frees gradients: {places}",
-    )
-    add(
-        "--keeps",
-        type=one_of(LOOP_KEEPS, or_none=True),
-        metavar="K",
-        help="what a variable of the loop holds until the next step: " + ", ".join(LOOP_KEEPS),
-    )
-    add("--clips", action="store_true", help="clip the norm of the gradients before the step")
-    add(
-        "--shifted-logits",
-        action="store_true",
-        help="the loss of transformers before 4.45, with float32 copies of the logits",
-    )
+    _add_fields(add, Loop, LOOP)
+
+
+def _add_fields(add: Callable, settings: type, table: str) -> None:
+    types = get_type_hints(settings)
+    for row in table.strip().splitlines():
+        name, metavar, words = row.split(maxsplit=2)
+        option = "--" + name.replace("_", "-")
+        default = getattr(settings, name)
+        if default is False:
+            add(option, action="store_true", help=words)
+            continue
+        choices = map(readers.dashed, CHOICES.get(name, ()))
+        add(
+            option,
+            type=_reader(name, types[name]),
+            default=default,
+            metavar=metavar,
+            help=words.format(", ".join(choices)),
+        )
+
+
+def _reader(name: str, type_of_field: type) -> Callable:
+    if name in READERS:
+        return READERS[name]
+    allowed = get_args(type_of_field) or (type_of_field,)  # int and None for int | None
+    if name in CHOICES:
+        return readers.one_of(CHOICES[name], or_none=NoneType in allowed)
+    return readers.count if int in allowed else float
+
+
+def chosen(settings: type, options: argparse.Namespace):
+    """The ``Recipe`` or the ``Loop`` that the options describe."""
+    return settings(**{field.name: getattr(options, field.name) for field in fields(settings)})

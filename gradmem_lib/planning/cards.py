@@ -45,18 +45,6 @@ class Card:
         return self.capability >= (8, 0)
 
 
-def _card(name, gib, half, single, bandwidth, capability, *, lanes=16, nvlink=0) -> Card:
-    major, minor = divmod(round(10 * capability), 10)
-    generation = 3  # of PCIe: cards of one architecture share it
-    if major >= 9:
-        generation = 5
-    elif major >= 8:
-        generation = 4
-    bus = BUSES[f"PCIe {generation}"] * lanes / 16
-    rates = half * _TERA, single * _TERA, bandwidth * _GIGA
-    return Card(name, round(gib * GiB), *rates, (major, minor), bus, nvlink * _GIGA)
-
-
 def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
     """The time in which ``nbytes`` cross the bus between ``card`` and its host once: estimated, at
     ``BUS_UTILIZATION`` of its rate.
@@ -73,32 +61,48 @@ def seconds_between(nbytes: float, card: Card | str | int) -> float:
 
 # Memory: the total capacity in PyTorch's out-of-memory message on Linux, to two digits. The nominal
 # figure in a name is in GiB too: the driver keeps 1 to 4 % of it, and 8 % where error correction
-# takes part of the GDDR6. Rates: the makers' data sheets for dense matrices with float32 sums.
-# NVLink: of modules (SXM), half of the stated rate, which is for both directions. An RTX 3090 can
-# have NVLink too (56), over a bridge that is sold separately.
-CARDS: dict[str, Card] = {
-    card.name: card
-    for card in (
-        _card("RTX 2060 6GB", 5.79, 26, 6.5, 336, 7.5),
-        _card("RTX 3070 8GB", 7.76, 41, 20, 448, 8.6),
-        _card("RTX 3080 10GB", 9.78, 60, 30, 760, 8.6),
-        _card("RTX 3060 12GB", 11.75, 25, 13, 360, 8.6),
-        _card("T4 16GB", 14.75, 65, 8.1, 320, 7.5),
-        _card("V100 16GB", 15.75, 125, 15.7, 900, 7.0, nvlink=150),
-        _card("RTX 4060 Ti 16GB", 15.60, 44, 22, 288, 8.9, lanes=8),
-        _card("RTX 4080 16GB", 15.60, 97, 49, 717, 8.9),
-        _card("L4 24GB", 22.03, 121, 30, 300, 8.9),
-        _card("A10G 24GB", 22.05, 70, 35, 600, 8.6),
-        _card("RTX 3090 24GB", 23.69, 71, 36, 936, 8.6),
-        _card("RTX 4090 24GB", 23.64, 165, 83, 1008, 8.9),
-        _card("RTX 5090 32GB", 31.36, 210, 105, 1792, 12.0),
-        _card("A100 40GB", 39.39, 312, 19.5, 1555, 8.0, nvlink=300),
-        _card("L40S 48GB", 44.40, 362, 92, 864, 8.9),
-        _card("A100 80GB", 79.15, 312, 19.5, 2039, 8.0, nvlink=300),
-        _card("H100 80GB", 79.10, 989, 67, 3350, 9.0, nvlink=450),
-        _card("H200 141GB", 139.80, 989, 67, 4800, 9.0, nvlink=450),
-    )
-}
+# takes part of the GDDR6. Rates: the makers' data sheets for dense matrices with float32 sums, in
+# 1e12 operations a second; "CUDA" is the compute capability, "lanes" those of PCIe.
+# NVLink in GB/s: of modules (SXM), half of the stated rate, which is for both directions. An RTX
+# 3090 can have NVLink too (56), over a bridge that is sold separately.
+TABLE = """
+name                   GiB  half  single  GB/s   CUDA  lanes  NVLink
+RTX 2060 6GB          5.79    26     6.5   336    7.5     16       0
+RTX 3070 8GB          7.76    41      20   448    8.6     16       0
+RTX 3080 10GB         9.78    60      30   760    8.6     16       0
+RTX 3060 12GB        11.75    25      13   360    8.6     16       0
+T4 16GB              14.75    65     8.1   320    7.5     16       0
+V100 16GB            15.75   125    15.7   900    7.0     16     150
+RTX 4060 Ti 16GB     15.60    44      22   288    8.9      8       0
+RTX 4080 16GB        15.60    97      49   717    8.9     16       0
+L4 24GB              22.03   121      30   300    8.9     16       0
+A10G 24GB            22.05    70      35   600    8.6     16       0
+RTX 3090 24GB        23.69    71      36   936    8.6     16       0
+RTX 4090 24GB        23.64   165      83  1008    8.9     16       0
+RTX 5090 32GB        31.36   210     105  1792   12.0     16       0
+A100 40GB            39.39   312    19.5  1555    8.0     16     300
+L40S 48GB            44.40   362      92   864    8.9     16       0
+A100 80GB            79.15   312    19.5  2039    8.0     16     300
+H100 80GB            79.10   989      67  3350    9.0     16     450
+H200 141GB          139.80   989      67  4800    9.0     16     450
+"""
+
+
+def _card(row: str) -> Card:
+    name, *figures = re.split(r"\s{2,}", row)
+    gib, half, single, bandwidth, capability, lanes, nvlink = map(float, figures)
+    major, minor = divmod(round(10 * capability), 10)
+    generation = 3  # of PCIe: cards of one architecture share it
+    if major >= 9:
+        generation = 5
+    elif major >= 8:
+        generation = 4
+    bus = BUSES[f"PCIe {generation}"] * lanes / 16
+    rates = half * _TERA, single * _TERA, bandwidth * _GIGA
+    return Card(name, round(gib * GiB), *rates, (major, minor), bus, nvlink * _GIGA)
+
+
+CARDS: dict[str, Card] = {card.name: card for card in map(_card, TABLE.strip().splitlines()[1:])}
 
 
 def find_card(card: Card | str | int) -> Card:
@@ -110,7 +114,11 @@ def find_card(card: Card | str | int) -> Card:
     """
     if isinstance(card, Card):
         return card
-    names = [n for n in CARDS if _plain(card) in _spellings(n)] if isinstance(card, str) else []
+    names = []
+    if isinstance(card, str):
+        for name in CARDS:
+            if _plain(card) in _spellings(name):
+                names.append(name)
     if len(names) > 1:
         raise ValueError(f"card={card!r} may be {' or '.join(map(repr, names))}: say which")
     if names:

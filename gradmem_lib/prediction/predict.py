@@ -27,9 +27,10 @@ from ..units import check_positive_int
 from . import allocator
 from .configs import find_config, most_positions, skeleton, stretched, title_of
 from .garbage import without_collections
-from .loop import Loop, check_loop
+from .loop import Loop
 from .notes import notes_of
 from .question import CannotTrace, Question, Source
+from .running_loop import check_loop
 from .short_traces import (
     MICRO_BATCHES,
     ShortTraces,

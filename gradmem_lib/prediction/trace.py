@@ -39,9 +39,10 @@ from .copies import fake_batch, fake_copy, missing_graph_error
 from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
 from .garbage import without_collections
-from .loop import Loop, RunningLoop
+from .loop import Loop
 from .question import CannotTrace, Question
 from .recorders import recorder_class
+from .running_loop import RunningLoop
 
 
 def traced(

@@ -12,17 +12,21 @@ everything inside the segment. The largest of these sums is the peak. In later s
 boundaries are alive, so the best schedules put long segments first.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from numbers import Real
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..names import CHECKPOINTING
 from ..units import check_positive_int, is_positive_int
-from .layer_bytes import LayerBytes
+
+if TYPE_CHECKING:
+    from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
 # Bytes, or whole multiples of any unit: one number for all layers, or one for each layer.

@@ -1,18 +1,22 @@
-"""A recipe: every decision that changes a training step's memory, in one place."""
+"""A recipe: every decision that changes a training step's memory, in one place.
+
+The command line reads the fields and their defaults, and does not wait for torch: it is imported
+where a dtype is asked for.
+"""
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..names import ATTENTION, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..optimizers import OPTIMIZERS
 from ..techniques.schedules import checked_schedule
 from ..units import check_positive_int
 
-# The dtypes of two bytes, by their names in the rows of PRECISIONS.
-_DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
-
+if TYPE_CHECKING:
+    import torch
 
 ALL_LINEAR = "all-linear"  # PEFT's word
 
@@ -285,7 +289,7 @@ class Recipe:
     def autocast_dtype(self) -> torch.dtype | None:
         if self.precision is None or not PRECISIONS[self.precision].autocast:
             return None
-        return _DTYPES[PRECISIONS[self.precision].narrow]
+        return _dtype(PRECISIONS[self.precision].narrow)
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -293,16 +297,16 @@ class Recipe:
         if self.precision is None:
             return None
         row = PRECISIONS[self.precision]
-        if row.weight == torch.float32.itemsize:
-            return torch.float32
+        if row.weight == 4:
+            return _dtype("float32")
         if self.with_masters and self.fully_sharded:  # each rank's shards are the exact weights
-            return torch.float32
-        return _DTYPES[row.narrow]
+            return _dtype("float32")
+        return _dtype(row.narrow)
 
     @property
     def gathered_dtype(self) -> torch.dtype | None:
         """The dtype that computes with weights that are cut over the ranks; ``None``: their own."""
-        return _DTYPES[PRECISIONS[self.precision].narrow] if self.with_masters else None
+        return _dtype(PRECISIONS[self.precision].narrow) if self.with_masters else None
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. Raises ``ValueError`` if the batch cannot be cut evenly."""
@@ -315,6 +319,15 @@ class Recipe:
                 "accumulation"
             )
         return batch_size // self.accumulation
+
+
+def _dtype(name: str) -> torch.dtype:
+    """The dtype that the rows of ``PRECISIONS`` call ``name``."""
+    import torch
+
+    if name == "bf16":
+        return torch.bfloat16
+    return getattr(torch, name)
 
 
 def _names_of_lists(given: object) -> tuple[str | tuple[str, ...], ...]:

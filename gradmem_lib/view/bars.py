@@ -12,15 +12,14 @@ from ..names import CATEGORIES
 from ..units import format_bytes
 from .style import (
     ALARM,
-    COLORS,
-    HATCHES,
     INK,
-    hatch_ink,
+    draw_entry,
+    draw_stack,
+    listed,
     new_figure,
     nice_step,
     scale_of,
     style,
-    swatch,
 )
 from .svg import ALARM_BOTH, frame, svg_halo, svg_label, svg_pattern
 
@@ -64,17 +63,7 @@ def plot_bars(
 
 
 def _draw_bar(ax: Axes, y: float, label: str, parts: Mapping[str, int], factor: float) -> None:
-    left = 0.0
-    for name in CATEGORIES:
-        width = parts.get(name, 0) / factor
-        if width:
-            look = {
-                "color": COLORS[name],
-                "hatch": HATCHES[name],
-                "edgecolor": hatch_ink(COLORS[name]),
-            }
-            ax.barh(y, width, 0.5, left=left, linewidth=0, **look)
-            left += width
+    draw_stack(ax, y, 0.5, parts, factor)
     on_top = {"zorder": 6}
     ax.text(0, 0.30 + y, label, ha="left", va="bottom", fontsize=8.5, **on_top)
     total = sum(parts.values())
@@ -99,9 +88,8 @@ def _draw_card(ax: Axes, name: str, x: float) -> None:
 
 def _draw_legend_row(figure: Figure, height: float) -> None:
     for i, name in enumerate(CATEGORIES):
-        x, y = 0.02 + i * 0.163, 0.2 / height
-        swatch(figure, name, (x, y), (0.021, 0.18 / height))
-        figure.text(x + 0.028, y, name, va="center_baseline", fontsize=8.5)
+        at = (0.02 + i * 0.163, 0.2 / height)
+        draw_entry(figure, name, at, (0.021, 0.18 / height), 0.028)
 
 
 def _bars_top(bars: Mapping[str, Mapping[str, int]], cards: Mapping[str, int]) -> int:
@@ -135,11 +123,11 @@ def bar_svg(
             f"no colour for {', '.join(unknown)}: the categories are {', '.join(CATEGORIES)}"
         )
     cards = dict(cards or {})
-    words = "; ".join(
-        f"{label}: {format_bytes(sum(parts.values()))} in all, of which "
-        + ", ".join(f"{name} {format_bytes(parts[name])}" for name in CATEGORIES if parts.get(name))
-        for label, parts in bars.items()
-    )
+    sums = []
+    for label, parts in bars.items():
+        in_order = {name: parts.get(name, 0) for name in CATEGORIES}
+        total = format_bytes(sum(parts.values()))
+        sums.append(f"{label}: {total} in all, of which {listed(in_order)}")
     card_lines = "".join(f" Line: {name}, {format_bytes(n)}." for name, n in cards.items())
     # The names of patterns must differ between two pictures of one page, and must be the same in
     # every run.
@@ -160,7 +148,7 @@ def bar_svg(
         for i, (label, parts) in enumerate(bars.items())
     ]
     shapes += [layout.axis(), layout.legend()]
-    words = f"{words}.{card_lines}"
+    words = f"{'; '.join(sums)}.{card_lines}"
     start = frame(key, width, layout.foot + 50, 13, title=title, words=words, defs=patterns)
     return f"{start}{''.join(shapes)}</svg>"
 

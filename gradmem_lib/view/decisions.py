@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..measure.diagnosis import TECHNIQUES
 from ..units import format_bytes, parse_bytes
 from .diagnosis import diagnose
-from .style import COLORS, HATCHES, INK, hatch_ink, new_figure, style
+from .style import INK, look_of, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,20 +64,8 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
             )
             for (phase, part), x in places.items():
                 if phase in technique.shrinks.get(part, ()):
-                    look = {
-                        "color": COLORS[part],
-                        "hatch": HATCHES[part],
-                        "alpha": 1 if now in (None, phase) else 0.25,
-                    }
-                    ax.barh(
-                        row,
-                        0.8,
-                        0.72,
-                        left=x - 0.4,
-                        linewidth=0,
-                        edgecolor=hatch_ink(COLORS[part]),
-                        **look,
-                    )
+                    faded = 1 if now in (None, phase) else 0.25
+                    ax.barh(row, 0.8, 0.72, left=x - 0.4, alpha=faded, **look_of(part))
             ax.text(right, row, technique.price, va="center", color=INK)
             if found:
                 lowest = found.lowest[technique.name]
@@ -95,14 +83,10 @@ def _words() -> str:
     """The picture in words, for those who do not see it."""
     rows = []
     for technique in TECHNIQUES:
-        shrinkable = {
-            phase: [p for p in parts if phase in technique.shrinks.get(p, ())]
-            for phase, (_, parts) in GROUPS.items()
-        }
-        where = "; ".join(
-            f"{GROUPS[phase][0]}: {', '.join(parts)}"
-            for phase, parts in shrinkable.items()
-            if parts
-        )
-        rows.append(f"{technique.name} ({where}), at the price of {technique.price}")
+        where = []
+        for phase, (title, parts) in GROUPS.items():
+            shrinkable = [part for part in parts if phase in technique.shrinks.get(part, ())]
+            if shrinkable:
+                where.append(f"{title}: {', '.join(shrinkable)}")
+        rows.append(f"{technique.name} ({'; '.join(where)}), at the price of {technique.price}")
     return f"Which technique can shrink which part of a peak, and its price. {'. '.join(rows)}."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .style import GRID, INK, new_figure, picture_bundle, style
+from .style import GRID, INK, joined, new_figure, picture_bundle, show_bundle, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def plot_paths(
         levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
         axes.contour(x, y, heights, levels=levels.tolist(), colors=GRID, linewidths=0.7, zorder=1)
         for name, path in paths.items():
-            color, dash, mark = STYLES[name if name in STYLES else ""]
+            color, dash, mark = STYLES.get(name, STYLES[""])
             points = path.detach().double().cpu()
             axes.plot(*points.T, color=color, linestyle=dash, linewidth=0.9, zorder=2)
             axes.plot(*points.T, color=color, linestyle="", marker=mark, markersize=2.6, zorder=3)
@@ -108,7 +108,7 @@ def plot_losses(
         figure = new_figure(7.8, 2.7)
         axes = figure.add_axes((0.06, 0.17, 0.68, 0.68))
         for name, losses in curves.items():
-            color, dash, mark = STYLES[name if name in STYLES else ""]
+            color, dash, mark = STYLES.get(name, STYLES[""])
             mean = [
                 sum(losses[max(0, i + 1 - smooth) : i + 1]) / min(i + 1, smooth)
                 for i in range(len(losses))
@@ -168,9 +168,5 @@ def show_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smoot
 
 
 def _show(figure: Figure, title: str, words: str) -> None:
-    from IPython.display import display
-
-    text = "Descent plot" + (f": {title}" if title else "")
-    alt = f"{title}: {words}" if title else words
-    data, metadata = picture_bundle(figure, alt, text)
-    display(data, metadata=metadata, raw=True)
+    text = joined("Descent plot", title)
+    show_bundle(*picture_bundle(figure, joined(title, words), text))

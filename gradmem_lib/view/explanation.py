@@ -10,7 +10,6 @@ import shutil
 import textwrap
 import traceback
 from dataclasses import dataclass, field
-from html import escape
 
 from ..measure.error_frames import Frame, frames_of, moment_of, own_line
 from ..measure.error_text import ErrorText, read_error
@@ -19,6 +18,7 @@ from .error_rows import NAMES, facts_of, figures_of, fill, rows_of
 from .next_command import command_after, step_of, words_before
 from .svg import frame as svg_frame
 from .svg import svg_text
+from .template import html_from
 
 # (sign of the text bar, colour) of each part, in the order of the bar.
 PARTS = {
@@ -75,6 +75,36 @@ WHAT_HELPS = {
     ),
 }
 
+PAGE = """
+<div>
+  {% for sentence in found.sentences %}<p>{{ sentence }}</p>{% endfor %}
+  {% if found.command %}<pre>{{ found.command }}</pre>{% endif %}
+  {{ bar | safe }}
+  {% if found.figures %}
+    <table>
+      {% for name, nbytes in found.figures.items() %}
+        <tr>
+          <td style='text-align:left'>{{ names[name] }}</td>
+          <td>{{ format_bytes(nbytes) }}</td>
+        </tr>
+      {% endfor %}
+    </table>
+  {% endif %}
+  {% for note in found.notes %}<p>{{ note }}</p>{% endfor %}
+</div>
+"""
+# One bar, and below it a line for each of its parts.
+BAR = """
+{{ start | safe }}
+{% for x, width, color, words in rows %}
+  {% set y = 60 + 20 * loop.index0 %}
+  <rect x="{{ "%.1f" % x }}" y="4" width="{{ "%.1f" % width }}" height="34" fill="{{ color }}"/>
+  <rect x="2" y="{{ y - 10 }}" width="12" height="12" fill="{{ color }}"/>
+  {{ svg_text(20, y, words, size=12) | safe }}
+{% endfor %}
+</svg>
+"""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -118,22 +148,8 @@ class Explanation:
         return "\n".join(lines).rstrip()
 
     def _repr_html_(self) -> str:
-        parts = []
-        for sentence in self.sentences:
-            parts.append(f"<p>{escape(sentence)}</p>")
-        if self.command:
-            parts.append(f"<pre>{escape(self.command)}</pre>")
-        if self.parts():
-            parts.append(_bar_svg(self.parts()))
-        if self.figures:
-            parts.append("<table>")
-            for name, nbytes in self.figures.items():
-                words = f"<td style='text-align:left'>{escape(NAMES[name])}</td>"
-                parts.append(f"<tr>{words}<td>{format_bytes(nbytes)}</td></tr>")
-            parts.append("</table>")
-        for note in self.notes:
-            parts.append(f"<p>{escape(note)}</p>")
-        return f"<div>{''.join(parts)}</div>"
+        bar = _bar_svg(self.parts()) if self.parts() else ""
+        return html_from(PAGE, found=self, bar=bar, names=NAMES, format_bytes=format_bytes)
 
 
 def _wrapped(sentences: tuple[str, ...], width: int) -> list[str]:
@@ -161,21 +177,17 @@ def _bar(parts: dict[str, int], width: int) -> list[str]:
 
 def _bar_svg(parts: dict[str, int], width: int = 760) -> str:
     total = sum(parts.values())
+    rows = []
+    x = 2.0
+    for name, nbytes in parts.items():
+        share = nbytes / total * (width - 4)
+        rows.append((x, share, PARTS[name][1], f"{NAMES[name]}, {format_bytes(nbytes)}"))
+        x += share
     words = ", ".join(f"{NAMES[name]}: {format_bytes(n)}" for name, n in parts.items())
     key = "gm" + hashlib.sha1(words.encode()).hexdigest()[:8]
     height = 46 + 20 * len(parts)
-    shapes = []
-    x = 2.0
-    for row, (name, nbytes) in enumerate(parts.items()):
-        color = PARTS[name][1]
-        share = nbytes / total * (width - 4)
-        y = 60 + 20 * row
-        shapes.append(f'<rect x="{x:.1f}" y="4" width="{share:.1f}" height="34" fill="{color}"/>')
-        shapes.append(f'<rect x="2" y="{y - 10}" width="12" height="12" fill="{color}"/>')
-        shapes.append(svg_text(20, y, f"{NAMES[name]}, {format_bytes(nbytes)}", size=12))
-        x += share
     start = svg_frame(key, width, height, 13, title="Where the memory is", words=words + ".")
-    return f"{start}{''.join(shapes)}</svg>"
+    return html_from(BAR, start=start, rows=rows, svg_text=svg_text)
 
 
 def explain(

@@ -33,7 +33,9 @@ from .style import (
     GROWING_HATCH,
     HATCHES,
     MAX_POINTS,
+    joined,
     picture_bundle,
+    show_bundle,
 )
 from .timeline import GROWING_WORDS, PHASE_LABELS, describe, peak_of, plot_timeline
 
@@ -156,7 +158,7 @@ def widget_class():
 
 def plain_text(title: str) -> str:
     """``text/plain`` of every output here. It never changes, since notebook tests compare it."""
-    return "MemoryTracker plot" + (f": {title}" if title else "")
+    return joined("MemoryTracker plot", title)
 
 
 def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
@@ -253,9 +255,7 @@ class LivePlot:
             if output is not None:
                 output.update(data, metadata=metadata, raw=True)
             else:
-                from IPython.display import display
-
-                display(data, metadata=metadata, raw=True)
+                show_bundle(data, metadata)
         finally:
             for widget in widgets:
                 if widget is not None:
@@ -294,12 +294,8 @@ def show_timeline(
 
     With ``GRADMEM_LIVE=0``, it is a still picture. Outside a notebook, nothing is displayed.
     """
-    if not in_kernel():
-        return
-    from IPython.display import display
-
-    data, metadata = finished_bundle(timeline, title=title, budget=budget, peak=peak)
-    display(data, metadata=metadata, raw=True)
+    if in_kernel():
+        show_bundle(*finished_bundle(timeline, title=title, budget=budget, peak=peak))
 
 
 def show_explorer(explorer, text: str) -> None:
@@ -311,10 +307,8 @@ def show_explorer(explorer, text: str) -> None:
     """
     if not in_kernel():
         return
-    from IPython.display import display
-
     data, metadata = explorer.still_bundle()
     if live():
         shown = place(explorer.widget()).html(still_html((data, metadata), STILL))
         data = {**data, "text/html": shown, "text/plain": text}
-    display(data, metadata=metadata, raw=True)
+    show_bundle(data, metadata)

@@ -6,7 +6,7 @@ It runs the library's own step, so it needs the bytes that were predicted.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,69 @@ from ..planning.models import known_model
 from ..planning.options import Option
 from ..prediction.configs import model_class
 from ..training.recipe import Recipe
+from .template import text_from
+
+PROGRAM = """\
+{% if cards > 1 %}
+# Save this as train.py, and start it {{ start }}
+{% endif %}
+{% if loop and cards > 1 %}
+from torch.distributed import destroy_process_group, init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
+{% elif loop %}
+from torch.utils.data import DataLoader
+{% endif %}
+{% if transformers_names %}
+from transformers import {{ transformers_names | join(", ") }}
+{% endif %}
+{% if cards > 1 or loop or transformers_names %}
+
+{% endif %}
+from gradmem_lib import {{ library_names | join(", ") }}
+
+{% if loop and cards > 1 %}
+mesh = init_device_mesh("{{ target }}", {{ mesh }})  # meets the other processes
+{% endif %}
+{% for line in loading %}
+{{ line }}
+{% endfor %}
+recipe = Recipe(
+{% for name, value in chosen.items() %}
+    {{ name }}={{ value }},
+{% endfor %}
+)
+{% if row is not none %}
+# A row of train_dataset:
+{% for words in row %}
+#   {{ words }}
+{% endfor %}
+{% endif %}
+{% if not loop %}
+trainer = make_trainer(model, recipe, batch_size={{ batch_size }}, train_dataset=train_dataset\
+{# The model is moved after the cast, so that the card does not hold it in float32 without need. #}
+{{ ", use_cpu=False" if target == "cuda" }})
+trainer.train()
+{% else %}
+model, optimizer, undo = prepare(model, recipe{{ ", mesh=mesh" if cards > 1 }})
+{% if target == "cuda" and cards == 1 %}
+{# on several cards, prepare has moved the model #}
+model.to("cuda")
+{% endif %}
+loader = DataLoader(train_dataset, {{ batch_size }}, \
+{{ "sampler=DistributedSampler(train_dataset), drop_last=True" if cards > 1 else "shuffle=True" }}\
+{{ ", collate_fn=default_data_collator" if row is none }})
+for rows in loader:
+{% if with_loss %}
+    {# `loss` is the user's function #}
+    value = step(model, optimizer, {{ batch }}, recipe, loss=loss)
+{% else %}
+    loss = step(model, optimizer, {{ batch }}, recipe)
+{% endif %}
+{% if cards > 1 %}
+destroy_process_group()
+{% endif %}
+{% endif %}
+"""
 
 
 def plan_code(
@@ -24,53 +87,39 @@ def plan_code(
 ) -> str:
     """Python that trains the model ``given``, with this ``config``, by ``option``.
 
-    It uses ``make_trainer`` if a ``Trainer`` can do it, else ``step``. The user defines
-    ``train_dataset`` (rows with ``labels``, or like those of ``example``), ``model`` or ``config``
-    if ``given`` is one of these, and ``loss`` if there was one. ``config`` is ``None`` for a module
-    that transformers does not know. For several cards the program is a script, and its first line
-    says how to start it.
+    It uses ``make_trainer`` if a ``Trainer`` can do it, else ``step``: for steps in backward, which
+    ``Trainer`` does not have, for sharding, which it does differently, and for a module or a loss
+    that it does not know. The user defines ``train_dataset`` (rows with ``labels``, or like those
+    of ``example``), ``model`` or ``config`` if ``given`` is one of these, and ``loss`` if there was
+    one. ``config`` is ``None`` for a module that transformers does not know. For several cards the
+    program is a script, and its first line says how to start it.
     """
     recipe = option.recipe
     # make_trainer has no loss=, and Trainer's batches have tensors only.
     trainer_knows_it = config is not None and not with_loss and not _flags(example)
     trainer_does_it = not recipe.in_backward and recipe.sharding in (None, "ddp")
     loop = not (trainer_knows_it and trainer_does_it)
-    uses = ["prepare", "step"] if loop else ["make_trainer"]
     name = type(given).__name__ if config is None else model_class(config).__name__
-    loading, transformers, library_names = _loading(given, name)
-    imports, setup = [], []
-    if option.cards > 1:
-        how = launch(option.cards, option.machines)
-        imports.append(f"# Save this as train.py, and start it {how}")
-    if loop and option.cards > 1:
-        imports.append("from torch.distributed import destroy_process_group, init_device_mesh")
-        imports.append("from torch.utils.data import DataLoader, DistributedSampler")
-        setup = [_mesh(option, target)]
-    elif loop:
-        imports.append("from torch.utils.data import DataLoader")
+    loading, transformers_names, library_names = _loading(given, name)
+    library_names += ["prepare", "step"] if loop else ["make_trainer"]
     if loop and example is None:
-        transformers.append("default_data_collator")
-    if transformers:
-        imports.append(f"from transformers import {', '.join(sorted(transformers))}")
-    if imports:
-        imports.append("")
-    names = ["Recipe", *sorted([*uses, *library_names])]
-    lines = [
-        *imports,
-        f"from gradmem_lib import {', '.join(names)}",
-        "",
-        *setup,
-        *loading,
-        *_recipe(recipe),
-    ]
-    if example is not None:
-        lines.append("# A row of train_dataset:")
-        lines += [f"#   {words}" for words in row_text(example, recipe).split(", ")]
-    if loop:
-        lines += _loop(option, target, example, with_loss)
-    else:
-        lines += _trainer(option, target)
-    return "\n".join(lines) + "\n"
+        transformers_names.append("default_data_collator")
+    return text_from(
+        PROGRAM,
+        cards=option.cards,
+        start=launch(option.cards, option.machines),
+        loop=loop,
+        transformers_names=sorted(transformers_names),
+        library_names=["Recipe", *sorted(library_names)],
+        target=target,
+        mesh=_mesh(option),
+        loading=loading,
+        chosen=_chosen(recipe),
+        row=None if example is None else row_text(example, recipe).split(", "),
+        batch_size=option.micro_batch * recipe.accumulation,
+        batch=_batch(example, '.to("cuda")' if target == "cuda" else ""),
+        with_loss=with_loss,
+    )
 
 
 def row_text(example: Any, recipe: Recipe | None = None) -> str:
@@ -123,18 +172,13 @@ def launch(cards: int, machines: int = 1, script: str = "train.py") -> str:
     )
 
 
-def _mesh(option: Option, target: str) -> str:
-    """The line that makes the mesh of processes. Hybrid sharding has two dimensions: the machines,
-    which have a copy each, and the cards that share a copy.
+def _mesh(option: Option) -> str:
+    """The shape of the mesh of processes. Hybrid sharding has two dimensions: the machines, which
+    have a copy each, and the cards that share a copy.
     """
-    if option.machines == 1:
-        shape, named = f"({option.cards},)", ""
-    elif option.recipe.fully_sharded:
-        shape = f"({option.machines}, {option.cards})"
-        named = ', mesh_dim_names=("copies", "shards")'
-    else:
-        shape, named = f"({option.machines * option.cards},)", ""
-    return f'mesh = init_device_mesh("{target}", {shape}{named})  # meets the other processes'
+    if option.machines > 1 and option.recipe.fully_sharded:
+        return f'({option.machines}, {option.cards}), mesh_dim_names=("copies", "shards")'
+    return f"({option.machines * option.cards},)"
 
 
 def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
@@ -143,26 +187,20 @@ def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
     """
     if isinstance(given, nn.Module):
         return [], [], []
+    build = f"model = {name}(config)"
     if isinstance(given, PretrainedConfig):
-        return [f"model = {name}(config)"], [name], []
-    if not os.path.exists(given):
-        known = known_model(os.fspath(given))
-        if known is not None and not known[2]:
-            return (
-                [f"config = known_model({_quoted(known[0])})[1]", f"model = {name}(config)"],
-                [name],
-                ["known_model"],
-            )
-        return (
-            [f"model = {name}.from_pretrained({_quoted(known[2] if known else os.fspath(given))})"],
-            [name],
-            [],
-        )
-    folder = Path(given) if os.path.isdir(given) else Path(given).parent
-    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-        return [f"model = {name}.from_pretrained({_quoted(folder)})"], [name], []
-    lines = [f"config = AutoConfig.from_pretrained({_quoted(given)})", f"model = {name}(config)"]
-    return lines, ["AutoConfig", name], []
+        return [build], [name], []
+    weights = given
+    if os.path.exists(given):
+        weights = Path(given) if os.path.isdir(given) else Path(given).parent
+        if not any(weights.glob("*.safetensors")) and not any(weights.glob("pytorch_model*.bin")):
+            config = f"config = AutoConfig.from_pretrained({_quoted(given)})"
+            return [config, build], ["AutoConfig", name], []
+    elif known := known_model(os.fspath(given)):
+        title, _, weights = known
+        if not weights:
+            return [f"config = known_model({_quoted(title)})[1]", build], [name], ["known_model"]
+    return [f"model = {name}.from_pretrained({_quoted(weights)})"], [name], []
 
 
 def _quoted(path: str | os.PathLike) -> str:
@@ -170,54 +208,16 @@ def _quoted(path: str | os.PathLike) -> str:
     return json.dumps(os.fspath(path), ensure_ascii=False)
 
 
-def _recipe(recipe: Recipe) -> list[str]:
-    plain = Recipe()
+def _chosen(recipe: Recipe) -> dict[str, str]:
+    """What a program says of its recipe: precision, optimizer, and what is not the default."""
     if recipe.checkpointing is None and not recipe.fully_sharded:
         recipe = replace(recipe, layers=())  # nothing asks where the layers are
-    chosen = {
-        name: getattr(recipe, name)
-        for name in Recipe.__dataclass_fields__
-        if name in ("precision", "optimizer") or getattr(recipe, name) != getattr(plain, name)
-    }
-    shown = (f'"{v}"' if isinstance(v, str) else repr(v) for v in chosen.values())
-    return ["recipe = Recipe(", *(f"    {k}={v}," for k, v in zip(chosen, shown, strict=True)), ")"]
-
-
-def _trainer(option: Option, target: str) -> list[str]:
-    rows = option.micro_batch * option.recipe.accumulation
-    given = f"model, recipe, batch_size={rows}, train_dataset=train_dataset"
-    # The model is moved after the cast, so that the card does not hold it in float32 without need.
-    given += ", use_cpu=False" if target == "cuda" else ""
-    return [f"trainer = make_trainer({given})", "trainer.train()"]
-
-
-def _loop(option: Option, target: str, example: Any, with_loss: bool) -> list[str]:
-    """The training loop without ``Trainer``.
-
-    It is for steps in backward, which ``Trainer`` does not have, for sharding, which it does
-    differently, and for a module or a loss that it does not know.
-    """
-    place = f'.to("{target}")' if target == "cuda" else ""
-    rows = option.micro_batch * option.recipe.accumulation
-    mesh, order = "", "shuffle=True"
-    if option.cards > 1:
-        mesh, order = ", mesh=mesh", "sampler=DistributedSampler(train_dataset), drop_last=True"
-    if example is None:
-        order += ", collate_fn=default_data_collator"
-    result, own_loss = "loss", ""
-    if with_loss:  # `loss` is the user's function
-        result, own_loss = "value", ", loss=loss"
-    lines = [f"model, optimizer, undo = prepare(model, recipe{mesh})"]
-    if place and option.cards == 1:  # on several cards, prepare has moved the model
-        lines.append(f"model{place}")
-    lines += [
-        f"loader = DataLoader(train_dataset, {rows}, {order})",
-        "for rows in loader:",
-        f"    {result} = step(model, optimizer, {_batch(example, place)}, recipe{own_loss})",
-    ]
-    if option.cards > 1:
-        lines.append("destroy_process_group()")
-    return lines
+    chosen = {}
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in ("precision", "optimizer") or value != field.default:
+            chosen[field.name] = f'"{value}"' if isinstance(value, str) else repr(value)
+    return chosen
 
 
 def _batch(example: Any, place: str) -> str:

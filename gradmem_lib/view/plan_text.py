@@ -11,6 +11,7 @@ from ..planning.report import Plan
 from ..prediction.predict import Prediction
 from ..units import format_bytes
 from .plan_code import launch, row_text
+from .template import html_from
 
 
 def plan_text(plan: Plan) -> str:
@@ -74,11 +75,10 @@ def _terms_of(option: Option, unit: str) -> list[str]:
     """What the estimated time of ``option`` consists of."""
     if option.cost is None:
         return []
-    terms = [
-        f"{name.replace('_', ' ')} {1e6 * seconds:,.2f}"
-        for name, seconds in asdict(option.cost).items()
-        if seconds
-    ]
+    terms = []
+    for name, seconds in asdict(option.cost).items():
+        if seconds:
+            terms.append(f"{name.replace('_', ' ')} {1e6 * seconds:,.2f}")
     return [f"The time of the first one, in us/{unit}: {', '.join(terms)}."]
 
 
@@ -151,22 +151,26 @@ def _wrapped(text: str, bullet: str = "  ") -> str:
     return textwrap.fill(text, 110, initial_indent=bullet, subsequent_indent=" " * len(bullet))
 
 
+TABLE = """
+<table>
+  <thead><tr>
+    <th style='text-align:left'>bytes, predicted for {{ target }}</th>
+    <th>at the peak ({{ peak.phase }})</th>
+  </tr></thead>
+  <tbody>
+    {% for name, nbytes in peak.by_category.items() %}
+      <tr><td style='text-align:left'>{{ name }}</td><td>{{ "{:,}".format(nbytes) }}</td></tr>
+    {% endfor %}
+    <tr><th style='text-align:left'>total</th><th>{{ "{:,}".format(peak.total) }}</th></tr>
+    {% if moved %}
+      <tr><td style='text-align:left'>moved</td><td>{{ "{:,}".format(moved) }}</td></tr>
+    {% endif %}
+  </tbody>
+</table>
+"""
+
+
 def prediction_table(prediction: Prediction) -> str:
     """A table of a prediction's peak by category, for a notebook."""
-    category_rows, offload_rows = prediction.peak.by_category, {}
-    if prediction.offload_traffic_bytes:
-        offload_rows = {"moved": prediction.offload_traffic_bytes}
-    rows, after = (
-        "".join(
-            f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>"
-            for name, n in part.items()
-        )
-        for part in (category_rows, offload_rows)
-    )
-    return (
-        "<table><thead><tr><th style='text-align:left'>bytes, predicted for "
-        f"{prediction.target}</th>"
-        f"<th>at the peak ({prediction.peak.phase})</th></tr></thead>"
-        f"<tbody>{rows}<tr><th "
-        f"style='text-align:left'>total</th><th>{prediction.peak.total:,}</th></tr>{after}</tbody></table>"
-    )
+    moved = prediction.offload_traffic_bytes
+    return html_from(TABLE, target=prediction.target, peak=prediction.peak, moved=moved)

@@ -19,7 +19,7 @@ from .live import (
     widget_class,
 )
 from .place import place, still_html
-from .style import new_figure, picture_bundle, shortened, style, swatch
+from .style import draw_entry, joined, new_figure, picture_bundle, shortened, style
 from .timeline import describe, draw_areas
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _Picture:
         self.title, self.budget = title, budget
         self.timelines: list[Timeline | None] = [None] * ranks
         self.widgets, self.place, self.output = [], None, None
-        self.words = plain_text(f"{title}, {ranks} ranks" if title else f"{ranks} ranks")
+        self.words = plain_text(joined(title, f"{ranks} ranks", by=", "))
         if not live():
             return
         from IPython.display import display
@@ -128,10 +128,9 @@ class _Picture:
 
     def _finished(self) -> list[tuple[bytes, dict]]:
         """The frame and the settings of each rank's picture, all on one scale."""
-        measured = [t for t in self.timelines if t is not None and len(t)]
         settings = {
             "budget": float(self.budget or 0),
-            "top": float(max(max(timeline.totals) for timeline in measured)),
+            "top": float(_highest(self.timelines)),
             "small": True,
         }
         pictures = []
@@ -141,8 +140,13 @@ class _Picture:
         return pictures
 
 
+def _highest(timelines: list[Timeline | None]) -> int:
+    """The highest peak of those that were measured."""
+    return max(max(t.totals) for t in timelines if t is not None and len(t))
+
+
 def _rank_title(rank: int, title: str) -> str:
-    return f"rank {rank}, {title}" if title else f"rank {rank}"
+    return joined(f"rank {rank}", title, by=", ")
 
 
 def plot_ranks(
@@ -151,7 +155,7 @@ def plot_ranks(
     """Live bytes by category of several ranks side by side on one scale; ``None`` stands for a rank
     that was not measured.
     """
-    highest = max(max(t.totals) for t in timelines if t is not None and len(t))
+    highest = _highest(timelines)
     left, right, gap = 0.07, 0.985, 0.022
     width = (right - left + gap) / len(timelines) - gap
     with style():
@@ -181,6 +185,5 @@ def plot_ranks(
                 axes.set_yticklabels([])
         for place, name in enumerate(CATEGORIES):
             x = left + place * (right - left) / len(CATEGORIES)
-            swatch(figure, name, (x, 0.045), (0.021, 0.052))
-            figure.text(x + 0.029, 0.045, name, va="center_baseline", fontsize=8.5)
+            draw_entry(figure, name, (x, 0.045), (0.021, 0.052), 0.029)
     return figure

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from ..names import CATEGORIES
 from .bars import bar_svg
+from .template import html_from
+
+PAGE = """
+<div>
+  <b>{{ fit.title }}</b>
+  {{ bar | safe }}
+  {% for words in fit.words %}<div>{{ words }}</div>{% endfor %}
+</div>
+"""
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,5 @@ class MemoryFit:
         return "\n".join([self.title, *self.words])
 
     def _repr_html_(self) -> str:
-        bar = bar_svg(
-            {"at the peak": self.parts()}, cards={self.card: self.nbytes}, title=self.title
-        )
-        lines = "".join(f"<div>{escape(words)}</div>" for words in self.words)
-        return f"<div><b>{escape(self.title)}</b>{bar}{lines}</div>"
+        bars, cards = {"at the peak": self.parts()}, {self.card: self.nbytes}
+        return html_from(PAGE, fit=self, bar=bar_svg(bars, cards=cards, title=self.title))

@@ -22,11 +22,14 @@ from .style import (
     LIGHT,
     draw_quiet_axes,
     hatch_ink,
+    joined,
     label_peak,
+    listed,
     new_figure,
     nice_step,
     picture_bundle,
     scale_of,
+    show_bundle,
     style,
 )
 from .timeline import PHASE_COLORS
@@ -268,7 +271,7 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
         side.set_visible(False)
     step = round(nice_step(n, 4)) or 1
     ticks = [1, *(k for k in range(step, n + 1, step) if k > 1 and n - k > step / 2), n]
-    ax.set_yticks([k - 0.5 for k in ticks], [str(k) for k in ticks])
+    ax.set_yticks([k - 0.5 for k in ticks], list(map(str, ticks)))
     ax.tick_params(axis="y", length=0, colors=INK, labelsize=8, pad=2)
     ax.tick_params(axis="x", length=0, labelbottom=False)
     ax.set_ylabel("layer", color=INK, fontsize=8.5)
@@ -374,11 +377,7 @@ def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
     )
     if event.kind == "recompute":
         where = f"running layer {event.layer + 1} forward again"
-    parts = ", ".join(
-        f"{PART_LABELS[name]} {format_bytes(int(record.live[name][at]))}"
-        for name in PARTS
-        if record.live[name][at]
-    )
+    parts = listed({PART_LABELS[name]: int(record.live[name][at]) for name in PARTS})
     recompute_text = "no layer runs forward again"
     if recomputed:
         recompute_text = f"layers run forward again: {recomputed}"
@@ -388,14 +387,14 @@ def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
         f"backward, {recompute_text}. Peak: {format_bytes(record.peak)} ({record.peak:,} bytes) in "
         f"{where.replace('outside', 'the loss')}: {parts}."
     )
-    return f"{title}: {words}" if title else words
+    return joined(title, words)
 
 
 PLAIN_TEXT = "Schedule plot"
 
 
 def bundle(figure: Figure, words: str, title: str, text: str = PLAIN_TEXT) -> tuple[dict, dict]:
-    return picture_bundle(figure, words, text + (f": {title}" if title else ""))
+    return picture_bundle(figure, words, joined(text, title))
 
 
 def schedule_bundle(record: ScheduleRecord) -> tuple[dict, dict]:
@@ -405,9 +404,5 @@ def schedule_bundle(record: ScheduleRecord) -> tuple[dict, dict]:
 
 def show_schedule(record: ScheduleRecord, *, title: str = "") -> None:
     """Display ``plot_schedule`` with words for those who do not see it."""
-    from IPython.display import display
-
-    data, metadata = bundle(
-        plot_schedule(record, title=title), describe_schedule(record, title=title), title
-    )
-    display(data, metadata=metadata, raw=True)
+    words = describe_schedule(record, title=title)
+    show_bundle(*bundle(plot_schedule(record, title=title), words, title))

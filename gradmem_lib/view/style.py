@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..display import live_enabled
+from ..names import CATEGORIES
 from ..units import GiB, KiB, MiB, TiB, format_bytes
 from .place import still_html
 
@@ -100,12 +102,19 @@ def nice_step(span: float, parts: int = 4) -> float:
     return next(power * f for f in (1, 2, 5, 10) if power * f >= wanted * 0.8)
 
 
-def axis_top(highest: int, budget: int | None) -> int:
-    """Bytes at the upper end of the axis.
+def reach_of(highest: int, budget: int | None) -> int:
+    """The most bytes that a picture shows.
 
     A budget far above the run is left out, since it would flatten the picture.
     """
-    return round(max(highest, budget if budget and budget <= 2.5 * highest else 0, 1) * 1.08)
+    if budget and budget <= 2.5 * highest:
+        highest = max(highest, budget)
+    return max(highest, 1)
+
+
+def axis_top(highest: int, budget: int | None) -> int:
+    """Bytes at the upper end of the axis."""
+    return round(reach_of(highest, budget) * 1.08)
 
 
 def png(figure: Figure) -> bytes:
@@ -126,6 +135,16 @@ def png(figure: Figure) -> bytes:
 def shortened(title: str, characters: int) -> str:
     """``title``, cut where it would run into what stands beside it."""
     return title if len(title) <= characters else title[: characters - 1].rstrip() + "…"
+
+
+def joined(*words: str, by: str = ": ") -> str:
+    """Words that may be empty, such as a title, with ``by`` between those that are not."""
+    return by.join(filter(None, words))
+
+
+def listed(parts: Mapping[str, int]) -> str:
+    """Bytes by name in words, without those that are 0."""
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
 
 def display_size(figure: Figure) -> dict[str, int]:
@@ -152,6 +171,13 @@ def picture_bundle(figure: Figure, alt: str, text: str) -> tuple[dict, dict]:
     if alt and live_enabled():
         data["text/html"] = still_html((data, metadata), "")
     return data, metadata
+
+
+def show_bundle(data: dict, metadata: dict) -> None:
+    """Display an output such as ``picture_bundle`` makes."""
+    from IPython.display import display
+
+    display(data, metadata=metadata, raw=True)
 
 
 @contextmanager
@@ -225,19 +251,51 @@ def label_peak(
     )
 
 
-def swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float, float]) -> None:
-    """Draw a category's colour and hatch to the right of ``at``, centred on its height, in
-    fractions of the figure's size.
+def look_of(name: str) -> dict:
+    """How matplotlib fills a category's bar."""
+    color = COLORS[name]
+    return {"color": color, "hatch": HATCHES[name], "edgecolor": hatch_ink(color), "linewidth": 0}
+
+
+def draw_stack(
+    ax: Axes, y: float, height: float, parts: Mapping[str, int], factor: int, **more
+) -> None:
+    """Draw a bar from 0 on: the bytes of ``parts`` by category, one behind another. ``factor``: the
+    bytes in the axis's unit.
+    """
+    left = 0.0
+    for name in CATEGORIES:
+        width = parts.get(name, 0) / factor
+        if width:
+            ax.barh(y, width, height, left=left, **look_of(name), **more)
+            left += width
+
+
+def draw_entry(
+    figure: Figure,
+    words: str,
+    at: tuple[float, float],
+    size: tuple[float, float],
+    indent: float,
+    look: tuple[str, str] | None = None,
+) -> None:
+    """Draw an entry of a legend: a box to the right of ``at``, centred on its height, and words
+    that begin ``indent`` behind ``at``, all in fractions of the figure's size.
+
+    ``look``: colour and hatch; without it, those of the category ``words``.
     """
     from matplotlib.patches import Rectangle
 
-    patch = Rectangle(
-        (at[0], at[1] - size[1] / 2),
+    x, y = at
+    color, hatch = look or (COLORS[words], HATCHES[words])
+    box = Rectangle(
+        (x, y - size[1] / 2),
         *size,
         transform=figure.transFigure,
-        facecolor=COLORS[name],
-        hatch=HATCHES[name] * 2,
-        edgecolor=hatch_ink(COLORS[name]),
+        facecolor=color,
+        hatch=hatch * 2,
+        edgecolor=hatch_ink(color),
         linewidth=0,
     )
-    figure.add_artist(patch)
+    figure.add_artist(box)
+    figure.text(x + indent, y, words, va="center_baseline", fontsize=8.5)

@@ -24,9 +24,12 @@ from .style import (
     LIGHT,
     MAX_POINTS,
     axis_top,
+    draw_entry,
     draw_quiet_axes,
     hatch_ink,
+    joined,
     label_peak,
+    listed,
     new_figure,
     nice_step,
     plate,
@@ -69,16 +72,15 @@ def describe(
     timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak=None
 ) -> str:
     """The picture in words, for those who do not see it."""
-    name = f"Memory of {title}" if title else "Memory"
+    name = joined("Memory", title, by=" of ")
     if timeline is None or not len(timeline):
         return f"{name}: nothing was recorded."
     total, parts, phase, at = peak_of(timeline, peak)
-    largest_first = sorted(parts.items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in largest_first if n)
+    largest_first = dict(sorted(parts.items(), key=lambda part: -part[1]))
     words = (
         f"{name} over {timeline.events[-1]:,} operations, stacked by category. Peak: "
         f"{format_bytes(total)} ({total:,} bytes) at operation {timeline.events[at]:,}, in "
-        f"{PHASE_LABELS.get(phase, phase)}: {listed}."
+        f"{PHASE_LABELS.get(phase, phase)}: {listed(largest_first)}."
     )
     growing = growing_at(timeline, at)
     if growing:
@@ -337,7 +339,7 @@ def phase_runs(events, phases) -> list[tuple[str, float, float]]:
         runs.append([phase, event, event])
     if runs:
         runs[-1][2] = events[-1]
-    return [tuple(run) for run in runs]
+    return list(map(tuple, runs))
 
 
 def step_runs(runs: list[tuple[str, float, float]]) -> list[tuple[float, float]]:
@@ -414,22 +416,9 @@ def _draw_legend(
     """Categories from the top of the stack to its foot, with their bytes at the peak; of all these,
     the bytes that grow; then the phases.
     """
-    from matplotlib.patches import Rectangle
 
     def row(y, label, color, hatch, value):
-        figure.add_artist(
-            Rectangle(
-                (x, y - 0.026),
-                0.021,
-                0.052,
-                transform=figure.transFigure,
-                facecolor=color,
-                hatch=hatch * 2,
-                edgecolor=hatch_ink(color),
-                linewidth=0.0,
-            )
-        )
-        figure.text(x + 0.029, y, label, va="center_baseline", fontsize=8.5)
+        draw_entry(figure, label, (x, y), (0.021, 0.052), 0.029, (color, hatch))
         figure.text(0.985, y, value, va="center_baseline", ha="right", fontsize=8.5)
 
     figure.text(0.985, y, "at the peak", color=INK, fontsize=8, ha="right", va="center_baseline")

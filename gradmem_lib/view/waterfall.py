@@ -13,18 +13,18 @@ from ..names import CATEGORIES
 from ..units import format_bytes, parse_bytes
 from .style import (
     ALARM,
-    COLORS,
     GRID,
-    HATCHES,
     INK,
     LIGHT,
-    hatch_ink,
+    draw_entry,
+    draw_stack,
+    listed,
     new_figure,
     nice_step,
     picture_bundle,
+    reach_of,
     scale_of,
     style,
-    swatch,
 )
 from .timeline import PHASE_LABELS
 
@@ -116,13 +116,12 @@ class Waterfall:
         if not self.bars:
             return f"{self.title}: no bar yet."
         limit = "" if self.budget is None else f" Budget: {format_bytes(self.budget)}."
-        rows = "; ".join(
-            f"{bar.name}: {format_bytes(bar.total)} in {PHASE_LABELS.get(bar.phase, bar.phase)} ("
-            + ", ".join(f"{k} {format_bytes(n)}" for k, n in bar.by_category.items() if n)
-            + ")"
-            for bar in self.bars
-        )
-        return f"{self.title}, stacked by category.{limit} {rows}."
+        rows = []
+        for bar in self.bars:
+            where = PHASE_LABELS.get(bar.phase, bar.phase)
+            parts = listed(bar.by_category)
+            rows.append(f"{bar.name}: {format_bytes(bar.total)} in {where} ({parts})")
+        return f"{self.title}, stacked by category.{limit} {'; '.join(rows)}."
 
     def plot(self) -> Figure:
         """The chart as a matplotlib ``Figure``. Raises ``ValueError`` if there is no bar yet."""
@@ -178,15 +177,13 @@ def _draw(chart: Waterfall) -> Figure:
     figure = new_figure(8.6, height)
     axes = figure.add_axes((LEFT, FOOT / height, RIGHT - LEFT, ROW * len(bars) / height))
     highest = max(bar.total for bar in bars)
-    top = 1.03 * max(
-        highest, chart.budget if chart.budget and chart.budget <= 2.5 * highest else 0, 1
-    )
+    top = 1.03 * reach_of(highest, chart.budget)
     factor, unit = scale_of(highest)  # the largest figure's own unit
     axes.set_xlim(0, top / factor)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     below = 0  # the row of the bar that the next one builds on
     for row, bar in enumerate(bars):
-        _stack(axes, row, bar, factor)
+        draw_stack(axes, row, 0.34 if bar.aside else 0.62, bar.by_category, factor, zorder=2)
         if bar.change is not None:
             _step(axes, below, bars[below].total / factor, row, bar.total / factor)
         if not bar.aside:
@@ -204,26 +201,6 @@ def _draw(chart: Waterfall) -> Figure:
         _budget_line(axes, chart.budget, top, (factor, unit))
     _head(figure, height, chart.title, any(bar.seconds_per_token is not None for bar in bars))
     return figure
-
-
-def _stack(axes, row: int, bar: Bar, factor: int) -> None:
-    left = 0.0
-    for name in CATEGORIES:
-        width = bar.by_category.get(name, 0) / factor
-        if width:
-            axes.barh(
-                row,
-                width,
-                0.34 if bar.aside else 0.62,
-                left=left,
-                color=COLORS[name],
-                hatch=HATCHES[name],
-                edgecolor=hatch_ink(COLORS[name]),
-                linewidth=0,
-                zorder=2,
-                label=name,
-            )
-            left += width
 
 
 def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
@@ -340,8 +317,7 @@ def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
     )
     x, y = 0.012, 1 - 0.47 / height
     for name in CATEGORIES:
-        swatch(figure, name, (x, y), (0.018, 0.12 / height))
-        figure.text(x + 0.024, y, name, fontsize=8.5, va="center_baseline")
+        draw_entry(figure, name, (x, y), (0.018, 0.12 / height), 0.024)
         x += 0.052 + 0.0088 * len(name)
     for column, right in COLUMNS.items():
         if timed or column != "ms/token":

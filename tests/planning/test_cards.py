@@ -57,8 +57,8 @@ def test_a_small_number_without_a_unit_is_no_card(number):
 
 
 def test_a_row_of_the_table_in_bytes_and_operations():
-    assert _card("a card", 1.5, 2, 3, 4, 12.1) == Card(
-        "a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1), 63e9
+    assert _card("a card  1.5  2  3  4  12.1  8  5") == Card(
+        "a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1), 31.5e9, 5e9
     )
 
 

@@ -18,6 +18,7 @@ from support.families import tiny_config
 from gradmem_lib.__main__ import main, parser
 from gradmem_lib.commands import terminal
 from gradmem_lib.commands.model_step import command_words
+from gradmem_lib.commands.step_options import chosen
 from gradmem_lib.course.learner.progress import record_check
 from gradmem_lib.course.learner.titles import titles
 from gradmem_lib.course.material import models
@@ -334,6 +335,11 @@ def test_the_targets_of_lora_do_not_swallow_the_model():
     words = ["predict", "--lora-targets", "q_proj,v_proj", "gpt2", "--batch-size", "1"]
     options = parser().parse_args(words)
     assert options.lora_targets == ("q_proj", "v_proj") and options.model == "gpt2"
+
+
+def test_without_options_a_step_is_the_default_one():
+    options = parser().parse_args(["predict", "gpt2", "--batch-size", "1"])
+    assert chosen(Recipe, options) == Recipe() and chosen(Loop, options) == Loop()
 
 
 WITHOUT_TORCH = [

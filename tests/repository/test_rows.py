@@ -15,7 +15,7 @@ from torch import nn
 from gradmem_lib.course.material import accounting, models
 from gradmem_lib.course.material.shapes import SHAPES
 from gradmem_lib.names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
-from gradmem_lib.optimizers import ClosedForm, OptimizerSpec
+from gradmem_lib.optimizers import Bytes, ClosedForm, OptimizerSpec
 from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.held import resident_bytes, saved_bytes_per_token
@@ -64,8 +64,8 @@ ROW = OptimizerSpec(
     made_by="techniques.optimizers.OneMoment",
     settings={"beta": 0.9},
     learning_rate=3e-4,
-    state_bytes=lambda width: width,
-    step_traffic=lambda width: 2 * width,
+    state_bytes=Bytes(1),
+    step_traffic=Bytes(2),
 )
 
 
@@ -191,7 +191,7 @@ def test_a_row_without_its_class_says_where_to_write_it(add):
 
 
 def test_a_closed_form_is_of_whole_bytes_for_every_number():
-    for wrong in ({"factored": True}, {"state_bytes": lambda width: 2 + 8 / 256}):
+    for wrong in ({"factored": True}, {"state_bytes": Bytes(own=2 + 8 / 256)}):
         with pytest.raises(ValueError, match="leave closed_form out"):
             replace(ROW, closed_form=ClosedForm(), **wrong)
 

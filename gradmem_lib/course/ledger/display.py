@@ -4,10 +4,10 @@ reason.
 
 from __future__ import annotations
 
-import html
 import textwrap
 
 from ...display import in_kernel
+from ...view.template import html_from
 from .finding import Figure, Finding, in_unit
 from .table import Claim
 
@@ -53,13 +53,16 @@ def as_text(claim: Claim, finding: Finding) -> str:
     return "\n".join(lines)
 
 
+CLAIM = """
+<details>
+  <summary><b>{{ claim.id }} {{ finding.verdict }}</b>: {{ claim.says }}</summary>
+  <p>{{ finding.sentence }}</p>
+  <ul>{% for figure in finding.shown %}<li>{{ with_claimed(figure) }}</li>{% endfor %}</ul>
+  {% if finding.said("why") %}<p>{{ finding.said("why") }}</p>{% endif %}
+</details>
+"""
+
+
 def as_html(claim: Claim, finding: Finding) -> str:
     """The same, folded behind its heading."""
-    head = f"<b>{claim.id} {finding.verdict}</b>: {html.escape(claim.says)}"
-    shown = ""
-    for figure in finding.shown:
-        shown += f"<li>{html.escape(with_claimed(figure))}</li>"
-    body = f"<p>{html.escape(finding.sentence)}</p><ul>{shown}</ul>"
-    if why := finding.said("why"):
-        body += f"<p>{html.escape(why)}</p>"
-    return f"<details><summary>{head}</summary>{body}</details>"
+    return html_from(CLAIM, claim=claim, finding=finding, with_claimed=with_claimed)

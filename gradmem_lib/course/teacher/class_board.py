@@ -21,8 +21,7 @@ from typing import Any
 
 from ..catalogue import MOVED
 from ..learner import progress
-from .class_board_document import SIGN
-from .class_board_page import measured_pages, page
+from .class_board_page import SIGN, measured_pages, page
 from .class_board_tables import Rows
 
 SECONDS = 5

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from functools import cache
-from html import escape
 from pathlib import Path
 from statistics import median
 from urllib.parse import quote
@@ -34,21 +33,8 @@ def guesses_by_prediction(rows: Rows) -> dict[str, list[Entry]]:
     return {id: found[id] for id in sorted(found, key=position)}
 
 
-def cards(rows: Rows, measured_folder: str) -> str:
-    """A card for each prediction; nothing if nobody has made a guess."""
-    found = guesses_by_prediction(rows)
-    if not found:
-        return ""
-    note = (
-        "The upright line is the value that the learners' own lessons measured, or predicted where "
-        "the lesson runs nothing."
-    )
-    made = [card(id, entries, measured_folder) for id, entries in found.items()]
-    return f'<h2>Guesses</h2><p class="note">{note}</p><div class="cards">{"".join(made)}</div>'
-
-
-def card(id: str, entries: list[Entry], measured_folder: str = "") -> str:
-    """Question, picture and sentences.
+class Card:
+    """A prediction's question, picture and sentences.
 
     Args:
         id: of the prediction, such as "1.a".
@@ -56,36 +42,33 @@ def card(id: str, entries: list[Entry], measured_folder: str = "") -> str:
         measured_folder: if given, a measured value is not shown, and the card links to its page in
             this folder.
     """
-    unit = Counter(unit for _, _, unit in entries).most_common(1)[0][0]
-    same_unit = [entry for entry in entries if entry[2] == unit]
-    guesses = [guess for guess, _, _ in same_unit]
-    values = [value for _, value, _ in same_unit if value is not None]
 
-    sentences = [f"Median of {_count(guesses)}: {in_words(median(guesses), unit)}."]
-    line = None  # where the picture has the line of the measured value
-    link = ""
-    if values and measured_folder:
-        address = f"{quote(measured_folder)}/{id}.html"
-        link = f'<p><a href="{address}">Show the measured value</a></p>'
-    elif values:
-        line = median(values)
-        sentences += _about_the_measured(guesses, values, unit)
-    else:
-        sentences.append(
-            "Nobody has shown the measured value yet, and it is in no file: there is no line."
-        )
-    svg, beyond = picture(id, unit, guesses, line, " ".join(sentences))
-    if beyond:
-        sentences.append(f"Beyond the picture: {beyond}.")
-    left_out = len(entries) - len(same_unit)
-    if left_out:
-        sentences.append(f"In another unit, left out: {left_out}.")
+    def __init__(self, id: str, entries: list[Entry], measured_folder: str = ""):
+        unit = Counter(unit for _, _, unit in entries).most_common(1)[0][0]
+        same_unit = [entry for entry in entries if entry[2] == unit]
+        guesses = [guess for guess, _, _ in same_unit]
+        values = [value for _, value, _ in same_unit if value is not None]
 
-    question = ""
-    if id in _questions():
-        question = f"<p>{escape(_questions()[id])}</p>"
-    note = f'<p class="note">{escape(" ".join(sentences))}</p>'
-    return f"<div><h3>Prediction {id}</h3>{question}{svg}{note}{link}</div>"
+        count = "1 guess" if len(guesses) == 1 else f"{len(guesses)} guesses"
+        sentences = [f"Median of {count}: {in_words(median(guesses), unit)}."]
+        line = None  # where the picture has the line of the measured value
+        self.address = ""
+        if values and measured_folder:
+            self.address = f"{quote(measured_folder)}/{id}.html"
+        elif values:
+            line = median(values)
+            sentences += _about_the_measured(guesses, values, unit)
+        else:
+            sentences.append(
+                "Nobody has shown the measured value yet, and it is in no file: there is no line."
+            )
+        self.picture, beyond = picture(id, unit, guesses, line, " ".join(sentences))
+        if beyond:
+            sentences.append(f"Beyond the picture: {beyond}.")
+        left_out = len(entries) - len(same_unit)
+        if left_out:
+            sentences.append(f"In another unit, left out: {left_out}.")
+        self.id, self.sentences, self.question = id, sentences, _questions().get(id)
 
 
 def _about_the_measured(guesses: list[float], values: list[float], unit: str) -> list[str]:
@@ -98,10 +81,6 @@ def _about_the_measured(guesses: list[float], values: list[float], unit: str) ->
         span = f"{in_words(low, unit)} to {in_words(high, unit)}"
         sentences.append(f"Machines differ ({span}): the line is the median of {len(values)}.")
     return sentences
-
-
-def _count(guesses: list[float]) -> str:
-    return "1 guess" if len(guesses) == 1 else f"{len(guesses)} guesses"
 
 
 @cache

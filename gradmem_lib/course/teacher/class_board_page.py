@@ -1,16 +1,20 @@
 """The pages of ``python -m gradmem_lib class``: one with all tables and pictures, and one for each
-prediction whose measured value waits for a click.
+prediction whose measured value waits for a click. ``class_board.html`` says what they look like.
 """
 
 from __future__ import annotations
 
 import time
-from html import escape
+from pathlib import Path
 from urllib.parse import quote
 
-from .class_board_document import document
-from .class_board_guesses import card, cards, guesses_by_prediction
-from .class_board_tables import Rows, learners, what_holds, where_everybody_is
+from ...view.template import html_from
+from .class_board_guesses import Card, guesses_by_prediction
+from .class_board_style import STYLE
+from .class_board_tables import Rows, held_exercises, where_everybody_is
+
+SIGN = '<meta name="generator" content="gradmem class">'  # tells a board from other files
+_TEMPLATE = Path(__file__).with_name("class_board.html")
 
 
 def page(
@@ -26,21 +30,19 @@ def page(
         measured: the folder of the pages with measured values. Then this page links to them and
             does not show the values.
     """
-    when = f"as of {time.strftime('%H:%M:%S')}"
-    if refresh:
-        when += f", read again every {refresh} s"
-    else:
-        when += ", not updated any more"
-    parts = [
-        f"<h1>The class</h1><p>{learners(len(rows))}, {when}.</p>",
-        '<div class="two">',
-        f"<section>{where_everybody_is(rows)}</section>",
-        f"<section>{what_holds(rows)}</section>",
-        "</div>",
-        cards(rows, measured),
-        _files_to_look_at(remarks, names),
-    ]
-    return document("".join(parts), refresh)
+    guesses = guesses_by_prediction(rows)
+    return _filled(
+        refresh,
+        n_learners="1 learner" if len(rows) == 1 else f"{len(rows)} learners",
+        time=time.strftime("%H:%M:%S"),
+        **where_everybody_is(rows),
+        held=held_exercises(rows),
+        most_exercises=8,  # in the table of what holds people
+        most_named=3,  # in the sentence above it
+        cards=[Card(id, entries, measured) for id, entries in guesses.items()],
+        remarks=remarks,
+        names=names,
+    )
 
 
 def measured_pages(rows: Rows, *, back: str, refresh: int) -> dict[str, str]:
@@ -49,20 +51,14 @@ def measured_pages(rows: Rows, *, back: str, refresh: int) -> dict[str, str]:
 
     ``back``: the name of the file that they link back to, one folder above.
     """
-    link = f'<p><a href="../{quote(back)}">Back to the class</a></p>'
     pages = {}
     for id, entries in guesses_by_prediction(rows).items():
         if any(measured is not None for _, measured, _ in entries):
-            body = f'<div class="large">{card(id, entries)}</div>{link}'
-            pages[f"{id}.html"] = document(body, refresh)
+            card = Card(id, entries)
+            pages[f"{id}.html"] = _filled(refresh, measured_card=card, back=quote(back))
     return pages
 
 
-def _files_to_look_at(remarks: list[tuple[str, str]], names: bool) -> str:
-    if not remarks:
-        return ""
-    hint = ""
-    if not names:
-        hint = '<p class="note">Their names may tell who is who: --names shows them.</p>'
-    items = [f"<li>{escape(name)}: {escape(remark)}</li>" for name, remark in remarks]
-    return f"<h2>Files to look at</h2>{hint}<ul>{''.join(items)}</ul>"
+def _filled(refresh: int, **values) -> str:
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return html_from(template, sign=SIGN, style=STYLE, refresh=refresh, **values)

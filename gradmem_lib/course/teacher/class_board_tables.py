@@ -6,61 +6,36 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from html import escape
 from statistics import median
 from typing import Any
 
-from ..learner.titles import Title, titles
+from ..learner.titles import titles
 
 # A learner's label; and their "checks", (passed, tries) by exercise, and "guesses",
 # (guess, measured or None, unit) by prediction.
 Rows = list[tuple[str, dict[str, Any]]]
 
-_MOST_EXERCISES = 8  # in the table of what holds people
-_MOST_NAMED = 3  # exercises in the sentence above it
+
+@dataclass(frozen=True)
+class Learner:
+    label: str
+    passed: Counter  # exercises by lesson
+    touched: set[str]  # lessons with any entry
+    last: str | None  # of these; None: not begun
 
 
-def learners(n: int) -> str:
-    """``n`` learners, in words."""
-    return "1 learner" if n == 1 else f"{n} learners"
-
-
-def where_everybody_is(rows: Rows) -> str:
-    """Lessons x learners: the number of passed exercises. A frame marks each learner's last lesson
-    with any entry.
-    """
-    if not rows:
-        return (
-            "<p>There is no progress file in this folder yet. Learners appear as soon as theirs "
-            "is there.</p>"
-        )
+def where_everybody_is(rows: Rows) -> dict[str, Any]:
+    """Learners, the exercises of each lesson, and how many learners are in each lesson."""
     known = {exercise.id: _lesson(exercise.id) for exercise in titles()}
-    totals = Counter(known.values())  # exercises by lesson, in the course's order
-    here: Counter[str | None] = Counter()  # learners by their last lesson; None: not begun
-    body = []
+    lessons = Counter(known.values())  # in the course's order
+    learners = []
     for label, found in rows:
-        checks, guesses = found["checks"], found["guesses"]
+        checks = found["checks"]
         passed = Counter(known[id] for id, (done, _) in checks.items() if done and id in known)
-        touched = {_lesson(id) for id in (*checks, *guesses)} & set(totals)
-        last = max(touched, default=None)
-        here[last] += 1
-        cells = [f'<th scope="row" class="who">{escape(label)}</th>']
-        for lesson, total in totals.items():
-            if lesson in touched:
-                cells.append(_touched_cell(passed[lesson], total, is_last=lesson == last))
-            else:
-                cells.append('<td class="n"></td>')
-        body.append(_row(cells))
-    body.append(_learners_here(here, totals))
-    head = ['<th class="who">lesson</th>']
-    head += [f'<th scope="col" class="n">{lesson}</th>' for lesson in totals]
-    note = (
-        "Exercises passed, optional ones included, by lesson. A frame marks the last lesson in "
-        "which a learner has made a guess or tried an exercise."
-    )
-    if here[None]:
-        note += f" Not begun: {here[None]}."
-    return f'<h2>Where everybody is</h2><p class="note">{note}</p>{_table(head, body)}'
+        touched = {_lesson(id) for id in (*checks, *found["guesses"])} & set(lessons)
+        learners.append(Learner(label, passed, touched, max(touched, default=None)))
+    here = Counter(learner.last for learner in learners)
+    return {"learners": learners, "lessons": lessons, "here": here, "not_begun": here[None]}
 
 
 def _lesson(id: str) -> str:
@@ -68,62 +43,17 @@ def _lesson(id: str) -> str:
     return id.partition(".")[0].zfill(2)
 
 
-def _touched_cell(passed: int, total: int, *, is_last: bool) -> str:
-    """A lesson with any entry of a learner: the greener, the more exercises are passed."""
-    opacity = 0.08 + 0.42 * (passed / total)
-    look = "n here" if is_last else "n"
-    tint = f"background:rgba(27,152,128,{opacity:.2f})"
-    return f'<td class="{look}" style="{tint}">{passed}/{total}</td>'
-
-
-def _learners_here(here: Counter, lessons: Counter) -> str:
-    """The last row: how many learners have which lesson as their last; nothing where none has."""
-    cells = ['<th scope="row" class="who"><b>learners here</b></th>']
-    cells += [f'<td class="n">{here[lesson] or ""}</td>' for lesson in lessons]
-    return _row(cells)
-
-
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """An exercise that somebody has tried and not passed."""
 
-    exercise: Title
+    name: str
     held: int  # learners who have tried it and not passed
     tried: int  # learners who have tried it
     tries: float  # median number of tries of those whom it holds
 
-    @property
-    def name(self) -> str:
-        return f"{self.exercise.id}, {escape(self.exercise.title)}"
 
-
-def what_holds(rows: Rows) -> str:
-    """The exercises that most learners have tried and not passed."""
-    if not rows:
-        return ""
-    exercises = _held_exercises(rows)
-    if not exercises:
-        return "<h2>What holds people</h2><p>Nobody has tried an exercise without passing it.</p>"
-    head = [
-        '<th scope="col">exercise</th>',
-        '<th scope="col" class="n">held</th>',
-        '<th scope="col" class="n">tried</th>',
-        '<th scope="col" class="n">their tries (median)</th>',
-    ]
-    body = []
-    for each in exercises[:_MOST_EXERCISES]:
-        cells = [
-            f'<th scope="row">{each.name}</th>',
-            f'<td class="n">{each.held}</td>',
-            f'<td class="n">{each.tried}</td>',
-            f'<td class="n">{each.tries:g}</td>',
-        ]
-        body.append(_row(cells))
-    sentence = _what_holds_most(exercises, len(rows))
-    return f"<h2>What holds people</h2><p>{sentence}</p>{_table(head, body)}"
-
-
-def _held_exercises(rows: Rows) -> list[_Held]:
+def held_exercises(rows: Rows) -> list[Held]:
     """Those that hold most learners first; equals in the course's order."""
     exercises = []
     for exercise in titles():
@@ -132,32 +62,6 @@ def _held_exercises(rows: Rows) -> list[_Held]:
         ]
         tries = [n for passed, n in entries if not passed]
         if tries:
-            exercises.append(_Held(exercise, len(tries), len(entries), median(tries)))
+            name = f"{exercise.id}, {exercise.title}"
+            exercises.append(Held(name, len(tries), len(entries), median(tries)))
     return sorted(exercises, key=lambda each: -each.held)
-
-
-def _what_holds_most(exercises: list[_Held], n_learners: int) -> str:
-    held = exercises[0].held
-    top = [each for each in exercises if each.held == held]
-    which = " and ".join(f"<b>{each.name}</b>" for each in top[:_MOST_NAMED])
-    if len(top) == 1:
-        holds, what = "holds most people", "it"
-    else:
-        holds, what = "hold most people", "each"
-    if len(top) > _MOST_NAMED:
-        holds += f" ({len(top) - _MOST_NAMED} more as many)"
-    return (
-        f"{which} {holds}: {held} of {learners(n_learners)} have tried {what} and not passed yet."
-    )
-
-
-def _row(cells: list[str]) -> str:
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _table(head: list[str], body: list[str]) -> str:
-    """A table of the cells of its head and the rows of its body, which scrolls by itself."""
-    return (
-        f'<div class="wide"><table><thead>{_row(head)}</thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )

@@ -131,6 +131,7 @@ def test_who_is_where(folder, seen):
         and row["02"] == "" == row["09"].removeprefix(f"0/{of['09']}")
     )
     assert row["06"] == f"1/{of['06']}"  # 5.8 has moved there
+    assert page.attributes.count(("class", "n here")) == 1  # the frame of the last lesson
     assert "Nobody has shown the measured value yet" in page.text and "measured 5" not in page.text
     assert "Nobody has tried" in page.text
 

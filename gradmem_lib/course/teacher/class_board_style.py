@@ -1,4 +1,4 @@
-"""The HTML document around each page of a class's board: its head and its style, and no script."""
+"""The style of a class's board."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from ...view.svg import ALARM_BOTH
 INK = "#1d2330"
 MUTED = "#5b6473"
 PAPER = "#ffffff"  # a page of its own is light everywhere
-SIGN = '<meta name="generator" content="gradmem class">'  # tells a board from other files
-# The page loads nothing and runs nothing, whatever a learner's file has in it.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = f"""
+STYLE = f"""
 :root {{ color-scheme: light; --jp-layout-color0: {PAPER}; }}
 body {{ margin: 0 auto; padding: 1rem; max-width: 1240px; color: {INK}; background: {PAPER};
   font: 16px/1.45 system-ui, sans-serif; }}
@@ -38,19 +35,3 @@ a {{ color: {COLORS["parameters"]}; }}
 .large h3, .large .note {{ font-size: inherit; }}
 .large svg {{ max-width: 100% !important; }}
 """
-
-
-def document(body: str, refresh: int) -> str:
-    """A whole HTML file with ``body``. It reloads itself after ``refresh`` seconds (0: never)."""
-    again = ""
-    if refresh:
-        # An address with a # would not be reloaded: for browsers, it is a place on the same page.
-        again = f'<meta http-equiv="refresh" content="{refresh}">'
-    head = (
-        f'<meta charset="utf-8">{SIGN}{again}'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<title>The class</title>"
-        f"<style>{_STYLE}</style>"
-    )
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
