@@ -38,9 +38,8 @@ torch.set_num_threads(1)  # fastest for small tensors
 # %% [markdown]
 # ## 1 · Downhill
 #
-# An optimizer loops over parameters. Inside, a **rule** updates one parameter. Here the loop stays, and the rules
-# differ. A rule gets the parameter, its gradient, a dict in which it may keep things
-# until the next step, and settings such as lr. The rule `sgd` is plain gradient descent:
+# An optimizer loops over parameters. Inside, a **rule** updates one parameter. A rule gets the parameter, its gradient, a
+# dict in which it may keep things until the next step, and settings such as lr. The rule `sgd` is plain gradient descent:
 
 
 # %%
@@ -114,7 +113,7 @@ def train(rule, steps=60, **settings):
 
 
 # %% [markdown]
-# Here is SGD's path in the valley. Section 3 compares the losses.
+# Here is SGD's path in the valley:
 
 # %%
 paths = {"SGD": descend(sgd, lr=0.06)}
@@ -167,7 +166,7 @@ curves["momentum"] = train(momentum, lr=0.3, beta=0.9)
 show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 
 # %% [markdown]
-# The learning rate is the same, and the zigzag is gone. Along the valley the path is no faster than before, because the
+# The learning rate is the same, and the zigzag is now a slow swing. Along the valley the path is no faster, because the
 # average of small gradients is small.
 # <!-- holds: (paths["momentum"] - minimum)[20, 0].abs() >= 0.9 * (paths["SGD"] - minimum)[20, 0].abs() -->
 #
@@ -328,7 +327,7 @@ show_losses(curves, title="the small Llama, all five rules", smooth=5)
 #
 # ## 6 · Watch the bytes appear
 #
-# Now take two steps of SmolLM2-135M, in float32, with your AdamW.
+# Take two steps of SmolLM2-135M, in float32, with your AdamW.
 
 # %%
 torch.set_num_threads(threads)
@@ -353,8 +352,9 @@ guess_b.reveal(formula=8 * n, measured=tracker.current.by_category["optimizer"])
 del smol, optimizer  # 1.5 GiB
 
 # %% [markdown]
-# The first forward has no states. All of them appear in the first `step()`, parameter by parameter, which is the slope
-# in the picture.
+# The first forward has no states. All appear in the first `step()`, parameter by parameter: the slope in the picture.
+# The spike at each step's start is your rule's temporaries for the embedding, the largest parameter.
+# <!-- holds: tracker.peak.by_category["temporaries"] == 5 * 4 * 49_152 * 576 -->
 #
 # Your states have the dtype of the parameters, because `zeros_like(p)` has it. The next cell lists what PyTorch's AdamW
 # keeps for a bf16 parameter of 1,000 numbers:

@@ -77,7 +77,7 @@ question = "4 × 4 instead of 16 at once: by how much does the peak fall?"
 guess_b = predict_first("3.b", question, unit="percent")
 
 # %% [markdown]
-# The next picture has both windows. Watch the activations first, then the gradients between the micro-batches.
+# In the next picture, watch the activations first, then the gradients between the micro-batches.
 
 # %%
 with MemoryTracker(model, optimizer, title="16 at once, then 4 × 4"):
@@ -111,8 +111,10 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 # Then the peak moves into backward, and then into the optimizer's step, where no activation is left.
 #
 # The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record
-# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches cost nothing, and 16 cost time. On a large GPU, a
-# micro-batch that cannot fill the GPU leaves it waiting. Take the largest micro-batch that fits.
+# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 did. A micro-batch
+# that cannot fill a large GPU leaves it waiting. Take the largest micro-batch that fits.
+#
+# A claim about gradients:
 
 # %%
 claims.show("C09")
@@ -121,7 +123,7 @@ claims.show("C09")
 # ## 3 · Is it the same gradient?
 #
 # `backward()` *adds* to `.grad`. The gradient of a sum is the sum of the gradients. So if the full batch's loss is a
-# mean over 4 micro-batches, each contributes a quarter. Every tutorial has that line for K micro-batches:
+# mean over 4 micro-batches, each contributes a quarter. For K micro-batches, every tutorial has this line:
 # `loss = loss / K`.
 #
 # The next cells test it on four sequences of 64 tokens each, in float64, so that rounding hides nothing.
@@ -272,8 +274,8 @@ claims.show("C10")
 # ## 5 · Asking for the total without a second pass
 #
 # Your function may run every forward twice, only to count. You can count the labels alone, which costs nothing. Or you
-# divide by the first count, and scale the gradients once at the end, in place. `accumulate_gradients` counts labels if
-# you pass `count_items`, and scales gradients if you do not:
+# divide by the first micro-batch's count, and scale the gradients at the end, in place. `accumulate_gradients` counts
+# labels if you pass `count_items`, and scales gradients if you do not:
 
 # %%
 loss, items = accumulate_gradients(
@@ -337,8 +339,7 @@ train = check("3.4", train)
 # So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
 # the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
 # you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is no
-# mistake: another full batch would draw other masks, too. The next claim's other technique is checkpointing (lesson
-# 04).
+# mistake: another full batch would draw other masks, too. The claim's other technique is checkpointing (lesson 04).
 
 # %%
 claims.show("C30")
@@ -669,7 +670,8 @@ except BudgetExceeded as error:
 # ●●○ · 6 minutes · optional · trains: finding the graph that no backward frees
 #
 # Write `window_leak()`. It returns two things: the number of the line that keeps tensors which no later line needs, and
-# the fixed script. The fixed script returns the same entropy, trains the same weights, and stays within 2 MiB.
+# the fixed script, a function with the same arguments. The fixed script returns the same entropy, trains the same
+# weights, and stays within 2 MiB.
 #
 # <details><summary>Hint 1: which graph?</summary>
 #

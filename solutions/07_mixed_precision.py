@@ -23,7 +23,7 @@
 # - write rounding by chance, a master copy and a loss scaler;
 # - say from which batch on autocast saves memory, and what each flag of `Trainer` does.
 #
-# Everything was measured on a CPU, and nothing on a card (a GPU).
+# Everything was measured on a CPU, nothing on a card (a GPU).
 
 # %%
 import os
@@ -83,8 +83,7 @@ def lost(gradients, dtype, scale):
 lost = check("7.1", lost)
 
 # %% [markdown]
-# Try it on one number in twenty of SmolLM2's gradients. (The course's tests set `GRADMEM_SIZE=ci`, for shorter rows and
-# one update of one layer.)
+# Try it on one number in twenty of SmolLM2's gradients. (The course's tests set `GRADMEM_SIZE=ci`, for shorter runs.)
 
 # %%
 SIZE = os.environ.get("GRADMEM_SIZE", "full")
@@ -141,7 +140,7 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 #   input: `silu` gets the bf16 result of a product.
 # - **float32**: the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
 # - `to_copy` is the price: a bf16 copy of each of the eight matrices, of the six inputs that are not bf16 already, and
-#   of attention's queries and keys.
+#   of attention's queries and keys. The logits are copied back to float32.
 #
 # This is autocast on the CPU. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list
 # also names `softmax` and `layer_norm` for float32.
@@ -149,7 +148,7 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 # ## 3 · bf16 loses updates
 #
 # Between 1 and 2 there are 128 bf16 numbers, with gaps of 1/128. If you add less than half a gap, nothing changes.
-# In lesson 02, this stalled AdamW's second moment v. What about the weights? The cell tries three learning rates.
+# In lesson 02, this stalled AdamW's second moment v. What about the weights? The cell tries three rates.
 
 # %%
 question = "One AdamW step at 1e-5 on SmolLM2 in bf16: how many per cent of weights move?"
@@ -181,9 +180,9 @@ for _ in range(1000):
 print("a thousand times 1.0 in bf16:", total.item())
 
 # %% [markdown]
-# From 256 to 512 a gap is 2. So 257 lies in the middle between two bf16 numbers, and is rounded to the even one, 256.
-# Accumulation is such a sum, since the gradients of bf16 weights are bf16. (An optional section at the end repairs the
-# sum.) Here you repair the update, in two ways.
+# From 256 to 512 a gap is 2. So 257 lies in the middle between 256 and 258. A tie goes to the number whose last fraction
+# bit is 0, here 256. Accumulation is such a sum, since the gradients of bf16 weights are bf16. (An optional section
+# repairs the sum.) Here you repair the update, in two ways.
 #
 # The first way costs no bytes: round *up or down by chance* (*stochastic rounding*), so that the mean is right. If an
 # update is a tenth of a gap, it moves one weight in ten by a whole gap.
@@ -194,7 +193,7 @@ print("a thousand times 1.0 in bf16:", total.item())
 #
 # Write `round_by_chance(x, generator)`. It returns the float32 tensor `x` in bf16. Each element becomes one of the
 # two bf16 numbers beside it. The nearer one has the greater chance, so that the mean of many roundings is `x`. All
-# chance comes from `generator`.
+# random numbers come from `generator`.
 #
 # <details><summary>Hint 1: bits</summary>
 #
@@ -377,16 +376,15 @@ for name, recipe in recipes.items():
     del model, optimizer
 
 # %% [markdown]
-# Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does (the master is one of
-# the states). The master's peak also has the embedding's gradient in float32. Rounding by chance costs no more than
-# all bf16.
+# Autocast and the master copy hold 16 bytes a parameter, as float32 does (the master is one of the states). The master's
+# peak also has the embedding's gradient in float32. Rounding by chance costs no more than all bf16.
 #
 # A few small updates change the losses little. In the stored notebook (one short update of a model cut to one
 # layer, hence high losses), all six losses are within 0.5 % of each other. The difference is in the
 # weights. At this rate, rounding to the nearest moves {{share:.1f}} % of all bf16 weights (section 3). The masters hold
 # every update, but a bf16 weight changes only when its master has moved by half a gap. Over many updates a master moves
-# that far, even if each update is random. With rounding by chance, each weight moves as far as it should on average,
-# from the first update on.
+# that far, even if its updates have random signs. With rounding by chance, each weight moves as far as it should
+# on average, from the first update on.
 #
 # ## 6 · What it saves, and from which batch on
 #

@@ -64,7 +64,9 @@ adamw = partial(optim.AdamW, foreach=False)
 states = cost("AdamW", adamw)
 
 # %% [markdown]
-# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more.
+# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two, where the
+# largest parameter was the only one of its size. Here a temporary of the matrix before, which is as large, is still
+# alive.
 #
 # ## 2 · One byte a number
 #
@@ -159,7 +161,7 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 # ## 3 · Sums, signs and matrices
 #
 # **Adafactor** keeps the sums of v's rows and columns, and makes v from them in each step (exercise 9.2). It keeps no
-# m. Lesson 05 set its learning rate and `eps`.
+# m. Lesson 05 chose its learning rate and `eps`.
 #
 # **Lion** keeps m and no v. Its update is a *sign*: a weight moves by lr, however small its gradient is.
 
@@ -282,13 +284,13 @@ for name, (make, rate) in rates.items():
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers it saves nothing |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
-# | Muon | all directions alike | batches are small: its products cost what {{round(30
+# | Muon | all directions alike | batches are small: its products need as many operations as {{round(30
 # * sum(10 * min(p.shape) ** 2 * (2 * max(p.shape) + min(p.shape)) for p in matrices[-7:]) / (6
-# * model.num_parameters()), -2):,.0f}} tokens of SmolLM2 cost |
+# * model.num_parameters()), -2):,.0f}} tokens of SmolLM2 |
 #
 # ## 5 · Gradients that do not wait
 #
-# In float32, gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter
+# In float32, gradients add 4 bytes a weight. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter
 # as soon as its gradient is complete, and frees the gradient. At most the largest gradient exists: on the tiny Llama,
 # {{max(p.nbytes for p in models.tiny_llama().parameters()) / 1e6:.1f}} of
 # {{sum(p.nbytes for p in models.tiny_llama().parameters()) / 1e6:.1f}} MB. Whatever needs *all* gradients at once breaks:
@@ -463,11 +465,11 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # With weights in 4 bits and checkpoints, SmolLM2's logits and their gradients are the largest part (8 rows of 128
 # tokens). <!-- holds: 2 * 4 * 8 * 128 * small.vocab_size == max(smollm2_peak(30, Recipe("bf16", "adamw-8bit",
 # checkpointing="per-layer", lora_rank=16, quantized_base=True)).by_category.values()) -->
-# A 7B's weights are still larger, on a row of 2,048.
+# In a 7B model, on a row of 2,048 tokens, the weights are larger still.
 # <!-- holds: seven(lora_rank=16, quantized_base=True, checkpointing="per-layer").peak.by_category["parameters"]
 # > 2 * 4 * 2048 * 32000 --> Lesson 05's loss in chunks takes the logits away:
 # `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it refuses a model that changes them
-# first. Gemma 2 *caps* its logits, for example. An optional section writes a loss in chunks that knows caps.
+# before the loss. Gemma 2 *caps* its logits, for example. An optional section writes a loss in chunks that knows caps.
 #
 # ## 9 · Under 300 MiB
 #
@@ -771,8 +773,8 @@ for rank in (4, 16, 64):
 #
 # Write `galore_step`, one step on a matrix `p` in place, which only reads G. P is for the *shorter* side: (rows, rank) if
 # `p` is wide, with PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, which
-# lasts for `every` calls. The next call makes it anew, and keeps the moments. Subtract lr · scale · the update, mapped
-# back. The only tensors in `state` are P and two moments.
+# lasts for `every` calls. The call after these makes a new P, and keeps the moments. Subtract lr · scale · the update,
+# mapped back. The only tensors in `state` are P and two moments.
 #
 # <details><summary>Hint 1: the directions</summary>
 #

@@ -47,9 +47,13 @@ def get(id: str) -> Exercise:
 
 def all_exercises(lesson: int | str | None = None) -> list[Exercise]:
     """All exercises in order, or those of one lesson (1, "1" or "01")."""
+    from .judge.exercise import Exercise
+
     found = []
     for name in modules_of("exercises", None if lesson is None else f"{int(lesson):02d}"):
-        found += import_module(name).EXERCISES
+        for value in vars(import_module(name)).values():
+            if isinstance(value, Exercise):
+                found.append(value)
     return sorted(found, key=lambda exercise: [int(part) for part in exercise.id.split(".")])
 
 

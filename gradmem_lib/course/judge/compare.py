@@ -17,6 +17,8 @@ from typing import Any
 import numpy
 import torch
 
+_is_tensor = torch.is_tensor
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -170,10 +172,6 @@ def plain_int(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _as_tensor(value: Any) -> Any:

@@ -63,7 +63,8 @@ class Exercise:
     def with_two_mistakes(self) -> Iterator[tuple[Any, str]]:
         """(wrong answer, both sentences) of each two mistakes whose changes fit into one text."""
         for (one, says), (other, too) in itertools.combinations(parsed(self.mistakes), 2):
-            both = self.changed(one + other)
+            # two mistakes may share a change
+            both = self.changed(list(dict.fromkeys(one + other)))
             if both is not None:
                 yield both, f"two things at once: {says} And {too}"
 
@@ -94,7 +95,7 @@ class Exercise:
 
 def is_statement(was: str, text: str) -> bool:
     """Whether ``was`` is a whole line of ``text``, so that ``pass`` must take its place."""
-    return any(line.strip() == was.strip() for line in text.splitlines())
+    return was.strip() in map(str.strip, text.splitlines())
 
 
 def parsed(mistakes: str) -> Iterator[tuple[list[str], str]]:
@@ -112,6 +113,10 @@ def parsed(mistakes: str) -> Iterator[tuple[list[str], str]]:
             changes, says = [], []
         if line:
             changes.append(line)
+
+
+class Unusable(TypeError):
+    """An answer that no case can use; its text says what to return."""
 
 
 class Hidden(str):

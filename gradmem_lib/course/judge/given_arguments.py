@@ -91,7 +91,7 @@ def _sentence(name: str, kind: str, about: Any) -> str:
     if kind == "version":
         return ""
     if kind == "value":
-        return f"Your code has changed `{name}` in place: do not change an argument, work on a copy"
+        return f"Your code has changed `{name}` in place: leave `{name}` as it is"
     where = f" ({about})" if isinstance(about, str) else ""
     remedy = REMEDIES.get(kind, "put back what was there")
     return f"Your code leaves `{name}` with another {kind}{where} than before: {remedy}"
@@ -177,8 +177,7 @@ def _has_numbers(gradient: torch.Tensor | None) -> bool:
         return False
     if type(gradient) is not torch.Tensor or not _can_be_read(gradient):
         return True
-    numbers = _bytes_of(gradient)
-    return numbers.count(0) < len(numbers)
+    return _bytes_of(gradient).strip(b"\0") != b""
 
 
 def _data(value: Any) -> Any:

@@ -167,7 +167,7 @@ def another_order(mine: Any, right: Any) -> str:
         if difference(mine, right[::-1]) is None:
             return "these are the right entries in the reverse order."
         return ""
-    if not are_tensors(mine, right) or mine.ndim == 0:
+    if not are_tensors(mine, right):
         return ""
     if mine.shape == right.shape and difference(mine, right.flip(0)) is None:
         return "these are the right numbers in the reverse order."
@@ -177,7 +177,7 @@ def another_order(mine: Any, right: Any) -> str:
 
 
 def are_tensors(*values: Any) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)
+    return all(map(torch.is_tensor, values))
 
 
 def without_effect(exercise: Exercise, answer: Any) -> str:
@@ -199,7 +199,12 @@ def same_results(function: Any, some: Any, others: Any) -> bool:
 
 
 def one_factor_of_a_tensor(mine: Any, right: Any) -> str:
-    """Whether all numbers of a tensor are the right ones, times the same factor."""
+    """Whether all numbers of a tensor, or of the first wrong one of several, are the right ones,
+    times the same factor.
+    """
+    if isinstance(mine, tuple) and isinstance(right, tuple):
+        pairs = zip(mine, right, strict=True)
+        mine, right = next(pair for pair in pairs if difference(*pair))
     if not are_tensors(mine, right) or mine.shape != right.shape or mine.numel() < 3:
         return ""
     a, b = mine.double().flatten(), right.double().flatten()
@@ -228,6 +233,15 @@ _RAISED = r"""
         This is a number already, not a tensor: it has left the graph before its backward.
     '(float|int)' object has no attribute
         This is one of Python's numbers, not a tensor.
+    has changed the type
+        A hook has returned something, which takes the gradient's place: let it return nothing.
+    division by zero
+        Something is divided by 0: a count, or the length of an empty list.
+    '(generator|map|zip|\w+_iterator|.*islice)' has no len\(\)
+        An iterator can be read once, from front to back: it has no length.
+    shapes cannot be multiplied
+        The inner sizes of a matrix product must be equal: F.linear(x, W) needs W of shape
+        (out, in).
     NoneType
         Something is None here: the result of a function without `return`, or a gradient that does
         not exist yet.

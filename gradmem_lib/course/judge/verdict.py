@@ -24,7 +24,7 @@ from IPython.utils.capture import capture_output
 
 from . import given_arguments, side_effects, time_limit
 from .compare import Difference, describe, difference, shortened
-from .exercise import Exercise, Hidden
+from .exercise import Exercise, Hidden, Unusable
 from .not_attempted import (
     Endless,
     functions,
@@ -241,10 +241,10 @@ def first_difference(exercise: Exercise, got: Look, expected: Look) -> str:
         if forgot_return:
             says += " Is a `return` missing?"
         if right:
-            says += f" ({right} of {len(expected.seen)} cases are right.)"
+            says += f" ({right} of {len(expected.seen)} cases came out right.)"
         return says
     if got.raised:
-        return _raised_in_words(exercise, got, forgot_return=forgot_return)
+        return _raised_in_words(exercise, got, forgot_return)
     return left_changed(got, expected)
 
 
@@ -272,7 +272,7 @@ def _place(exercise: Exercise, found: Difference) -> str:
     return f"For {', '.join(words)}: {said.rstrip('.')}."
 
 
-def _raised_in_words(exercise: Exercise, got: Look, *, forgot_return: bool) -> str:
+def _raised_in_words(exercise: Exercise, got: Look, forgot_return: bool) -> str:
     error = got.raised
     at = f" at {error.line}" if error.line else ""
     if error.kind == "TooLong":
@@ -282,6 +282,8 @@ def _raised_in_words(exercise: Exercise, got: Look, *, forgot_return: bool) -> s
         )
     if not error.line and forgot_return:
         return f"{exercise.name} returned None: is a `return` missing?"
+    if error.kind == Unusable.__name__:
+        return f"{error.text}."
     if not error.line:
         return f"{exercise.name} could not be used: {error.kind}: {error.text}."
     return f"Your code raised {error.kind}{at}: {error.text}."
@@ -352,10 +354,7 @@ def _explains(theirs: Look, got: Look, expected: Look, tolerance: float) -> bool
         return False
     if len(their_cases) < 0.7 * len(my_cases):
         return False
-    for case in their_cases:
-        if case not in got.seen or difference(got.seen[case], theirs.seen[case], tolerance):
-            return False
-    return True
+    return set(their_cases).isdisjoint(wrong_cases(got, theirs, tolerance))
 
 
 def pattern(exercise: Exercise, answer: Any, got: Look, expected: Look) -> str:
@@ -363,8 +362,8 @@ def pattern(exercise: Exercise, answer: Any, got: Look, expected: Look) -> str:
     says = left_changed(got, expected)
     if says:
         return says
-    if got.raised and not got.raised.line:
-        return ""
+    if got.raised and not got.raised.line and got.returned_none:
+        return ""  # that is said already
     if got.raised:
         return what_to_look_at(got.raised.kind, got.raised.text)
     with contextlib.suppress(Exception), _undisturbed(), time_limit.stopped_after(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from ..catalogue import get
@@ -20,7 +21,7 @@ def check(id: str, candidate: Any) -> Any:
     """
     # Not above: the judge imports torch, and `from gradmem_lib import check` need not wait for it.
     from ..judge.not_attempted import given
-    from ..judge.verdict import OPEN, PASSED, judge, wrong
+    from ..judge.verdict import OPEN, PASSED, WRONG, judge, wrong
     from .progress import record_check
     from .titles import title_of
 
@@ -47,5 +48,17 @@ def check(id: str, candidate: Any) -> Any:
     line = verdict.line + after.get(verdict.outcome, "")
     if verdict.outcome == PASSED and exercise.afterwards:
         line += f" {exercise.afterwards(candidate)}"
+    if verdict.outcome == WRONG:
+        line = filled(line)
     print(line)
     return verdict.result
+
+
+def filled(text: str) -> str:
+    """``text`` in lines of 90 columns, for JupyterLab breaks longer ones inside words. The case
+    ("For …") begins a new one.
+    """
+    lines = text.replace(". For ", ".\nFor ").splitlines()
+    return "\n".join(
+        textwrap.fill(line, 90, break_long_words=False, break_on_hyphens=False) for line in lines
+    )

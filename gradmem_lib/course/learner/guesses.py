@@ -86,7 +86,7 @@ class Guess:
 def show(value: float, unit: str) -> str:
     """ "1.50 GiB = 1,610,612,736 bytes", or the plain number and its unit."""
     human = f"{format_bytes(value)} = " if unit == "bytes" and abs(value) >= 1024 else ""
-    return f"{human}{_exact(value)} {unit}"
+    return f"{human}{_exact(value)} {unit}".rstrip()
 
 
 def how_far(guess: float, measured: float) -> str:

@@ -116,20 +116,17 @@ def about(what: str, claimed: str, found: float, within: float = 0.1) -> Figure:
     return Figure(what, claimed, found, number - room, number + room, unit)
 
 
-def between(
-    what: str, low: float, high: float, unit: str, found: float, within: float = 0.0
-) -> Figure:
-    """A claimed range, 80 to 90 "%" or 104 to 124 " GB"; ``within``: how far beyond its ends is
-    still "about" it, as a share of each.
+def between(what: str, claimed: str, found: float, within: float = 0.0) -> Figure:
+    """A claimed range, "80 to 90%" or "104 to 124 GB"; ``within``: how far beyond its ends is still
+    "about" it, as a share of each.
     """
-    claimed = f"{low} to {high}{unit}"
     (low, high), unit = _read(claimed)
     return Figure(what, claimed, found, low * (1 - within), high * (1 + within), unit)
 
 
-def at_least(what: str, claimed: float, unit: str, found: float) -> Figure:
-    (low,), read = _read(f"{claimed}{unit}")
-    return Figure(what, f"at least {claimed}{unit}", found, low=low, unit=read)
+def at_least(what: str, claimed: str, found: float) -> Figure:
+    (low,), unit = _read(claimed)
+    return Figure(what, f"at least {claimed}", found, low=low, unit=unit)
 
 
 def fits(what: str, claimed: str, room: int, found: float) -> Figure:
@@ -168,21 +165,24 @@ def yes(what: str, found: bool) -> Figure:
 class Finding:
     """The answer to a claim.
 
-    ``own``, ``where``, ``elsewhere``, ``beyond``: figures, three in all; all but the last decide.
+    ``own``, ``where``, ``elsewhere``, ``beyond``: a figure or a tuple of them, three in all; all
+    but the last decide.
     ``says``: a text with a sentence for each verdict that can be met, "holds: …", "only if: …",
     which goes on after "Holds only if", and "fails: …"; "why: …", what explains it; and "needs: …",
     what the answer needs beyond a CPU. Each begins a line. ``figures``: all else that was computed,
     bytes unless the name says otherwise.
     """
 
-    own: tuple[Figure, ...]
-    where: tuple[Figure, ...] = ()
-    elsewhere: tuple[Figure, ...] = ()
-    beyond: tuple[Figure, ...] = ()
+    own: Figure | tuple[Figure, ...]
+    where: Figure | tuple[Figure, ...] = ()
+    elsewhere: Figure | tuple[Figure, ...] = ()
+    beyond: Figure | tuple[Figure, ...] = ()
     says: str = ""
     figures: Figures = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("own", "where", "elsewhere", "beyond"):
+            object.__setattr__(self, name, _several(getattr(self, name)))
         if not self.own:
             raise ValueError(
                 "own=() leaves nothing to judge by: give at least one Figure of the claim's "

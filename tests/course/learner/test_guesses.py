@@ -256,7 +256,7 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
     assert "No guess was made." in outputs[1][0].text
     assert "guess     2,048 bytes  2.00 KiB  exact" in outputs[2][0].text
     raised = (
-        "✗ 0.1 not yet: Your code raised AttributeError at line 5 of its cell: 'tuple' object has "
+        "✗ 0.1 not yet: Your code raised AttributeError at line 5 of its cell: 'tuple' object has\n"
         "no attribute 'numel'."
     )
     (judged,) = outputs[4]

@@ -285,7 +285,7 @@ def test_an_unwritable_place_costs_one_sentence_and_the_course_goes_on(
     assert check("0.1", lambda shape, size: 0) is not None
     assert "Lesson 00: 0 of 1" in summary()
     out, err = capsys.readouterr()
-    assert out.startswith("✗ 0.1 not yet: ") and out.count("\n") == 1
+    assert out.startswith("✗ 0.1 not yet: ") and out.count("✗") == 1
     assert err.count("\n") == 1 and "GRADMEM_PROGRESS" in err and str(path) in err
     with pytest.raises(progress.ProgressError, match="GRADMEM_PROGRESS"):
         progress.reset()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -44,6 +45,12 @@ def row(claim_id: str, name: str) -> list[float]:
     """The numbers of a row of a claim's table."""
     (found,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", page()[claim_id], re.MULTILINE)
     return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", found)]
+
+
+def one(claim_id: str, name: str) -> float:
+    """The number of a row that has one."""
+    (number,) = row(claim_id, name)
+    return number
 
 
 def shown(claim_id: str, name: str) -> float:
@@ -85,7 +92,8 @@ def test_c03_c32_and_c33():
         states, parameters = row("C32", after)
         assert states < 1.05 * parameters / 2  # 2 bytes a parameter, in bf16
     assert says("C33", "autocast, which keeps twice as much.")
-    (autocast,), (pure,) = (row("C33", f"1.3e9 parameters, {n}") for n in ("autocast-bf16", "bf16"))
+    autocast = one("C33", "1.3e9 parameters, autocast-bf16")
+    pure = one("C33", "1.3e9 parameters, bf16")
     assert autocast == 2 * pure
 
 
@@ -117,23 +125,20 @@ def test_c11_and_c12():
 
 
 def test_c16_and_c29():
-    (one,), (cut,) = (
-        row("C16", f"operations, {n}") for n in ("one batch of 32", "8 x 4 accumulated")
-    )
-    assert says("C16", f"{cut / one:.1f} times as many for 8 micro-batches.")
+    whole = one("C16", "operations, one batch of 32")
+    cut = one("C16", "operations, 8 x 4 accumulated")
+    assert says("C16", f"{cut / whole:.1f} times as many for 8 micro-batches.")
     (added,) = row("C29", "additions into gradients, 4 x 8")
     (products,) = row("C29", "FLOP in matrix products, 4 x 8")
     assert says("C29", "Besides the products, there are K - 1 additions to each gradient,")
     assert says("C29", f"{added / products:.1%} of the operations here.")
-    one, cut = row("C29", "operations started, one batch / 4 x 8")
-    assert says("C29", f"For K = 4, {cut / one:.1f} times as many operations have to be started")
+    whole, cut = row("C29", "operations started, one batch / 4 x 8")
+    assert says("C29", f"For K = 4, {cut / whole:.1f} times as many operations have to be started")
 
 
 def test_c17():
-    (short,), (long,), (card,) = (
-        row("C17", name)
-        for name in ("peak, 1,024 tokens", "peak, 2,048 tokens", "a card has (as the driver says)")
-    )
+    short, long = one("C17", "peak, 1,024 tokens"), one("C17", "peak, 2,048 tokens")
+    card = one("C17", "a card has (as the driver says)")
     assert says("C17", "Rows of 1,024 tokens fit, with a checkpoint in every layer.")
     assert short + GB < card
     assert says("C17", "Rows of 2,048 leave less than a GB for all that is no tensor.")
@@ -148,19 +153,14 @@ def test_c17():
 def test_c20_and_c40():
     assert says("C20", "The extra work is at most one forward: a third of a step where all weights")
     assert says("C20", "one checkpoint per layer saves more.")
-    (every,), (root,) = (
-        row("C20", f"BERT-large, 24 layers, segments of {k}: saved") for k in (1, 5)
-    )
-    assert every > root
-    extra = [claims_price._more(trained, 4) for trained in (True, False)]
+    every = one("C20", "BERT-large, 24 layers, segments of 1: saved")
+    assert every > one("C20", "BERT-large, 24 layers, segments of 5: saved")
+    extra = claims_price._more(True, 4), claims_price._more(False, 4)
     # The first layer's input needs a gradient here, so that backward is two forwards, or one.
     assert 0.25 < extra[0] < 1 / 3 and 0.4 < extra[1] < 1 / 2
     assert says("C40", "with frozen weights, backward is half as long.")
-    trained, frozen = (
-        claims_price._operations(trained, None) / claims_price._operations(False, None)
-        for trained in (True, False)
-    )
-    assert trained == pytest.approx(3 / 2, abs=0.03) and frozen == 1  # 1 + 2 and 1 + 1 forwards
+    trained = claims_price._operations(True, None) / claims_price._operations(False, None)
+    assert trained == pytest.approx(3 / 2, abs=0.03)  # 1 + 2 and 1 + 1 forwards
     assert says("C40", "The extra operations are a little less than a third, since PyTorch stops")
     assert 0.3 < shown("C40", "more operations, a checkpoint every 4") / 100 < 1 / 3
 
@@ -168,10 +168,9 @@ def test_c20_and_c40():
 def test_c21():
     assert says("C21", "One checkpoint looks best only if you measure right after forward.")
     for moment, best in (("after forward", True), ("at the peak", False)):
-        (whole,), (each,) = (
-            row("C21", f"16 layers, a = 5 x, checkpoint around {n}: bytes {moment}")
-            for n in ("the whole model", "each layer")
-        )
+        around = f"16 layers, a = 5 x, checkpoint around {{}}: bytes {moment}"
+        whole = one("C21", around.format("the whole model"))
+        each = one("C21", around.format("each layer"))
         assert (whole < each) == best
 
 
@@ -201,11 +200,7 @@ def test_c23_and_c24():
     assert says(
         "C23", "The figures are for pure bf16 with fused attention, where the claimed ones come"
     )
-    ways = [
-        (precision, attention)
-        for precision in ("bf16", "autocast-bf16", "float32", "float32-master")
-        for attention in ("fused", "eager")
-    ]
+    ways = product(("bf16", "autocast-bf16", "float32", "float32-master"), ("fused", "eager"))
     assert min(ways, key=lambda way: off(*way)) == ("bf16", "fused")
 
     assert says("C24", "the other two need at least a quarter more.")
@@ -247,10 +242,10 @@ def test_c26_c27_and_c50():
     assert says(
         "C26", "layers keep little besides their input and segments are shorter than sqrt(n)"
     )
-    peaks = {
-        n: row("C26", f"64 layers, a = x, {n} checkpoints: bytes at the peak / forward calls")[0]
-        for n in (64, 16, 8, 4)
-    }
+    peaks = {}
+    for n in (64, 16, 8, 4):
+        name = f"64 layers, a = x, {n} checkpoints: bytes at the peak / forward calls"
+        peaks[n], _ = row("C26", name)
     assert peaks[64] > peaks[16] > peaks[8] < peaks[4]  # 8 is the root of 64
     assert says(
         "C27", "a Transformer layer keeps 20 to 30 times its input, so segments of one or two"
@@ -277,8 +272,8 @@ def test_c26_c27_and_c50():
     assert says(
         "C50", "Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer leaves"
     )
-    six, one = row("C50", "Llama-2-7B: left with segments of 6 / of 1")[0::1]
-    assert six == pytest.approx(20, rel=0.05) and one < six
+    six, single = row("C50", "Llama-2-7B: left with segments of 6 / of 1")
+    assert six == pytest.approx(20, rel=0.05) and single < six
     assert says("C50", "The root of the depth is best where layers keep little besides their input")
     assert row("C27", "64 layers, a = x: best equal segments") == [8]
 
@@ -301,10 +296,8 @@ def test_c31():
     assert says("C31", "an unchanged learning rate is safe, only slower.")
     for name, (optimizer, lr) in claims_time.LEARNING_RATES.items():
         small, _ = claims_time.learning_rates(name)
-        soon, later = (
-            claims_time.excess_loss(optimizer, lr, 16, samples=samples) for samples in (2048, 8192)
-        )
-        assert soon > small > later
+        soon = claims_time.excess_loss(optimizer, lr, 16, samples=2048)
+        assert soon > small > claims_time.excess_loss(optimizer, lr, 16, samples=8192)
 
 
 def test_c34():
@@ -319,23 +312,17 @@ def test_c37_and_c38():
     assert says("C37", "Layers that store scores keep three times that much.")
     (eager,) = row("C37", "block with eager attention, closed form")
     assert 32 * eager / (100 * GB) == pytest.approx(3, abs=0.1)
-    products = [
-        row("C37", name)[0]
-        for name in (
-            "queries, keys and values by the document's product",
-            "scores by its product",
-            "feed-forward by its product",
-        )
-    ]
-    assert says("C37", f"{32 * sum(products) / GB:.1f} GB over 32 layers.")
+    total = one("C37", "queries, keys and values by the document's product")
+    total += one("C37", "scores by its product") + one("C37", "feed-forward by its product")
+    assert says("C37", f"{32 * total / GB:.1f} GB over 32 layers.")
     assert says("C37", "Eager attention keeps the softmax twice, in float32 and in bf16:")
     (softmax,) = row("C37", "of which softmax")
     assert softmax == 8 * 32 * 2048**2 * (4 + 2)
-    one_copy = {n: row("C38", f"one bf16 copy of the scores, batch {n}")[0] for n in (2, 8)}
+    copy = one("C38", "one bf16 copy of the scores, batch 8")
     assert says("C38", "Its own batch of 8 needs four times as much:")
-    assert one_copy[8] / (8 * GiB) == 4 == one_copy[8] / one_copy[2]
+    assert copy / (8 * GiB) == 4 == copy / one("C38", "one bf16 copy of the scores, batch 2")
     assert says("C38", "4 times the sequence makes the scores 16 times as large, not 4.")
-    assert one_copy[8] / row("C37", "scores by its product")[0] == 16
+    assert copy / one("C37", "scores by its product") == 16
 
 
 def longest(nbytes: int, every) -> int:
@@ -350,17 +337,13 @@ def test_c39():
     for nbytes in (*sizes, *cards):
         assert longest(nbytes, 6) >= 2 * longest(nbytes, None)
     assert longest(57 * GB, 6) < 2 * longest(57 * GB, None)
-    (none,), (root,) = (
-        row("C39", f"longest sequence on 141 GB, {how}")
-        for how in ("checkpointing off", "checkpointing 6")
-    )
+    none = one("C39", "longest sequence on 141 GB, checkpointing off")
+    root = one("C39", "longest sequence on 141 GB, checkpointing 6")
     assert says(
         "C39", f"On 141 GB the factor is {root / none:.1f}, by the closed forms of lesson 01."
     )
-    (none,), (each,) = (
-        row("C39", f"longest sequence on 80 GB, {how}")
-        for how in ("checkpointing off", "checkpointing per-layer")
-    )
+    none = one("C39", "longest sequence on 80 GB, checkpointing off")
+    each = one("C39", "longest sequence on 80 GB, checkpointing per-layer")
     assert says("C39", f"One checkpoint per layer gives {each / none:.1f} times on 80 GB.")
     kept, less = (
         accounting.model_activations(SEVEN, 1, 2048, precision="bf16", checkpointing=every)
@@ -377,9 +360,10 @@ def test_c41():
     assert says("C41", f"One checkpoint per layer leaves {left:.0f}% of the activations, not 20%")
     assert says("C41", f"records have {1 / max(times):.0%} to {1 / min(times):.0%} of the speed.")
     assert says("C41", f"Segments of 6 leave about 20% ({lesson_04.share_left(SEVEN, 6):.1%}).")
-    one, four = row("C26", "tiny Llama, 16 layers, 16 / 4 checkpoints: more operations")
-    assert says("C41", f"It needs {one:.0f}% more operations ({100 / (1 + one / 100):.0f}% of the")
-    assert says("C41", "by operations, one checkpoint per layer is faster.") and one < four
+    many, few = row("C26", "tiny Llama, 16 layers, 16 / 4 checkpoints: more operations")
+    speed = 100 / (1 + many / 100)
+    assert says("C41", f"It needs {many:.0f}% more operations ({speed:.0f}% of the")
+    assert says("C41", "by operations, one checkpoint per layer is faster.") and many < few
 
 
 def test_c45_and_c47():
@@ -402,10 +386,8 @@ def test_c51_c52_and_c53():
         f"With a 4-bit base, 1 x 2,048 tokens need {plain / GB:.1f} GB without checkpoints and "
         f"{checkpointed / GB:.1f} GB with them",
     )
-    head, heads, ffn = (
-        row("C52", name)[0]
-        for name in ("one head", "all heads", "feed-forward by the document's product")
-    )
+    head, heads = one("C52", "one head"), one("C52", "all heads")
+    ffn = one("C52", "feed-forward by the document's product")
     assert says(
         "C52",
         f"One head takes {head / MiB:.0f} MiB, 32 heads take {heads / GiB:.0f} GiB, and the "
@@ -442,31 +424,28 @@ def test_c57_and_c58():
         for tokens in (2048, 64)
         for way in ("accumulated", "checkpointed")
     }
-    cut, again = (100 * (costs[2048, way] - 1) for way in ("accumulated", "checkpointed"))
+    cut = 100 * (costs[2048, "accumulated"] - 1)
+    again = 100 * (costs[2048, "checkpointed"] - 1)
     assert says(
         "C57", f"one row of 2,048 tokens at a time costs {cut:.0f}% more time, and checkpointing"
     )
     assert says("C57", f"costs {again:.0f}%.")
-    cut, again = (100 * (costs[64, way] - 1) for way in ("accumulated", "checkpointed"))
+    cut, again = 100 * (costs[64, "accumulated"] - 1), 100 * (costs[64, "checkpointed"] - 1)
     assert says("C57", f"At 64 tokens a row, these cost {cut:.0f}% and {again:.0f}%.")
-    single, mixed, half = (
-        row("C58", f"GPT-2 1.5B, 8 x 1024, checkpointed, {precision}: closed-form peak")[0]
-        for precision in ("float32", "autocast-bf16", "bf16")
-    )
+    peak = "GPT-2 1.5B, 8 x 1024, checkpointed, {}: closed-form peak"
+    single, half = one("C58", peak.format("float32")), one("C58", peak.format("bf16"))
+    mixed = one("C58", peak.format("autocast-bf16"))
     assert says(
         "C58", "mixed precision means 16-bit weights and states: its own GPT-2, checkpointed in"
     )
     assert half < single < mixed
     assert says("C58", "stay in float32, and 16-bit copies of the weights are added.")
     assert mixed - single < 2 * GPT2_XL.parameters
-    one, sixteen = (
-        row("C58", f"{rows} x 2048: saved in blocks, checkpointing off")[0] for rows in (1, 16)
-    )
-    assert says("C58", "1 row instead of 16 leaves 1/16 of the saved bytes") and 16 * one == sixteen
-    before, after = (
-        row("C58", f"1 x 8192: saved in blocks, checkpointing {how}")[0]
-        for how in ("off", "per-layer")
-    )
+    first = one("C58", "1 x 2048: saved in blocks, checkpointing off")
+    assert says("C58", "1 row instead of 16 leaves 1/16 of the saved bytes")
+    assert 16 * first == one("C58", "16 x 2048: saved in blocks, checkpointing off")
+    before = one("C58", "1 x 8192: saved in blocks, checkpointing off")
+    after = one("C58", "1 x 8192: saved in blocks, checkpointing per-layer")
     assert says(
         "C58", f"checkpointing reduces {before / GB:.1f} GB to {after / GB:.2f} GB at 8,192 tokens."
     )

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import record_puzzles
 from support.families import OLDER
 
 from gradmem_lib import Recipe
@@ -13,7 +14,7 @@ from gradmem_lib.course import puzzle, stars
 from gradmem_lib.course.catalogue import get
 from gradmem_lib.course.learner import progress
 from gradmem_lib.course.learner.check import check
-from gradmem_lib.course.lessons.lesson_11 import puzzles, record
+from gradmem_lib.course.lessons.lesson_11 import puzzles
 from gradmem_lib.course.lessons.lesson_11.exercises import AGAIN, BF16, CHUNKS, LORA
 from gradmem_lib.course.setup.summary import summary
 from gradmem_lib.names import PRECISIONS
@@ -50,14 +51,18 @@ def test_what_is_recorded_is_predicted_again_to_the_byte(id):
 
 @pytest.mark.parametrize("one", map(puzzle, puzzles.records()))
 def test_all_that_is_tempting_is_recorded(one):
-    wanted = [one.best()[0], *record.tempting(one), *record.in_pieces(one, one.best()[0])]
+    wanted = [
+        one.best()[0],
+        *record_puzzles.tempting(one),
+        *record_puzzles.in_pieces(one, one.best()[0]),
+    ]
     assert list(dict.fromkeys(wanted)) == list(puzzles.records()[one.id])
 
 
 @pytest.mark.skipif(not ALL, reason="a plan for each puzzle")
 @pytest.mark.parametrize("id", POSSIBLE)
 def test_the_recorded_best_is_what_the_planner_finds(id):
-    assert record.solve(puzzle(id)) == puzzle(id).best()[0]
+    assert record_puzzles.solve(puzzle(id)) == puzzle(id).best()[0]
 
 
 # Sentences that judge.

@@ -40,4 +40,3 @@ BYTES = Exercise(
         this adds bytes_per_element to the number of elements: multiply by it.
     """,
 )
-EXERCISES = (BYTES,)

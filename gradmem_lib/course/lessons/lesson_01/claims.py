@@ -4,8 +4,6 @@ activations rule.
 Real objects answer wherever they fit on a CPU, and closed forms of ``accounting`` for whole models.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import log
 
@@ -21,7 +19,8 @@ from ...ledger.finding import GB, Figures, about, between, each, gb, more, none,
 from ...ledger.saved_tensors import saved_tensors
 from ...material import accounting, models
 from ...material.shapes import SHAPES, Shape
-from ..shared.claim_runs import adam_step, name_of, peak_of, seeded
+from ..shared.claim_runs import adam_step, name_of, peak_of
+from ..shared.settings import seeded
 
 # What autocast-bf16 keeps, autocast-fp16 keeps too.
 PRECISIONS = ("float32", "bf16", "autocast-bf16", "float32-master")
@@ -48,10 +47,10 @@ def seven_billion() -> Finding:
         own=(
             about("7B before activations", "84 GB", min(kept["autocast-bf16"], mixed)),
             between(
-                "all four, accumulating 1 x 2048", 104, 124, " GB", mixed + saved["float32-master"]
+                "all four, accumulating 1 x 2048", "104 to 124 GB", mixed + saved["float32-master"]
             ),
         ),
-        where=(about("without float32 weights", "84 GB", without),),
+        where=about("without float32 weights", "84 GB", without),
         says=f"""
             only if: Adam's states are in FP32 and the weights are not; PyTorch's mixed
                 precision keeps the weights in FP32, too.
@@ -89,7 +88,7 @@ def adam_state_dtype() -> Finding:
             some("weights lost in a step with FP16 states", _destroyed(torch.float16)),
             none("the same, FP32 states", _destroyed(torch.float32), "%"),
         ),
-        elsewhere=(some("weights lost, BF16 states", _destroyed(torch.bfloat16)),),
+        elsewhere=some("weights lost, BF16 states", _destroyed(torch.bfloat16)),
         says=f"""
             only if: the states would be in FP16, where one step destroys the weights; in BF16
                 it stays finite.
@@ -109,9 +108,7 @@ def adam_over_gradients() -> Finding:
     per = {name: accounting.bytes_per_parameter(name) for name in PRECISIONS}
     single, half, master = per["float32"], per["bf16"], per["float32-master"]
     return Finding(
-        own=(
-            about("FP32 states / 16-bit gradients", "4×", single["optimizer"] / half["gradients"]),
-        ),
+        own=about("FP32 states / 16-bit gradients", "4×", single["optimizer"] / half["gradients"]),
         elsewhere=(
             about("states / gradients, one dtype", "4×", half["optimizer"] / half["gradients"]),
             about("with an FP32 master copy", "4×", master["optimizer"] / master["gradients"]),
@@ -122,14 +119,12 @@ def adam_over_gradients() -> Finding:
             fails: FP32 states are not 4 times as large as 2-byte gradients.
             """,
         figures=each(
-            "{}: optimizer / gradients, bytes per parameter",
-            per,
-            "{0[optimizer]} / {0[gradients]}",
+            "{}: optimizer / gradients, bytes per parameter", per, "{0[optimizer]} / {0[gradients]}"
         ),
     )
 
 
-def _moving_average(name: str, whole: float) -> tuple[float, float]:
+def _moving_average(name: str, whole: float):
     """The shares of the new value that Adam's ``name`` takes, and of itself that it keeps.
     ``whole``: what met a state of 0 in the first step, a gradient of 1e-4 or its square.
     """
@@ -162,7 +157,8 @@ def moving_averages() -> Finding:
     )
 
 
-def _five_modules() -> tuple[nn.Sequential, torch.Tensor]:
+def _five_modules():
+    """The document's network, and a row for it."""
     with seeded():
         net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     return net, torch.tensor([[1.0, 2.0]])
@@ -180,7 +176,7 @@ def five_modules() -> Finding:
     parameters = storages & _storages(net.parameters())
     intermediate = storages - parameters - _storages([x])
     return Finding(
-        own=(about("intermediate tensors kept", "5", len(intermediate), within=0),),
+        own=about("intermediate tensors kept", "5", len(intermediate), within=0),
         says=f"""
             fails: Only {len(intermediate)} are kept, the outputs of the two ReLUs.
             holds: Each module's output is kept.
@@ -200,9 +196,8 @@ def five_modules() -> Finding:
 
 @answers("C06")
 def no_fit() -> Finding:
-    net, _ = _five_modules()
     return Finding(
-        own=(yes("a PyTorch module has fit", hasattr(net, "fit")),),
+        own=yes("a PyTorch module has fit", hasattr(nn.Module, "fit")),
         says="""
             fails: A PyTorch module has no fit(); the call net(x) runs the forward pass.
             holds: This version of PyTorch has nn.Module.fit.
@@ -212,7 +207,7 @@ def no_fit() -> Finding:
     )
 
 
-def _gradients_and_activations(attention: str, batch_size: int, seq_len: int) -> tuple[int, int]:
+def _gradients_and_activations(attention: str, batch_size: int, seq_len: int):
     """Bytes of a tiny Llama's gradients, and of what autograd saves for them."""
     model = models.tiny_llama(
         layers=1, hidden=64, heads=4, intermediate=176, vocab=256, attention=attention
@@ -263,7 +258,7 @@ def states_after_a_step(optimizer: str) -> int:
     return tracker.current.by_category["optimizer"]
 
 
-def _over_parameters(optimizer: str, momentum: float = 0.0) -> tuple[float, ...]:
+def _over_parameters(optimizer: str, momentum: float = 0.0):
     """States / parameters, for each of ``PRECISIONS``."""
     found = []
     for name in PRECISIONS:
@@ -279,10 +274,10 @@ def states_over_parameters() -> Finding:
     steps = {name: (states_after_a_step(name), 4 * 512 * 512) for name in others}
     return Finding(
         own=(
-            between("Adam's states / parameters, one dtype", 2, 8, "×", min(adam)),
-            between("the same, FP32 master copy", 2, 8, "×", max(adam)),
+            between("Adam's states / parameters, one dtype", "2 to 8×", min(adam)),
+            between("the same, FP32 master copy", "2 to 8×", max(adam)),
         ),
-        elsewhere=(between("states / parameters, SGD with momentum", 2, 8, "×", min(sgd)),),
+        elsewhere=between("states / parameters, SGD with momentum", "2 to 8×", min(sgd)),
         says="""
             only if: the optimizer is Adam, its own example; without a master copy, SGD,
                 Adafactor and 8-bit AdamW keep about the parameters' size, or less.
@@ -309,8 +304,8 @@ def one_point_three_billion() -> Finding:
     for name in PRECISIONS:
         totals[name] = sum(accounting.bytes_per_parameter(name).values()) * 13 * GB // 10
     return Finding(
-        own=(about("1.3B in its own loop (autocast)", "10.4 GB", totals["autocast-bf16"]),),
-        where=(about("all in 2 bytes", "10.4 GB", totals["bf16"]),),
+        own=about("1.3B in its own loop (autocast)", "10.4 GB", totals["autocast-bf16"]),
+        where=about("all in 2 bytes", "10.4 GB", totals["bf16"]),
         says="""
             only if: all numbers take 2 bytes, even Adam's states; the document's own loop uses
                 autocast, which keeps twice as much.
@@ -358,7 +353,7 @@ def activations_rule() -> Finding:
             more("activations / parameters and states, fused", fused),
             more("the same, eager", eager),
         ),
-        elsewhere=(more("activations / both, checkpointed", checkpointed),),
+        elsewhere=more("activations / both, checkpointed", checkpointed),
         says=f"""
             only if: nothing is checkpointed, as in its own 1.3B model.
             fails: At 4 x 2048 tokens activations stay below parameters and optimizer states.

@@ -4,8 +4,6 @@ it really keeps.
 The closed forms of ``accounting`` answer, which tests compare with real blocks to the byte.
 """
 
-from __future__ import annotations
-
 from ....units import GiB
 from ...ledger import Finding, answers
 from ...ledger.finding import about, each, gb
@@ -13,7 +11,7 @@ from ...material import accounting
 from .claims import SEVEN
 
 
-def _halves(batch_size: int, seq_len: int, attention: str) -> tuple[int, int]:
+def _halves(batch_size: int, seq_len: int, attention: str):
     """Saved bytes of the attention half and of the MLP half of a Llama-2-7B block in bf16."""
     options = {"attention": attention, "precision": "bf16"}
     first = accounting.attention_activations(SEVEN, batch_size, seq_len, **options)
@@ -40,7 +38,7 @@ def one_layer() -> Finding:
             about("a layer's feed-forward product", "0.80 GB", ffn, within=0.2),
             about("32 layers that store scores", "100 GB", layers * eager, within=0.2),
         ),
-        beyond=(about("32 layers, fused attention", "100 GB", layers * fused, within=0.2),),
+        beyond=about("32 layers, fused attention", "100 GB", layers * fused, within=0.2),
         says=f"""
             fails: Layers that store scores keep three times that much. Fused attention comes
                 near the sum, but stores no scores.
@@ -68,8 +66,8 @@ def long_sequence() -> Finding:
     softmax, fused = _softmax(8, seq), accounting.attention_activations(SEVEN, 8, seq)
     lse = fused["attention: log-sum-exp"]
     return Finding(
-        own=(about("scores of a layer at its batch of 8", "8 GB", one_copy[8]),),
-        beyond=(about("at a batch of 2", "8 GB", one_copy[2]),),
+        own=about("scores of a layer at its batch of 8", "8 GB", one_copy[8]),
+        beyond=about("at a batch of 2", "8 GB", one_copy[2]),
         says=f"""
             fails: Its own batch of 8 needs four times as much: 4 times the sequence makes the
                 scores 16 times as large, not 4.
@@ -93,7 +91,7 @@ def attention_over_mlp() -> Finding:
             about("scores / feed-forward, 4096 tokens", "8×", scores / ffn),
             about("halves of a real layer, eager", "8×", ratio["eager"], within=0.15),
         ),
-        elsewhere=(about("halves of a real layer, fused", "8×", ratio["fused"]),),
+        elsewhere=about("halves of a real layer, fused", "8×", ratio["fused"]),
         says=f"""
             only if: attention is eager, which its example counts; with fused attention the
                 feed-forward half is larger.

@@ -2,8 +2,6 @@
 and fit three steps into a budget.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -11,8 +9,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...judge.exercise import Exercise, calls, measured
-from ..shared.settings import flat, gradients_of_updates, have_graphs, sgd
-from .settings import train_setting
+from ..shared.settings import (
+    adamw,
+    gradients_of_updates,
+    have_graphs,
+    seeded,
+    sgd,
+    tiny_llama,
+    weights_of,
+)
 
 # 1.1
 
@@ -126,7 +131,11 @@ def saved_cases(answer):
         answer(normed, x),
     )
     averaged = nn.Sequential(nn.Linear(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 2)).eval()
-    yield "a batch norm, whose buffers are saved and count", answer(averaged, x)
+    trained = torch.randn(6, 4, requires_grad=True)
+    yield (
+        "a batch norm, whose buffers are saved and count, as does an x that requires a gradient",
+        answer(averaged, trained),
+    )
     frozen = nn.Sequential(*small_mlp(nn.GELU()), nn.Tanh(), nn.Linear(4, 2))
     frozen[0].requires_grad_(False)
     frozen[-1].requires_grad_(False)  # and is saved, since a gradient passes through it
@@ -135,8 +144,6 @@ def saved_cases(answer):
         "one, whose weight does not count",
         answer(frozen, torch.randn(5, 8)),
     )
-    x = torch.randn(6, 4, requires_grad=True)
-    yield "an x that requires a gradient, and counts", answer(averaged, x)
     # A storage that nothing keeps is free at once, and the next one gets its address.
     deep = nn.Sequential(*[nn.Linear(64, 64), nn.GELU()] * 12).bfloat16()
     yield (
@@ -328,6 +335,14 @@ def train(model, optimizer, batches) -> list[float]:
     return losses
 
 
+def train_setting():
+    """The tiny Llama, its optimizer and three batches of exercise 1.6."""
+    model = tiny_llama(2, 2048)
+    with seeded(1):
+        ids = torch.randint(2048, (3, 4, 64))
+    return model, adamw(model, lr=0.01), list(ids)
+
+
 @cache
 def train_budget() -> int:
     """Bytes that the three steps of exercise 1.6 need, in whole KiB: the peak of a loop that keeps
@@ -348,7 +363,7 @@ def train_cases(answer):
         yield f"{n} batches, updates by the given optimizer", len(updates)
         yield f"{n} batches, the gradient in the last update, of the last batch alone", updates[-1]
         yield f"{n} batches, the losses, one of each batch", losses
-        yield f"{n} batches, the weights afterwards", flat(model.parameters())
+        yield f"{n} batches, the weights afterwards", weights_of(model)
         yield f"{n} batches, whether a loss in the list still has its graph", have_graphs(losses)
     model, optimizer, batches = train_setting()
     logits = batches[0].numel() * model.config.vocab_size * 4
@@ -497,4 +512,3 @@ DROPOUT = Exercise(
         saved, since no backward needs it.
     """,
 )
-EXERCISES = (RESIDENT, SAVED, SURPLUS, SPIKE, RECIPES, TRAIN, BLOCK, DROPOUT)

@@ -1,10 +1,7 @@
 """Lesson 01's leak: a history that keeps tensors where numbers are enough."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ...judge.exercise import Exercise
 from ..shared.leaks import leak_cases, new_net
@@ -14,7 +11,7 @@ HISTORY_BUDGET = "2 MiB"
 ROWS, BATCHES = 256, 24
 
 
-def history_setting(batches: int = BATCHES) -> tuple[nn.Module, torch.optim.Optimizer, list]:
+def history_setting(batches: int = BATCHES):
     """A small network, its AdamW, and batches of 256 inputs with their targets.
 
     Four batches come again and again, so that the data itself does not grow.
@@ -24,19 +21,6 @@ def history_setting(batches: int = BATCHES) -> tuple[nn.Module, torch.optim.Opti
     targets = inputs.roll(1, dims=2)
     net = new_net()
     return net, adamw(net), (list(zip(inputs, targets, strict=True)) * 6)[:batches]
-
-
-def with_history(model, optimizer, batches):
-    """The script of the lesson, line by line."""
-    history = []
-    for x, y in batches:
-        out = model(x)
-        loss = F.mse_loss(out, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append((loss, out))
-    return [(loss.item(), out.mean().item()) for loss, out in history]
 
 
 def history_leak():
@@ -67,7 +51,8 @@ LEAK = Exercise(
         outside=600_000,  # the outputs of one batch as a list of Python's numbers are about 530 kB
     ),
     """
-    9, fixed → 9, with_history
+    (loss.item(), out.mean().item()) → (loss, out)
+    return history → return [(loss.item(), out.mean().item()) for loss, out in history]
         tensors of every batch are still kept: detach() and del take away the graph or a name, and
         the list still holds the tensor. Keep numbers: .item().
     (loss.item(), out.mean().item()) → (loss.item(), out)
@@ -91,4 +76,3 @@ LEAK = Exercise(
         only the last batches are returned: the script returns a pair of numbers for every batch.
     """,
 )
-EXERCISES = (LEAK,)

@@ -5,8 +5,6 @@ A rule is a function ``rule(p, grad, state, ...)``: it moves the parameter ``p``
 in the dict ``state`` whatever it must remember until the next step.
 """
 
-from __future__ import annotations
-
 from math import floor, log2, prod, sqrt
 
 import torch
@@ -39,9 +37,11 @@ def walks(*settings: dict):
 
     def cases(rule):
         for each in settings:
+            used = ", ".join(map("{}={}".format, each, each.values()))
             for steps in (1, 2, 5):
                 sizes = SIZES[:steps]
-                name = f"p = {START} after gradients {GRADIENT} times {sizes}, with {each}"
+                times = f"{GRADIENT} times {str(sizes)[1:-1]}"
+                name = f"p = {START} after steps with gradients {times}, and {used}"
                 yield name, walk(rule, each, sizes, start(4))
         first = settings[0]
         in_turn = walk(rule, first, SIZES, start(4), start(4))
@@ -87,8 +87,9 @@ MOMENTUM = Exercise(
         the step is lr times the gradient, so m has no effect: the step must use m.
     p.sub_ → p.add_
         this increases the loss: subtract lr * m.
-    p.sub_(lr * m) → state["t"] = state.get("t", 0) + 1; p.sub_(lr * m / (1 - beta ** state["t"]))
-        this corrects m for its start at zero, as Adam does: here use m as it is.
+    m.mul_(beta).add_(grad, alpha=1 - beta) →
+    p.sub_(lr * m) → p.sub_(lr * m); m.mul_(beta).add_(grad, alpha=1 - beta)
+        the step uses m as it was before this gradient: update m first, then step.
     lr * m → m
         the learning rate is missing: the step is lr * m.
     """,
@@ -127,19 +128,19 @@ SECOND_MOMENT = Exercise(
     v.sqrt() + eps → (v + eps).sqrt()
         eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by
         a much too large number.
-    v.sqrt() → v.sqrt_()
-        v.sqrt_() overwrites v with its root, and the next step continues from that: use v.sqrt(),
-        which makes a new tensor.
+    v.mul_(beta).add_(grad * grad, alpha=1 - beta) →
+    eps)) → eps)); v.mul_(beta).add_(grad * grad, alpha=1 - beta)
+        this divides by v as it was before this gradient, which is 0 in the first step: update v
+        first.
     alpha=1 - beta → alpha=1
         this adds the whole square: v is an average, which takes 1 - beta of it.
     if not state → if True
         the average starts from zero in every step: make it once, keep it in `state`, and write the
         new value back there.
-    v.sqrt() → state.update(t=state.get("t", 0) + 1) or (v / (1 - beta ** state["t"])).sqrt()
-        this corrects v for its start at zero, as Adam does: here use v as it is.
-    v.sqrt() → grad.abs()
-        this divides by the magnitude of the current gradient, not by the average: then every step
-        has the length lr.
+    grad * grad → grad.square().mean()
+        v is one number for the whole parameter: each number of the parameter needs its own.
+    alpha=1 - beta → alpha=(1 - beta) ** 2
+        1 - beta is squared too: only the gradient is squared.
     """,
     changes="p state",
     pairs=True,
@@ -182,15 +183,16 @@ ADAM = Exercise(
     state["t"] += 1 →
         p is not a number (nan) after the first step. If t is 0 there, 1 - beta**t is 0: count the
         step first.
-    state["t"] += 1 → state["t"] = 1
-        t is 1 in every step: keep it in `state` and count on.
+    m / (1 - beta1**t) → m
+        v is corrected but m is not: m starts at zero too, and is too small at first.
     if not state → if True
         m, v and t start from zero in every step: make them once, when `state` is empty.
     v_hat.sqrt() + eps → (v_hat + eps).sqrt()
         eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by
         a much too large number.
-    v_hat.sqrt() → v_hat
-        the root is missing: v_hat is as large as a squared gradient.
+    beta1**t → beta1 * t
+    beta2**t → beta2 * t
+        beta is multiplied by t: it must be raised to the power t, beta**t.
     """,
     changes="p state",
     pairs=True,
@@ -251,7 +253,11 @@ HALF_GAP = Exercise(
     "2.5",
     half_gap,
     calls(
-        *((1.0,), (3.0,), (100.0,), (0.5,), (0.0125732421875,)),
+        (1.0,),
+        (3.0,),
+        (100.0,),
+        (0.5,),
+        (0.0125732421875,),
         hidden=[(0.0001678466796875,), (3008.0,)],
     ),
     """
@@ -332,6 +338,9 @@ FRUGAL = Exercise(
     addcdiv_(m, divisor, value=-lr → sub_(m.div_(divisor).mul_(lr
     (1 - beta1**t)) → (1 - beta1**t)))
         this scales m itself to save a temporary: in the next step m is no longer an average.
+    sqrt(1 - beta2**t) → (1 - beta2**t)
+        the root of v is divided by 1 - beta2**t: sqrt(v / c) is sqrt(v) / sqrt(c), so take the
+        root of c too.
     v.sqrt().div_(sqrt(1 - beta2**t)).add_(eps) → (v / (1 - beta2**t) + eps).sqrt()
         eps is inside the root: it belongs outside.
     p.mul_(1 - lr * weight_decay) →
@@ -346,5 +355,3 @@ FRUGAL = Exercise(
     changes="p state",
     pairs=True,
 )
-
-EXERCISES = (MOMENTUM, SECOND_MOMENT, ADAM, ADAMW, HALF_GAP, FRUGAL)

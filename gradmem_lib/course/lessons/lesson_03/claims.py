@@ -2,8 +2,6 @@
 "equal" needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -16,10 +14,10 @@ from ....techniques.losses import next_token_loss
 from ...ledger import Finding, answers
 from ...ledger.finding import Figure, about, each, less, none, yes
 from ...material import models
-from ..shared.claim_runs import adam_step, checkpointed, error, gradient, seeded, token_ids
-from ..shared.settings import rows
+from ..shared.claim_runs import adam_step, checkpointed, error, gradient, token_ids
+from ..shared.settings import rows, seeded, tiny_llama
 
-SIZES = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
+SIZES = 2, 512  # layers, vocabulary
 
 
 def tokens(batch_size: int, seq_len: int = 32, vocab: int = 512) -> dict[str, torch.Tensor]:
@@ -29,9 +27,9 @@ def tokens(batch_size: int, seq_len: int = 32, vocab: int = 512) -> dict[str, to
 
 def window(
     batch_size: int, k: int, seq_len: int = 32, set_to_none: bool = True, attention: str = "sdpa"
-) -> tuple[nn.Module, torch.optim.Optimizer, Callable]:
+):
     """A tiny Llama, its AdamW, and a function: an update on a batch in ``k`` micro-batches."""
-    model = models.tiny_llama(**SIZES, attention=attention)
+    model = tiny_llama(*SIZES, attention=attention)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     batch, total = tokens(batch_size, seq_len), batch_size * (seq_len - 1)
 
@@ -79,7 +77,7 @@ def _exact(what: str, found: float) -> Figure:
 def gradients_stay_as_they_are() -> Finding:
     most = {k: _most(_update(32, k), "gradients") for k in (1, 4, 32)}
     return Finding(
-        own=(less("bytes of gradients, 32 micro-batches / one", most[32] / most[1]),),
+        own=less("bytes of gradients, 32 micro-batches / one", most[32] / most[1]),
         says="""
             fails: Gradients have the shapes of the parameters, with or without accumulation.
             holds: Gradients take fewer bytes with accumulation.
@@ -127,7 +125,7 @@ def _accumulated_error(model: nn.Module, loss_of: Callable, batch: dict, size: i
     return error(gradient(model), full)
 
 
-def _mean_loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def _mean_loss(model: nn.Module, micro: dict):
     """What a loop without counts adds up: the mean over a micro-batch's tokens, as one item."""
     loss, count = next_token_loss(model, micro)
     return loss / count, 1
@@ -147,9 +145,9 @@ def _gradient_error(lengths: tuple[int, ...], loss_of: Callable = _mean_loss) ->
 def dividing_by_k() -> Finding:
     ragged = (8, 16, 64, 128)
     return Finding(
-        own=(_exact("gradient's error, equal micro-batches", _gradient_error((64,) * 4)),),
-        elsewhere=(_exact("error, 8, 16, 64 and 128 tokens", _gradient_error(ragged)),),
-        beyond=(_exact("the same, divided by tokens", _gradient_error(ragged, next_token_loss)),),
+        own=_exact("gradient's error, equal micro-batches", _gradient_error((64,) * 4)),
+        elsewhere=_exact("error, 8, 16, 64 and 128 tokens", _gradient_error(ragged)),
+        beyond=_exact("the same, divided by tokens", _gradient_error(ragged, next_token_loss)),
         says="""
             only if: all micro-batches have the same number of tokens, as in the documents' own
                 loops; otherwise the gradient is far off.
@@ -173,7 +171,7 @@ def global_batch() -> Finding:
             about("8 x 4 x 2 sequences", "64", rows, within=0),
             about("activations of 4 x 8 / of 8", "1×", ours / own, within=0.01),
         ),
-        elsewhere=(none("of the peak, not activations", others, "%"),),
+        elsewhere=none("of the peak, not activations", others, "%"),
         says="""
             only if: activations are meant, which are those of 8 samples; weights, gradients and
                 states are in memory for any batch.
@@ -181,10 +179,7 @@ def global_batch() -> Finding:
             why: Every GPU and every window must be full. Where they are not, divide by the
                 counted items; then the last window is right, too.
             """,
-        figures={
-            "activations of 8 sequences alone": own,
-            "activations of 4 x 8 sequences": ours,
-        },
+        figures={"activations of 8 sequences alone": own, "activations of 4 x 8 sequences": ours},
     )
 
 
@@ -199,7 +194,7 @@ def three_quarters() -> Finding:
         ):
             found[seq_len, name] = before, after, 1 - after / before
     return Finding(
-        own=(about("activations saved by 4 x 8", "75%", found[32, "activations"][2], within=0.02),),
+        own=about("activations saved by 4 x 8", "75%", found[32, "activations"][2], within=0.02),
         elsewhere=(
             about("saved of the peak, 32 tokens a row", "75%", found[32, "peak"][2]),
             about("of the peak, 8 tokens a row", "75%", found[8, "peak"][2]),
@@ -215,7 +210,8 @@ def three_quarters() -> Finding:
     )
 
 
-def _squared_error(net: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def _squared_error(net: nn.Module, batch: dict):
+    """A batch's summed loss, and its number of items."""
     return (net(batch["x"]) - batch["y"]).square().sum(), len(batch["x"])
 
 
@@ -248,7 +244,7 @@ def any_architecture() -> Finding:
         tied, next_token_loss, tokens(2, 8, 64)
     )
     return Finding(
-        own=(_exact("gradient's error, batch norm accumulated", errors["batch norm"]),),
+        own=_exact("gradient's error, batch norm accumulated", errors["batch norm"]),
         where=(
             _exact("the same, layer norm", errors["layer norm"]),
             yes("same gradient to the bit with checkpoints", all(same.values())),
@@ -284,9 +280,7 @@ def tokens_per_update() -> Finding:
                 the steps up, and count the tokens that the update really got. The model predicts
                 2,047 of every sequence's 2,048 tokens.
             """,
-        figures={
-            "predicted tokens of 64 micro-batches": steps * 4 * 2047,
-        },
+        figures={"predicted tokens of 64 micro-batches": steps * 4 * 2047},
     )
 
 
@@ -304,7 +298,7 @@ def _logged(short: int, long: int) -> float:
     the loss of the update. The model has learned the long one, as models know some rows better than
     others.
     """
-    model = models.tiny_llama(**SIZES)
+    model = tiny_llama(*SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     known = tokens(1, long)
     for _ in range(5):
@@ -332,7 +326,7 @@ def log_and_clear() -> Finding:
             about("loss logged before dividing / the update's", "1×", _logged(32, 32), within=0.01),
             less("between updates, None / zeros", kept),
         ),
-        elsewhere=(about("loss logged, of 8 and 128 tokens", "1×", _logged(8, 128), within=0.01),),
+        elsewhere=about("loss logged, of 8 and 128 tokens", "1×", _logged(8, 128), within=0.01),
         says="""
             only if: all micro-batches have equally many tokens; for others, log the window's
                 summed loss divided by its tokens.

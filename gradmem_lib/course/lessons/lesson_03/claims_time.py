@@ -4,44 +4,33 @@ Times are not asserted: what costs time is counted (operations, floating-point o
 ratios that ``benchmarks/accumulation.py`` recorded are quoted with their device.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ....compat.dispatch_modes import TorchDispatchMode
 from ...ledger import Finding, answers, bert_large
 from ...ledger.finding import Figures, about, each, more
-from ...material import models
 from ..shared.claim_runs import recorded, recorded_times
+from ..shared.seen import OperationLog
+from ..shared.settings import tiny_llama
 from .claims import SIZES, tokens, window
 
 
-class _Count(TorchDispatchMode):
-    """How many operations are dispatched: each is at least one kernel to launch."""
-
-    operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
-        return func(*args, **(kwargs or {}))
-
-
 @cache
-def _work(k: int) -> tuple[int, int]:
-    """Operations, and floating-point operations in matrix products, of one window of 32 in ``k``
-    micro-batches.
+def _work(k: int):
+    """Operations, each at least one kernel to launch, and floating-point operations in matrix
+    products, of one window of 32 in ``k`` micro-batches.
     """
     # the counter sees the products of eager attention
     _, _, update = window(32, k, attention="eager")
     update()  # the first step makes Adam's states
-    with FlopCounterMode(display=False) as flops, _Count() as count:  # the inner one is asked first
+    # The inner one is asked first.
+    with FlopCounterMode(display=False) as flops, OperationLog() as log:
         tokens(32)  # a window's batch is made in one operation, which counts
         update()
-    return count.operations, flops.get_total_flops()
+    return len(log.names.split()), flops.get_total_flops()
 
 
 def _times(way: str) -> dict[str, float]:
@@ -65,7 +54,7 @@ def the_same_samples_take_longer() -> Finding:
     one, cut = _work(1)[0], _work(8)[0]
     times = _times("accumulated")
     return Finding(
-        own=(more("time in its table, 1 x 4 / 4", _published()),),
+        own=more("time in its table, 1 x 4 / 4", _published()),
         elsewhere=(
             more("our CPU record, 4 micro-batches", times["4"]),
             more("our CPU record, 16 micro-batches", times["16"]),
@@ -78,10 +67,7 @@ def the_same_samples_take_longer() -> Finding:
                 as many for 8 micro-batches. Accumulation is less work than an update after every
                 micro-batch, since the optimizer steps once.
             """,
-        figures={
-            "operations, one batch of 32": one,
-            "operations, 8 x 4 accumulated": cut,
-        }
+        figures={"operations, one batch of 32": one, "operations, 8 x 4 accumulated": cut}
         | _recorded_figures("accumulated")
         | _recorded_figures("stepped"),
     )
@@ -90,9 +76,9 @@ def the_same_samples_take_longer() -> Finding:
 @answers("C29")
 def no_overhead() -> Finding:
     one, cut = _work(1), _work(4)
-    added = 3 * sum(p.numel() for p in models.tiny_llama(**SIZES).parameters())
+    added = 3 * sum(p.numel() for p in tiny_llama(*SIZES).parameters())
     return Finding(
-        own=(about("operations in products, 4 x 8 / 32", "1×", cut[1] / one[1], within=0.001),),
+        own=about("operations in products, 4 x 8 / 32", "1×", cut[1] / one[1], within=0.001),
         beyond=(
             about("time in C13's table, 1 x 4 / 4", "1×", _published()),
             about("our CPU record, 4 micro-batches", "1×", _times("accumulated")["4"], within=0.15),
@@ -143,7 +129,7 @@ LEARNING_RATES = {"SGD": (torch.optim.SGD, 0.008), "Adam": (torch.optim.Adam, 0.
 
 
 @cache
-def learning_rates(name: str) -> tuple[float, dict[int, float]]:
+def learning_rates(name: str):
     """``excess_loss`` at batch 4, and at batch 16 by the factor on the learning rate."""
     optimizer, lr = LEARNING_RATES[name]
     larger = {factor: excess_loss(optimizer, lr * factor, 16) for factor in (1, 2, 4, 8)}
@@ -160,8 +146,8 @@ def linear_scaling() -> Finding:
         figures |= each(name + ": the same at batch 16, learning rate x {}", larger, "{:.2g}")
         nearest[name] = min(larger, key=lambda factor: abs(math.log(larger[factor] / base)))
     return Finding(
-        own=(about("learning rate, Adam, 4 times the batch", "4×", nearest["Adam"], within=0),),
-        where=(about("the same, SGD", "4×", nearest["SGD"], within=0),),
+        own=about("learning rate, Adam, 4 times the batch", "4×", nearest["Adam"], within=0),
+        where=about("the same, SGD", "4×", nearest["SGD"], within=0),
         says="""
             only if: the optimizer is SGD and the batch is small enough to be noisy; the
                 document's own loop uses Adam, whose rate grows with the square root.

@@ -1,7 +1,5 @@
 """Lesson 03's exercises but its leak: windows of micro-batches, and the update that each makes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import islice
@@ -18,18 +16,20 @@ from ...judge.exercise import Exercise, calls, measured
 from ..shared.hf_trainer import one_batch, trainer_logs, trainer_setting
 from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import (
+    adamw,
     bigram_loss,
     bigrams,
-    flat,
     gradients_of,
     gradients_of_updates,
     have_graphs,
     quietly,
     rows,
     sgd,
+    text_batch,
+    tiny_llama,
+    weights_of,
     with_large_gradients,
 )
-from .settings import CARD, batch_setting
 
 # 3.1
 
@@ -62,8 +62,8 @@ PLAN = Exercise(
     math.ceil(tokens_per_update / at_once) → math.floor(tokens_per_update / at_once) + 1
         this adds a micro-batch even where the division has no remainder: round up only when there
         is one.
-    math.ceil(tokens_per_update / at_once) → max(1, tokens_per_update // at_once)
-        this rounds down, but to no less than 1: the update must see at least the tokens.
+    math.ceil(tokens_per_update / at_once) → round(tokens_per_update / at_once)
+        this rounds to the nearest: "at least" means up.
     seq_len * gpus → seq_len
         this forgets the GPUs: each of them works on a micro-batch of its own at the same time.
     micro_batch * seq_len * gpus → micro_batch * gpus
@@ -143,8 +143,8 @@ def accumulate(micro_batches, loss_and_count) -> float:
 
 UNEQUAL = ((3,), (9, 3), (12, 12), (6,))
 WINDOWS = {
-    "micro-batches of equal counts": ((6, 6), (6, 6), (6, 6)),
-    "micro-batches of unequal counts": UNEQUAL,
+    "micro-batches that predict 10, 10 and 10 tokens": ((6, 6), (6, 6), (6, 6)),
+    "micro-batches that predict 2, 10, 22 and 5 tokens": UNEQUAL,
     "a micro-batch of one token, which predicts nothing": ((4,), (1,), (7,)),
 }
 
@@ -204,12 +204,13 @@ DIVISOR = Exercise(
     loss, _ → loss, count
     loss.item() / total → (loss / count / len(micro_batches)).item()
         the loss that is returned is an unweighted average of the micro-batches' means.
+    mean += loss.item() / total → mean += loss.item()
+        the loss that is returned is the sum over all items: divide it by their number.
     loss, _ → loss, count
-    loss.item() / total → (loss / count).item()
-        the loss that is returned is the sum of the micro-batches' means, about K times too large.
-    loss, _ → loss, count
-    mean += loss.item() / total → mean = (loss / count).item()
-        the loss that is returned is only the last micro-batch's.
+    (loss / total) → (loss / max(count, 1) / len(micro_batches))
+    loss.item() / total → loss.item() / max(count, 1) / len(micro_batches)
+        dividing by K gives every micro-batch the same weight: a token of a short one then counts
+        more than one of a long one.
     loss_and_count(micro)[1] for → count_targets(micro["labels"]) for
         a micro-batch may be anything that loss_and_count takes (here it is a tensor, and no dict
         with labels): loss_and_count(micro) also says how many items it has.
@@ -239,12 +240,12 @@ def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float
 
 
 # Micro-batch n predicts n tokens.
-LENGTHS = ((2,), (2, 2), (4,), (3, 3), (4, 3), (7,), (5, 4))
+LENGTHS = ((2,), (2, 2), (4,), (3, 3), (4, 3), (7,))
 STREAM, LARGE = 20, 16_384  # micro-batches of so many tokens, 128 KiB each
 
 
 def train_cases(answer):
-    for n, window, kind in ((6, 3, iter), (5, 2, list), (7, 3, iter)):
+    for n, window, kind in ((6, 3, list), (5, 2, iter)):
         name = f"{n} micro-batches in windows of {window}"
         model = bigrams()
         with_large_gradients(model[0], 10)
@@ -255,7 +256,7 @@ def train_cases(answer):
         yield f"{name}, updates by the given optimizer", len(updates)
         yield f"{name}, the gradient of each update", updates
         yield f"{name}, the mean losses", losses
-        yield f"{name}, the weights at the end", flat(model.parameters())
+        yield f"{name}, the weights at the end", weights_of(model)
         yield f"{name}, whether the losses have graphs", have_graphs(losses)
 
     def in_one_window(model, optimizer, micro_batches, loss):
@@ -437,6 +438,16 @@ def train_64(model, optimizer, batch, loss_and_count) -> float:
     return mean
 
 
+CARD = "8 MiB"
+
+
+def batch_setting():
+    """Exercise 3.7's tiny Llama, its optimizer and a batch of 64 sequences of unequal lengths."""
+    model = tiny_llama(1, 1024)
+    lengths = [2 + i * i % 31 for i in range(64)]
+    return model, adamw(model, lr=0.01), text_batch(*lengths, vocab=1024)
+
+
 def card_cases(answer):
     def run(model, optimizer):
         return answer(model, optimizer, batch, partial(next_token_loss, model))
@@ -484,6 +495,9 @@ ON_THE_CARD = Exercise(
         it fits, but it makes eight updates: the exercise asks for one.
     optimizer.zero_grad() →
         the first update is right and a second one repeats its gradient: zero_grad() is missing.
+    list(split(batch, 8)) → split(batch, 8)
+        nothing is trained: what `split` returns can be read only once, and counting has read it.
+        Make a list of it.
     """,
     tolerance=1e-4,
 )
@@ -518,7 +532,6 @@ MODELS = {
     "a causal Llama": ("LlamaForCausalLM", ()),
     "a causal Llama whose loss is a plain mean": ("LlamaForCausalLM", (PlainMean,)),
 }
-SETTING = "accepts_loss_kwargs"
 
 
 def set_dropout(model, p: float) -> None:
@@ -539,7 +552,7 @@ def trainer_cases(answer):
         model.__class__ = type("Tiny", (*bases, type(model)), {})
         set_dropout(model, 0.1)
         fixed = answer(model, batch)
-        on_the_class = SETTING in vars(type(model))
+        on_the_class = "accepts_loss_kwargs" in vars(type(model))
         yield f"{name}, whether the attribute is set on its class, for all models", on_the_class
         set_dropout(fixed, 0.0)
         fixed.zero_grad()
@@ -562,6 +575,9 @@ TRAINER = Exercise(
     if few == many: → if few != many:
         accepts_loss_kwargs is set on the wrong models: set it to False where the number makes no
         difference.
+    if few == many: → if "num_items" not in str(__import__("inspect").signature(model.forward)):
+        the signature does not say it: a model may take the number in **kwargs and use it, or have
+        the argument and ignore it. Compare its losses for two numbers.
     if few == many: → if not hasattr(model, "lm_head"):
         a model with a language model's head may ignore the number too: compare its losses for two
         numbers.
@@ -622,11 +638,11 @@ def fair_cases(answer):
                 (loss(model(piece["x"]), piece["labels"]) / n).backward()
 
         error = answer(model, labelled_rows(n, dtype=torch.float64), accumulate)
-        name = f"{name}, {n} of them"
-        yield f"{name}, the error", round(float(error), 6)
+        name = f"{n} rows with {name}"
+        yield f"{name}: the error", round(float(error), 6)
         trained = sum(module.training for module in model.modules())
-        yield f"{name}, modules in training mode afterwards", trained
-        yield f"{name}, whether a gradient is left", bool(gradients_of(model).any())
+        yield f"{name}: modules in training mode afterwards", trained
+        yield f"{name}: whether a gradient is left", bool(gradients_of(model).any())
 
 
 FAIR = Exercise(
@@ -656,4 +672,3 @@ FAIR = Exercise(
     """,
     changes="model.mode",  # a case of its own
 )
-EXERCISES = (PLAN, TARGETS, DIVISOR, LOOP, LOGGED, CLIPPED, ON_THE_CARD, TRAINER, FAIR)

@@ -1,9 +1,6 @@
 """Lesson 03's leak: a figure for the log that keeps the graph of every micro-batch of a window."""
 
-from __future__ import annotations
-
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ....techniques.accumulation import split
@@ -15,7 +12,7 @@ WINDOW_BUDGET = "2 MiB"
 ROWS, CLASSES, PIECES = 8, 1000, 16
 
 
-def window_setting(pieces: int = PIECES) -> tuple[nn.Module, torch.optim.Optimizer, tuple]:
+def window_setting(pieces: int = PIECES):
     """A small classifier of 1,000 classes, its SGD, and a batch that makes ``pieces``
     micro-batches of 8 rows: inputs (rows, 64) and labels (rows).
     """
@@ -25,25 +22,11 @@ def window_setting(pieces: int = PIECES) -> tuple[nn.Module, torch.optim.Optimiz
         return net, sgd(net), (x, torch.randint(CLASSES, (len(x),)))
 
 
-def larger_steps(pieces: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple]:
+def larger_steps(pieces: int):
     """``window_setting`` with a learning rate at which an entropy after the update is another."""
     model, optimizer, batch = window_setting(pieces)
     optimizer.param_groups[0]["lr"] = 5.0
     return model, optimizer, batch
-
-
-def with_entropy(model, optimizer, batch):
-    """The script of the lesson, line by line."""
-    entropy, rows = 0.0, len(batch[1])
-    for x, y in split(batch, 8):
-        logits = model(x)
-        loss = cross_entropy(logits, y, reduction="sum") / rows
-        loss.backward()
-        p = logits.softmax(-1)
-        entropy = entropy - (p * p.log()).sum() / rows
-    optimizer.step()
-    optimizer.zero_grad()
-    return entropy.item()
 
 
 def window_leak():
@@ -77,7 +60,8 @@ LEAK = Exercise(
         hidden_setting=larger_steps,
     ),
     """
-    8, fixed → 8, with_entropy
+    entropy -= (p * p.log()).sum().item() → entropy = entropy - (p * p.log()).sum()
+    return entropy → return entropy.item()
         the sum still has a graph, which keeps the probabilities of every micro-batch: no backward
         goes through it, so nothing frees them. Add each micro-batch's entropy as a number.
     return 8 → return 4
@@ -101,4 +85,3 @@ LEAK = Exercise(
         with a larger learning rate the two differ.
     """,
 )
-EXERCISES = (LEAK,)

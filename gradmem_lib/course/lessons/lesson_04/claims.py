@@ -5,8 +5,6 @@ Bytes and forward calls are counted on chains and on a tiny Llama; larger models
 closed forms. Work is counted in floating-point operations.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 
@@ -19,6 +17,7 @@ from ...ledger.finding import Figure, Figures, about, each, less, more
 from ...material import accounting, models
 from ...material.flops import count_operations
 from ..shared.claim_runs import activations, checkpointed, token_ids, tracked_step
+from ..shared.settings import tiny_llama
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4  # bytes of a boundary of the chains
@@ -33,7 +32,7 @@ def inputs() -> torch.Tensor:
 
 
 @cache
-def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int, int]:
+def chain(n: int, keeps: int, every: int | tuple | None):
     """Of a step of a chain with a = ``keeps`` x: bytes at the peak, forward calls of a layer, and
     bytes after forward. The weights' bytes do not count.
     """
@@ -51,7 +50,7 @@ def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int, int]
     return tracker.peak.total - weights, len(calls), after_forward - weights
 
 
-def _best_equal(n: int, keeps: int) -> tuple[int, int]:
+def _best_equal(n: int, keeps: int):
     """The length of equal segments (n is a multiple of it) with the lowest measured peak, and that
     peak in bytes.
     """
@@ -62,10 +61,7 @@ def _best_equal(n: int, keeps: int) -> tuple[int, int]:
 
 def _llama(attention: str):
     """A tiny Llama of 16 layers, all trained, and its token ids."""
-    model = models.tiny_llama(
-        layers=16, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
-    )
-    return model, token_ids(4, vocab=128)
+    return tiny_llama(16, 128, attention=attention), token_ids(4, vocab=128)
 
 
 @cache
@@ -89,9 +85,7 @@ def llama_work(every: int) -> float:
     return _llama_operations(every) / _llama_operations(None) - 1
 
 
-def block(
-    shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)
-) -> tuple[int, int]:
+def block(shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)):
     """Bytes that a block keeps, its input included, and those of its input, which a checkpoint
     keeps: a and x.
     """
@@ -138,9 +132,7 @@ def root_of_depth() -> Finding:
             ),
             about("the same, no checkpoint", "1", power["no checkpoint"]),
         ),
-        elsewhere=(
-            about("power of n, a checkpoint a layer", "0.5", power["a checkpoint a layer"]),
-        ),
+        elsewhere=about("power of n, a checkpoint a layer", "0.5", power["a checkpoint a layer"]),
         says="""
             only if: there is a checkpoint every sqrt(n) layers, its own schedule; with the
                 libraries' default, one per layer, memory still grows with n.
@@ -161,8 +153,8 @@ def whole_model_in_one() -> Finding:
         peak[name] = highest + X  # a loop holds its output until backward is done
     whole = peak["the whole model"]
     return Finding(
-        own=(about("peak, one checkpoint / one a layer", "1×", whole / peak["each layer"]),),
-        beyond=(less("peak, one checkpoint / none", whole / peak["nothing"]),),
+        own=about("peak, one checkpoint / one a layer", "1×", whole / peak["each layer"]),
+        beyond=less("peak, one checkpoint / none", whole / peak["nothing"]),
         says="""
             fails: One checkpoint around the whole model saves nothing at the peak.
             holds: Both save the same at the peak.
@@ -184,7 +176,7 @@ def more_checkpoints() -> Finding:
             more("memory of a Llama, 16 / 4 checkpoints", many / few),
             less("work added to it, 16 / 4", many_work / few_work),
         ),
-        where=(more("memory of small layers, 64 / 8", found[64][0] / found[8][0]),),
+        where=more("memory of small layers, 64 / 8", found[64][0] / found[8][0]),
         says="""
             only if: layers keep little besides their input and segments are shorter than
                 sqrt(n); in Transformers, more checkpoints need less memory.
@@ -222,10 +214,10 @@ def every_root_of_n() -> Finding:
     }
     found = {name: chain(64, 5, schedule) for name, schedule in schedules.items()}
     return Finding(
-        own=(about("best segments of GPT-2 1.5B, layers", "7", best),),
-        where=(about("best where layers keep only their input", "8", small),),
-        beyond=(
-            about("GPT-2 1.5B, root of n / best", "1×", left(GPT2_XL, root) / left(GPT2_XL, best)),
+        own=about("best segments of GPT-2 1.5B, layers", "7", best),
+        where=about("best where layers keep only their input", "8", small),
+        beyond=about(
+            "GPT-2 1.5B, root of n / best", "1×", left(GPT2_XL, root) / left(GPT2_XL, best)
         ),
         says="""
             only if: a layer keeps little besides its input; a Transformer layer keeps 20 to 30
@@ -262,7 +254,7 @@ def shallow_networks() -> Finding:
             ),
             Figure("of 8 layers", "less than of 64", saved[8], high=saved[64] - 0.01, unit="%"),
         ),
-        beyond=(Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),),
+        beyond=Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),
         says="""
             holds: Fewer layers save less, but there is no threshold at 10.
             fails: Shallow networks save as much.

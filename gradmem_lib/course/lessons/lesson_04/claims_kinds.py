@@ -1,7 +1,5 @@
 """Lesson 04's answer about torch's two kinds of checkpoints."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +16,7 @@ from ..shared.claim_runs import error_of
 from .claims import WIDTH, inputs
 
 
-def _learns(again: Callable) -> tuple[bool, bool]:
+def _learns(again: Callable):
     """Does a layer get its gradient when its input requires none, and does a warning say so?"""
     layer, head = nn.Linear(4, 4), nn.Linear(4, 1)
     with warnings.catch_warnings(record=True) as told:

@@ -5,8 +5,6 @@ Shares of larger models are lesson 01's closed forms. Work is counted in floatin
 and times are quoted from what ``benchmarks/checkpointing.py`` and a published table recorded.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from functools import cache
@@ -77,8 +75,8 @@ def twenty_per_cent_slower() -> Finding:
     before, after = table["1 x 4"], table["1 x 4, checkpointing"]
     slower = 1 - after.per_second / before.per_second
     return Finding(
-        own=(about("rows a second lost in its table", "20%", slower, within=0.25),),
-        elsewhere=(about("time added in its table", "20%", after.seconds / before.seconds - 1),),
+        own=about("rows a second lost in its table", "20%", slower, within=0.25),
+        elsewhere=about("time added in its table", "20%", after.seconds / before.seconds - 1),
         says=f"""
             only if: speed means rows per second, and then roughly; the added time is more.
             fails: Its own table says otherwise.
@@ -100,10 +98,10 @@ def saves_half_to_four_fifths() -> Finding:
     work = {k: llama_work(k) for k in (4, 1)}
     return Finding(
         own=(
-            between("activations saved, BERT-large", 50, 80, "%", root, within=0.1),
-            between("more operations, 16 layers", 20, 30, "%", work[4], within=0.1),
+            between("activations saved, BERT-large", "50 to 80%", root, within=0.1),
+            between("more operations, 16 layers", "20 to 30%", work[4], within=0.1),
         ),
-        elsewhere=(between("saved by one checkpoint a layer", 50, 80, "%", each_layer),),
+        elsewhere=between("saved by one checkpoint a layer", "50 to 80%", each_layer),
         says=f"""
             only if: segments have sqrt(n) layers, its own schedule; one checkpoint per layer
                 saves more.
@@ -139,8 +137,8 @@ def twice_the_sequence() -> Finding:
     times = {card: longest[card, root] / longest[card, None] for card in (60, 80, 141)}
     return Finding(
         own=(
-            at_least("longer sequences, 7B on 60 GB", 2, "×", times[60]),
-            at_least("the same on 80 GB", 2, "×", times[80]),
+            at_least("longer sequences, 7B on 60 GB", "2×", times[60]),
+            at_least("the same on 80 GB", "2×", times[80]),
             about("more operations, 16 layers", "33%", llama_work(4)),
         ),
         says=f"""
@@ -164,7 +162,7 @@ def eight_segments_of_four() -> Finding:
             about("more operations, a checkpoint every 4", "33%", llama_work(4)),
             about(f"extra forward passes, {len(segments)} segments", "1", calls / 32 - 1, within=0),
         ),
-        elsewhere=(about("more operations, frozen weights", "33%", frozen),),
+        elsewhere=about("more operations, frozen weights", "33%", frozen),
         says=f"""
             only if: all weights are trained, as in its example; with frozen weights, backward
                 is half as long.
@@ -173,9 +171,7 @@ def eight_segments_of_four() -> Finding:
                 recomputation as soon as it has the last missing tensor. With frozen weights,
                 backward is half as long, and the extra is {frozen:.0%} in a chain.
             """,
-        figures={
-            "forward calls of a layer, in forward and backward": calls,
-        },
+        figures={"forward calls of a layer, in forward and backward": calls},
     )
 
 
@@ -193,7 +189,7 @@ def a_table_of_shares() -> Finding:
             about("activations left, one a layer", "20%", still["float32"], within=0.25),
             about("the same, mixed precision", "10%", still["autocast-bf16"], within=0.25),
         ),
-        beyond=(about("speed, slowest of our CPU records", "67%", 1 / max(times)),),
+        beyond=about("speed, slowest of our CPU records", "67%", 1 / max(times)),
         says=f"""
             fails: One checkpoint per layer leaves {still["float32"]:.0%} of the activations,
                 not 20%; our CPU records have {1 / max(times):.0%} to {1 / min(times):.0%} of the
@@ -222,8 +218,8 @@ def root_of_depth_as_length() -> Finding:
             about(f"left by segments of {root} of 32", "20%", share_left(SEVEN, root)),
             about("root of 96", "10", math.sqrt(GPT3.layers)),
         ),
-        beyond=(
-            about("left by the best segments of 32", "20%", share_left(SEVEN, best_length(SEVEN))),
+        beyond=about(
+            "left by the best segments of 32", "20%", share_left(SEVEN, best_length(SEVEN))
         ),
         says="""
             holds: Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer

@@ -12,6 +12,8 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.schedules import best_segments, uniform_segments
 from ...judge.compare import plain_int
 from ...judge.exercise import Exercise, calls, measured, outside_torch
+from ...material import models
+from ..shared.seen import gradient_of
 from ..shared.settings import gradients_of, seeded
 from .layers import (
     ROWS,
@@ -23,7 +25,6 @@ from .layers import (
     one_by_one,
     trained_layers,
 )
-from .settings import CHAIN_BOUNDARY, chain_budget, chain_setting
 
 # 4.1
 
@@ -72,10 +73,6 @@ def apply_of(answer):
     return lambda run, x: torch.autograd.Function.apply.__func__(stopped, run, x)
 
 
-def gradient(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad
-
-
 def backward_of_squares(out: torch.Tensor) -> None:
     if out.requires_grad:
         out.square().sum().backward()
@@ -88,7 +85,7 @@ def checkpoint_cases(answer):
         out = one_by_one(apply, layers, x)
         yield "the output of four layers", out
         backward_of_squares(out)
-    yield "the gradient of x, before all layers", gradient(x)
+    yield "the gradient of x, before all layers", gradient_of(x)
     yield "the gradients of the weights inside run", gradients_of(layers)
     yield "boundaries alive after forward of one layer, its input among them", kept_by_one(apply)
     layers = trained_layers(2)
@@ -199,7 +196,7 @@ def dice_cases(answer):
     )
     backward_of_squares(out)
     after = torch.rand(3)
-    yield "the gradient of x, by a second run that drops the same values", gradient(x)
+    yield "the gradient of x, by a second run that drops the same values", gradient_of(x)
     yield "the gradients of the weights, by the same second run", gradients_of(layers)
     yield "the random numbers of the rest of the program, after backward", after
     kept = kept_by_one(apply, dropout=0.5)
@@ -324,10 +321,8 @@ def segment_cases(answer):
             yield f"{name}, layers that run in forward, in this order", order[:]
             backward_of_squares(out)
         yield f"{name}, the gradients of the layers", gradients_of(layers)
-        yield f"{name}, the gradient of x", gradient(x)
+        yield f"{name}, the gradient of x", gradient_of(x)
         yield f"{name}, lengths of the segments that run again", order.segments(layers)
-        kept = kept_boundaries(lambda layers, x, k=k: answer(layers, x, k), trained_layers(n))
-        yield f"{name}, boundaries alive after forward", kept
     layers = trained_layers(4, dropout=0.5)
     backward_of_squares(answer(layers, first_input(), 2))
     yield (
@@ -493,6 +488,29 @@ def train_step(layers, x):
     return loss.item()
 
 
+# The last layer is a head, whose logits are VOCAB times as wide as a boundary.
+DEPTH, KEEPS, VOCAB = 64, 5, 5
+CHAIN_ROWS, CHAIN_WIDTH = 256, 32
+CHAIN_BOUNDARY = CHAIN_ROWS * CHAIN_WIDTH * 4
+CHAIN_CARD = 41.5  # boundaries beside the weights
+
+
+def chain_setting():
+    """63 frozen layers that keep 5 boundaries each (their input is one), a frozen head, and the
+    input, which is what is trained.
+    """
+    layers = models.chain(DEPTH - 1, width=CHAIN_WIDTH, keeps=KEEPS)
+    with seeded(8):
+        layers.append(nn.Linear(CHAIN_WIDTH, VOCAB * CHAIN_WIDTH, bias=False).requires_grad_(False))
+        return layers, torch.randn(CHAIN_ROWS, CHAIN_WIDTH, requires_grad=True)
+
+
+def chain_budget() -> int:
+    """Bytes: the weights of ``chain_setting`` and ``CHAIN_CARD`` boundaries."""
+    layers, _ = chain_setting()
+    return sum(p.nbytes for p in layers.parameters()) + int(CHAIN_CARD * CHAIN_BOUNDARY)
+
+
 def budget_cases(answer):
     layers, x = chain_setting()
     with count_calls(layers) as order:
@@ -501,7 +519,7 @@ def budget_cases(answer):
         )
     often = max(order.times(layers))
     yield "the loss", run.value
-    yield "the gradient of x", gradient(x)
+    yield "the gradient of x", gradient_of(x)
     yield "the most often that a layer runs forward, where this is more than twice", max(often, 2)
     yield "the card", run
     # Two schedules may need as many bytes.
@@ -541,4 +559,3 @@ CARD = Exercise(
         head's outputs, and the loss is layers(x).square().mean().
     """,
 )
-EXERCISES = (CHECKPOINT, DICE, FROZEN, SEGMENTS, PEAK, LENGTH, CARD)

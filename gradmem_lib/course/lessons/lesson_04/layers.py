@@ -2,8 +2,6 @@
 kept.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

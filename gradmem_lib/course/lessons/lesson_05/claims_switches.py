@@ -5,8 +5,6 @@ A tiny Llama is trained for a step with each of them; larger models are predicte
 as in lesson 06.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -59,12 +57,8 @@ def one_row_32_times() -> Finding:
     cards = [card.name for card in CARDS.values() if card.nbytes >= found.peak.total]
     consumer = max(card.nbytes for card in CARDS.values() if card.name.startswith("RTX"))
     return Finding(
-        own=(
-            fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),
-        ),
-        beyond=(
-            fits("the same, before the first token", "to fit a consumer card", consumer, kept),
-        ),
+        own=fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),
+        beyond=fits("the same, before the first token", "to fit a consumer card", consumer, kept),
         says=f"""
             fails: All three reduce only activations; weights, gradients and Adam's states alone
                 do not fit.
@@ -86,7 +80,7 @@ def one_row_32_times() -> Finding:
     )
 
 
-def _cached_step(use_cache: bool, change: Callable) -> tuple[int, torch.Tensor]:
+def _cached_step(use_cache: bool, change: Callable):
     """Peak in bytes and gradient of a step, with the key-value cache on or off."""
     model = tiny()
     model.config.use_cache = use_cache
@@ -107,7 +101,7 @@ def cache_off() -> Finding:
             some("gradient's error with the cache on", error(cached, reference)),
             more("peak, cache on / off", on / off),
         ),
-        where=(some("gradient's error, reentrant by hand", error(by_hand, reference)),),
+        where=some("gradient's error, reentrant by hand", error(by_hand, reference)),
         says="""
             only if: you write reentrant checkpoints by hand; transformers' own layers skip the
                 cache.
@@ -157,7 +151,7 @@ def checkpointing_kwargs() -> Finding:
             yes("a list of modules is taken", not refused),
             yes("it chooses, beside use_reentrant=False", _named_alone(swallowed)),
         ),
-        beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
+        beyond=yes("every_n_layers=2 chooses", _named_alone(second)),
         says="""
             fails: No key names modules: you can choose every n-th layer, but not the attention
                 alone.
@@ -182,7 +176,7 @@ def max_seq_length() -> Finding:
 
     error = error_of(lambda: TrainingArguments(output_dir="out", max_seq_length=4096))
     return Finding(
-        own=(yes("TrainingArguments takes max_seq_length", not error),),
+        own=yes("TrainingArguments takes max_seq_length", not error),
         says="""
             fails: TrainingArguments raises a TypeError; the tokenizer decides the rows' length.
             holds: TrainingArguments takes it.

@@ -1,7 +1,5 @@
 """Lesson 05's exercises, in the order of the lesson."""
 
-from __future__ import annotations
-
 import copy  # noqa: F401 (for a mistake of 5.5)
 import math
 
@@ -15,31 +13,23 @@ from ....techniques.lora import LoRALinear
 from ....techniques.losses import count_targets
 from ...judge.exercise import Exercise, measured
 from ...machine.compat import enable_checkpointing
+from ...material import models
 from ..shared.hf_trainer import quiet_arguments
+from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import (
     bigram_loss,
     bigrams,
-    flat,
     gradients_of,
     have_graphs,
     quietly,
     rows,
+    seeded,
     sgd,
-)
-from .settings import (
-    BACKWARD_CARD,
-    CHECKPOINTING_CARD,
-    EVAL_CARD,
-    LOG_CARD,
-    LORA_CARD,
-    RANDOM_CARD,
-    backward_setting,
-    bf16_setting,
-    checkpointing_setting,
-    evaluation_setting,
-    log_setting,
-    lora_setting,
-    random_setting,
+    text_batch,
+    tiny_llama,
+    trained_of,
+    weights_of,
+    with_large_gradients,
 )
 
 # 5.2
@@ -51,6 +41,17 @@ def switch_on(model) -> None:
     """
     model.train()
     enable_checkpointing(model, {"use_reentrant": False})
+
+
+CHECKPOINTING_CARD = "5 MiB"
+
+
+def checkpointing_setting():
+    """A tiny Llama of six layers as ``from_pretrained`` leaves a model, and token ids (4, 64)."""
+    model = tiny_llama(6, 256)
+    model.config.use_cache = True
+    with seeded(1):
+        return model.eval(), torch.randint(256, (4, 64))
 
 
 @quietly
@@ -122,6 +123,16 @@ def add_adapters(model, names, rank, lr):
     return torch.optim.AdamW(trained, lr=lr)
 
 
+LORA_CARD = "4.5 MiB"
+
+
+def lora_setting():
+    """A tiny Llama of three layers, not tied, and token ids (2, 24)."""
+    with seeded(3):
+        ids = torch.randint(2048, (2, 24))
+    return tiny_llama(3, 2048), ids
+
+
 @quietly
 def adapter_cases(answer):
     model, _ = lora_setting()
@@ -130,12 +141,12 @@ def adapter_cases(answer):
     paths = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
     optimizer = answer(model, names, 3, 0.1)
     named = [model.get_submodule(path) for path in paths]
-    adapters = [layer for layer in named if isinstance(layer, LoRALinear)]
-    in_all = sum(isinstance(layer, LoRALinear) for layer in model.modules())
-    yield f"names {names}, layers of these names that are a LoRALinear", len(adapters)
-    yield f"names {names}, other layers that are one", in_all - len(adapters)
+    adapters = [layer for layer in model.modules() if isinstance(layer, LoRALinear)]
+    right = [layer for layer in adapters if layer in named]
+    yield f"names {names}, layers of these names that are a LoRALinear", len(right)
+    yield f"names {names}, other layers that are one", len(adapters) - len(right)
     yield "the scale of each adapter", [layer.scale for layer in adapters]
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = trained_of(model)
     yield "how many numbers require a gradient", sum(p.numel() for p in trained)
     matrices = [adapters[0].A, adapters[0].B]
     for matrix in matrices:
@@ -144,9 +155,8 @@ def adapter_cases(answer):
         for matrix in matrices:
             matrix.grad = torch.full_like(matrix, gradient)
         optimizer.step()
-    for name, matrix in zip("AB", matrices, strict=True):
-        words = f"a number of {name}, from 1 by AdamW with lr 0.1 and the gradients 1, -0.5 and 0"
-        yield words, matrix[0, 0].item()
+    name = "a number of A and one of B, from 1 by AdamW with lr 0.1 and the gradients 1, -0.5 and 0"
+    yield name, [matrix[0, 0] for matrix in matrices]
     yield from trained_adapter_cases(answer)
 
 
@@ -155,26 +165,21 @@ def trained_adapter_cases(answer):
     model, ids = lora_setting()
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    unchanged: list[bool] = []
-    moved: list[bool] = []
 
     def train():
         optimizer = answer(model, ("q_proj", "v_proj"), 4, 0.01)
         with torch.no_grad():
-            unchanged.append(torch.equal(model(input_ids=ids).logits, logits))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        starts = [p.detach().clone() for p in trained]
+            unchanged = torch.equal(model(input_ids=ids).logits, logits)
         for _ in range(2):
             loss = model(input_ids=ids, labels=ids).loss
             if loss.requires_grad:  # not where the adapters hang beside the layers
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        moved.extend(not torch.equal(p, start) for p, start in zip(trained, starts, strict=True))
+        return unchanged
 
     run = measured(train, LORA_CARD, model=model)
-    yield "whether the logits are as before, until the first update", unchanged == [True]
-    yield "how many matrices A and B have moved after two updates", sum(moved)
+    yield "whether the logits are as before, until the first update", run.value
     yield "two updates, the peak", run
 
 
@@ -225,6 +230,20 @@ def held_out_loss(model, rows) -> float:
             total += loss.item() * count_targets(micro["labels"])
     model.train()
     return total / count_targets(rows["labels"])
+
+
+EVAL_CARD = "2.5 MiB"
+
+
+def evaluation_setting():
+    """A tiny GPT-2 with dropout and a key-value cache, in the middle of its training, and 18 rows
+    of unequal lengths.
+    """
+    model = models.tiny_gpt2(layers=4, hidden=64, heads=4, positions=64, vocab=256, dropout=0.1)
+    model.config.use_cache = True
+    # rows that differ in their loss, as after training
+    with_large_gradients(model.get_input_embeddings(), 20)
+    return model, text_batch(*(2 + i * i % 61 for i in range(17)), 64, vocab=256)
 
 
 @quietly
@@ -285,7 +304,6 @@ def card_cases(answer):
     for train, steps, gpus, fits in (
         (4, 4, 8, 2),
         (12, 2, 1, 7),
-        (15, 3, 2, 11),
         (7, 1, 1, 4),  # one row at a time alone divides this batch
         (2, 8, 2, 16),  # more rows fit than a GPU of the run had
     ):
@@ -344,6 +362,15 @@ def same_step(model, optimizer, batch) -> float:
     return loss.item()
 
 
+RANDOM_CARD = "1.1 MiB"
+
+
+def random_setting():
+    """A residual net with dropout and drop path in training mode, its SGD, and 64 labelled rows."""
+    model = residual_net(blocks=12, width=32)
+    return model, sgd(model), labelled_rows(64, width=32)
+
+
 def random_cases(answer):
     model, optimizer, batch = random_setting()
     # The seed is set inside, so that all that is drawn comes from the answer.
@@ -352,7 +379,7 @@ def random_cases(answer):
         lambda: answer(model, optimizer, batch), RANDOM_CARD, model=model, optimizer=optimizer
     )
     name = "the weights after the update, which a plain step makes from the same random state"
-    yield name, flat(model.parameters())
+    yield name, weights_of(model)
     yield "whether a gradient is left behind", bool(gradients_of(model).any())
     yield "the loss", run.value
     yield "whether the loss has a graph", have_graphs(run.value)
@@ -420,7 +447,7 @@ def schedule_cases(answer):
         name = f"{n} micro-batches, window {window} and warmup {warmup}"
         yield f"{name}, how many updates the optimizer makes", len(rates)
         yield f"{name}, the learning rate of each update", torch.tensor(rates)
-        yield f"{name}, the weights afterwards", flat(model.parameters())
+        yield f"{name}, the weights afterwards", weights_of(model)
 
 
 SCHEDULE = Exercise(
@@ -471,6 +498,18 @@ def train_and_log(model, window) -> float:
         loss.backward()
         logged += loss.item()
     return logged
+
+
+LOG_CARD = "1.4 MB"
+
+
+def log_setting():
+    """A tiny Llama and a window of six micro-batches of unequal lengths."""
+    lengths = [(32, 30), (4, 3), (9, 5), (17, 6), (28, 20), (2, 32)]
+    window = [text_batch(*each, vocab=512, seed=seed) for seed, each in enumerate(lengths)]
+    model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=512)
+    with_large_gradients(model.lm_head, 30)
+    return model, window
 
 
 @quietly
@@ -535,6 +574,13 @@ def train_mixed(model, batches, lr):
     return optimizer
 
 
+def bf16_setting():
+    """A tiny Llama whose weights are bf16, its head tied to its embedding, and three batches."""
+    model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=128, tied=True)
+    batches = [text_batch(16, 16, vocab=128, seed=seed) for seed in range(3)]
+    return model.to(torch.bfloat16), batches
+
+
 @quietly
 def dtype_cases(answer):
     model, batches = bf16_setting()
@@ -542,7 +588,7 @@ def dtype_cases(answer):
     states = [t.dtype for state in optimizer.state.values() for t in state.values()]
     yield "dtypes of the weights", words(p.dtype for p in model.parameters())
     yield "dtypes of the optimizer's states", words(states)
-    yield "the weights after three updates with lr 0.01", flat(model.parameters())
+    yield "the weights after three updates with lr 0.01", weights_of(model)
 
 
 def words(dtypes) -> str:
@@ -600,6 +646,20 @@ def step_in_backward(model, lr, steps):
     return LayerWiseDummyOptimizer(optimizer_dict=optimizers, lr=lr)
 
 
+BACKWARD_CARD = "6 MiB"
+
+
+def backward_setting(tied):
+    """A tiny Llama of eight layers, and three rows for ``Trainer``; ``tied``: two layers, one
+    embedding, the first layer frozen.
+    """
+    model = tiny_llama(2 if tied else 8, 256, tied=tied)
+    model.model.layers[0].requires_grad_(not tied)
+    with seeded(4):
+        ids = torch.randint(256, (3, 16))
+    return model, [{"input_ids": row, "labels": row} for row in ids]
+
+
 @quietly
 def backward_cases(answer):
     from transformers import Trainer
@@ -623,7 +683,7 @@ def backward_cases(answer):
         name = f"lr {lr:g} and {steps} steps"
         if tied:
             name += ", tied weights and a frozen layer"
-        yield f"{name}, the weights after three updates", flat(model.parameters())
+        yield f"{name}, the weights after three updates", weights_of(model)
         yield f"{name}, the peak", run
 
 
@@ -650,15 +710,4 @@ IN_BACKWARD = Exercise(
         value, so use the parameter that the hook is given.
     """,
     changes="model.hook",
-)
-EXERCISES = (
-    SWITCH,
-    ADAPTERS,
-    EVALUATION,
-    ONE_CARD,
-    SAME_STEP,
-    SCHEDULE,
-    LOG,
-    MIXED,
-    IN_BACKWARD,
 )

@@ -1,13 +1,10 @@
 """Lesson 05's leak: a checkpoint that is still in memory while the resumed run trains."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ...judge.exercise import Exercise
 from ..shared.leaks import leak_cases, new_net
@@ -17,9 +14,7 @@ RESUME_BUDGET = "3.75 MiB"
 ROWS, OUTPUTS, BATCHES, DONE = 16, 1000, 6, 2
 
 
-def resume_setting(
-    batches: int = BATCHES, done: int = DONE
-) -> tuple[nn.Module, torch.optim.Optimizer, io.BytesIO, list]:
+def resume_setting(batches: int = BATCHES, done: int = DONE):
     """A new model and its AdamW, the open checkpoint of a run after ``done`` batches, and all
     batches of that run.
     """
@@ -48,14 +43,6 @@ def train_on(model, optimizer, batches):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def resume(model, optimizer, file, batches):
-    """The script of the lesson, line by line."""
-    saved = torch.load(file)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return train_on(model, optimizer, batches[saved["step"] :])
 
 
 # 5.11
@@ -87,7 +74,7 @@ LEAK = Exercise(
         hidden_setting=partial(resume_setting, done=1),
     ),
     """
-    2, fixed → 2, resume
+    del saved →
         the loaded weights are still there while the model trains: a name refers to them until the
         function returns, unless it is deleted before the training. The loaded states are no copy,
         since the optimizer uses these very tensors.
@@ -115,4 +102,3 @@ LEAK = Exercise(
         that keeps the whole checkpoint until then.
     """,
 )
-EXERCISES = (LEAK,)

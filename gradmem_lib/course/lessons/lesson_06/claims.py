@@ -6,8 +6,6 @@ the allocator, cuBLAS and the driver add are left out, so that "does not fit" is
 estimated from counts, not measured.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 
 from ....planning.cards import CARDS
@@ -83,10 +81,10 @@ def larger_models() -> Finding:
             found[size, rows] = alone / 1e6, together / 1e6, together / alone
     return Finding(
         own=(
-            between("larger model, 32 x 1024 as 4 x 8, 40 GiB", 4, 10, "×", found[40, 32][2]),
-            between("the same, 80 GiB", 4, 10, "×", found[80, 32][2]),
+            between("larger model, 32 x 1024 as 4 x 8, 40 GiB", "4 to 10×", found[40, 32][2]),
+            between("the same, 80 GiB", "4 to 10×", found[80, 32][2]),
         ),
-        elsewhere=(between("larger model, one row, 80 GiB", 4, 10, "×", found[80, 1][2]),),
+        elsewhere=between("larger model, one row, 80 GiB", "4 to 10×", found[80, 1][2]),
         says=f"""
             only if: batch and card are large, as its own 32 in 4 micro-batches of 8; a small
                 batch gains nothing.
@@ -121,7 +119,7 @@ def thirteen_billion() -> Finding:
     checkpointed = predicted("Llama-2-13B", 1, 2048, checkpointing="per-layer", **qlora).peak.total
     wider = _int8_base(shape)
     return Finding(
-        own=(about("13B, all weights, before activations", "35 GB", all_weights),),
+        own=about("13B, all weights, before activations", "35 GB", all_weights),
         where=(
             about("LoRA, 8-bit base", "35 GB", plain + wider),
             about("the same, checkpointed", "15 GB", checkpointed + wider),
@@ -154,7 +152,7 @@ def seven_billion_on_24() -> Finding:
     backward = predicted("Llama-2-7B", 1, 2048, **one_row).peak.total
     card = CARDS["RTX 4090 24GB"].nbytes
     return Finding(
-        own=(fits("7B, weights and gradients alone", "to fit 24 GB", card, both),),
+        own=fits("7B, weights and gradients alone", "to fit 24 GB", card, both),
         beyond=(
             fits("the trio around LoRA", "to fit 24 GB", card, lora),
             fits("Adafactor in backward, no accumulation", "to fit 24 GB", card, backward),
@@ -181,8 +179,8 @@ def seven_billion_on_80() -> Finding:
     mixed = resident(SHAPES["Llama-2-7B"], "autocast-bf16")
     card = CARDS["A100 80GB"].nbytes
     return Finding(
-        own=(fits("7B loaded in bf16", "to fit 80 GB", card, bf16),),
-        elsewhere=(fits("7B loaded in float32", "to fit 80 GB", card, mixed),),
+        own=fits("7B loaded in bf16", "to fit 80 GB", card, bf16),
+        elsewhere=fits("7B loaded in float32", "to fit 80 GB", card, mixed),
         says="""
             only if: the weights are loaded in bf16, as in its own code: then Adam's states are,
                 too.
@@ -218,13 +216,11 @@ def _times(seq_len: int) -> dict[str, float]:
 def which_first() -> Finding:
     long, short = _times(2048), _times(64)
     return Finding(
-        own=(
-            more(
-                "time, micro-batches / checkpoints, 2k tokens",
-                long["accumulated"] / long["checkpointed"],
-            ),
+        own=more(
+            "time, micro-batches / checkpoints, 2k tokens",
+            long["accumulated"] / long["checkpointed"],
         ),
-        where=(more("the same, 64 tokens a row", short["accumulated"] / short["checkpointed"]),),
+        where=more("the same, 64 tokens a row", short["accumulated"] / short["checkpointed"]),
         says=f"""
             only if: rows are so short that a micro-batch leaves the card idle, or one row does
                 not fit; otherwise micro-batches cost less time.
@@ -262,7 +258,7 @@ def fit_table() -> Finding:
             less("left by micro-batches, by checkpoints", max(cut, again / long)),
             less("checkpointed GPT-2, mixed / float32", peak["autocast-bf16"] / peak["float32"]),
         ),
-        where=(less("the same, all in bf16 / float32", peak["bf16"] / peak["float32"]),),
+        where=less("the same, all in bf16 / float32", peak["bf16"] / peak["float32"]),
         says=f"""
             only if: mixed precision means 16-bit weights and states: its own GPT-2,
                 checkpointed in micro-batches, gains nothing from autocast.
@@ -296,7 +292,7 @@ def bert_large_accumulated() -> Finding:
             _near("BERT-large, batch 4, replayed", whole, whole.total),
             _near("1 x 4, replayed", cut, cut.total),
         ),
-        elsewhere=(_near("BERT-large, batch 4, today's step", whole, whole.parts["today"]),),
+        elsewhere=_near("BERT-large, batch 4, today's step", whole, whole.parts["today"]),
         says=f"""
             only if: the software is that of January 2022, with all that its V100 held; today's
                 step needs less.
@@ -323,8 +319,8 @@ def bert_large_checkpointed() -> Finding:
     floor = _bert_floor()
     remain = row.total - floor / MiB - row.parts["context"]
     return Finding(
-        own=(_near("BERT-large, 1 x 4 checkpointed, replayed", row, row.total),),
-        elsewhere=(_near("BERT-large, checkpointed, today's step", row, row.parts["today"]),),
+        own=_near("BERT-large, 1 x 4 checkpointed, replayed", row, row.total),
+        elsewhere=_near("BERT-large, checkpointed, today's step", row, row.parts["today"]),
         says=f"""
             only if: the software is that of January 2022, with the driver's context, as in C13.
             fails: A replay with the software of January 2022 gives another figure.

@@ -2,8 +2,6 @@
 nobody prepared, a 7B on one card, the next technique, and an evaluation that collects.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 
 import torch
@@ -196,14 +194,14 @@ def adamw_with_states(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def classifier_setting() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+def classifier_setting():
     """The classifier after a first step, its AdamW, 30 images and their labels."""
     with seeded(6):
         model, images = Classifier(), torch.randn(30, 3, 32, 32)
     return model, adamw_with_states(model), images, torch.arange(30) % 10
 
 
-def t5_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+def t5_setting():
     """A small T5 after a first step, its AdamW, and 16 pairs of 96 tokens and up to 32, the rest of
     the labels -100.
     """
@@ -592,7 +590,7 @@ EVALUATION_BUDGET = "1 MiB"
 CLASSES, BATCHES, LAST = 1000, 40, 5
 
 
-def evaluation_leak_setting(batches: int = BATCHES) -> tuple[nn.Module, list]:
+def evaluation_leak_setting(batches: int = BATCHES):
     """A small classifier of 1,000 classes in training mode, and batches of 16 rows with their
     labels, about half of which it finds; the last one has 5.
     """
@@ -606,25 +604,11 @@ def evaluation_leak_setting(batches: int = BATCHES) -> tuple[nn.Module, list]:
     return net, list(zip(x.split(16), labels.split(16), strict=True))
 
 
-def with_dropout(batches: int) -> tuple[nn.Module, list]:
+def with_dropout(batches: int):
     """The same with dropout, so that an evaluation in training mode has another accuracy."""
     net, given = evaluation_leak_setting(batches)
     net.body.insert(2, nn.Dropout(0.5))
     return net, given
-
-
-def evaluate(model, batches):
-    """The script of the lesson, line by line."""
-    model.eval()
-    outputs = []
-    with torch.no_grad():
-        for x, _ in batches:
-            logits = model(x)
-            outputs.append(logits)
-    predictions = torch.cat(outputs).argmax(-1)
-    labels = torch.cat([y for _, y in batches])
-    model.train()
-    return (predictions == labels).float().mean().item()
 
 
 def logits_leak():
@@ -656,7 +640,8 @@ LEAK = Exercise(
         hidden_setting=with_dropout,
     ),
     """
-    7, fixed → 7, evaluate
+    model(x).argmax(-1) → model(x)
+    torch.cat(outputs) → torch.cat(outputs).argmax(-1)
         1,000 numbers of every row are still kept until the end. The accuracy needs one of them, the
         largest's place: logits.argmax(-1), before the list. Here the model is on the CPU, where
         .cpu() moves nothing.
@@ -681,4 +666,3 @@ LEAK = Exercise(
         this is the number of hits: the script returns the share of rows that are right.
     """,
 )
-EXERCISES = (ERROR, ROWS, SMALL, T5, SEVEN_B, NEXT, LEAK)

@@ -5,9 +5,6 @@ A tiny Llama is trained for two steps with each of them; larger models are predi
 card, as in ``lesson_05_switches``.
 """
 
-from __future__ import annotations
-
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,29 +14,21 @@ import torch
 from ....training.memory_callback import MemoryCallback
 from ...ledger import Finding, answers, bert_large
 from ...ledger.finding import about, each
-from ...material import models
-from ..shared.claim_runs import (
-    as_rows,
-    error_of,
-    name_of,
-    one_step,
-    predicted,
-    silent,
-    token_ids,
-    trio,
-)
+from ..shared.claim_runs import as_rows, error_of, name_of, predicted, silent, token_ids, trio
+from ..shared.hf_trainer import quiet_arguments
+from ..shared.settings import tiny_llama
 
 PARTS = ("products", "weights", "gradients", "states", "weights after an evaluation")
 
 
-def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[dict[str, str], int]:
+def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any):
     """The dtype of each of ``PARTS`` of a tiny Llama loaded in ``dtype``, after two steps of a
     plain ``Trainer`` on the CPU with ``flags`` as ``TrainingArguments``, and an evaluation; and the
     second step's peak in bytes.
     """
-    model = models.tiny_llama(
-        layers=1, hidden=64, heads=4, intermediate=172, vocab=512, dtype=dtype
-    )
+    from transformers import Trainer
+
+    model = tiny_llama(1, 512, dtype=dtype)
     head, seen = model.lm_head, {}
 
     def look(module, given, out) -> None:
@@ -47,9 +36,15 @@ def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[di
 
     head.register_forward_hook(look)
     head.weight.register_post_accumulate_grad_hook(lambda p: seen.update(gradients=p.grad.dtype))
-    with silent(), tempfile.TemporaryDirectory() as folder, MemoryCallback(live=False) as memory:
-        trainer = one_step(model, as_rows(token_ids(16)), folder, max_steps=2, **flags)
-        trainer.add_callback(memory)
+    rows = as_rows(token_ids(16))
+    with (
+        silent(),
+        quiet_arguments(max_steps=2, **flags) as arguments,
+        MemoryCallback(live=False) as memory,
+    ):
+        trainer = Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[memory]
+        )
         trainer.train()
         seen["weights"] = head.weight.dtype
         seen["states"] = trainer.optimizer.state[head.weight]["exp_avg"].dtype
@@ -58,10 +53,9 @@ def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[di
     return {part: name_of(seen[part]) for part in PARTS}, memory.by_step[2].total
 
 
-def _peaks(predict: Callable, **recipe) -> tuple[int, int]:
+def _peaks(predict: Callable, **recipe):
     """A step's peak in float32 and with fp16."""
-    full, half = (predict(precision=p, **recipe).peak.total for p in ("float32", "autocast-fp16"))
-    return full, half
+    return tuple(predict(precision=p, **recipe).peak.total for p in ("float32", "autocast-fp16"))
 
 
 @answers("C11")
@@ -89,9 +83,9 @@ def fp16_halves() -> Finding:
     scaler.scale(weight.float().sum()).backward()
     refused = error_of(lambda: scaler.unscale_(torch.optim.SGD([weight])))
     return Finding(
-        own=(about("7B checkpointed, fp16 / float32", "0.5×", ratio[own]),),
-        where=(about("SmolLM2, LoRA, 8 x 1024, none checkpointed", "0.5×", ratio[lora]),),
-        beyond=(about("BERT-large, 1 x 4 checkpointed", "0.5×", ratio[bert]),),
+        own=about("7B checkpointed, fp16 / float32", "0.5×", ratio[own]),
+        where=about("SmolLM2, LoRA, 8 x 1024, none checkpointed", "0.5×", ratio[lora]),
+        beyond=about("BERT-large, 1 x 4 checkpointed", "0.5×", ratio[bert]),
         says=f"""
             only if: nearly everything is activations, as with a small model and long rows:
                 fp16=True means autocast, and only activations shrink.

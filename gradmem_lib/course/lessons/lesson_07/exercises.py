@@ -2,15 +2,13 @@
 a loss that is scaled, and the copies that autocast keeps.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import nn
 
 from ...judge.exercise import Exercise, measured
-from ..shared.settings import flat, gradients_of
+from ..shared.settings import flat, gradients_of, weights_of
 
 # 7.1
 
@@ -188,7 +186,7 @@ def rounding_cases(answer):
     for number, (shape, at, share, gap) in enumerate(PLACES):
         x = at + share * gap
         rounded = answer(torch.full(shape, x), seeded(number))
-        gaps = (rounded.double() - at) / gap
+        gaps = (rounded.double() - at) / gap + 0.0  # 0, not -0
         name = f"{x:.9g} in a tensor of {shape}, counted in gaps from the neighbour {at:.9g}"
         yield f"{name}: which results there are", gaps.unique()[:4].tolist()
         yield f"{name}: their mean", gaps.mean().item()
@@ -221,6 +219,11 @@ ROUNDING = Exercise(
     , generator=generator →
         the generator has no effect: pass it to torch.randint (or rand), so that a run can be
         repeated.
+    x.shape → (1,)
+        all elements get the same random number, so they go up or down together: draw one for each,
+        x.shape.
+    1 << 16, x.shape → 1 << 15, x.shape
+        the random integers are too small: the lower half has 16 bits, so they go up to 2**16 - 1.
     """,
     tolerance=0.1,
 )
@@ -281,8 +284,8 @@ MASTER = Exercise(
         the update goes into the weights themselves, where bf16 loses it: subtract it from the
         master, then copy.
     master -= lr → master = master - lr
-        the masters have not changed: master = master - … makes a new tensor, which is gone after
-        the step; master -= … changes the given one.
+        the given masters have not changed: `master = …` and `masters[i] = …` put a new tensor
+        in the place of a master; master -= … changes the master itself.
     weight.copy_(master) →
     master -= lr → weight.copy_(master); master -= lr
         the weights are one step behind: the master takes the update first, and then the weight
@@ -350,8 +353,8 @@ def scaled_cases(answer):
         # A step that is skipped may leave all gradients as they were, and any may set them to None.
         factors = gradients_of(weights) / flat(divided)
         factors = factors[factors.isfinite()].unique()
-        yield f"{name}: how many different factors the gradients changed by", max(1, len(factors))
-        yield f"{name}: the weights, which were 1, after SGD with lr 0.125", flat(weights)
+        yield f"{name}: by how many different numbers gradients were divided", max(1, len(factors))
+        yield f"{name}: the weights, which were 1, after SGD with lr 0.125", weights_of(weights)
 
 
 SCALED = Exercise(
@@ -376,11 +379,12 @@ SCALED = Exercise(
     good + 1 == patience → good == patience
         the scale does not double in the step with which `good` reaches `patience`: count this step
         first, and then compare.
-    (scale * 2, 0) → (scale * 2, good + 1)
-        `good` does not begin again at 0 when the scale has doubled.
-    return scale / 2, 0 → return scale, 0
-        the scale stays as it was after a gradient that is not finite, so the next step fails too:
-        halve it.
+    for group in optimizer.param_groups for → for group in optimizer.param_groups[:1] for
+        only the first group's gradients are divided and looked at: go through all of
+        `optimizer.param_groups`.
+    gradient.div_(scale) → if not gradient.div_(scale).isfinite().all(): return scale / 2, 0
+        the loop ends at the first gradient that is not finite, and the others stay multiplied by
+        the scale: divide all of them first, and then decide.
     """,
 )
 
@@ -422,6 +426,10 @@ FEATURES = Exercise(
     , cache_enabled=False →
         a graph is built, and it keeps every layer's input and weight for a backward that never
         comes: torch.no_grad().
+    torch.no_grad(), →
+    return model(x) → return model(x).detach()
+        a graph is built on the way, and .detach() comes too late: it keeps every layer's input and
+        weight until then. Open torch.no_grad() before the forward.
     =torch.bfloat16 → =torch.bfloat16, enabled=False
         everything runs in float32: nothing is computed under autocast.
     =torch.bfloat16 → =torch.bfloat16, enabled=False
@@ -436,5 +444,3 @@ FEATURES = Exercise(
         in float32, since autocast casts the inputs of matrix products by itself.
     """,
 )
-
-EXERCISES = (LOST, SUMS, ROUNDING, MASTER, SCALED, FEATURES)

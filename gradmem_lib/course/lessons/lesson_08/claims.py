@@ -5,8 +5,6 @@ Bytes are predicted for a CUDA card; operations are counted on a block of full s
 tensors.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache, partial
 from math import ceil
@@ -77,15 +75,13 @@ def attention_alone() -> Finding:
         own=(
             between(
                 "share of the saving, 7B, 1 x 2048, eager",
-                60,
-                80,
-                "%",
+                "60 to 80%",
                 share["attention", "eager", 2048],
             ),
-            between("extra operations", 10, 15, "%", work["attention", "eager"]),
+            between("extra operations", "10 to 15%", work["attention", "eager"]),
         ),
-        elsewhere=(
-            between("share with fused attention", 60, 80, "%", share["attention", "fused", 2048]),
+        elsewhere=between(
+            "share with fused attention", "60 to 80%", share["attention", "fused", 2048]
         ),
         says=f"""
             only if: attention is eager, and stores scores; with fused attention, recompute the
@@ -119,7 +115,7 @@ def checkpointing_auto() -> Finding:
     found = {on: switched_on(trained(gradient_checkpointing=on)) for on in ("auto", "no", False)}
     fitted = {share: _fitted(share) for share in (1, 0.8, 0.5)}
     return Finding(
-        own=(yes('"auto" leaves it off where there is room', found["auto"] == found[False]),),
+        own=yes('"auto" leaves it off where there is room', found["auto"] == found[False]),
         beyond=(
             yes('"no" leaves it off', found["no"] == found[False]),
             yes('every="fit" leaves it off where there is room', fitted[1] == found[False]),
@@ -167,26 +163,16 @@ def moved_activations() -> Finding:
             off[what, tokens, "moved"] = taken_off(what, tokens, **moving)
             off[what, tokens, "checkpointed"] = taken_off(what, tokens, checkpointing="per-layer")
     return Finding(
-        own=(
-            between(
-                "off the activations of a 7B, 1 x 2,048",
-                80,
-                90,
-                "%",
-                off["activations", 2048, "moved"],
-                within=0.1,
-            ),
+        own=between(
+            "off the activations of a 7B, 1 x 2,048",
+            "80 to 90%",
+            off["activations", 2048, "moved"],
+            within=0.1,
         ),
-        elsewhere=(
-            between(
-                "off the peak of a step, all weights trained",
-                80,
-                90,
-                "%",
-                off["peak", 2048, "moved"],
-            ),
+        elsewhere=between(
+            "off the peak of a step, all weights trained", "80 to 90%", off["peak", 2048, "moved"]
         ),
-        beyond=(Figure("over the bus, away and back", "traffic", crossing, unit="GB"),),
+        beyond=Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         says=f"""
             only if: activations are meant; the peak of a step falls only where activations
                 cause it.
@@ -214,7 +200,7 @@ def key_value_cache() -> Finding:
     unshared = cached * shape.heads // shape.kv_heads
     rows_like_weights = ceil(weights / (per_token * tokens))
     return Finding(
-        own=(about("70B, 32 x 2,048 tokens", "40 GB", cached),),
+        own=about("70B, 32 x 2,048 tokens", "40 GB", cached),
         where=(
             about("32 x 4,096 tokens", "40 GB", 2 * cached),
             more("cache / weights, no shared heads", unshared / weights),

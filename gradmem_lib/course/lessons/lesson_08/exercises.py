@@ -2,8 +2,6 @@
 tensors that move, the numbers that decide, an MLP in tiles and a key-value cache.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from functools import cache
@@ -17,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,7 +27,7 @@ from ...judge.exercise import Exercise, calls, measured
 from ...machine.compat import cpu_attention
 from ...material import models
 from ..shared.seen import gradient_of
-from ..shared.settings import gradients_of, quietly, rows
+from ..shared.settings import gradients_of, quietly, rows, seeded
 
 aten = torch.ops.aten
 
@@ -76,16 +73,6 @@ def policy_cases(answer):
     yield words, kept(policy)
     yield f"{words}, in the second run, by ctx.is_recompute", kept(policy, again=True)
     yield f"{words}, in the next layer, whose policy begins a new count", kept(answer())
-    layer = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    out = checkpoint(
-        layer,
-        torch.ones(1, 4),
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(answer()),
-    )
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    yield "a layer of three products, their operations in backward", counter.get_total_flops()
 
 
 POLICY = Exercise(
@@ -226,10 +213,9 @@ class Gated(nn.Module):
         return x + self.out(torch.where(a > 0, a * b, b) * c.tanh())
 
 
-def disk_setting() -> tuple[nn.Sequential, torch.Tensor]:
+def disk_setting():
     """An embedding and six gated layers, and ids of 256 rows."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with seeded(3):
         layers = [nn.Embedding(9, WIDTH), *(Gated() for _ in range(6))]
         return nn.Sequential(*layers), torch.randint(0, 9, (256,))
 
@@ -458,7 +444,7 @@ def tiled_mlp(mlp, x, tiles):
     return torch.cat(parts, dim=1)
 
 
-def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True) -> tuple[nn.Module, torch.Tensor]:
+def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True):
     """An MLP that is eight times as wide inside, and x (rows, tokens, 32)."""
     torch.manual_seed(6)
     mlp = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
@@ -574,4 +560,3 @@ CACHE = Exercise(
         keys and values are cached.
     """,
 )
-EXERCISES = (POLICY, REPEATED, DISK, BREAK_EVEN, FEWEST, TILED, CACHE)

@@ -2,8 +2,6 @@
 each way of switching them on.
 """
 
-from __future__ import annotations
-
 from ....techniques.lora import LoRALinear, add_lora
 from ...ledger import Finding, answers
 from ...ledger.finding import each, none, yes
@@ -51,14 +49,11 @@ def input_require_grads() -> Finding:
         learn[kind, "with"] = adapters_step(reentrant=kind, enable=True)
     by_hand = adapters_step(reentrant=True, enable=False, by_hand=True)
     return Finding(
-        own=(
-            none(
-                "adapters that learn without it, its own use_reentrant=False",
-                learn[False, "without"],
-            ),
+        own=none(
+            "adapters that learn without it, its own use_reentrant=False", learn[False, "without"]
         ),
-        where=(none("the same, use_reentrant=True", learn[True, "without"]),),
-        beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
+        where=none("the same, use_reentrant=True", learn[True, "without"]),
+        beyond=yes("left to you by transformers' switch", not _switch_does_it()),
         says="""
             only if: the checkpoints are reentrant and not made by transformers' switch, which
                 makes the call itself.

@@ -1,7 +1,5 @@
 """Lesson 09's exercises, in the order of the lesson."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import lru_cache, partial
@@ -18,10 +16,10 @@ from ....techniques.optimizers import code_table
 from ....training.recipe import Recipe
 from ....units import MiB, format_bytes
 from ...judge.compare import Measured, plain_int
-from ...judge.exercise import Exercise, calls, measured
+from ...judge.exercise import Exercise, Unusable, calls, measured
 from ..shared.every_linear import without_needless_targets
 from ..shared.seen import drawn, gradient_of, largest_first
-from ..shared.settings import flat, quietly
+from ..shared.settings import flat, quietly, trained_of, weights_of
 
 # 9.1
 
@@ -42,12 +40,10 @@ def quantize_cases(answer):
     few = torch.tensor([0.3, -2.3, 0.6, 0, 0, 0, -1.1, 0.4])
     values = torch.tensor([-1.0, -0.5, 0.0, 0.25, 1.0])
     words = "x = [0.3, -2.3, 0.6, 0, 0, 0, -1.1, 0.4], code = [-1, -0.5, 0, 0.25, 1], block = 3"
-    many = drawn(9, 1000) * torch.logspace(-3, 1, 1000)
-    small = many.square() * 1e-10
+    many = (drawn(9, 1000) * torch.logspace(-3, 1, 1000)).square() * 1e-10
     for name, x, code, block in (
         (words, few, values, 3),
-        ("1,000 numbers of both signs in blocks of 256", many, code_table(True, None), 256),
-        ("1,000 numbers below 1e-7 in blocks of 72", small, code_table(False, None), 72),
+        ("1,000 numbers below 1e-7 in blocks of 72", many, code_table(False, None), 72),
     ):
         indices, absmax, back = map(torch.as_tensor, answer(x, code, block))
         yield f"{name}: absmax, one a block", absmax.flatten()
@@ -176,8 +172,9 @@ LION = Exercise(
     1 - beta1).sign() → 1 - beta1).add(p, alpha=group["weight_decay"]).sign()
     p.mul_(1 - group["lr"] * group["weight_decay"]) →
         the decay is inside the sign, so it can only turn a step round: shrink p itself.
-    p.mul_(1 - group["lr"] * group["weight_decay"]) →
-        p does not shrink: multiply it by 1 - lr * weight_decay before the step.
+    self.state[p].setdefault( → vars(self).setdefault("m", {}).setdefault(p, {}).setdefault(
+        the momentum is kept outside of self.state, where state_dict() does not save it: keep it in
+        self.state[p].
     p.sub_(group["lr"] → p.sub_(self.defaults["lr"]
         every group steps by the same rate: read lr from its group.
     """,
@@ -210,13 +207,15 @@ def lora_cases(answer):
     base, x = nn.Linear(12, 20), drawn(2, 2, 5, 12).requires_grad_()
     layer = answer(base, 4, 6)
     yield "tensors of the base that are trained", sum(p.requires_grad for p in base.parameters())
-    trained = [p for p in layer.parameters() if p.requires_grad]
+    trained = trained_of(layer)
     name = "12 to 20, rank 4, alpha 6"
-    yield f"{name}: the sides of what is trained", sorted(sorted(p.shape) for p in trained)
+    sides = "sides of what is trained (a bias has one)"
+    yield f"{name}: {sides}", sorted(sorted(p.shape) for p in trained)
     out = layer(x)
     yield f"{name}: the output before the first update, which is base(x)", out.detach()
     # Their names are free, and they may lie the other way round.
     A, B = sorted(trained, key=lambda p: 20 in p.shape)
+    yield f"{name}: whether B starts at zero", not B.any()
     yield f"{name}: whether A starts random", len(A.unique()) > 1
     for p in (A, B):
         known = drawn(4, 4, max(p.shape))
@@ -248,8 +247,9 @@ LORA = Exercise(
     , alpha / rank → , alpha
         what A and B add is multiplied by alpha: multiply by alpha / rank, so that another rank
         does not change the learning rate.
-    , alpha / rank → , 1.0
-        alpha has no effect: multiply what A and B add by alpha / rank.
+    torch.randn(rank, → torch.zeros(rank,
+    torch.zeros(base.out_features → torch.randn(base.out_features
+        A and B are exchanged: A starts random, and B at zero.
     self.base(x) + →
         the base has no effect on the output: add A and B's part to base(x).
     F.linear(F.linear(x, self.A), self.B) → (self.B @ (self.A @ x))
@@ -305,6 +305,11 @@ def beside_the_card(layers: int, recipe: Recipe) -> Measured:
 @quietly
 def under_300_cases(answer):
     pairs = answer()
+    match pairs:
+        case [_, Recipe()], [_, Recipe()]:
+            pass
+        case _:
+            raise Unusable("return two pairs, (layers, Recipe) and (layers, Recipe)")
     for (name, least), (layers, recipe) in zip(LEAST.items(), pairs, strict=True):
         layers = plain_int(layers)
         recipe = without_needless_targets(recipe, find_model("SmolLM2-135M")[0])
@@ -345,7 +350,7 @@ def clip_in_backward(model, loss_of, lr, max_norm) -> float:
     return norm
 
 
-def clip_setting() -> tuple[nn.Module, torch.Tensor]:
+def clip_setting():
     """Eight linear layers of which the last is the first once more and the third is frozen, and
     rows (16, 256). The second has nearly all of the norm: errors of a sum in 16 bits do not cancel.
     """
@@ -368,9 +373,9 @@ def clip_cases(answer):
         def loss_of(model, x=x):
             return model(x).square().mean()
 
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = trained_of(model)
         gradients = torch.autograd.grad(loss_of(model), trained)
-        before, starts = flat(model.parameters()), copy.deepcopy(trained)
+        before, starts = weights_of(model), copy.deepcopy(trained)
         max_norm = share * flat(gradients).norm().item()
         step = partial(answer, model, loss_of, lr, max_norm)
         run = measured(step, CLIP_CARD, model=model)
@@ -380,7 +385,7 @@ def clip_cases(answer):
             moves.append((p - start).norm() / gradient.norm())
         words = "by how many times lr * gradient each trained parameter moves"
         yield f"{name}: {words}", (torch.stack(moves) / lr).detach()
-        way = (flat(model.parameters()) - before) / lr
+        way = (weights_of(model) - before) / lr
         yield f"{name}: how far each weight moves, in learning rates", way
         yield f"{name}: gradients that are left in .grad", sum(p.grad is not None for p in trained)
     yield "what is alive at once, where no gradient waits", run
@@ -405,8 +410,8 @@ CLIP = Exercise(
         them: set p.grad = None in both hooks.
     min(1.0, max_norm / (norm + 1e-6)) → max_norm / (norm + 1e-6)
         a gradient whose norm is below max_norm is made larger: the factor is at most 1.
-    max_norm / (norm + 1e-6) → norm / max_norm
-        the factor is turned round: it is max_norm / norm, and at most 1.
+    return norm → return math.sqrt(sum(squares))
+        the norm that is returned is that of both passes together: take the root after the first.
     min(1.0, max_norm / (norm + 1e-6)) → 1.0
         the step uses the unclipped gradient where its norm is above max_norm.
     math.sqrt(sum(squares)) → sum(squares)
@@ -502,11 +507,9 @@ LOSS = Exercise(
     summed_loss(hidden[i : i + 64] → summed_loss(rows
         a gradient that forward took by autograd is None: each chunk needs a backward(), and must be
         cut and multiplied inside torch.enable_grad(), since a piece cut outside has no graph.
-    i in range(0, len(hidden), 64) → i, rows in zip(range(0, 9999, 64), hidden.split(64))
-    summed_loss(hidden[i : i + 64] → summed_loss(rows
-    gradient * d_loss for → d_loss * gradient for
-        a gradient that forward took by autograd is None: each chunk needs a backward(), and must be
-        cut and multiplied inside torch.enable_grad(), since a piece cut outside has no graph.
+    (loss / count).backward() → (loss / labels[i : i + 64].ne(-100).sum()).backward()
+        each chunk's gradients are divided by its own number of labels: divide by that of all
+        chunks, as the loss is.
     """,
     tolerance=1e-4,
 )
@@ -573,21 +576,15 @@ def galore_run(answer, name, seeds, shape, settings):
             if t.numel() > 1:
                 kept += t.untyped_storage().nbytes() // t.element_size()
         after = f"{name}, after call {number}"
-        yield (
-            (f"{after}: p.grad, which is only read", gradient_of(p)),
-            (
-                f"{after}: how far p is from its start, in lr * scale",
-                (p.detach() - start) / lr / scale,
-            ),
-            (f"{after}: numbers in the tensors of `state`, and behind views", kept),
-        )
+        yield f"{after}: p.grad, which is only read", gradient_of(p)
+        moved = (p.detach() - start) / lr / scale
+        yield f"{after}: how far p is from its start, in lr * scale", moved
+        yield f"{after}: numbers in the tensors of `state`, and behind views", kept
 
 
 def galore_cases(answer):
-    # The matrices step in turn, each with a state of its own.
-    for steps in zip(*(galore_run(answer, *matrix) for matrix in MATRICES), strict=True):
-        for cases in steps:
-            yield from cases
+    for matrix in MATRICES:
+        yield from galore_run(answer, *matrix)
 
 
 GALORE = Exercise(
@@ -611,9 +608,8 @@ GALORE = Exercise(
         P is a view, and a view keeps all of the storage that it was cut from: .clone() it.
     state["P"] = ( → state.pop("adam_update", None); state["P"] = (
         the moments begin again with each new P: replace only P, and keep the moments.
-    U[:, :rank] → U[:, -rank:]
-    Vh[:rank] → Vh[-rank:]
-        these are the smallest singular directions: the largest come first.
+    lr * scale → lr
+        the scale is missing: subtract lr * scale times the update.
     adam_update(small, state) → (lambda u: P.T @ u if wide else u @ P)(adam_update(G, state))
         the moments are as large as the whole matrix: pass the small gradient to adam_update, and
         map its update back.
@@ -720,4 +716,3 @@ NF4 = Exercise(
         a group's scale has 2 bytes here: it is a float32, of 4.
     """,
 )
-EXERCISES = (QUANTIZE, LION, LORA, UNDER_300, CLIP, LOSS, GALORE, FACTORED, NF4)

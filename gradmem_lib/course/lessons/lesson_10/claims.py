@@ -1,9 +1,6 @@
 """Lesson 10's answers: a 70B on two cards, and what FSDP gathers under checkpoints."""
 
-from __future__ import annotations
-
 import torch
-from torch import nn
 
 from ....compat.fake_ranks import fake_process_group
 from ....planning.cards import CARDS
@@ -12,7 +9,8 @@ from ...ledger import Finding, answers
 from ...ledger.finding import about, each, fits
 from ...machine.compat import enable_checkpointing
 from ..shared.claim_runs import checkpointed, silent, tiny, token_ids, tracked_step
-from .exercises import CollectiveLog, seventy_peak, two_cards
+from ..shared.seen import OperationLog
+from .exercises import seventy_peak, two_cards
 
 MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentrant=True": True}
 
@@ -29,8 +27,8 @@ def seventy_billion_on_two() -> Finding:
     card = CARDS["RTX 4090 24GB"].nbytes
     peaks = {tokens: on_a_card(tokens) for tokens in (1024, 2048)}
     return Finding(
-        own=(fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),),
-        beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
+        own=fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),
+        beyond=fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),
         says="""
             holds: Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048
                 leave less than a GB for all that is no tensor.
@@ -46,9 +44,7 @@ def seventy_billion_on_two() -> Finding:
     )
 
 
-def second_step(
-    reentrant: bool | None, ids: torch.Tensor, every: int | None = None
-) -> tuple[int, int, nn.Module]:
+def second_step(reentrant: bool | None, ids: torch.Tensor, every: int | None = None):
     """All-gathers and peak in bytes of a rank's second step with a Llama under FSDP, and the model
     with its gradients.
 
@@ -63,9 +59,9 @@ def second_step(
         with checkpointed(model, every):
             tracked_step(model, ids)
             model.zero_grad()
-            with CollectiveLog() as calls:
+            with OperationLog() as calls:
                 peak = tracked_step(model, ids).peak.total
-    return calls.count("allgather"), peak, model
+    return calls.collectives("allgather"), peak, model
 
 
 @answers("C49")

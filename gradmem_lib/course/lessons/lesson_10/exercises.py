@@ -2,8 +2,6 @@
 where bytes are, one rank runs in a group whose others do not exist.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: F401
 from torch.distributed.tensor import DTensor
 
-from ....compat.dispatch_modes import TorchDispatchMode
 from ....compat.fake_ranks import fake_process_group
 from ....names import IGNORED
 from ....planning.models import find_model
@@ -23,11 +20,10 @@ from ....training.recipe import Recipe
 from ...judge.compare import Measured
 from ...judge.exercise import Exercise, calls, measured
 from ...machine.compat import enable_checkpointing
-from ...material import models
+from ...machine.thread_ranks import on_ranks
 from ..shared.every_linear import without_needless_targets
-from ..shared.seen import gradient_of
-from ..shared.settings import flat, gradients_of, quietly, rows
-from .thread_ranks import on_ranks
+from ..shared.seen import OperationLog, gradient_of
+from ..shared.settings import flat, gradients_of, quietly, rows, tiny_llama, weights_of
 
 # 10.1
 
@@ -128,7 +124,7 @@ def average_cases(answer):
             yield f"{name}, their mean on rank {rank}", gradients_of(model)
             has_one = model[1].weight.grad is not None
             yield f"{name}, whether rank {rank}'s frozen weight gets a gradient", has_one
-            unchanged = torch.equal(flat(model.parameters()), flat(before[rank].parameters()))
+            unchanged = torch.equal(weights_of(model), weights_of(before[rank]))
             yield f"{name}, whether rank {rank}'s weights are as before", unchanged
 
 
@@ -178,23 +174,9 @@ def wrap(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-class CollectiveLog(TorchDispatchMode):
-    """Names of the collective calls that are made."""
-
-    names = ""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in str(func):
-            self.names += f" {func}"
-        return func(*args, **(kwargs or {}))
-
-    def count(self, word: str) -> int:
-        return self.names.replace("_", "").count(word)
-
-
-def wrap_setting(layers: int = 6) -> tuple[nn.Module, Tensor]:
+def wrap_setting(layers: int = 6):
     """A tiny Llama, and token ids for 4 rows of 32."""
-    model = models.tiny_llama(layers=layers, hidden=64, heads=4, intermediate=172, vocab=257)
+    model = tiny_llama(layers, 257)
     return model.train(), rows(32, 32, 32, 32, vocab=257)
 
 
@@ -479,18 +461,18 @@ def layer_cases(answer):
     for rank in (0, 2):
         for what, value in seen[rank]:
             yield f"3 ranks, x of (2, 3, 5), {what}, rank {rank}", value
-    yield from layer_cases_of_bytes(answer)
 
-
-def layer_cases_of_bytes(answer):
     def run():
         # Made here, so that whatever layers keep anywhere is counted.
         layers = [answer(nn.Linear(SIDE, SIDE, bias=False)) for _ in range(LAYERS)]
         nn.Sequential(*layers)(torch.randn(4, SIDE)).square().mean().backward()
 
-    with fake_process_group(4, 0), CollectiveLog() as log:
+    with fake_process_group(4, 0), OperationLog() as log:
         six = measured(run, SHARD_CARD, "whole weights", 4 * SIDE * SIDE)
-    yield "all-reduces, in which every rank receives the whole gradient", log.count("allreduce")
+    yield (
+        "all-reduces, in which every rank receives the whole gradient",
+        log.collectives("allreduce"),
+    )
     yield "six layers on one of 4 ranks", six
 
 
@@ -582,5 +564,3 @@ SCALE = Exercise(
         numbers of labels.
     """,
 )
-
-EXERCISES = (HELD, AVERAGE, WRAP, SECONDS, SEVENTY, SHARDED, SCALE)

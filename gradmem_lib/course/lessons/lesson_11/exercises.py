@@ -83,216 +83,260 @@ ADAFACTOR = {"optimizer": "adafactor-torch"}
 CHUNKS = {"chunked_loss": True}
 FSDP = {"sharding": "fsdp"}
 
-# Tempting recipes and what is said of them; record.py records their bytes.
-TEMPTING = {
-    "11.1": """
-        {}
-            the weights alone do not fit.
-        BF16
-            weights and gradients alone do not fit, and a smaller micro-batch does not make
-            them smaller.
-        LORA | AUTOCAST
-            autocast leaves the weights in float32, frozen or not.
-        LORA
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | AUTOCAST
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        LORA | {"accumulation": 3}
-            accumulation=3 must divide the number of rows of a card, which is 4.
-    """,
-    "11.2": """
-        BF16 | AGAIN | {"accumulation": 8}
-            weights, gradients and optimizer states do not fit, and a smaller micro-batch
-            does not make them smaller.
-        BF16 | AGAIN | {"optimizer": "adamw-8bit", "accumulation": 8}
-            weights, gradients and optimizer states do not fit, and a smaller micro-batch
-            does not make them smaller.
-        BF16 | AUTOCAST | AGAIN | ADAFACTOR | {"accumulation": 8}
-            weights and gradients alone do not fit, and a smaller micro-batch does not make
-            them smaller.
-        BF16 | ADAFACTOR | {"accumulation": 8}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        LORA | {"accumulation": 8}
-            the condition is broken: every weight must be trained, but lora_rank freezes all
-            of them.
-        BF16 | AGAIN | ADAFACTOR | {"in_backward": True, "accumulation": 8}
-            a gradient that is freed cannot be added to.
-    """,
-    "11.3": """
-        BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
-            weights and gradients alone do not fit, and a smaller micro-batch does not make
-            them smaller.
-        BF16 | AGAIN | {"in_backward": True}
-            weights, gradients and optimizer states do not fit, and a smaller micro-batch
-            does not make them smaller.
-        BF16 | AGAIN | {"optimizer": "adamw-8bit", "in_backward": True}
-            weights, gradients and optimizer states do not fit, and a smaller micro-batch
-            does not make them smaller.
-        BF16 | AUTOCAST | AGAIN | ADAFACTOR | {"in_backward": True}
-            the weights alone do not fit.
-        BF16 | ADAFACTOR | {"in_backward": True}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        LORA | AGAIN
-            the condition is broken: every weight must be trained, but lora_rank freezes all
-            of them.
-    """,
-    "11.4": """
-        QLORA | AGAIN | {"accumulation": 8}
-            the condition is broken: no weight may be kept in 4 bits, but quantized_base
-            keeps the frozen weights in 4 bits.
-        LORA | AUTOCAST | AGAIN | {"accumulation": 8}
-            autocast leaves the weights in float32, frozen or not.
-        LORA | {"accumulation": 8}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        LORA | AGAIN
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-        BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
-            weights and gradients alone do not fit, and a smaller micro-batch does not make
-            them smaller.
-        LORA | {"checkpointing": "attention", "accumulation": 8}
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-    """,
-    "11.5": """
-        QLORA | AGAIN | {"accumulation": 8}
-            the condition is broken: no layer may run twice, but checkpoints run layers
-            again in backward.
-        LORA | {"offload": "activations", "accumulation": 8}
-            the weights alone do not fit.
-        QLORA | {"accumulation": 8}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | {"offload": "activations"}
-            weights, gradients and states would fit; most of the rest is the head's: the
-            logits of a micro-batch, one number for each token and each word.
-        QLORA | {"offload": "boundaries", "accumulation": 8}
-            boundaries are the inputs of checkpointed layers, and this recipe has none.
-    """,
-    "11.6": """
-        QLORA | AGAIN | {"accumulation": 8}
-            the head makes the peak: the logits of a micro-batch have one number for each
-            token and each word.
-        LORA | AGAIN | {"accumulation": 8}
-            the weights alone do not fit.
-        QLORA | CHUNKS | {"offload": "activations", "accumulation": 8}
-            the condition is broken: nothing may wait in the host's memory, but offload
-            moves tensors there.
-        QLORA | CHUNKS | {"every_n_layers": 2, "accumulation": 8}
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-        QLORA | CHUNKS | {"accumulation": 8}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | AGAIN | CHUNKS
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-    """,
-    "11.7": """
-        LORA | AGAIN | {"accumulation": 8}
-            the head makes the peak: the logits of a micro-batch have one number for each
-            token and each word.
-        LORA | CHUNKS | {"accumulation": 8}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | AGAIN | {"accumulation": 8}
-            the condition is broken: no weight may be kept in 4 bits, but quantized_base
-            keeps the frozen weights in 4 bits.
-        LORA | AGAIN | CHUNKS
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-        LORA | AUTOCAST | AGAIN | {"accumulation": 8}
-            the weights alone do not fit.
-        BF16 | AGAIN | ADAFACTOR | CHUNKS | {"accumulation": 8}
-            weights and gradients alone do not fit, and a smaller micro-batch does not make
-            them smaller.
-    """,
-    "11.8": """
-        QLORA | AGAIN
-            the head makes the peak: the logits of a micro-batch have one number for each
-            token and each word.
-        LORA | AGAIN | CHUNKS
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-        QLORA | CHUNKS
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | AGAIN | CHUNKS
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-        QLORA | AGAIN | CHUNKS | {"accumulation": 2}
-            accumulation=2 must divide the number of rows of a card, which is 1.
-        QLORA | AGAIN | CHUNKS | {"attention": "eager"}
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-    """,
-    "11.9": """
-        BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
-            weights and gradients alone do not fit, and a smaller micro-batch does not make
-            them smaller.
-        LORA | {"accumulation": 8}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | {"accumulation": 8}
-            4 bits are for linear layers, and a mixture's experts are not linear layers:
-            nearly all of the weights stay in 16 bits.
-        LORA | AUTOCAST | AGAIN | {"accumulation": 8}
-            the weights alone do not fit.
-        LORA | AGAIN
-            weights, gradients and states would fit; most of the rest is the head's: the
-            logits of a micro-batch, one number for each token and each word.
-        BF16 | AGAIN | ADAFACTOR | CHUNKS | {"in_backward": True}
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-    """,
-    "11.10": """
-        BF16 | AGAIN | {"sharding": "ddp"}
-            the weights alone do not fit.
-        BF16 | AGAIN | {"sharding": "zero1"}
-            the weights alone do not fit.
-        BF16 | AGAIN | {"sharding": "zero2"}
-            the weights alone do not fit.
-        BF16 | AGAIN | FSDP | {"precision": "float32-master"}
-            weights, gradients and optimizer states do not fit, and a smaller micro-batch
-            does not make them smaller.
-        BF16 | AGAIN
-            8 cards train together, but the recipe does not say how they share: set
-            sharding.
-        LORA | AGAIN | FSDP
-            the condition is broken: every weight must be trained, but lora_rank freezes all
-            of them.
-    """,
-    "11.11": """
-        LORA | AGAIN | FSDP
-            the weights alone do not fit.
-        QLORA | AGAIN | {"sharding": "zero2"}
-            the weights alone do not fit.
-        QLORA | AGAIN | {"sharding": "ddp"}
-            the weights alone do not fit.
-        QLORA | FSDP | {"accumulation": 2}
-            weights, gradients and states would fit; the activations that every layer keeps
-            for its backward do not.
-        QLORA | AGAIN | FSDP | {"accumulation": 2}
-            weights, gradients and states would fit; the other tensors at the peak do not
-            fit beside them.
-        QLORA | AGAIN | CHUNKS | FSDP
-            cards gather their weights in the model's own call, which chunked_loss does not use:
-            a smaller micro-batch has fewer logits too.
-    """,
-}
 
-
-def recipe_exercise(id: str) -> Exercise:
+def recipe_exercise(id: str, tempting: str) -> Exercise:
+    """``tempting``: recipes and what is said of them; tools/record_puzzles.py records their
+    bytes.
+    """
     one = puzzle(id)
     best, _ = one.best()
     return Exercise(
-        id, best, recipe_cases(one), TEMPTING[id], afterwards=lambda answer: award(one, answer)
+        id, best, recipe_cases(one), tempting, afterwards=lambda answer: award(one, answer)
     )
+
+
+HALF_A_GIB = recipe_exercise(
+    "11.1",
+    """
+    {}
+        the weights alone do not fit.
+    BF16
+        weights and gradients alone do not fit, and a smaller micro-batch does not make
+        them smaller.
+    LORA | AUTOCAST
+        autocast leaves the weights in float32, frozen or not.
+    LORA
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | AUTOCAST
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    LORA | {"accumulation": 3}
+        accumulation=3 must divide the number of rows of a card, which is 4.
+    """,
+)
+
+EVERY_WEIGHT_OF_GPT2_XL = recipe_exercise(
+    "11.2",
+    """
+    BF16 | AGAIN | {"accumulation": 8}
+        weights, gradients and optimizer states do not fit, and a smaller micro-batch
+        does not make them smaller.
+    BF16 | AGAIN | {"optimizer": "adamw-8bit", "accumulation": 8}
+        weights, gradients and optimizer states do not fit, and a smaller micro-batch
+        does not make them smaller.
+    BF16 | AUTOCAST | AGAIN | ADAFACTOR | {"accumulation": 8}
+        weights and gradients alone do not fit, and a smaller micro-batch does not make
+        them smaller.
+    BF16 | ADAFACTOR | {"accumulation": 8}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    LORA | {"accumulation": 8}
+        the condition is broken: every weight must be trained, but lora_rank freezes all
+        of them.
+    BF16 | AGAIN | ADAFACTOR | {"in_backward": True, "accumulation": 8}
+        a gradient that is freed cannot be added to.
+    """,
+)
+
+EVERY_WEIGHT_OF_A_7B = recipe_exercise(
+    "11.3",
+    """
+    BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
+        weights and gradients alone do not fit, and a smaller micro-batch does not make
+        them smaller.
+    BF16 | AGAIN | {"in_backward": True}
+        weights, gradients and optimizer states do not fit, and a smaller micro-batch
+        does not make them smaller.
+    BF16 | AGAIN | {"optimizer": "adamw-8bit", "in_backward": True}
+        weights, gradients and optimizer states do not fit, and a smaller micro-batch
+        does not make them smaller.
+    BF16 | AUTOCAST | AGAIN | ADAFACTOR | {"in_backward": True}
+        the weights alone do not fit.
+    BF16 | ADAFACTOR | {"in_backward": True}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    LORA | AGAIN
+        the condition is broken: every weight must be trained, but lora_rank freezes all
+        of them.
+    """,
+)
+
+SIXTEEN_BITS = recipe_exercise(
+    "11.4",
+    """
+    QLORA | AGAIN | {"accumulation": 8}
+        the condition is broken: no weight may be kept in 4 bits, but quantized_base
+        keeps the frozen weights in 4 bits.
+    LORA | AUTOCAST | AGAIN | {"accumulation": 8}
+        autocast leaves the weights in float32, frozen or not.
+    LORA | {"accumulation": 8}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    LORA | AGAIN
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
+        weights and gradients alone do not fit, and a smaller micro-batch does not make
+        them smaller.
+    LORA | {"checkpointing": "attention", "accumulation": 8}
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    """,
+)
+
+NOTHING_TWICE = recipe_exercise(
+    "11.5",
+    """
+    QLORA | AGAIN | {"accumulation": 8}
+        the condition is broken: no layer may run twice, but checkpoints run layers
+        again in backward.
+    LORA | {"offload": "activations", "accumulation": 8}
+        the weights alone do not fit.
+    QLORA | {"accumulation": 8}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | {"offload": "activations"}
+        weights, gradients and states would fit; most of the rest is the head's: the
+        logits of a micro-batch, one number for each token and each word.
+    QLORA | {"offload": "boundaries", "accumulation": 8}
+        boundaries are the inputs of checkpointed layers, and this recipe has none.
+    """,
+)
+
+SMALLEST_CARD = recipe_exercise(
+    "11.6",
+    """
+    QLORA | AGAIN | {"accumulation": 8}
+        the head makes the peak: the logits of a micro-batch have one number for each
+        token and each word.
+    LORA | AGAIN | {"accumulation": 8}
+        the weights alone do not fit.
+    QLORA | CHUNKS | {"offload": "activations", "accumulation": 8}
+        the condition is broken: nothing may wait in the host's memory, but offload
+        moves tensors there.
+    QLORA | CHUNKS | {"every_n_layers": 2, "accumulation": 8}
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    QLORA | CHUNKS | {"accumulation": 8}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | AGAIN | CHUNKS
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    """,
+)
+
+MANY_WORDS = recipe_exercise(
+    "11.7",
+    """
+    LORA | AGAIN | {"accumulation": 8}
+        the head makes the peak: the logits of a micro-batch have one number for each
+        token and each word.
+    LORA | CHUNKS | {"accumulation": 8}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | AGAIN | {"accumulation": 8}
+        the condition is broken: no weight may be kept in 4 bits, but quantized_base
+        keeps the frozen weights in 4 bits.
+    LORA | AGAIN | CHUNKS
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    LORA | AUTOCAST | AGAIN | {"accumulation": 8}
+        the weights alone do not fit.
+    BF16 | AGAIN | ADAFACTOR | CHUNKS | {"accumulation": 8}
+        weights and gradients alone do not fit, and a smaller micro-batch does not make
+        them smaller.
+    """,
+)
+
+LONG_ROW = recipe_exercise(
+    "11.8",
+    """
+    QLORA | AGAIN
+        the head makes the peak: the logits of a micro-batch have one number for each
+        token and each word.
+    LORA | AGAIN | CHUNKS
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    QLORA | CHUNKS
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | AGAIN | CHUNKS
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    QLORA | AGAIN | CHUNKS | {"accumulation": 2}
+        accumulation=2 must divide the number of rows of a card, which is 1.
+    QLORA | AGAIN | CHUNKS | {"attention": "eager"}
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    """,
+)
+
+EXPERTS = recipe_exercise(
+    "11.9",
+    """
+    BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
+        weights and gradients alone do not fit, and a smaller micro-batch does not make
+        them smaller.
+    LORA | {"accumulation": 8}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | {"accumulation": 8}
+        4 bits are for linear layers, and a mixture's experts are not linear layers:
+        nearly all of the weights stay in 16 bits.
+    LORA | AUTOCAST | AGAIN | {"accumulation": 8}
+        the weights alone do not fit.
+    LORA | AGAIN
+        weights, gradients and states would fit; most of the rest is the head's: the
+        logits of a micro-batch, one number for each token and each word.
+    BF16 | AGAIN | ADAFACTOR | CHUNKS | {"in_backward": True}
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    """,
+)
+
+EIGHT_CARDS = recipe_exercise(
+    "11.10",
+    """
+    BF16 | AGAIN | {"sharding": "ddp"}
+        the weights alone do not fit.
+    BF16 | AGAIN | {"sharding": "zero1"}
+        the weights alone do not fit.
+    BF16 | AGAIN | {"sharding": "zero2"}
+        the weights alone do not fit.
+    BF16 | AGAIN | FSDP | {"precision": "float32-master"}
+        weights, gradients and optimizer states do not fit, and a smaller micro-batch
+        does not make them smaller.
+    BF16 | AGAIN
+        8 cards train together, but the recipe does not say how they share: set
+        sharding.
+    LORA | AGAIN | FSDP
+        the condition is broken: every weight must be trained, but lora_rank freezes all
+        of them.
+    """,
+)
+
+TWO_CARDS = recipe_exercise(
+    "11.11",
+    """
+    LORA | AGAIN | FSDP
+        the weights alone do not fit.
+    QLORA | AGAIN | {"sharding": "zero2"}
+        the weights alone do not fit.
+    QLORA | AGAIN | {"sharding": "ddp"}
+        the weights alone do not fit.
+    QLORA | FSDP | {"accumulation": 2}
+        weights, gradients and states would fit; the activations that every layer keeps
+        for its backward do not.
+    QLORA | AGAIN | FSDP | {"accumulation": 2}
+        weights, gradients and states would fit; the other tensors at the peak do not
+        fit beside them.
+    QLORA | AGAIN | CHUNKS | FSDP
+        cards gather their weights in the model's own call, which chunked_loss does not use:
+        a smaller micro-batch has fewer logits too.
+    """,
+)
 
 
 # 11.12
@@ -341,4 +385,3 @@ IMPOSSIBLE = Exercise(
     """,
     afterwards=forbidden,
 )
-EXERCISES = (*map(recipe_exercise, TEMPTING), IMPOSSIBLE)

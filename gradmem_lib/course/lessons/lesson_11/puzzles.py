@@ -2,11 +2,9 @@
 that ``plan`` gives.
 
 The planner's best recipe for each puzzle is recorded in puzzles.json, with the bytes of known
-mistakes: see record.py. Then a first check of a right answer, or of a common mistake, needs no
-prediction.
+mistakes: see tools/record_puzzles.py. Then a first check of a right answer, or of a common mistake,
+needs no prediction.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
@@ -157,11 +155,6 @@ class Puzzle:
             return f"{self.card}, {room}"
         return f"{self.cards} x {self.card}, {room} each"
 
-    @property
-    def update(self) -> str:
-        """What one update takes."""
-        return f"{self.rows} row{'s' if self.rows > 1 else ''} of {self.tokens:,} tokens"
-
     def recipe(self, answer: Any) -> Recipe:
         """``answer``, a ``Recipe`` or a dict of its options.
 
@@ -253,7 +246,7 @@ class Puzzle:
         Without an answer, show the empty card.
         """
         wrong, weighed = self.judge(answer)
-        if weighed is None and answer is not None and answer is not ...:
+        if weighed is None:
             with suppress(*MISTAKES):  # what is against the rules has its bytes too
                 weighed = self.weigh(self.recipe(answer))
         words, held = [f"condition: {self.condition or 'none'}"], {}
@@ -265,7 +258,8 @@ class Puzzle:
         if weighed:
             earned = "" if wrong else f": {self.stars(weighed.seconds)}"
             words.append(f"{micros(weighed.seconds)} a token, by estimate{earned}")
-        title = f"{self.id} {self.title}: {self.model}, {self.update}"
+        update = f"{self.rows} row{'s' if self.rows > 1 else ''} of {self.tokens:,} tokens"
+        title = f"{self.id} {self.title}: {self.model}, {update}"
         return MemoryFit(title, self.where, self.room, held, words)
 
     def stars(self, seconds: float) -> str:

@@ -2,8 +2,6 @@
 planner's.
 """
 
-from __future__ import annotations
-
 from ...learner.progress import load, record_puzzle
 from .puzzles import Puzzle, micros, puzzles, written
 

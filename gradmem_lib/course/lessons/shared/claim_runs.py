@@ -1,10 +1,7 @@
 """Runs and predictions that the answers to claims of several lessons share."""
 
-from __future__ import annotations
-
 import copy
 import json
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -20,8 +17,9 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....training.recipe import Recipe
 from ...ledger.finding import Figures, each
 from ...machine.course_files import course_folder
-from ...material import accounting, models
-from .settings import quiet
+from ...material import accounting
+from .hf_trainer import quiet_arguments
+from .settings import quiet, tiny_llama
 
 
 def recorded(name: str) -> dict:
@@ -89,14 +87,6 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def seeded():
-    """Random numbers from seed 0 in the block, and the outer ones go on after it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-@contextmanager
 def silent():
     """No warnings, no log of transformers' and no bars: they would be part of every notebook that
     shows a claim.
@@ -115,7 +105,7 @@ def silent():
 
 
 def tiny():
-    return models.tiny_llama(layers=4, hidden=64, heads=4, intermediate=172, vocab=512)
+    return tiny_llama(4, 512)
 
 
 def token_ids(rows: int = 2, seq_len: int = 32, vocab: int = 512) -> torch.Tensor:
@@ -134,7 +124,7 @@ def checkpointed(layers, every):
     return nullcontext() if every is None else checkpoint_layers(layers, every)
 
 
-def adam_step(dtype: torch.dtype, **options) -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
+def adam_step(dtype: torch.dtype, **options):
     """A weight in ``dtype`` after one real AdamW step on gradients of 1e-4, and the optimizer."""
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
     optimizer = torch.optim.AdamW([weight], **options)
@@ -143,28 +133,21 @@ def adam_step(dtype: torch.dtype, **options) -> tuple[torch.nn.Parameter, torch.
     return weight, optimizer
 
 
-def one_step(model, rows: list[dict], folder: str, **arguments):
-    """A silent ``Trainer`` of ``model`` on the CPU, of one step where nothing else is said."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
-    fixed = {"max_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
-    args = TrainingArguments(folder, save_strategy="no", **fixed | arguments)
-    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
 def as_rows(ids: torch.Tensor) -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def trained(change: Callable = lambda model: None, **arguments):
     """A ``Trainer`` of a tiny Llama after one step on the CPU with these ``TrainingArguments``."""
+    from transformers import Trainer
+
     model = tiny()
     change(model)
-    with silent(), tempfile.TemporaryDirectory() as folder:
-        rows = as_rows(token_ids())
-        trainer = one_step(model, rows, folder, per_device_train_batch_size=2, **arguments)
+    with (
+        silent(),
+        quiet_arguments(max_steps=1, per_device_train_batch_size=2, **arguments) as args,
+    ):
+        trainer = Trainer(model, args, train_dataset=as_rows(token_ids()))
         trainer.train()
     return trainer
 

@@ -1,7 +1,5 @@
 """Whether a recipe's ``lora_targets`` name every linear layer, as no targets at all do."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -2,11 +2,10 @@
 at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +80,9 @@ def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
     return {name: trainer.state.log_history[0][name] for name in ("loss", "grad_norm")}
 
 
-def trainer_factors(kind: str, steps: int, prepare: Any = None) -> dict[str, float]:
+def trainer_factors(
+    kind: str, steps: int, prepare: Callable = lambda model, batch: model
+) -> dict[str, float]:
     """How many times larger ``Trainer`` logs ``loss`` and ``grad_norm`` in ``steps`` accumulation
     steps than in one.
 
@@ -92,7 +93,7 @@ def trainer_factors(kind: str, steps: int, prepare: Any = None) -> dict[str, flo
 
     once = trainer_logs(*trainer_setting(kind), accumulation_steps=1)
     model, examples = trainer_setting(kind)
-    model = prepare(model, default_data_collator(examples)) if prepare else model
+    model = prepare(model, default_data_collator(examples))
     cut = trainer_logs(model, examples, accumulation_steps=steps)
     return {name: round(cut[name] / once[name], 3) for name in once}
 

@@ -5,8 +5,6 @@ and the fixed script, a function. The fixed script must return what the script r
 same weights, and stay within a budget that the script exceeds.
 """
 
-from __future__ import annotations
-
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,8 +14,8 @@ import torch
 from torch import nn
 
 from ...judge.compare import Measured, describe, plain_int
-from ...judge.exercise import Hidden, measured
-from .settings import collecting_new_objects_only, flat, seeded
+from ...judge.exercise import Hidden, Unusable, measured
+from .settings import collecting_new_objects_only, seeded, weights_of
 
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
 
@@ -31,7 +29,7 @@ def leak_cases(
     outside: int,
     counted: str = "batches",
     hidden_setting: Callable[[int], tuple] | None = None,
-) -> Callable[[Any], Iterator[tuple[str, Any]]]:
+) -> Callable:
     """The cases of a leak.
 
     ``line``: the line that keeps the tensors, from 1 for its ``def``. ``setting(size)``: the
@@ -68,7 +66,7 @@ def runs_of(
     arguments = make()
     model = arguments[0]
     run = measured(lambda: script(*arguments), budget, model=model)
-    yield f"{name}, the weights afterwards", flat(model.parameters())
+    yield f"{name}, the weights afterwards", weights_of(model)
     yield f"{name}, what the script returns", run.value
     yield f"{name}, the peak", run
     yield f"{name}, whether the model is in training mode at the end", model.training
@@ -78,19 +76,19 @@ def runs_of(
     for old, new in zip(arguments, make(), strict=True):
         again.append(old if isinstance(old, nn.Module | torch.optim.Optimizer) else new)
     script(*again)
-    yield f"{name}, the weights after a second call", flat(model.parameters())
+    yield f"{name}, the weights after a second call", weights_of(model)
 
 
-def answer_of(answer: Callable[[], Any]) -> tuple[int, Callable]:
-    """(line, fixed script) of an answer. Raises ``TypeError`` if it returns something else."""
+def answer_of(answer: Callable):
+    """(line, fixed script) of an answer. Raises ``Unusable`` if it returns something else."""
     given = answer()
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise TypeError(TWO_THINGS)
+        raise Unusable(TWO_THINGS)
     line, script = plain_int(given[0]), given[1]
     if type(line) is not int:
-        raise TypeError(f"the line must be a whole number, not {describe(line)}: {TWO_THINGS}")
+        raise Unusable(f"the line must be a whole number, not {describe(line)}: {TWO_THINGS}")
     if not callable(script):
-        raise TypeError(
+        raise Unusable(
             f"the fixed script must be a function, not {describe(script)}: give the function "
             "itself, without calling it"
         )

@@ -2,8 +2,6 @@
 transformers did not make.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

@@ -1,9 +1,8 @@
 """Numbers that are the same for every answer, and how what they lead to is shown."""
 
-from __future__ import annotations
-
 import torch
 
+from ....compat.dispatch_modes import TorchDispatchMode
 from ....units import format_bytes
 
 
@@ -14,6 +13,21 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 def gradient_of(t: torch.Tensor) -> torch.Tensor | str:
     return "no gradient" if t.grad is None else t.grad.clone()
+
+
+class OperationLog(TorchDispatchMode):
+    """Names of the operations that are dispatched, with a space before each."""
+
+    names = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += f" {func}"
+        return func(*args, **(kwargs or {}))
+
+    def collectives(self, word: str) -> int:
+        """How many calls between ranks have ``word``, such as "allgather", in their name."""
+        names = self.names.replace("_", "").split()
+        return sum("c10d" in name and word in name for name in names)
 
 
 def largest_first(held: dict[str, int]) -> str:

@@ -3,8 +3,6 @@
 Lessons show them too.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +13,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from ....names import IGNORED
+from ...material import models
 
 
 def flat(tensors) -> torch.Tensor:
     """All tensors in a row, as float64; nothing for ``None``."""
     parts = [t.detach().double().flatten() for t in tensors if t is not None]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
+
+def weights_of(module: nn.Module) -> torch.Tensor:
+    """All parameters in a row."""
+    return flat(module.parameters())
+
+
+def trained_of(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 def have_graphs(losses) -> bool:
@@ -126,6 +135,12 @@ def text_batch(*lengths: int, vocab: int, seed: int = 0) -> dict[str, torch.Tens
         "attention_mask": (labels != IGNORED).long(),
         "labels": labels,
     }
+
+
+def tiny_llama(layers: int, vocab: int, **options):
+    """A Llama of 64 features and 4 heads; ``options``: those of ``models.tiny_llama``."""
+    sizes = {"hidden": 64, "heads": 4, "intermediate": 172}
+    return models.tiny_llama(layers=layers, vocab=vocab, **sizes, **options)
 
 
 def bigrams() -> nn.Sequential:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from gradmem_lib import accumulate_gradients, split
 from gradmem_lib.course.lessons.lesson_03.exercises import accumulate, clipped_update, fair_error
-from gradmem_lib.course.lessons.lesson_03.exercises_leak import with_entropy
 
 
 def by_the_library(micro_batches, loss_and_count):
@@ -253,7 +252,7 @@ WRONG = {
         "model.zero_grad(set_to_none=True) → if gradients: model.zero_grad()",
     ],
     "3.10": [
-        lambda: (8, with_entropy),
+        "entropy -= (p * p.log()).sum().item() → entropy = entropy - (p * p.log()).sum()",
         window_with(in_numpy, line=7),
         window_with(keeps_arrays),
         window_with(lambda logits: in_numpy(logits) * 8),

@@ -3,8 +3,6 @@ process group that the learner has is touched. Numbers are those of real ranks; 
 on one rank of a group whose others are not there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...machine.compat import groups_of_threads
+from .compat import groups_of_threads
 
 APART = "the ranks do not make the same calls"
 UNFIT = "the ranks' tensors do not fit together in a call"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradmem_lib.course.judge import time_limit
-from gradmem_lib.course.lessons.lesson_10.thread_ranks import APART, on_ranks
+from gradmem_lib.course.machine.thread_ranks import APART, on_ranks
 
 
 def summed(rank: int):

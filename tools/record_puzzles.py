@@ -1,10 +1,8 @@
 """Writes puzzles.json: for each puzzle the planner's best recipe, then the known mistakes that are
 recipes.
 
-    python -m gradmem_lib.course.lessons.lesson_11.record [ID ...]
+    python tools/record_puzzles.py [ID ...]
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -13,10 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ....planning.options import METHODS
-from ....training.recipe import Recipe
-from .exercises import AGAIN, BF16, CHUNKS, TEMPTING, recipe_exercise
-from .puzzles import (
+from gradmem_lib.course import catalogue
+from gradmem_lib.course.lessons.lesson_11.exercises import AGAIN, BF16, CHUNKS
+from gradmem_lib.course.lessons.lesson_11.puzzles import (
     MISTAKES,
     Allowed,
     Puzzle,
@@ -26,7 +23,10 @@ from .puzzles import (
     versions,
     written,
 )
+from gradmem_lib.planning.options import METHODS
+from gradmem_lib.training.recipe import Recipe
 
+RECORDS = Path(__file__).parent.parent / "gradmem_lib/course/lessons/lesson_11/puzzles.json"
 BY_ROWS = BF16 | {"accumulation": 8}
 STEPS = [  # of section 2 of the lesson
     BY_ROWS,
@@ -54,8 +54,8 @@ def solve(puzzle: Puzzle) -> Recipe:
 def tempting(one: Puzzle) -> list[Recipe]:
     """The known mistakes that need a prediction; for the example, the steps of the lesson."""
     given: list[Any] = STEPS
-    if one.id in TEMPTING:
-        given = [answer for answer, _ in recipe_exercise(one.id).wrong_answers()]
+    if one.id != "11.0":
+        given = [answer for answer, _ in catalogue.get(one.id).wrong_answers()]
     found = []
     for options in given:
         with suppress(*MISTAKES):
@@ -83,8 +83,7 @@ def in_pieces(one: Puzzle, best: Recipe) -> list[Recipe]:
 
 def record(ids: list[str]) -> None:
     """No ids: all puzzles that are recorded."""
-    path = Path(__file__).with_name("puzzles.json")
-    found = json.loads(path.read_text(encoding="utf-8"))["puzzles"]
+    found = json.loads(RECORDS.read_text(encoding="utf-8"))["puzzles"]
     for id in ids or found:
         one = puzzles()[id]
         best = solve(one)
@@ -95,7 +94,7 @@ def record(ids: list[str]) -> None:
             rows.append({"recipe": options_of(recipe), "weighed": weighed})
         found[id] = rows
         text = json.dumps({"versions": versions(), "puzzles": found}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        RECORDS.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
