@@ -69,6 +69,8 @@ add_tensors = _aten.add.Tensor
 # With a Python number in the second place, autograd keeps the number as a tensor of 8 bytes.
 multiply = _aten.mul.Tensor
 divide = _aten.div.Tensor
+# The softmax of scaled_dot_product_attention where it stores scores; a part of an operator's name.
+SOFTMAX_OF_SDPA = "_safe_softmax"
 grouped_mm = _aten._grouped_mm.default
 # Products: no other tensor is among their arguments.
 products = [

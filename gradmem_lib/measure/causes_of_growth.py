@@ -33,21 +33,17 @@ def growing_tensor(facts: Facts) -> Cause | None:
     """One tensor that a longer one replaces in each step, or in each forward of an evaluation, as
     ``torch.cat([history, new])`` does.
     """
-    survivors = []
-    for holder in facts.at_peak:
-        # A batch is made before the step that it belongs to, but it is no sum of earlier ones.
-        joined = holder.op == "aten.cat" and not belongs_to_training(holder)
-        if joined and _has_survived(holder, facts):
-            survivors.append(holder)
-    if not survivors:
+    old = _largest_survivor(facts)
+    if old is None:
         return None
-    old = max(survivors, key=lambda holder: holder.nbytes)
     # Pictures show its growth: in each step, another tensor was this one.
     replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
     first = min([old, *replaced], key=lambda holder: holder.samples[0])
     in_steps = facts.time_of(old) < facts.peak_time
-    beginnings = _beginnings_of_steps if in_steps else _beginnings_of_forwards
-    starts = beginnings(facts, first)
+    if in_steps:
+        name, unit, starts = GROWTH, facts.unit, _beginnings_of_steps(facts, first)
+    else:
+        name, unit, starts = COLLECTED, "forward", _beginnings_of_forwards(facts, first)
     if len(starts) <= SEVERAL:
         return None
     rises = [after.live > before.live for before, after in pairwise(starts)]
@@ -62,25 +58,38 @@ def growing_tensor(facts: Facts) -> Cause | None:
         if is_longer and facts.time_of(holder) == facts.peak_time:
             holders.append(holder)  # the longer one, which is being made
     each = growth // (len(starts) - 1)
-    unit = facts.unit if in_steps else "forward"
     evidence = (
         f"{format_bytes(total(holders))} at the peak are a tensor that becomes longer in each "
         f"{unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
         f"{format_bytes(starts[0].live)} were live when {starts[0].words} began, and "
         f"{format_bytes(starts[-1].live)} when {starts[-1].words} began."
     )
+    growing = [*replaced, *holders]
+    nbytes, lines = total(holders), lines_of(holders)
+    return Cause(name, nbytes, evidence, _remedy(old, in_steps), lines, holders, growing)
+
+
+def _largest_survivor(facts: Facts) -> Holder | None:
+    """The largest joined tensor that was there before the peak's step, or its last forward."""
+    survivors = []
+    for holder in facts.at_peak:
+        # A batch is made before the step that it belongs to, but it is no sum of earlier ones.
+        joined = holder.op == "aten.cat" and not belongs_to_training(holder)
+        if joined and _has_survived(holder, facts):
+            survivors.append(holder)
+    return max(survivors, key=lambda holder: holder.nbytes, default=None)
+
+
+def _remedy(old: Holder, in_steps: bool) -> str:
     remedy = (
         "keep only numbers of it, or put the pieces into a list off the card, "
         "history.append(x.detach().cpu()), and join them once at the end."
     )
-    name = GROWTH
-    if not in_steps:
-        name = COLLECTED
-        of_a_library = old.held is not None and not old.held.in_script
-        remedy = OF_A_TRAINER if of_a_library else f"{remedy} A smaller batch does not help."
-    growing = [*replaced, *holders]
-    nbytes, lines = total(holders), lines_of(holders)
-    return Cause(name, nbytes, evidence, remedy, lines, holders, growing)
+    if in_steps:
+        return remedy
+    if old.held is not None and not old.held.in_script:
+        return OF_A_TRAINER
+    return f"{remedy} A smaller batch does not help."
 
 
 def _has_survived(holder: Holder, facts: Facts) -> bool:

@@ -37,6 +37,7 @@ GROWS = 0.001
 SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
 SAMPLE = 100  # freed storages that are looked at, spread over all
+NOBODY = Held("")
 STATES = ".state["  # in a path: an optimizer's
 HISTORY = 5
 LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
@@ -63,16 +64,17 @@ def _place_of(holder: Holder) -> tuple | None:
     has no name that was found, by the line that makes it.
     """
     held = holder.held
-    if held is None:
-        has_a_line = holder.line is not None and not belongs_to_training(holder)
-        return (holder.line, holder.op, holder.dtype) if has_a_line else None
-    if held.kind == "window" and not held.graph:
+    if held is None and holder.line is not None and not belongs_to_training(holder):
+        return holder.line, holder.op, holder.dtype
+    if held is None or (held.kind == "window" and not held.graph):
         return None
     if STATES in held.box:  # of an optimizer that keeps its history
         return held.where, held.box.partition(STATES)[0]
     if held.box:
         return held.where, LAYER.sub(".…", held.box)
-    return (held.where, held.path) if held.graph else None
+    if held.graph:
+        return held.where, held.path
+    return None
 
 
 def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | None:
@@ -151,12 +153,13 @@ def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -
     for holder in old:
         kinds[in_words(holder)] += holder.nbytes
     largest = "; ".join(words for words, _ in kinds.most_common(LINES))
-    by = "something that has no name" if held is None else f"`{name_of(held)}`"
+    by, remedy = "something that has no name", WITHOUT_A_NAME
+    if held is not None:
+        by, remedy = f"`{name_of(held)}`", _remedy(held, old, name == COLLECTED)
     evidence = (
         f"{_of_the_peak(nbytes, facts)} are kept by {by}: {len(old)} tensors of {rounds} {unit}s, "
         f"about {format_bytes(each)} a {unit}: {largest}."
     )
-    remedy = WITHOUT_A_NAME if held is None else _remedy(held, old, name == COLLECTED)
     needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
     lines = lines_of_results(old, facts)
     cause = Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
@@ -180,15 +183,15 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
         births[_kind(holder)].add(holder.step)
     old, gradients, replaced = [], [], Counter[str]()
     for holder in group:
-        path = "" if holder.held is None else holder.held.path
-        if path.endswith(".grad"):
+        held = holder.held or NOBODY
+        if held.path.endswith(".grad"):
             gradients.append(holder)
             continue
-        is_history = STATES in name_of(holder.held) if holder.held else False
+        is_history = STATES in held.box
         may_be_in_use = holder.category in ("parameters", "optimizer") and not is_history
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
             old.append(holder)
-            replaced[path] += 1
+            replaced[held.path] += 1
     gradients.sort(key=lambda holder: holder.samples[0])
     for holder in gradients:
         weight = holder.held.path.removesuffix(".grad")
@@ -225,15 +228,14 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     """Whether something was kept until the peak, or to the run's end if most of it is there then:
     a list of the first n examples has ended. The newest one may have another name as well.
     """
-    last = facts.samples[-1] if facts.samples is not None else 0
-    at_the_end = [holder for holder in group if holder.samples[1] > last]
+    at_the_end = [holder for holder in group if holder.samples[1] > facts.last_sample]
     stays = 2 * total(at_the_end) > total(group)
     times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
     longest = max((after - before for before, after in pairwise(times)), default=0) + 1
     kinds = {(holder.line, holder.op) for holder in group}
     known, end = list(facts.at_peak), facts.peak_time
     if stays:
-        known += [holder for holder in facts.others if holder.samples[1] > last]
+        known += [holder for holder in facts.others if holder.samples[1] > facts.last_sample]
         end = facts.times
     later = set[int]()
     for holder in known:
@@ -246,8 +248,7 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
 def _is_a_window(place: tuple[str, str], group: list[Holder], facts: Facts) -> bool:
     """Whether old ones go while younger ones stay, so that there are always as many."""
     everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
-    last = facts.samples[-1] if facts.samples is not None else 0
-    gone = [holder for holder in everything if holder.samples[1] <= last]
+    gone = [holder for holder in everything if holder.samples[1] <= facts.last_sample]
     gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
     one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
     return 2 * len(one_by_one) > len(gone)
@@ -269,11 +270,14 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
     name = name_of(held)
     kinds = Counter[str]()
     for holder in holders:
-        kind = holder.category if belongs_to_training(holder) else "other"
-        if holder.computed_from == "parameters":
+        kind = "other"
+        if belongs_to_training(holder):
+            kind = holder.category
+        elif holder.computed_from == "parameters":
             kind = "parameters"  # copies of weights
-        in_a_graph = holder.held is not None and holder.held.graph
-        kinds["graphs" if in_a_graph else kind] += holder.nbytes
+        if (holder.held or NOBODY).graph:
+            kind = "graphs"
+        kinds[kind] += holder.nbytes
     most = kinds.most_common(1)[0][0]
     if STATES in held.box:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..compat.operators import SOFTMAX_OF_SDPA
 from ..units import format_bytes
 from .cause import (
     DOMINATES,
@@ -250,7 +251,7 @@ def _attention_without_scores(normalized: list[Holder]) -> str:
     F.scaled_dot_product_attention has an operation of its own where it stores scores.
     """
     in_forward = [holder for holder in normalized if "backward" not in holder.op]
-    by_sdpa = [holder for holder in in_forward if "_safe_softmax" in holder.op]
+    by_sdpa = [holder for holder in in_forward if SOFTMAX_OF_SDPA in holder.op]
     if 2 * total(by_sdpa) <= total(in_forward):
         return (
             "use attention that never stores the scores: from_pretrained(..., "

@@ -73,6 +73,13 @@ class Facts:
         return self.find_others()
 
     @property
+    def last_sample(self) -> int:
+        """The number of the run's last sample; 0 if it is not known."""
+        if self.samples is None:
+            return 0
+        return int(self.samples[-1])
+
+    @property
     def activations(self) -> list[Holder]:
         """The activations at the peak."""
         return [holder for holder in self.at_peak if holder.category == "activations"]
