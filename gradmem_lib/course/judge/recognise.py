@@ -233,7 +233,7 @@ _RAISED = r"""
         This is a number already, not a tensor: it has left the graph before its backward.
     '(float|int)' object has no attribute
         This is one of Python's numbers, not a tensor.
-    has changed the type
+    has changed the type|but hook returned
         A hook has returned something, which takes the gradient's place: let it return nothing.
     division by zero
         Something is divided by 0: a count, or the length of an empty list.

@@ -335,7 +335,7 @@ def train(model, optimizer, batches) -> list[float]:
     return losses
 
 
-def train_setting():
+def train_setting() -> tuple:
     """The tiny Llama, its optimizer and three batches of exercise 1.6."""
     model = tiny_llama(2, 2048)
     with seeded(1):

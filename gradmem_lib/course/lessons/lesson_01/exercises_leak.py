@@ -11,7 +11,7 @@ HISTORY_BUDGET = "2 MiB"
 ROWS, BATCHES = 256, 24
 
 
-def history_setting(batches: int = BATCHES):
+def history_setting(batches: int = BATCHES) -> tuple:
     """A small network, its AdamW, and batches of 256 inputs with their targets.
 
     Four batches come again and again, so that the data itself does not grow.

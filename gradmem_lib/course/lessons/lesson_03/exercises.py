@@ -441,7 +441,7 @@ def train_64(model, optimizer, batch, loss_and_count) -> float:
 CARD = "8 MiB"
 
 
-def batch_setting():
+def batch_setting() -> tuple:
     """Exercise 3.7's tiny Llama, its optimizer and a batch of 64 sequences of unequal lengths."""
     model = tiny_llama(1, 1024)
     lengths = [2 + i * i % 31 for i in range(64)]

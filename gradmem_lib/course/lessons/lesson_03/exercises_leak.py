@@ -12,7 +12,7 @@ WINDOW_BUDGET = "2 MiB"
 ROWS, CLASSES, PIECES = 8, 1000, 16
 
 
-def window_setting(pieces: int = PIECES):
+def window_setting(pieces: int = PIECES) -> tuple:
     """A small classifier of 1,000 classes, its SGD, and a batch that makes ``pieces``
     micro-batches of 8 rows: inputs (rows, 64) and labels (rows).
     """

@@ -495,7 +495,7 @@ CHAIN_BOUNDARY = CHAIN_ROWS * CHAIN_WIDTH * 4
 CHAIN_CARD = 41.5  # boundaries beside the weights
 
 
-def chain_setting():
+def chain_setting() -> tuple:
     """63 frozen layers that keep 5 boundaries each (their input is one), a frozen head, and the
     input, which is what is trained.
     """

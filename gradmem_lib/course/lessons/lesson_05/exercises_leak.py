@@ -14,7 +14,7 @@ RESUME_BUDGET = "3.75 MiB"
 ROWS, OUTPUTS, BATCHES, DONE = 16, 1000, 6, 2
 
 
-def resume_setting(batches: int = BATCHES, done: int = DONE):
+def resume_setting(batches: int = BATCHES, done: int = DONE) -> tuple:
     """A new model and its AdamW, the open checkpoint of a run after ``done`` batches, and all
     batches of that run.
     """

@@ -194,14 +194,14 @@ def adamw_with_states(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def classifier_setting():
+def classifier_setting() -> tuple:
     """The classifier after a first step, its AdamW, 30 images and their labels."""
     with seeded(6):
         model, images = Classifier(), torch.randn(30, 3, 32, 32)
     return model, adamw_with_states(model), images, torch.arange(30) % 10
 
 
-def t5_setting():
+def t5_setting() -> tuple:
     """A small T5 after a first step, its AdamW, and 16 pairs of 96 tokens and up to 32, the rest of
     the labels -100.
     """
@@ -383,7 +383,7 @@ def sizes_7b():
     return config, count(config), find_card(CARD_7B)
 
 
-@lru_cache(maxsize=32)
+@lru_cache
 def on_card(recipe: Recipe, micro_batch: int):
     """What ``recipe`` needs for the exercise's 7B, as ``plan``'s ``Option``: with ``needs``,
     ``spare`` (bytes) and ``why_not()``.
@@ -590,7 +590,7 @@ EVALUATION_BUDGET = "1 MiB"
 CLASSES, BATCHES, LAST = 1000, 40, 5
 
 
-def evaluation_leak_setting(batches: int = BATCHES):
+def evaluation_leak_setting(batches: int = BATCHES) -> tuple:
     """A small classifier of 1,000 classes in training mode, and batches of 16 rows with their
     labels, about half of which it finds; the last one has 5.
     """

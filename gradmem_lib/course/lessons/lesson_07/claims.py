@@ -21,7 +21,7 @@ from ..shared.settings import tiny_llama
 PARTS = ("products", "weights", "gradients", "states", "weights after an evaluation")
 
 
-def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any):
+def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple:
     """The dtype of each of ``PARTS`` of a tiny Llama loaded in ``dtype``, after two steps of a
     plain ``Trainer`` on the CPU with ``flags`` as ``TrainingArguments``, and an evaluation; and the
     second step's peak in bytes.

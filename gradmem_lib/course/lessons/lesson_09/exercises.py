@@ -209,8 +209,7 @@ def lora_cases(answer):
     yield "tensors of the base that are trained", sum(p.requires_grad for p in base.parameters())
     trained = trained_of(layer)
     name = "12 to 20, rank 4, alpha 6"
-    sides = "sides of what is trained (a bias has one)"
-    yield f"{name}: {sides}", sorted(sorted(p.shape) for p in trained)
+    yield f"{name}: trained shapes (a bias has one side)", sorted(sorted(p.shape) for p in trained)
     out = layer(x)
     yield f"{name}: the output before the first update, which is base(x)", out.detach()
     # Their names are free, and they may lie the other way round.

@@ -11,22 +11,17 @@ def without_needless_targets(recipe: Recipe, config) -> Recipe:
     """``recipe`` without ``lora_targets``, if they name all linear layers of ``config``'s model but
     its output layer. Then it means the same, and is equal to a recipe that names none.
     """
-    if not recipe.lora_targets:
-        return recipe
-    # A target names the end of a layer's name, and whole words of it: q_proj, self_attn.q_proj.
-    suffixes = tuple(f".{target}" for target in recipe.lora_targets)
-    for name in _linear_names(config):
-        if not f".{name}".endswith(suffixes):
-            return recipe
-    return replace(recipe, lora_targets=())
-
-
-def _linear_names(config) -> list[str]:
-    """Names of the linear layers that LoRA may adapt, in a model of ``config`` with one layer."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    if not recipe.lora_targets:
+        return recipe
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1  # the others have the same names
+    # A target names the end of a layer's name, and whole words of it: q_proj, self_attn.q_proj.
+    suffixes = tuple(f".{target}" for target in recipe.lora_targets)
     with torch.device("meta"):  # without memory
-        return list(linear_layers(AutoModelForCausalLM.from_config(small)))
+        for name in linear_layers(AutoModelForCausalLM.from_config(small)):
+            if not f".{name}".endswith(suffixes):
+                return recipe
+    return replace(recipe, lora_targets=())
