@@ -197,10 +197,19 @@ def _file_that_answers(claim_id: str) -> Path:
     return path
 
 
+# Their second argument is what a source claims.
+COMPARE = ("about", "between", "at_least")
+
+
 def _numbers_typed_in(path: Path) -> set[str]:
-    """The numbers in all texts of a Python file, the constant parts of f-strings included."""
-    typed: set[str] = set()
+    """The numbers in the texts of a Python file, the constant parts of f-strings included, but not
+    in what a source claims.
+    """
+    typed, claimed = set[str](), set[ast.expr]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in COMPARE:
+            claimed.add(node.args[1])  # a call comes before its arguments
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and node not in claimed:
             typed.update(numbers(node.value))
     return typed
