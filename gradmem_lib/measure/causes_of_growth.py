@@ -33,9 +33,10 @@ def growing_tensor(facts: Facts) -> Cause | None:
     """One tensor that a longer one replaces in each step, or in each forward of an evaluation, as
     ``torch.cat([history, new])`` does.
     """
-    old = _largest_survivor(facts)
-    if old is None:
+    survivors = _survivors(facts)
+    if not survivors:
         return None
+    old = max(survivors, key=lambda holder: holder.nbytes)
     # Pictures show its growth: in each step, another tensor was this one.
     replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
     first = min([old, *replaced], key=lambda holder: holder.samples[0])
@@ -50,16 +51,17 @@ def growing_tensor(facts: Facts) -> Cause | None:
     growth = starts[-1].live - starts[0].live
     if sum(rises) < ALMOST_ALL * len(rises) or growth < WORTH * facts.peak.total:
         return None
-    if old.nbytes < growth // 2:
+    # One line may join several: the logits and the hidden states of all batches.
+    holders = [holder for holder in survivors if _same_code(holder, old)]
+    if total(holders) < growth // 2:
         return None
-    holders = [old]
     for holder in facts.at_peak:
         is_longer = _same_code(holder, old) and holder.nbytes > old.nbytes
         if is_longer and facts.time_of(holder) == facts.peak_time:
             holders.append(holder)  # the longer one, which is being made
     each = growth // (len(starts) - 1)
     evidence = (
-        f"{format_bytes(total(holders))} at the peak are a tensor that becomes longer in each "
+        f"{format_bytes(total(holders))} at the peak are tensors that become longer in each "
         f"{unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
         f"{format_bytes(starts[0].live)} were live when {starts[0].words} began, and "
         f"{format_bytes(starts[-1].live)} when {starts[-1].words} began."
@@ -69,15 +71,15 @@ def growing_tensor(facts: Facts) -> Cause | None:
     return Cause(name, nbytes, evidence, _remedy(old, in_steps), lines, holders, growing)
 
 
-def _largest_survivor(facts: Facts) -> Holder | None:
-    """The largest joined tensor that was there before the peak's step, or its last forward."""
+def _survivors(facts: Facts) -> list[Holder]:
+    """The joined tensors that were there before the peak's step, or its last forward."""
     survivors = []
     for holder in facts.at_peak:
         # A batch is made before the step that it belongs to, but it is no sum of earlier ones.
         joined = holder.op == "aten.cat" and not belongs_to_training(holder)
         if joined and _has_survived(holder, facts):
             survivors.append(holder)
-    return max(survivors, key=lambda holder: holder.nbytes, default=None)
+    return survivors
 
 
 def _remedy(old: Holder, in_steps: bool) -> str:
