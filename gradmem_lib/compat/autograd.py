@@ -18,12 +18,15 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
+NO_NUMBER = 2**64 - 1
+
+
 def sequence_nr(node) -> int:
     """A node's position in the order in which nodes were created.
 
-    ``2**64 - 1`` for ``None`` and for nodes without a number.
+    ``NO_NUMBER`` for ``None`` and for nodes without a number.
     """
-    return 2**64 - 1 if node is None else node._sequence_nr()
+    return NO_NUMBER if node is None else node._sequence_nr()
 
 
 # A Function that is defined inside a function has types of its own, which must not be kept.

@@ -126,9 +126,11 @@ def name_of(held: Held) -> str:
     return held.box or held.path
 
 
-def detached(name: str) -> str:
+def detached(held: Held) -> str:
     """The remedy for a name that keeps graphs."""
-    detach = f"{name} = {name}.detach()" if name.isidentifier() else "x.detach()"
+    name, detach = name_of(held), "x.detach()"
+    if not held.box and name.isidentifier():  # a tensor, and no list of them
+        detach = f"{name} = {name}.detach()"
     return (
         f"`{name}` keeps whole graphs of what came earlier: detach what goes into it, {detach}, or "
         "keep a number, x.item()."

@@ -1,4 +1,4 @@
-"""Causes: forwards without gradients: what an evaluation collects, what a generation keeps."""
+"""Causes: forwards without gradients: results that stay, what a generation keeps, large batches."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def finished_forwards(facts: Facts) -> Cause | None:
     stays = 0
     if held is not None and held.graph and 2 * nbytes_held > nbytes:
         evidence += f"the graph of `{name_of(held)}` reaches back over them."
-        remedy = f"{detached(name_of(held))} backward(retain_graph=True) is not needed then."
+        remedy = f"{detached(held)} backward(retain_graph=True) is not needed then."
     elif any(done.chained for done in facts.forwards):
         evidence += "each forward takes a state from the one before it, with its graph."
         remedy = (

@@ -10,7 +10,7 @@ from ..units import format_bytes
 from .cause import ALMOST_ALL, WORTH, Cause, belongs_to_training, in_words, lines_of
 from .causes_of_holders import COLLECTED, GROWTH, OF_A_TRAINER, SEVERAL, kept_by_a_name
 from .facts import BETWEEN_STEPS, Facts, total
-from .timeline import Holder
+from .timeline import ForwardPass, Holder
 
 
 class Beginning(NamedTuple):
@@ -61,7 +61,7 @@ def growing_tensor(facts: Facts) -> Cause | None:
             holders.append(holder)  # the longer one, which is being made
     each = growth // (len(starts) - 1)
     evidence = (
-        f"{format_bytes(total(holders))} at the peak are tensors that become longer in each "
+        f"{format_bytes(total(holders))} at the peak are in tensors that become longer in each "
         f"{unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
         f"{format_bytes(starts[0].live)} were live when {starts[0].words} began, and "
         f"{format_bytes(starts[-1].live)} when {starts[-1].words} began."
@@ -98,11 +98,17 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
     """Whether it was there before the peak's step, or before the last forward of an evaluation."""
     if facts.time_of(holder) == facts.peak_time - 1:
         return True
-    of_models = [done for done in facts.evaluations if done.has_weights]
+    of_models = _forwards_of_the_peak(facts)
     is_earlier = bool(of_models) and holder.samples[0] < of_models[-1].samples[0]
     of_this_step = facts.time_of(holder) == facts.peak_time
     in_no_layer = holder.made_in == BETWEEN_STEPS  # layers join keys and values
     return facts.outside_of_training and of_this_step and in_no_layer and is_earlier
+
+
+def _forwards_of_the_peak(facts: Facts) -> list[ForwardPass]:
+    """The forwards without gradients of the peak's own step: those of one evaluation."""
+    of_models = [done for done in facts.evaluations if done.has_weights]
+    return [done for done in of_models if done.step == facts.peak.step]
 
 
 def _same_code(one: Holder, other: Holder) -> bool:
@@ -113,8 +119,8 @@ def _same_code(one: Holder, other: Holder) -> bool:
 def _beginnings_of_forwards(facts: Facts, first: Holder) -> list[Beginning]:
     """Of an evaluation's forwards from the one after ``first`` on."""
     later = []
-    for number, done in enumerate(facts.evaluations, 1):
-        if done.has_weights and done.samples[0] > first.samples[0]:
+    for number, done in enumerate(_forwards_of_the_peak(facts), 1):
+        if done.samples[0] > first.samples[0]:
             later.append(Beginning(f"forward {number}", done.live_before))
     return later
 

@@ -68,7 +68,7 @@ def _place_of(holder: Holder) -> tuple | None:
         return holder.line, holder.op, holder.dtype
     if held is None or (held.kind == "window" and not held.graph):
         return None
-    if STATES in held.box:  # of an optimizer that keeps its history
+    if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
     if held.box:
         return held.where, LAYER.sub(".…", held.box)
@@ -77,7 +77,12 @@ def _place_of(holder: Holder) -> tuple | None:
     return None
 
 
-def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | None:
+def _is_history(held: Held) -> bool:
+    """Whether it is a list of an optimizer's past steps, as LBFGS has."""
+    return held.kind == "optimizer" and STATES in held.box
+
+
+def _kept(place: tuple, group: list[Holder], facts: Facts) -> Cause | None:
     """The cause if this group grows, with those of its storages that are no longer in use."""
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
@@ -87,11 +92,12 @@ def _kept(place: tuple[str, str], group: list[Holder], facts: Facts) -> Cause | 
     if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
         return None  # later steps did not need more
     if len(by_step) >= SEVERAL and _goes_on(group, facts):
-        earlier = [kept for time, kept in by_step if time < facts.peak_time]
-        rounds = len(earlier)
-        old = [
-            holder for kept in earlier for holder in kept if not _may_be_the_batch(holder, facts)
-        ]
+        old, rounds = list[Holder](), 0
+        for time, kept in by_step:
+            of_this = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
+            if time < facts.peak_time and of_this:
+                old += of_this
+                rounds += 1
         # At a peak after a step, other forwards of this step have kept something as well.
         for kept in by_forward[:-1]:
             old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
@@ -163,7 +169,7 @@ def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -
     needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
     lines = lines_of_results(old, facts)
     cause = Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
-    if held is not None and STATES in held.box:
+    if held is not None and _is_history(held):
         condition = f"If the history has {HISTORY} steps"
         return replace(cause, stays=min(nbytes, HISTORY * each), condition=condition)
     return cause
@@ -187,8 +193,8 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
         if held.path.endswith(".grad"):
             gradients.append(holder)
             continue
-        is_history = STATES in held.box
-        may_be_in_use = holder.category in ("parameters", "optimizer") and not is_history
+        is_in_use = holder.category in ("parameters", "optimizer")
+        may_be_in_use = is_in_use and not _is_history(held)
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
             old.append(holder)
             replaced[held.path] += 1
@@ -212,16 +218,19 @@ def _kind(holder: Holder) -> tuple:
 
 
 def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
-    """For a peak outside of training steps, the holders of each forward that has made some."""
-    found = defaultdict[int, list[Holder]](list)
+    """For a peak outside of training steps, the holders of each forward that has made some.
+
+    Only of the module that was called most often: the layers of one batch are no evaluation.
+    """
+    of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
     if not facts.outside_of_training:
         return []
     for holder in sorted(holders, key=lambda holder: holder.samples[0]):
         begun = facts.last_begun(holder.samples[0])
         of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
         if of_an_evaluation and facts.time_of(holder) >= 0:  # data was there before
-            found[begun.samples[0]].append(holder)
-    return list(found.values())
+            of_modules[begun.number].setdefault(begun.samples[0], []).append(holder)
+    return list(max(of_modules.values(), key=len, default={}).values())
 
 
 def _goes_on(group: list[Holder], facts: Facts) -> bool:
@@ -231,7 +240,8 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     at_the_end = [holder for holder in group if holder.samples[1] > facts.last_sample]
     stays = 2 * total(at_the_end) > total(group)
     times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
-    longest = max((after - before for before, after in pairwise(times)), default=0) + 1
+    gaps = [after - before for before, after in pairwise(times)]
+    longest = max(gaps[:-1], default=0) + 1  # the last one may have nothing to do with the others
     kinds = {(holder.line, holder.op) for holder in group}
     known, end = list(facts.at_peak), facts.peak_time
     if stays:
@@ -241,11 +251,11 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     for holder in known:
         if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
             later.add(facts.time_of(holder))
-    until_the_end = [times[-1], *sorted(later), end]
+    until_the_end = [*times[-2:], *sorted(later), end]
     return all(after - before <= longest for before, after in pairwise(until_the_end))
 
 
-def _is_a_window(place: tuple[str, str], group: list[Holder], facts: Facts) -> bool:
+def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether old ones go while younger ones stay, so that there are always as many."""
     everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
     gone = [holder for holder in everything if holder.samples[1] <= facts.last_sample]
@@ -279,13 +289,13 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
             kind = "graphs"
         kinds[kind] += holder.nbytes
     most = kinds.most_common(1)[0][0]
-    if STATES in held.box:
+    if _is_history(held):
         return (
             "the optimizer keeps a history of its steps: give it a shorter one, "
             f"torch.optim.LBFGS(..., history_size={HISTORY})."
         )
     if most == "graphs":
-        return detached(name)
+        return detached(held)
     if most == "gradients":
         return (
             f"`{name}` keeps gradients of earlier steps: keep a number of each, "

@@ -268,8 +268,8 @@ def _attention_without_scores(normalized: list[Holder]) -> str:
     return (
         "F.scaled_dot_product_attention runs already. On the CPU it stores scores where it drops "
         "some of them, so set the dropout of the attention to 0 (attn_pdrop, attention_dropout, "
-        "dropout_p), or count without these bytes: a card's fused kernels drop scores without "
-        "storing them. A mask that needs a gradient, or another backend that is chosen by "
+        "dropout_p), or expect these bytes on the CPU alone: a card's fused kernels drop scores "
+        "without storing them. A mask that needs a gradient, or another backend that is chosen by "
         "sdpa_kernel, stores them as well."
     )
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..compat.autograd import kept_by_node, sequence_nr
+from ..compat.autograd import NO_NUMBER, kept_by_node, sequence_nr
 from ..compat.modules import HOOKS, PARTS, TABLES
 from ..compat.tensors import plain_tensors, storage_key, without_dispatch
 from .source_lines import is_of_a_script
@@ -117,7 +117,9 @@ def who_holds(
         return _Walk(wanted).run(frame, error, everywhere)
 
 
-def longest_graph(frame: types.FrameType | None, begins: Sequence[int]) -> tuple[str, int]:
+def longest_graph(
+    frame: types.FrameType | None, error: BaseException | None, begins: Sequence[int]
+) -> tuple[str, int]:
     """The name of the number whose graph has nodes of the most steps, and of how many.
 
     ``begins``: the number that the next node had when each step began. Such a graph may keep no
@@ -125,29 +127,41 @@ def longest_graph(frame: types.FrameType | None, begins: Sequence[int]) -> tuple
     """
     longest = "", 0
     with _at_rest():
-        walk = _Walk({0: 1})  # it looks at everything
-        own, _, _ = _names(_frames(frame, None))
+        walk = _Walk({0: 1})  # no storage has this key, so the walk does not end early
+        own, _, _ = _names(_frames(frame, error))
         walk.look_around(own)
-        nodes = 0
-        for tensor in reversed(walk.with_graph):
-            steps, seen = set[int](), set[Any]()
-            waiting = [tensor.grad_fn] if tensor.numel() == 1 else []
-            while waiting and nodes < MOST_OBJECTS:
-                node = waiting.pop()
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    nodes += 1
-                    steps.add(bisect_right(begins, sequence_nr(node)))
-                    waiting += [following for following, _ in node.next_functions]
-            steps.discard(0)  # made before the first step
-            if len(steps) > longest[1]:
-                longest = str(walk.way_to(tensor)), len(steps)
+        left = MOST_OBJECTS
+        for tensor in walk.with_graph:
+            if tensor.numel() == 1 and left > 0:
+                steps, nodes = _steps_of_graph(tensor.grad_fn, begins, left)
+                left -= nodes
+                if steps > longest[1]:
+                    longest = str(walk.way_to(tensor)), steps
     return longest
+
+
+def _steps_of_graph(node: Any, begins: Sequence[int], at_most: int) -> tuple[int, int]:
+    """In how many steps the nodes of a graph were made, and how many nodes were looked at."""
+    steps, seen = set[int](), set[Any]()
+    waiting = [node]
+    while waiting and len(seen) < at_most:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        number = sequence_nr(node)
+        if number < NO_NUMBER:
+            steps.add(bisect_right(begins, number))
+        waiting += [following for following, _ in node.next_functions]
+    steps.discard(0)  # made before the first step
+    return len(steps), len(seen)
 
 
 @contextmanager
 def _at_rest() -> Iterator[None]:
-    """Nothing is collected, dispatched or kept of the user's while a walk runs."""
+    """While a walk runs, the garbage collector is off and no mode sees its operations. Afterwards
+    nothing of the user's is kept.
+    """
     collects = gc.isenabled()
     gc.disable()  # the walk's own objects would start a collection, which frees a script's cycles
     try:

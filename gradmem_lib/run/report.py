@@ -111,8 +111,11 @@ class Report:
 
     @property
     def failed_early(self) -> bool:
-        """Whether the script has failed before there was a training step."""
-        return self.failed and not self.steps and not self.diagnosis.facts.had_backward
+        """Whether the script has failed in its first forward, or right after it."""
+        facts = self.diagnosis.facts
+        finished = [done for done in facts.forwards if done.live_after]
+        has_trained = self.steps > 0 or facts.had_backward
+        return self.failed and not has_trained and len(finished) <= 1
 
     def by_category(self) -> list[tuple[str, int]]:
         found = [(name, n) for name, n in self.peak.by_category.items() if n]
@@ -126,7 +129,7 @@ class Report:
         """The first thing to do, in a sentence; empty if there is nothing."""
         if self.failed_early:
             return (
-                "Next: mend the error. It came before the first training step, so what this step "
+                "Next: fix the error. It came before the first training step, so what this step "
                 "will need was not seen."
             )
         causes, helps = self.diagnosis.causes, self.diagnosis.helps
@@ -202,7 +205,10 @@ class Report:
     def _causes(self) -> str:
         words = " ".join((*self._growth(), self.diagnosis.peak_line()))
         parts = [f"<p>{escape(words)}</p>"]
-        for cause in [] if self.failed_early else self.diagnosis.causes:
+        causes = self.diagnosis.causes
+        if self.failed_early:
+            causes = []
+        for cause in causes:
             lines = "".join(f"<li><code>{escape(str(line))}</code>" for line in cause.lines)
             held = f"Held by <code>{escape(cause.held)}</code>." if cause.held else ""
             parts.append(

@@ -231,7 +231,9 @@ def _has_failed(error: BaseException | None) -> bool:
     if isinstance(error, SystemExit):
         return bool(error.code)
     of_memory = (MemoryError, sys.modules["torch"].OutOfMemoryError, KeyboardInterrupt)
-    return error is not None and not isinstance(error, of_memory)
+    # On the CPU, PyTorch raises a RuntimeError: "DefaultCPUAllocator: can't allocate memory".
+    is_of_memory = isinstance(error, of_memory) or "allocate" in str(error)
+    return error is not None and not is_of_memory
 
 
 def _explained(error: BaseException | None) -> str:

@@ -38,7 +38,7 @@ from .models import FoundModels
 from .snapshot import History
 from .steps import StepPeak, StepPeaks
 
-# A graph may reach back over as many steps, as that of a running mean over a window.
+# Graphs of fewer steps are ordinary: a running mean over a window has one.
 MANY_STEPS = 10
 STEPS_OF_GRAPHS = 10_000
 
@@ -116,7 +116,7 @@ class ScriptMeter(Meter):
         self.models = self.model  # stays when the meter drops its model
         self.steps = StepPeaks()
         self.host = Host()
-        self.nodes_before = list[int]()  # the number of the first node of each step, or later one
+        self.step_begins = list[int]()  # autograd's next number when each step began
         self.long_graph = "", 0
         self.limit: int | None = None
         self.at_limit: Callable[[], None] | None = None
@@ -180,16 +180,18 @@ class ScriptMeter(Meter):
             self.look_for_wrappers()
         finished = self.recording.step + self.position.has_stepped
         self.look_at_the_host(finished)
-        if with_grad and len(self.nodes_before) <= min(finished, STEPS_OF_GRAPHS):
-            self.nodes_before.append(next_sequence_nr())
+        if with_grad and len(self.step_begins) <= min(finished, STEPS_OF_GRAPHS):
+            self.step_begins.append(next_sequence_nr())
         if with_grad and finished > self.steps.count:  # a new step begins
             with self.lock:
                 self.steps.add(self.recording.next_window(), self.recording.total, finished)
 
     @shielded
-    def look_at_the_host(self, steps: int) -> None:
-        on_the_host = self.recording.device.type == "cpu"
-        self.host.look(steps, self.recording.total if on_the_host else 0)
+    def look_at_the_host(self, steps: int, at_the_end: bool = False) -> None:
+        counted = None
+        if self.recording.device.type == "cpu":
+            counted = self.recording.total
+        self.host.look(steps, counted, at_the_end)
 
     @shielded
     def _begin_found_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -228,7 +230,7 @@ class ScriptMeter(Meter):
         with self.lock:
             self.recording.drain()
             self.walks.walk(sys._getframe(1), error, everywhere=True)
-            self.long_graph = longest_graph(sys._getframe(1), self.nodes_before)
+            self.long_graph = longest_graph(sys._getframe(1), error, self.step_begins)
 
     def find_waiting_optimizers(self) -> None:
         super().find_waiting_optimizers()
@@ -265,7 +267,7 @@ class ScriptTracker(MemoryTracker):
         self.device = self._recording.device  # which may have become an accelerator
         self.meter.find_waiting_optimizers()
         self.meter.walk_at_the_end(error)
-        self.meter.look_at_the_host(self.steps)
+        self.meter.look_at_the_host(self.steps, True)
         self.__exit__(None, None, None)
         at_its_end = error is None or isinstance(error, SystemExit)
         self._interrupted = goes_on or not at_its_end

@@ -176,6 +176,18 @@ PROGRAMS = {
     ),
 }
 BLAMELESS = {
+    "the first examples, before a large evaluation": "examples = []\n"
+    "for i in range(12):\n"
+    "    out = step(torch.randn(512, 64)).detach()\n"
+    "    if i < 4:\n"
+    "        examples.append(out)\n"
+    "with torch.no_grad():\n"
+    "    net(torch.randn(20000, 64))\n",
+    "the layers of one batch without gradients": "layers = [nn.Linear(64, 64) for _ in range(8)]\n"
+    "with torch.no_grad():\n"
+    "    features = [torch.randn(512, 64)]\n"
+    "    for layer in layers:\n"
+    "        features.append(layer(features[-1]))\n",
     "windows": "recent, mine = collections.deque(maxlen=4), []\n"
     "for _ in range(12):\n"
     "    recent.append(step(torch.randn(512, 64)).detach())\n"
@@ -282,3 +294,30 @@ def test_a_number_with_a_graph_of_many_steps_is_named(measured):
     assert "`mean`" in said and "12 steps" in said
     detached = RUNNING_MEAN.replace("out.mean()", "out.mean().item()")
     assert measured(detached).growing_graph == ""
+
+
+def test_a_list_is_not_told_to_detach_itself(measured):
+    said = measured(
+        "losses = []\n"
+        "for _ in range(8):\n"
+        "    losses.append((step(torch.randn(512, 64)) - 1).square().sum())\n"
+    )
+    remedy = said.causes[0].remedy
+    assert "`losses`" in remedy and "x.detach()" in remedy and "losses.detach()" not in remedy
+
+
+def test_a_state_of_a_module_is_no_optimizers(measured):
+    said = measured(
+        "net.state = {'hidden': []}\n"
+        "for _ in range(8):\n"
+        "    net.state['hidden'].append(step(torch.randn(512, 64)).detach())\n"
+    )
+    assert "`net.state['hidden']`" in said.causes[0].evidence
+    assert "LBFGS" not in said.causes[0].remedy
+
+
+def test_a_number_in_a_function_that_an_error_ends_is_named(measured):
+    body = "".join(f"    {line}\n" for line in RUNNING_MEAN.splitlines())
+    caught = "try:\n    main()\nexcept ZeroDivisionError as error:\n    raised = error\n"
+    said = measured(f"def main():\n{body}    1 / 0\n{caught}")
+    assert "mean" in said.growing_graph

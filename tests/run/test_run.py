@@ -49,6 +49,15 @@ model = torch.nn.Linear(64, 64)
 scores = model(torch.randn(256, 64))
 torch.nn.functional.cross_entropy(scores, torch.zeros(1))
 """
+# An evaluation that fails has shown what it needs.
+LATE = """
+import torch
+model, results = torch.nn.Linear(64, 64), []
+with torch.no_grad():
+    for _ in range(9):
+        results.append(model(torch.randn(256, 64)))
+results[9]
+"""
 RUN = ["-m", "gradmem_lib", "run"]
 
 
@@ -106,6 +115,8 @@ def ran(tmp_path_factory):
     )
     (folder / "no_torch.py").write_text("print('hello')")
     (folder / "early.py").write_text(EARLY)
+    (folder / "late.py").write_text(LATE)
+    runs["late"] = [*RUN, str(folder / "late.py")]
     runs["early"] = [*RUN, str(folder / "early.py")]
     runs["nothing"] = [*RUN, str(folder / "no_torch.py")]
     (folder / "compiles.py").write_text(COMPILES)
@@ -169,12 +180,13 @@ def test_a_script_that_fails_before_its_first_step_gets_no_advice(ran):
     folder, statuses = ran
     assert statuses["early"] == 1
     stderr = said(folder, "early", "stderr")
-    assert "The peak is" in stderr and "Next: mend the error." in stderr
+    assert "The peak is" in stderr and "Next: fix the error." in stderr
     page = (folder / "early" / "gradmem-early.html").read_text()
     for text in (stderr, page):
         assert "lower it" not in text and "Remedy" not in text
+    assert "An evaluation collects its results" in said(folder, "late", "stderr")
     # a budget's error is about memory, at any time
-    assert "Next: take away the first cause" in said(folder, "budget", "stderr")
+    assert "fix the error" not in said(folder, "budget", "stderr")
 
 
 def test_a_fork_and_a_script_without_torch_write_no_report(ran):

@@ -32,6 +32,7 @@ class Said(NamedTuple):
 
     name: str
     evidence: str
+    remedy: str
     line: int  # of the script; 0 if none is known
     promised: int | None  # the peak with the remedy, at most
 
@@ -63,5 +64,5 @@ def measure(text: str, folder: Path) -> Measured:
     for cause in found.causes:
         line = cause.lines[0].line if cause.lines else 0
         promised = None if cause.stays is None else peak_without(cause, found.facts)[0]
-        causes.append(Said(cause.name, cause.evidence, line, promised))
+        causes.append(Said(cause.name, cause.evidence, cause.remedy, line, promised))
     return Measured(found.peak.total, causes, tracker.growing_graph)
