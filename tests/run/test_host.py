@@ -69,12 +69,10 @@ def _grow(pipe) -> None:
     time.sleep(60)
 
 
-OF_THE_PARENT = np.ones(STEP // 2)
-
-
 def test_what_a_worker_has_for_itself_counts(host):
+    shared = np.ones(STEP // 2)  # a fork has it in common with its parent
     host.look(0, 0)
-    assert OF_THE_PARENT.nbytes == 4 * STEP  # which a fork has in common with its parent
+    others = host.workers  # of other tests
     ours, theirs = multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=_grow, args=(theirs,))
     worker.start()
@@ -86,7 +84,8 @@ def test_what_a_worker_has_for_itself_counts(host):
         worker.kill()
         worker.join()
     assert 0.9 * STEP < host.looks[1].private - host.looks[0].private < 2 * STEP
-    assert "in 1 process that it started" in host.words()[0]
+    assert host.workers == others + 1 and "that it started" in host.words()[0]
+    assert shared.nbytes == 4 * STEP
 
 
 def test_a_long_run_keeps_few_looks(host):
