@@ -16,7 +16,6 @@ from .timeline import ForwardPass, Holder
 WORTH = 0.02  # of the peak; less is no reason to change a script
 MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
-MOST = 0.5  # of the peak: half of it
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
 IN_PIECES = "If these tensors are computed in eight pieces or more"

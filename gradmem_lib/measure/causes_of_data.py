@@ -13,7 +13,6 @@ from .cause import (
     FILLED,
     LINES,
     MANY,
-    MOST,
     WORTH,
     Cause,
     belongs_to_training,
@@ -29,6 +28,7 @@ from .timeline import BY, STEP, TOTAL, Holder
 OUTLIER = 2  # times the median of all steps
 LARGER = 1.2  # times the median of what the steps are given; some layers need the cube of that
 STEPS_TO_COMPARE = 4
+MOST = 0.5  # of the peak: half of it
 
 
 def waiting_data(facts: Facts) -> Cause | None:

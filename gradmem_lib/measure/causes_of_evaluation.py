@@ -64,10 +64,11 @@ def results_in_training(facts: Facts) -> Cause | None:
 
 def generation_cache(facts: Facts) -> Cause | None:
     """Keys and values that a generation keeps for each token."""
-    passes, collected, cache = _kept_by_evaluation(facts)
-    if not passes or total(cache) <= total(collected):
-        return None
+    passes = _growing_evaluation(facts)
+    cache = _kept_in_layers(passes, facts)
     nbytes = total(cache)
+    if not cache:
+        return None
     evidence = (
         f"{format_bytes(nbytes)} at the peak were made in the layers, by forwards without "
         "gradients, and they grow with each forward."
@@ -158,35 +159,29 @@ def _growth(passes: list[ForwardPass]) -> int:
     return passes[-1].live_before - passes[1].live_before
 
 
-def _kept_by_evaluation(
-    facts: Facts,
-) -> tuple[list[ForwardPass], list[Holder], list[Holder]]:
-    """The forwards of an evaluation in which bytes grow, the results that it has collected, and
-    what its layers keep. The forwards are empty if they keep too little to matter.
+def _kept_in_layers(passes: list[ForwardPass], facts: Facts) -> list[Holder]:
+    """What the layers keep from one forward to the next: keys and values, which longer ones
+    replace. So there are few of a kind; a list of results has one of a kind from each forward.
 
-    A list of results has one of the same kind from each forward. Keys and values are replaced by
-    longer ones: there are only a few of a kind, and a module has made them.
+    Empty if results are the larger part, or if it does not matter.
     """
-    passes = _growing_evaluation(facts)
-    if len(passes) < FORWARDS_IN_A_ROW or _growth(passes) < WORTH * facts.peak.total:
-        return [], [], []
+    if not passes or _growth(passes) < WORTH * facts.peak.total:
+        return []
     made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
         since = holder.samples[0] >= passes[0].samples[0]  # a data set may have come before
         if since and holder.step == facts.peak.step and not belongs_to_training(holder):
             made.append(holder)
             of_a_kind[_kind(holder)] += 1
-    collected, cache = [], []
+    cache = []
     for holder in made:
-        in_a_list = of_a_kind[_kind(holder)] >= FORWARDS_IN_A_ROW
-        if in_a_list or not holder.module:
-            collected.append(holder)
-        else:
+        if holder.module and of_a_kind[_kind(holder)] < FORWARDS_IN_A_ROW:
             cache.append(holder)
+    nbytes = total(cache)
     # Most of what one forward needs for itself is gone when the next one begins.
-    if _growth(passes) < max(total(collected), total(cache)) // 4:
-        return [], [], []
-    return passes, collected, cache
+    if 2 * nbytes <= total(made) or _growth(passes) < nbytes // 4:
+        return []
+    return cache
 
 
 def _kind(holder: Holder) -> tuple:

@@ -40,8 +40,20 @@ SAMPLE = 100  # freed storages that are looked at, spread over all
 NOBODY = Held("")
 STATES = ".state["  # in a path: an optimizer's
 HISTORY = 5
-LATE = 0.75  # if bytes grow until a run's end, its peak is in the last quarter of its steps
+LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
 YOUNGER = 2  # that stay when an older one goes: a window of the last ones
+
+OF_A_TRAINER = (
+    "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
+    "logits.argmax(-1), TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True "
+    "if no metric needs them. Results that the metric does not read, such as hidden states, are "
+    "turned off in the model (output_hidden_states=False). A smaller batch does not help."
+)
+WITHOUT_A_NAME = (
+    "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "
+    "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
+    "has zeros between its rows: take it of one row after another, and reduce each at once."
+)
 
 
 def kept_by_a_name(facts: Facts) -> Cause | None:
@@ -91,39 +103,38 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Cause | None:
     has_a_name = group[0].held is not None
     if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
         return None  # later steps did not need more
-    if len(by_step) >= SEVERAL and _goes_on(group, facts):
-        old, rounds = list[Holder](), 0
-        for time, kept in by_step:
-            of_this = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
-            if time < facts.peak_time and of_this:
-                old += of_this
-                rounds += 1
-        # At a peak after a step, other forwards of this step have kept something as well.
-        for kept in by_forward[:-1]:
-            old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
-        return _cause(GROWTH, old, rounds, facts.unit, facts)
-    if len(by_step) < SEVERAL <= len(by_forward):
-        old = [holder for kept in by_forward[:-1] for holder in kept]
-        cause = _cause(COLLECTED, old, len(by_forward) - 1, "forward", facts)
-        if cause is None:
-            return None
-        stays = min(total(by_forward[-1]), cause.nbytes)
-        condition = "If those of only one forward are kept at a time"
-        return replace(cause, needed_in="", stays=stays, condition=condition)
+    if len(by_step) < SEVERAL:
+        return _collected(by_forward, facts)
+    if _goes_on(group, facts):
+        return _growing(by_step, by_forward, facts)
     return None
 
 
-OF_A_TRAINER = (
-    "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
-    "logits.argmax(-1), TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True "
-    "if no metric needs them. Results that the metric does not read, such as hidden states, are "
-    "turned off in the model (output_hidden_states=False). A smaller batch does not help."
-)
-WITHOUT_A_NAME = (
-    "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "
-    "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
-    "has zeros between its rows: take it of one row after another, and reduce each at once."
-)
+def _growing(
+    by_step: list[tuple[int, list[Holder]]], by_forward: list[list[Holder]], facts: Facts
+) -> Cause | None:
+    old, rounds = list[Holder](), 0
+    for time, kept in by_step:
+        of_this = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
+        if time < facts.peak_time and of_this:
+            old += of_this
+            rounds += 1
+    # At a peak after a step, other forwards of this step have kept something as well.
+    for kept in by_forward[:-1]:
+        old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
+    return _cause(GROWTH, old, rounds, facts.unit, facts)
+
+
+def _collected(by_forward: list[list[Holder]], facts: Facts) -> Cause | None:
+    """What an evaluation collects. The newest result may be in use."""
+    *earlier, newest = by_forward
+    old = [holder for kept in earlier for holder in kept]
+    cause = _cause(COLLECTED, old, len(earlier), "forward", facts)
+    if cause is None:
+        return None
+    stays = min(total(newest), cause.nbytes)
+    condition = "If those of only one forward are kept at a time"
+    return replace(cause, needed_in="", stays=stays, condition=condition)
 
 
 def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder]]]:
@@ -198,6 +209,7 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
             old.append(holder)
             replaced[held.path] += 1
+    # A gradient is old if a weight of the same path is; several may have one path, so they count.
     gradients.sort(key=lambda holder: holder.samples[0])
     for holder in gradients:
         weight = holder.held.path.removesuffix(".grad")
@@ -234,8 +246,8 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
 
 
 def _goes_on(group: list[Holder], facts: Facts) -> bool:
-    """Whether something was kept until the peak, or to the run's end if most of it is there then:
-    a list of the first n examples has ended. The newest one may have another name as well.
+    """Whether something was kept until the peak, or to the run's end if most of it is there then: a
+    list of the first n examples has ended.
     """
     at_the_end = [holder for holder in group if holder.samples[1] > facts.last_sample]
     stays = 2 * total(at_the_end) > total(group)
@@ -247,7 +259,7 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     if stays:
         known += [holder for holder in facts.others if holder.samples[1] > facts.last_sample]
         end = facts.times
-    later = set[int]()
+    later = set[int]()  # of the newest ones, which a variable may hold as well
     for holder in known:
         if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
             later.add(facts.time_of(holder))

@@ -22,7 +22,7 @@ SMALL = 1 / 2000  # of the live bytes: nobody asks who holds such a storage
 class Walks:
     """``seconds``: what walks may take in addition to their share of the run's time."""
 
-    def __init__(self, recording: Recording, seconds: float = 0.0):
+    def __init__(self, recording: Recording, seconds: float):
         self.recording, self.seconds = recording, seconds
         self.begun, self.spent, self.last, self.count = time.perf_counter(), 0.0, FIRST, 0
         self.height = 0  # live bytes at the last walk
@@ -69,27 +69,30 @@ def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
     It is of entries that no walk has met, and of those that only a variable had then: the newest
     one of a list is in a variable as well, which has the shorter path.
     """
-    votes = defaultdict[tuple, Counter[Held]](Counter)
-    met = Counter[tuple]()
+    bytes_of = defaultdict[tuple, Counter[Held]](Counter)
+    bytes_met = Counter[tuple]()
     for entry in entries:
         held = holder_of(entry)
         if held is None:
             continue
-        met[_made(entry)] += entry.nbytes
-        # The entries of a dict have names of their own, and are in the same dict.
-        for path in {held.path, held.box or held.path}:
-            votes[_made(entry)][held._replace(path=path)] += entry.nbytes
-    agreed = {}
-    for kind, of_its_kind in votes.items():
-        most = [held for held, nbytes in of_its_kind.items() if 2 * nbytes > met[kind]]
-        if most:
-            agreed[kind] = max(most, key=lambda held: len(held.path))
+        bytes_met[_made(entry)] += entry.nbytes
+        bytes_of[_made(entry)][held] += entry.nbytes
+        if held.box and held.box != held.path:
+            # Entries of a dict have different paths, in the same dict.
+            bytes_of[_made(entry)][held._replace(path=held.box)] += entry.nbytes
+    usual = {}
+    for kind, holders in bytes_of.items():
+        majorities = [held for held, nbytes in holders.items() if 2 * nbytes > bytes_met[kind]]
+        if majorities:
+            usual[kind] = max(majorities, key=lambda held: len(held.path))  # the exact path
     likely = {}
     for entry in entries:
-        held, of_most = holder_of(entry), agreed.get(_made(entry))
+        held, of_its_kind = holder_of(entry), usual.get(_made(entry))
+        if of_its_kind is None:
+            continue
         in_a_variable = held is not None and not held.box and not held.graph
-        if of_most is not None and (held is None or (in_a_variable and of_most.box)):
-            likely[id(entry)] = of_most
+        if held is None or (in_a_variable and of_its_kind.box):
+            likely[id(entry)] = of_its_kind
     return likely
 
 

@@ -637,14 +637,7 @@ def large_vocabulary(remedied=False):
 def stored_scores(remedied=False):
     model = llama(vocab=128)
     model.set_attn_implementation("sdpa" if remedied else "eager")
-    ids = rows(2, 192, 128)
-    optimizer = sgd(model)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(2):
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return tracker
+    return trained_llama(model)
 
 
 def scores_that_are_dropped(remedied=False):
@@ -652,6 +645,10 @@ def scores_that_are_dropped(remedied=False):
     model.set_attn_implementation("sdpa")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.0 if remedied else 0.1
+    return trained_llama(model)
+
+
+def trained_llama(model):
     ids = rows(2, 192, 128)
     optimizer = sgd(model)
     with MemoryTracker(model, optimizer, live=False) as tracker:
