@@ -59,6 +59,8 @@ def growing_tensor(facts: Facts) -> Cause | None:
         is_longer = _same_code(holder, old) and holder.nbytes > old.nbytes
         if is_longer and facts.time_of(holder) == facts.peak_time:
             holders.append(holder)  # the longer one, which is being made
+    if _is_full(holders[-1], facts):
+        return None
     each = growth // (len(starts) - 1)
     evidence = (
         f"{format_bytes(total(holders))} at the peak are in tensors that become longer in each "
@@ -80,6 +82,16 @@ def _survivors(facts: Facts) -> list[Holder]:
         if joined and _has_survived(holder, facts):
             survivors.append(holder)
     return survivors
+
+
+def _is_full(newest: Holder, facts: Facts) -> bool:
+    """Whether the next one has as many bytes: a window of the last rows, as a bank of features."""
+    later = []
+    for holder in (*facts.joined, *facts.others):
+        if _same_code(holder, newest) and holder.samples[0] > newest.samples[0]:
+            later.append(holder)
+    following = min(later, key=lambda holder: holder.samples[0], default=None)
+    return following is not None and following.nbytes == newest.nbytes
 
 
 def _remedy(old: Holder, in_steps: bool) -> str:

@@ -45,9 +45,10 @@ YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
 OF_A_TRAINER = (
     "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
-    "logits.argmax(-1), TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True "
-    "if no metric needs them. Results that the metric does not read, such as hidden states, are "
-    "turned off in the model (output_hidden_states=False). A smaller batch does not help."
+    "logits.argmax(-1), or logits[0].argmax(-1) where the model returns a tuple, "
+    "TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True if no metric needs "
+    "them. Results that the metric does not read, such as hidden states, are turned off in the "
+    "model (output_hidden_states=False). A smaller batch does not help."
 )
 WITHOUT_A_NAME = (
     "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "

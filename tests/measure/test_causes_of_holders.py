@@ -176,6 +176,9 @@ PROGRAMS = {
     ),
 }
 BLAMELESS = {
+    "a bank of the last rows": "bank = torch.randn(64, 64)\n"
+    "for _ in range(40):\n"
+    "    bank = torch.cat([bank, step(torch.randn(256, 64)).detach()])[-1024:]\n",
     "the first examples, before a large evaluation": "examples = []\n"
     "for i in range(12):\n"
     "    out = step(torch.randn(512, 64)).detach()\n"
