@@ -111,8 +111,8 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 # Then the peak moves into backward, and then into the optimizer's step, where no activation is left.
 #
 # The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record
-# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 did. A micro-batch
-# that cannot fill a large GPU leaves it waiting. Take the largest micro-batch that fits.
+# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 took longer. A
+# micro-batch that cannot fill a large GPU leaves it waiting. Take the largest micro-batch that fits.
 #
 # A claim about gradients:
 
@@ -339,7 +339,7 @@ train = check("3.4", train)
 # So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
 # the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
 # you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is no
-# mistake: another full batch would draw other masks, too. The claim's other technique is checkpointing (lesson 04).
+# mistake: another full batch would draw other masks, too. The next claim also means checkpointing (lesson 04).
 
 # %%
 claims.show("C30")

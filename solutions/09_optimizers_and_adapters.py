@@ -64,9 +64,9 @@ adamw = partial(optim.AdamW, foreach=False)
 states = cost("AdamW", adamw)
 
 # %% [markdown]
-# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two, where the
-# largest parameter was the only one of its size. Here a temporary of the matrix before, which is as large, is still
-# alive.
+# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two, where only
+# small parameters came right before the largest ones. Here a temporary of the previous matrix, which is as large, is
+# still alive.
 #
 # ## 2 · One byte a number
 #
@@ -465,7 +465,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # With weights in 4 bits and checkpoints, SmolLM2's logits and their gradients are the largest part (8 rows of 128
 # tokens). <!-- holds: 2 * 4 * 8 * 128 * small.vocab_size == max(smollm2_peak(30, Recipe("bf16", "adamw-8bit",
 # checkpointing="per-layer", lora_rank=16, quantized_base=True)).by_category.values()) -->
-# In a 7B model, on a row of 2,048 tokens, the weights are larger still.
+# In a 7B model, on a row of 2,048 tokens, the weights are larger than both together.
 # <!-- holds: seven(lora_rank=16, quantized_base=True, checkpointing="per-layer").peak.by_category["parameters"]
 # > 2 * 4 * 2048 * 32000 --> Lesson 05's loss in chunks takes the logits away:
 # `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it refuses a model that changes them

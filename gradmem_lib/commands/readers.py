@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
-from ..names import CHECKPOINTING, SELECTIVE
 from ..units import parse_bytes
 
 
@@ -66,23 +65,17 @@ def one_of(known: Iterable[str], *, or_none: bool = False) -> Callable[[str], st
 
 
 def schedule(text: str) -> str | int | list[int] | None:
-    """``none``, ``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for
-    a list of them.
+    """``none``; ``4`` for segments of four layers; ``4,3,2`` for a list of them; or a name, which
+    ``Recipe`` checks.
     """
     if _is_none(text):
         return None
     parts = text.split(",")
-    if all(part.strip().isdigit() for part in parts):
-        if len(parts) == 1:
-            return int(text)
-        return [int(part) for part in parts]
-    known = (*CHECKPOINTING, *SELECTIVE)
-    if text not in known:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(known)}, none, a number of layers (4) or segments "
-            "(4,3,2)"
-        )
-    return text
+    if not all(part.strip().isdigit() for part in parts):
+        return text
+    if len(parts) == 1:
+        return int(text)
+    return [int(part) for part in parts]
 
 
 def _is_none(text: str) -> bool:

@@ -30,7 +30,7 @@ optimizer       O      {}
 momentum        M      of sgd
 in_backward     -      step each parameter in backward and free its gradient
 attention       A      {}, none
-checkpointing   C      {}, layers in a segment (4), or segments (4,3,2)
+checkpointing   C      {}, first-5, layers in a segment (4), or segments (4,3,2)
 every_n_layers  N      checkpoint one layer in N
 layers          NAMES  only these lists of layers, such as model.decoder.layers
 offload         O      moved away until backward: {}

@@ -313,10 +313,10 @@ class Recipe:
         check_positive_int("batch_size", batch_size, 8)
         if batch_size % self.accumulation:
             raise ValueError(
-                f"a batch of {batch_size} cannot be cut into {self.accumulation} equal "
-                f"micro-batches: give a batch_size that is a multiple of {self.accumulation} (and "
-                "DataLoader(drop_last=True), whose last batch is then as large), or another "
-                "accumulation"
+                f"batch_size={batch_size} cannot be cut into equal micro-batches by "
+                f"accumulation={self.accumulation}: give a multiple of {self.accumulation}, or "
+                "another accumulation (the last batch of a DataLoader is as large as the others "
+                "with drop_last=True)"
             )
         return batch_size // self.accumulation
 

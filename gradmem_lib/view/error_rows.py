@@ -149,13 +149,18 @@ class Row:
 
 @cache
 def all_rows() -> list[Row]:
-    """The table, in its order."""
+    """The table, in its order. A name of words, as in "<the card>", that it does not have is an
+    error.
+    """
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+    def filled(text: str) -> str:
+        return re.sub(r"<([^<>]+)>", lambda name: table["words"][name[1]], text)
+
     rows = []
     for fields in table["row"]:
-        for name, words in table["words"].items():
-            fields["says"] = fields["says"].replace(f"<{name}>", words)
-            fields["helps"] = fields.get("helps", "").replace(f"<{name}>", words)
+        fields["says"] = filled(fields["says"])
+        fields["helps"] = filled(fields.get("helps", ""))
         rows.append(Row(**fields))
     return rows
 

@@ -93,17 +93,6 @@ PAGE = """
   {% for note in found.notes %}<p>{{ note }}</p>{% endfor %}
 </div>
 """
-# One bar, and below it a line for each of its parts.
-BAR = """
-{{ start | safe }}
-{% for x, width, color, words in rows %}
-  {% set y = 60 + 20 * loop.index0 %}
-  <rect x="{{ "%.1f" % x }}" y="4" width="{{ "%.1f" % width }}" height="34" fill="{{ color }}"/>
-  <rect x="2" y="{{ y - 10 }}" width="12" height="12" fill="{{ color }}"/>
-  {{ svg_text(20, y, words, size=12) | safe }}
-{% endfor %}
-</svg>
-"""
 
 
 @dataclass(frozen=True)
@@ -176,18 +165,23 @@ def _bar(parts: dict[str, int], width: int) -> list[str]:
 
 
 def _bar_svg(parts: dict[str, int], width: int = 760) -> str:
+    """One bar, and below it a line for each of its parts."""
     total = sum(parts.values())
-    rows = []
-    x = 2.0
-    for name, nbytes in parts.items():
-        share = nbytes / total * (width - 4)
-        rows.append((x, share, PARTS[name][1], f"{NAMES[name]}, {format_bytes(nbytes)}"))
-        x += share
     words = ", ".join(f"{NAMES[name]}: {format_bytes(n)}" for name, n in parts.items())
     key = "gm" + hashlib.sha1(words.encode()).hexdigest()[:8]
     height = 46 + 20 * len(parts)
+    shapes = []
+    x = 2.0
+    for row, (name, nbytes) in enumerate(parts.items()):
+        color = PARTS[name][1]
+        share = nbytes / total * (width - 4)
+        y = 60 + 20 * row
+        shapes.append(f'<rect x="{x:.1f}" y="4" width="{share:.1f}" height="34" fill="{color}"/>')
+        shapes.append(f'<rect x="2" y="{y - 10}" width="12" height="12" fill="{color}"/>')
+        shapes.append(svg_text(20, y, f"{NAMES[name]}, {format_bytes(nbytes)}", size=12))
+        x += share
     start = svg_frame(key, width, height, 13, title="Where the memory is", words=words + ".")
-    return html_from(BAR, start=start, rows=rows, svg_text=svg_text)
+    return f"{start}{''.join(shapes)}</svg>"
 
 
 def explain(

@@ -55,9 +55,8 @@ recipe = Recipe(
 {% endfor %}
 {% endif %}
 {% if not loop %}
-trainer = make_trainer(model, recipe, batch_size={{ batch_size }}, train_dataset=train_dataset\
-{# The model is moved after the cast, so that the card does not hold it in float32 without need. #}
-{{ ", use_cpu=False" if target == "cuda" }})
+trainer = make_trainer(model, recipe, batch_size={{ batch_size }}, \
+train_dataset=train_dataset{{ place }})
 trainer.train()
 {% else %}
 model, optimizer, undo = prepare(model, recipe{{ ", mesh=mesh" if cards > 1 }})
@@ -65,9 +64,7 @@ model, optimizer, undo = prepare(model, recipe{{ ", mesh=mesh" if cards > 1 }})
 {# on several cards, prepare has moved the model #}
 model.to("cuda")
 {% endif %}
-loader = DataLoader(train_dataset, {{ batch_size }}, \
-{{ "sampler=DistributedSampler(train_dataset), drop_last=True" if cards > 1 else "shuffle=True" }}\
-{{ ", collate_fn=default_data_collator" if row is none }})
+loader = DataLoader(train_dataset, {{ batch_size }}, {{ order }})
 for rows in loader:
 {% if with_loss %}
     {# `loss` is the user's function #}
@@ -104,6 +101,14 @@ def plan_code(
     library_names += ["prepare", "step"] if loop else ["make_trainer"]
     if loop and example is None:
         transformers_names.append("default_data_collator")
+    place, order = "", "shuffle=True"
+    if target == "cuda":
+        # The model is moved after the cast, so that the card does not hold it in float32.
+        place = ", use_cpu=False"
+    if option.cards > 1:
+        order = "sampler=DistributedSampler(train_dataset), drop_last=True"
+    if example is None:
+        order += ", collate_fn=default_data_collator"
     return text_from(
         PROGRAM,
         cards=option.cards,
@@ -119,6 +124,8 @@ def plan_code(
         batch_size=option.micro_batch * recipe.accumulation,
         batch=_batch(example, '.to("cuda")' if target == "cuda" else ""),
         with_loss=with_loss,
+        place=place,
+        order=order,
     )
 
 

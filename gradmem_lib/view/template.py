@@ -18,7 +18,8 @@ def _template(text: str, **settings: Any):
 def html_from(template: str, **values: Any) -> str:
     """HTML or SVG. What is filled in is escaped, unless it is marked as ``safe``.
 
-    Line breaks and indents are for those who read the template: they are no part of the page.
+    Line breaks and indents are dropped without a space: a sentence stays on one line of the
+    template, or its first line ends with ``{{ " " }}``.
     """
     joined = "".join(map(str.strip, template.splitlines()))
     return _template(joined, autoescape=True, finalize=_escaped).render(values)

@@ -222,6 +222,21 @@ def test_a_class_that_a_function_makes_is_not_kept():
     assert gone() is None
 
 
+def test_what_a_graph_ends_at_has_the_graphs_name_with_its_gradient(script):
+    """A penalty's graph keeps the input that it was taken of."""
+    with MemoryTracker(live=False) as tracker:
+        module = script(
+            "def penalty():\n"
+            "    x = torch.ones(9, requires_grad=True)\n"
+            "    loss = (x * 2).sum()\n"
+            "    loss.backward()\n"
+            "    return loss\n"
+            "kept = [penalty()]"
+        )
+        paths = [str(holder.held) for holder in tracker.facts.at_peak if holder.shape == (9,)]
+    assert module.kept and paths.count("the graph of kept[…]") == 2, paths
+
+
 def test_names_that_the_script_asks_for_stay_in_their_dict():
     x = torch.zeros(9)
     mine = locals()

@@ -166,6 +166,10 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
             "--seq-len is missing: Whisper-tiny reads or writes text",
         ),
         (["predict", "gpt2", "--batch-size", "3", "--precision", "f"], "'f' is none of float32"),
+        (
+            ["predict", "gpt2", "--batch-size", "7", "--seq-len", "8", "--accumulation", "2"],
+            "--batch-size 7 cannot be cut into equal micro-batches by --accumulation 2",
+        ),
         (["class", "nowhere/at-all"], "nowhere/at-all does not exist"),
         (["class", "Makefile"], "Makefile is not a folder"),
         (["explain", "no-such-file.txt"], "there is no such file"),

@@ -54,11 +54,13 @@ def measure(text: str, folder: Path) -> Measured:
     ScriptMeter.seconds_for_walks = 999  # nothing here may depend on the speed of the machine
     tracker = ScriptTracker(None)
     tracker.__enter__()
+    ended_by = None
     try:
         exec(code, vars(module))
-    finally:
-        tracker.end()
-        gc.enable()
+    except ZeroDivisionError as error:  # a script's own
+        ended_by = error
+    tracker.end(ended_by)
+    gc.enable()
     found = diagnose(tracker)
     causes = []
     for cause in found.causes:

@@ -149,7 +149,9 @@ def test_rows_of_a_micro_batch():
     recipe = Recipe(accumulation=4, lora_rank=2, lora_targets="q_proj")
     assert recipe.micro_batch(12) == 3
     assert recipe.lora_targets == ("q_proj",)
-    with pytest.raises(ValueError, match="a batch of 6 cannot be cut into 4 equal"):
+    with pytest.raises(
+        ValueError, match="batch_size=6 cannot be cut into equal micro-batches by accumulation=4"
+    ):
         recipe.micro_batch(6)
     with pytest.raises(ValueError, match="batch_size=0: give a whole number"):
         recipe.micro_batch(0)

@@ -127,10 +127,14 @@ def common_factor(mine: torch.Tensor, right: torch.Tensor, rtol: float, atol: fl
 
 
 def one_factor_in_a_place(pairs: Pairs, first: tuple) -> str:
-    """The same for sequences of numbers, at the first place where the first wrong one differs."""
-    for place, numbers in enumerate(zip(*first, strict=True)):
-        if difference(*numbers):
-            says = one_factor([(mine[place], right[place]) for mine, right in pairs])
+    """The same for sequences of numbers or tensors, at the first place where the first wrong one
+    differs.
+    """
+    for place, values in enumerate(zip(*first, strict=True)):
+        if difference(*values):
+            says = one_factor_of_a_tensor(*values)
+            if are_numbers(values):
+                says = one_factor([(mine[place], right[place]) for mine, right in pairs])
             return says and f"at this place, {says}"
     return ""
 
@@ -199,12 +203,7 @@ def same_results(function: Any, some: Any, others: Any) -> bool:
 
 
 def one_factor_of_a_tensor(mine: Any, right: Any) -> str:
-    """Whether all numbers of a tensor, or of the first wrong one of several, are the right ones,
-    times the same factor.
-    """
-    if isinstance(mine, tuple) and isinstance(right, tuple):
-        pairs = zip(mine, right, strict=True)
-        mine, right = next(pair for pair in pairs if difference(*pair))
+    """Whether all numbers of a tensor are the right ones, times the same factor."""
     if not are_tensors(mine, right) or mine.shape != right.shape or mine.numel() < 3:
         return ""
     a, b = mine.double().flatten(), right.double().flatten()
@@ -236,7 +235,8 @@ _RAISED = r"""
     has changed the type|but hook returned
         A hook has returned something, which takes the gradient's place: let it return nothing.
     division by zero
-        Something is divided by 0: a count, or the length of an empty list.
+        Something is divided by 0: a count, the length of an empty list, or 1 - beta**t where t is
+        0.
     '(generator|map|zip|\w+_iterator|.*islice)' has no len\(\)
         An iterator can be read once, from front to back: it has no length.
     shapes cannot be multiplied

@@ -55,7 +55,7 @@ RAMP = torch.arange(1.0, 7.0)
     [
         (RAMP, RAMP.flip(0), "the right numbers in the reverse order."),
         (RAMP, 3 * RAMP, "every number is 3 times too large."),
-        ([RAMP, RAMP], [RAMP, 3 * RAMP], "every number is 3 times too large."),
+        ([RAMP, RAMP], [RAMP, 3 * RAMP], "at this place, every number is 3 times too large."),
         (RAMP, 0 * RAMP, "all numbers are 0."),
         (RAMP.reshape(2, 3), RAMP.reshape(2, 3).t(), "the right matrix, transposed."),
         ([1, 2, 4], [4, 2, 1], "the right entries in the reverse order."),

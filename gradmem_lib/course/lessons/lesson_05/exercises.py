@@ -148,7 +148,7 @@ def adapter_cases(answer):
     yield "the scale of each adapter", [layer.scale for layer in adapters]
     trained = trained_of(model)
     yield "how many numbers require a gradient", sum(p.numel() for p in trained)
-    matrices = [adapters[0].A, adapters[0].B]
+    matrices = [adapters[0].A, adapters[-1].B]
     for matrix in matrices:
         nn.init.ones_(matrix)
     for gradient in (1.0, -0.5, 0.0):

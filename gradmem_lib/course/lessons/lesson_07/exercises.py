@@ -428,8 +428,8 @@ FEATURES = Exercise(
         comes: torch.no_grad().
     torch.no_grad(), →
     return model(x) → return model(x).detach()
-        a graph is built on the way, and .detach() comes too late: it keeps every layer's input and
-        weight until then. Open torch.no_grad() before the forward.
+        a graph is built on the way, and keeps every layer's input and weight until .detach(), which
+        comes too late. Open torch.no_grad() before the forward.
     =torch.bfloat16 → =torch.bfloat16, enabled=False
         everything runs in float32: nothing is computed under autocast.
     =torch.bfloat16 → =torch.bfloat16, enabled=False

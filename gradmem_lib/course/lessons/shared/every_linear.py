@@ -11,11 +11,11 @@ def without_needless_targets(recipe: Recipe, config) -> Recipe:
     """``recipe`` without ``lora_targets``, if they name all linear layers of ``config``'s model but
     its output layer. Then it means the same, and is equal to a recipe that names none.
     """
+    if not recipe.lora_targets:
+        return recipe
     import torch
     from transformers import AutoModelForCausalLM
 
-    if not recipe.lora_targets:
-        return recipe
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1  # the others have the same names
     # A target names the end of a layer's name, and whole words of it: q_proj, self_attn.q_proj.

@@ -274,6 +274,8 @@ WRONG = {
         "own in names → any(name in path for name in names) and isinstance(layer, nn.Linear)",
         'own in names → own in names and (".0." in path or own == "lm_head")',
         "p.requires_grad] → p.requires_grad and len(p) != rank]",
+        "AdamW(trained, → AdamW(trained[:2],",
+        "AdamW(trained, → AdamW(trained[:-1],",
     ],
     "5.7": [
         "torch.no_grad() → torch.no_grad(), torch.autocast('cpu', torch.bfloat16)",
