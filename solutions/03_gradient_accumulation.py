@@ -126,7 +126,7 @@ claims.show("C09")
 # mean over 4 micro-batches, each contributes a quarter. For K micro-batches, every tutorial has this line:
 # `loss = loss / K`.
 #
-# The next cells test it on four sequences of 64 tokens each, in float64, so that rounding hides nothing.
+# The next cells test it on four sequences of 64 tokens, in float64, so that rounding hides nothing.
 
 
 # %%
@@ -155,7 +155,7 @@ error = relative_error(gradient(exact, equal, 4), gradient(exact, equal, 1))
 print("equal lengths, loss / K: relative error below 1e-12:", error < 1e-12)
 
 # %% [markdown]
-# The two gradients agree to twelve digits: here accumulation *is* the full batch. In real data, sequences have
+# The two gradients agree to twelve digits: here accumulation *is* the full batch. Real sequences have
 # different lengths.
 #
 # ## 4 · The trap

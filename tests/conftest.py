@@ -12,7 +12,13 @@ import pytest
 from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-SENT_TO_RANKS = ("test_predict_ranks", "test_ranks", "test_sharding", "test_tracker_ranks")
+SENT_TO_RANKS = (
+    "test_best_schedule",
+    "test_predict_ranks",
+    "test_ranks",
+    "test_sharding",
+    "test_tracker_ranks",
+)
 
 
 def pytest_configure() -> None:

@@ -3,9 +3,6 @@ layers.
 """
 
 import itertools
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -13,9 +10,9 @@ import torch
 import transformers
 from support.families import OLDER, tiny_config
 from support.nightly import ALL
-from support.paths import ROOT
 from torch import nn
 
+from gradmem_lib.course import models, run_ranks
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
@@ -327,65 +324,40 @@ def test_compiled_models_are_right_and_compiled_layers_refused():
     torch.compiler.reset()
 
 
-FSDP = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from gradmem_lib.course import models
-from gradmem_lib.techniques.checkpointing import checkpoint_layers
+def fsdp_runs_layers_again() -> bool:
+    """On each rank: spread layers, also in schedules, have the gradients of a plain step."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
 
-def llama():
-    return models.tiny_llama(layers=4, hidden=32, heads=2, intermediate=48, vocab=64)
+    mesh, rank, calls = dist.init_device_mesh("cpu", (2,)), dist.get_rank(), []
 
-checkpoint_layers(llama(), 1)  # all that takes seconds to import is imported once
-child = os.fork()
-rank, calls = 0 if child else 1, []
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-mesh = dist.init_device_mesh("cpu", (2,))
+    def run(every, before):
+        model = models.tiny_llama(layers=4, hidden=32, heads=2, intermediate=48, vocab=64)
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
+        if before and every:
+            checkpoint_layers(model, every)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+        if not before and every:
+            checkpoint_layers(model, every)
+        calls.clear()
+        ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
 
-def run(every, before):
-    model = llama()
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
-    if before and every:
-        checkpoint_layers(model, every)
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh)
-    if not before and every:
-        checkpoint_layers(model, every)
-    calls.clear()
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
-    model(input_ids=ids, labels=ids).loss.backward()
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-expected = run(None, False)
-for before in (False, True):
-    for every, again in ((1, 4), ([2, 2], 2), ([[1, 1], 2], 3)):
-        assert all(map(torch.equal, run(every, before), expected)), every
-        assert len(calls) == 4 + again, (every, len(calls))
-    try:
-        run("best", before)
-    except RuntimeError as error:
-        assert "spread" in str(error)
-    else:
-        raise AssertionError("best took spread weights")
-print("right", flush=True)
-assert not child or os.waitpid(child, 0)[1] == 0
-os._exit(0)
-"""
+    expected = run(None, False)
+    for before in (False, True):
+        for every, again in ((1, 4), ([2, 2], 2), ([[1, 1], 2], 3)):
+            assert all(map(torch.equal, run(every, before), expected)), every
+            assert len(calls) == 4 + again, (every, len(calls))
+        with pytest.raises(RuntimeError, match="spread"):
+            run("best", before)
+    return True
 
 
 @pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch is built without processes"
 )
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its second process by a fork")
-def test_layers_that_fsdp_spreads_over_two_processes_run_again_with_the_same_gradients(tmp_path):
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "")
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback,
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-c", FSDP, str(tmp_path / "meeting")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.stdout.count("right") == 2, done.stderr
+def test_layers_that_fsdp_spreads_over_two_processes_run_again_with_the_same_gradients():
+    assert run_ranks(fsdp_runs_layers_again) == [True, True]

@@ -243,7 +243,9 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source) for source in cells]
     )
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    # A slow kernel sends what a cell prints in pieces.
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", coalesce_streams=True)
+    client.execute()
     outputs = [cell.outputs for cell in notebook.cells]
 
     (shown,) = outputs[0]
