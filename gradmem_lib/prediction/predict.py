@@ -21,6 +21,7 @@ from ..compat.trees import tree_leaves
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES, check_choice
+from ..techniques.losses import packed_by_position
 from ..training.recipe import Recipe
 from ..training.step import check_loss_in_pieces
 from ..units import check_positive_int
@@ -194,7 +195,8 @@ def predict(
             "torch.device('meta') it costs no memory)"
         )
     source = source_of(model_or_config, rope_factor)
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping):
+        batch = packed_by_position(dict(batch))
     _check_ranks(recipe, ranks, rank)
     batch_size, seq_len = _checked_sizes(source, recipe, batch, batch_size, seq_len)
     loop = Loop() if loop is None else loop

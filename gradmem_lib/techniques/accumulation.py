@@ -74,7 +74,9 @@ def accumulate_gradients(
         loss_and_count: ``loss_and_count(micro) -> (summed loss, items)``: a scalar tensor in
             float32 or float64, and a number that is not negative: the number of items, or the sum
             of their weights (``weight[labels].sum()`` for ``F.cross_entropy(weight=weight)``); 0
-            for a micro-batch without labels. Use autocast inside this function. A loss that adds
+            for a micro-batch without labels. The count only divides: what such a micro-batch has as
+            its loss is added too (a focal loss, divided by its positives, of an image without any),
+            and the total must be known then. Use autocast inside this function. A loss that adds
             several means returns a list of such pairs, one for each mean: each sum is divided by
             its own total, which must be known first (``total_items`` or ``count_items``).
         total_items: the items of all micro-batches together, if they are known before the first
@@ -188,7 +190,7 @@ class _Window:
         divided = None
         for place, (loss, count) in enumerate(pairs):
             self.items[place] += count
-            if not count:
+            if not self._is_added(loss, count) or not loss.requires_grad:
                 continue
             factor = self.processes.divisor / self.divisors[place]
             if self.mean:
@@ -239,8 +241,24 @@ class _Window:
     def add_losses(self, pairs: list) -> None:
         """Called after each backward."""
         for place, (loss, count) in enumerate(pairs):
-            if count:
+            if self._is_added(loss, count):
                 self._add_to_loss(place, loss, count)
+
+    def _is_added(self, loss: Tensor, count: int | float) -> bool:
+        """Whether a loss is a part of the window. The mean of nothing, which is not a number, is
+        none, also where it was multiplied by its count.
+        """
+        if count:
+            return True
+        if self.mean or loss.isnan():
+            return False
+        if self.totals is None and loss.item():
+            raise ValueError(
+                "give total_items= or count_items=: a micro-batch with a count of 0 has the loss "
+                f"{loss.item():g}, and if all of them had that count, there would be nothing to "
+                "divide by"
+            )
+        return self.totals is not None
 
     def _add_to_loss(self, place: int, loss: Tensor, count: int | float) -> None:
         # float64 where the device has it: a window has many micro-batches, and their sums differ in

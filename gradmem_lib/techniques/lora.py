@@ -142,15 +142,21 @@ def add_lora(
     ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``). Without any,
     all but the output layer. The others are those of ``LoRALinear``.
     """
-    model.requires_grad_(False)
-    linear, suffixes = linear_layers(model), tuple(f".{target}" for target in targets)
-    if not (chosen := [name for name in linear if not targets or f".{name}".endswith(suffixes)]):
+    linear = linear_layers(model)
+    chosen = list(linear)
+    if targets:
+        suffixes = tuple(f".{target}" for target in targets)
+        chosen = [name for name in linear if f".{name}".endswith(suffixes)]
+    missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in chosen)]
+    if missing or not chosen:
         available = sorted({name.rpartition(".")[2] for name in linear})
         raise ValueError(
-            f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: "
+            f"no linear layer is called {' or '.join(map(repr, missing)) or 'anything'}: "
             "lora_targets are the last parts of layers' names, and this model has "
-            f"{', '.join(map(repr, available)) or 'no linear layer'}"
+            f"{', '.join(map(repr, available)) or 'no linear layer'} (the output layer gets no "
+            "additions)"
         )
+    model.requires_grad_(False)
     for name in chosen:
         addition = LoRALinear(linear[name], rank, alpha, dtype, dropout)
         replace_module(model, name, addition)

@@ -4,12 +4,15 @@ exist as a whole.
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.data_parallel import inside_wrapper
+from ..compat.dispatch_modes import without_modes
+from ..compat.fake_tensors import FakeTensor
 from ..names import IGNORED
 
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
@@ -23,8 +26,8 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     padding. A label of -100 is ignored. The logits at position t are compared with the label at t +
     1.
     """
-    # Without a cache, transformers sees from position_ids where the rows of a packed batch begin.
-    inputs = _without_labels(batch)
+    # Without a cache, transformers sees from position_ids where the texts of a packed row begin.
+    inputs = packed_by_position(_without_labels(batch))
     if takes_argument(model, "use_cache"):
         inputs["use_cache"] = False
     logits = model(**inputs).logits[:, :-1]
@@ -64,12 +67,46 @@ def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
+def packed_by_position(batch: dict[str, Any]) -> dict[str, Any]:
+    """``batch`` without its attention mask of ones, if several texts are packed in one row.
+
+    Where ``position_ids`` (rows, tokens) start again inside a row, another text begins. Models of
+    transformers see that only if they get no mask: with one, each text sees those before it. Raises
+    ``ValueError`` if the mask has zeros.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if not _have_values(mask, positions) or mask.dim() != 2 or mask.shape != positions.shape:
+        return batch
+    with without_modes():  # a tracker measures the model's step
+        is_text = mask[:, 1:].bool() & mask[:, :-1].bool()
+        begins_again = bool((is_text & (positions[:, 1:] <= positions[:, :-1])).any())
+        has_zeros = not mask.all()
+    if not begins_again:
+        return batch
+    if has_zeros:
+        raise ValueError(
+            "leave attention_mask out of rows with several texts, and give padding the position 0: "
+            "position_ids start again inside a row, and with a mask that has zeros each text would "
+            "see those before it"
+        )
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def _have_values(*tensors: Any) -> bool:
+    """Whether all are tensors whose numbers can be read: those of a prediction cannot."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
+            return False
+    return True
+
+
 def loss_in_chunks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The mean cross-entropy of a causal language model on ``batch`` (as above), with the logits in
     chunks. It takes logits as hidden states times the output matrix:
     ``training.losses.chunked_loss`` first checks that the model does the same.
     """
-    hidden = model.base_model(**_without_labels(batch)).last_hidden_state
+    inputs = packed_by_position(_without_labels(batch))
+    hidden = model.base_model(**inputs).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     return chunked_cross_entropy(
         hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten()

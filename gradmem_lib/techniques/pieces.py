@@ -138,7 +138,7 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
     for place, (loss, count) in enumerate(together):
         losses = [piece[place][0] for piece in alone]
         counts = [piece[place][1] for piece in alone]
-        if not all(counts):
+        if any(not piece[place][1] and not piece[place][0] for piece in alone):
             return (
                 "a piece of this batch has no items, which shows nothing: give rows that all have "
                 "labels"

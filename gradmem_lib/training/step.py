@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
+from ..techniques.losses import packed_by_position
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
@@ -287,7 +288,7 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
     if recipe.chunked_loss:
         return chunked_loss(model, batch)
     if isinstance(batch, Mapping):
-        output = model(**batch)
+        output = model(**packed_by_position(batch))
     else:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if isinstance(output, dict):

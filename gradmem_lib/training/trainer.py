@@ -20,6 +20,7 @@ from ..display import in_kernel, live_enabled
 from ..optimizers import OPTIMIZERS
 from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
+from ..techniques.losses import packed_by_position
 from ..techniques.sharding import NO_PROCESS_GROUP
 from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
@@ -224,6 +225,7 @@ class RecipeTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows."""
+        inputs = packed_by_position(inputs)
         with self.offload_hooks, self.accelerator.autocast():
             if self.recipe.chunked_loss:
                 outputs = {"loss": chunked_loss(self.model, inputs)}

@@ -47,6 +47,8 @@ def test_a_mask_of_hidden_tokens_is_predicted(family, mask, recipe):
 )
 def test_a_mask_between_packed_sequences_is_predicted(positions):
     assert_predicted(lm("llama"), text_batch(position_ids=positions), Recipe(attention=None))
+    with_a_mask = text_batch(position_ids=positions, attention_mask=FULL)
+    assert_predicted(lm("llama"), with_a_mask, Recipe(attention=None))
 
 
 def test_hidden_tokens_need_more_bytes_than_none():

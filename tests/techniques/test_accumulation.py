@@ -20,6 +20,7 @@ from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques import accumulation
 from gradmem_lib.techniques.accumulation import Accumulated, accumulate_gradients, split
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
+from gradmem_lib.techniques.pieces import check_pieces_add_up
 
 VOCAB, LONGEST = 31, 12
 # Splits in each of four ways: 240 for each dtype, and 800 every night.
@@ -178,6 +179,39 @@ def test_a_micro_batch_without_labels_adds_nothing_and_no_nan(known, empty):
     total = count_targets(batch["labels"]) if known else None
     accumulate_gradients(split(batch, 1), mean_times_count, total_items=total)
     assert error(gradient(model), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_sum_beside_a_count_of_0_is_added(size):
+    """As of a focal loss that is divided by its positives: images without any teach, too."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 10).double(), torch.randn(8, 6, dtype=torch.float64)
+    positive = torch.zeros(8, 10)
+    positive[0, :5] = positive[1, 2] = positive[4, 3:6] = positive[6, 1] = 1
+    batch = {"x": x, "labels": positive}
+
+    def loss_and_count(micro):
+        p = model(micro["x"]).sigmoid()
+        right = torch.where(micro["labels"] > 0, p, 1 - p)
+        return -((1 - right) ** 2 * right.log()).sum(), count(micro)
+
+    def count(micro):
+        return int(micro["labels"].sum())
+
+    total, positives = loss_and_count(batch)
+    (total / positives).backward()
+    expected = gradient(model)
+    parts = list(split(batch, size))
+    for known in ({"count_items": count}, {"total_items": positives}):
+        model.zero_grad()
+        found = accumulate_gradients(parts, loss_and_count, **known)
+        assert error(gradient(model), expected) <= 1e-12
+        assert found.loss == pytest.approx(total.item() / positives, rel=1e-12)
+    model.zero_grad()
+    if size <= 2:  # some micro-batch has no positive
+        with pytest.raises(ValueError, match="a micro-batch with a count of 0 has the loss"):
+            accumulate_gradients(parts, loss_and_count)
+    check_pieces_add_up(model, batch, loss_and_count)  # whose last row has none
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -350,7 +384,8 @@ W = nn.Parameter(torch.ones(3))
         (lambda: (W.sum(), "3"), TypeError, "must be a number of items"),
         (lambda: (W.sum(), torch.ones(3)), TypeError, "must be a number of items"),
         (lambda: [(W.sum(), 1), (W.sum(), 2)], ValueError, "must be known before the first"),
-        (lambda: (W.sum(), 0), ValueError, "nothing to learn from"),
+        (lambda: (W.sum(), 0), ValueError, "give total_items= or count_items="),
+        (lambda: (W.sum() * 0, 0), ValueError, "nothing to learn from"),
         (lambda: (W.bfloat16().sum(), 3), ValueError, r"logits.float\(\)"),
     ],
 )
@@ -521,9 +556,9 @@ def test_several_means_are_each_divided_by_their_own_total(reduction):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_packed_rows_do_not_see_each_other(cache):
-    """With a cache, transformers takes rows of a packed batch as one."""
+@pytest.mark.parametrize("cache, mask", [(True, None), (False, None), (False, 1), (False, 0)])
+def test_packed_rows_do_not_see_each_other(cache, mask):
+    """With a cache or a mask, transformers takes rows of a packed batch as one."""
     model = models.tiny_llama(
         layers=1, hidden=16, heads=2, intermediate=32, vocab=VOCAB, dtype=torch.float64
     )
@@ -539,6 +574,13 @@ def test_packed_rows_do_not_see_each_other(cache):
         "position_ids": torch.cat(starts)[None],
         "labels": torch.cat(labels)[None],
     }
+    if mask is not None:
+        packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+        packed["attention_mask"][0, -1] = mask
+    if mask == 0:
+        with pytest.raises(ValueError, match="leave attention_mask out of rows with several texts"):
+            accumulate_gradients([packed], loss_of(model))
+        return
     accumulate_gradients([packed], loss_of(model))
     assert error(gradient(model), expected) <= 1e-6  # the norms of Llama are in float32
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradmem_lib import Recipe, accumulate_gradients, split
+from gradmem_lib.course.material import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.precision import MasterAdamW
@@ -306,3 +307,33 @@ def test_gradients_of_pieces_are_still_added_up():
         pieces, lambda pair: (cross_entropy(model, pair[0]), pair[1]), reduction="mean"
     )
     torch.testing.assert_close(model.weight.grad, whole)
+
+
+# Names of layers, of which only some are there.
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("lm_head",), ("q_proj", "query")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_name_of_a_layer_has_one(targets, tied):
+    model = models.tiny_llama(layers=1, hidden=8, heads=1, intermediate=8, vocab=16, tied=tied)
+    with pytest.raises(ValueError, match=f"no linear layer is called '{targets[-1]}': .*'v_proj'"):
+        add_lora(model, 2, targets)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+# Several texts in a row, and a mask of ones.
+
+
+@pytest.mark.parametrize("recipe", [IN_TWO, replace(IN_TWO, accumulation=1)])
+def test_a_mask_of_ones_hides_no_beginning_of_a_packed_text(recipe):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]])
+    ids = torch.randint(2, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100)}
+    batch["position_ids"] = positions
+    after = []
+    for given in (batch, batch | {"attention_mask": torch.ones_like(ids)}):
+        torch.manual_seed(0)
+        model = models.tiny_llama(layers=2, hidden=16, heads=2, intermediate=16, vocab=32)
+        step(model, sgd(model), given, recipe)
+        after.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *after))
