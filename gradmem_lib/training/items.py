@@ -23,6 +23,7 @@ from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
+from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels
 from .probe import Answer, ProbeRows, ask, differs_from_itself
 from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
@@ -75,12 +76,9 @@ def find_rule(
     """
     inner = inside_wrapper(model)
     processes = processes or Processes()
-    if key is not None and was_asked(inner, key):
-        found = _found[inner][key]
-        # The first -100 of the data is new. Several processes would have to see it together.
-        is_new = not found.ignored_labels and not processes.groups
-        if not (is_new and have_ignored_labels(inner, micro_batches)):
-            return found.rule
+    found = _found_before(inner, key, micro_batches, processes)
+    if found is not None:
+        return found.rule
     if not have_values(inner, micro_batches):
         return None
     ignored_labels = bool(processes.sums(have_ignored_labels(inner, micro_batches))[0])
@@ -98,14 +96,28 @@ def find_rule(
         return None  # no label anywhere, or no rows: the next window is asked
     agreed = [place for place, vote in enumerate(votes) if vote == everybody]
     if not agreed:
-        whole = groups[0] if groups else None
-        raise _refusal(inner, whole, loss_of, how, answer) from answer.error
+        can_ask_again = answer.error is None and not processes.groups
+        others = can_ask_again and finite_rows(inner, micro_batches, loss_of)
+        if others:  # the rest shows nothing
+            return find_rule(model, others, loss_of, default, how=how, key=key)
+        raise _refusal(inner, groups, loss_of, how, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):
         _warn_of_a_small_difference(inner, how, answer.differences[number])
     if key is not None:
         _found.setdefault(inner, {})[key] = _Found(rules[number], ignored_labels)
     return rules[number]
+
+
+def _found_before(
+    model: nn.Module, key: Any, micro_batches: Sequence[Any], processes: Processes
+) -> _Found | None:
+    if key is None or not was_asked(model, key):
+        return None
+    found = _found[model][key]
+    # The first -100 of the data is new. Several processes would have to see it together.
+    is_new = not found.ignored_labels and not processes.groups
+    return None if is_new and have_ignored_labels(model, micro_batches) else found
 
 
 def _opinions(answer: Answer, usable: bool) -> list[bool]:
@@ -162,7 +174,7 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 
 
 def _refusal(
-    model: nn.Module, whole: Any, loss_of: Callable, how: str, answer: Answer
+    model: nn.Module, groups: list[Any], loss_of: Callable, how: str, answer: Answer
 ) -> ValueError:
     """The error to raise: what was found, and what to do.
 
@@ -175,7 +187,7 @@ def _refusal(
             f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
             "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
-    if whole is not None and differs_from_itself(model, whole, loss_of):
+    if groups and differs_from_itself(model, groups[0], loss_of):
         return LossIsNoMean(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "

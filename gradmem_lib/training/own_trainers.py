@@ -1,17 +1,20 @@
 """Whether a ``Trainer`` with a loss of its own trains the same loss with accumulation as without.
 
 ``Trainer`` adds up the losses of a step's micro-batches, or averages them. Whether that is the loss
-of all their rows together depends on ``compute_loss``, so it is asked: once for a few rows
-together, and once for each of them alone.
+of all their rows together depends on ``compute_loss``, so it is asked: once for a few rows in one
+micro-batch of one process, and once for the same rows as they are cut, over all processes.
 """
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
+import torch.distributed as dist
 from transformers import Trainer
 
 from ..compat.transformers_models import prepared_inputs
@@ -27,14 +30,21 @@ from ..techniques.pieces import (
 from .probe_rows import MOST_ROWS
 
 
+class _NotFinite(ValueError):
+    pass
+
+
 def check_accumulation(trainer: Trainer) -> None:
     """Raise ``ValueError`` if the loss of ``trainer`` is another one in pieces.
 
-    The first four rows of its training data go through its collator and its ``compute_loss``,
-    together and each alone: five forwards in eval mode, without gradients, with a few other numbers
-    in the trained weights. Afterwards the weights, the random numbers and the model's mode are as
-    before; what ``compute_loss`` keeps besides, such as metrics, has seen these rows. Nothing is
-    asked where nothing is cut: in one process with ``gradient_accumulation_steps=1``.
+    The first four rows of its training data (of several processes, at least one for each) go
+    through its collator and its ``compute_loss``: together, as the step of one process without
+    accumulation, and in pieces, as a step of all processes whose micro-batches have one row each.
+    These are forwards in eval mode, without gradients, with a few other numbers in the trained
+    weights. Afterwards the weights, the random numbers and the model's mode are as before; what
+    ``compute_loss`` keeps besides, such as metrics, has seen these rows. All processes call this
+    together. Nothing is asked where nothing is cut: in one process with
+    ``gradient_accumulation_steps=1``.
     """
     args = trainer.args
     if args.gradient_accumulation_steps == 1 and args.world_size == 1:
@@ -42,8 +52,12 @@ def check_accumulation(trainer: Trainer) -> None:
     model = trainer.model
     loader = trainer.get_train_dataloader()
     with as_in_evaluation(model) as autocasts:
-        rows = _first_rows(loader.dataset, MOST_ROWS)
-        with other_weights(model, Processes()):
+        rows = _first_rows(loader.dataset, args.world_size)
+        try:
+            with other_weights(model, Processes()):
+                together, in_pieces = _losses(trainer, loader.collate_fn, rows)
+                again, _ = _losses(trainer, loader.collate_fn, rows)
+        except _NotFinite:  # the model cannot have such weights
             together, in_pieces = _losses(trainer, loader.collate_fn, rows)
             again, _ = _losses(trainer, loader.collate_fn, rows)
         limit = rounding(model, autocasts)
@@ -54,51 +68,118 @@ def check_accumulation(trainer: Trainer) -> None:
         raise ValueError(
             f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"
         )
+    cut = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
+    if args.world_size > 1:
+        cut += f" over {args.world_size} processes"
     raise ValueError(
-        f"gradient_accumulation_steps={args.gradient_accumulation_steps} trains another loss with "
-        f"{name}: with a few other numbers in the weights, {len(rows)} rows have the loss "
-        f"{together:.6g} in one micro-batch, and {in_pieces:.6g} as {name} puts it together from "
-        "single rows. A loss that adds several means, or means of unequally many tokens, is such a "
-        "loss. Use gradient_accumulation_steps=1 with checkpointing to save memory; or write the "
-        "loop with accumulate_gradients, where loss_and_count returns a sum and a count for each "
-        "mean"
+        f"{cut} trains another loss with {name}: with a few other numbers in the weights, "
+        f"{len(rows)} rows have the loss {together:.6g} in one micro-batch, and {in_pieces:.6g} as "
+        f"{name} puts it together from pieces. {_advice(together, in_pieces, trainer)}"
     )
 
 
-def _first_rows(dataset: Any, count: int) -> list[Any]:
-    """The first rows of a data set, which may have no length."""
+def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
+    """What to do, by how many times the loss is too large."""
+    processes = trainer.args.world_size
+    pieces = math.ceil(MOST_ROWS / processes)  # of each process
+    if trainer.args.gradient_accumulation_steps == 1:
+        pieces = 1
+    divides = not _is_divided_by_items(trainer, items=True)
+    ratio = in_pieces / together if together else 0.0
+    if divides and pieces > 1 and math.isclose(ratio, 1 / pieces, rel_tol=1e-3):
+        return (
+            "It is divided twice: by compute_loss and by Trainer. Set loss_is_scaled_for_ga = True "
+            "in the class, or leave the division to Trainer"
+        )
+    if not divides and pieces > 1 and math.isclose(ratio, pieces, rel_tol=1e-3):
+        return (
+            "Nobody divides it: set loss_is_scaled_for_ga = False in the class if compute_loss "
+            "returns the mean of its micro-batch, and Trainer divides"
+        )
+    if processes > 1 and math.isclose(ratio, 1 / processes, rel_tol=1e-3):
+        return (
+            "The processes' gradients are averaged, so a loss that is divided by the items of all "
+            "of them (num_items_in_batch) has to be multiplied by their number: "
+            "loss * self.accelerator.num_processes"
+        )
+    return (
+        "A loss that adds several means, or means of unequally many tokens, is such a loss. Use "
+        "gradient_accumulation_steps=1 with checkpointing to save memory; or write the loop with "
+        "accumulate_gradients, where loss_and_count returns a sum and a count for each mean"
+    )
+
+
+def _first_rows(dataset: Any, processes: int) -> list[Any]:
+    """The first rows of a data set, which may have no length: as many for each process."""
+    most = processes * math.ceil(MOST_ROWS / processes)
     rows: Iterable[Any] = dataset
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        rows = (dataset[i] for i in range(min(count, len(dataset))))
-    return list(islice(rows, count))
+        rows = (dataset[i] for i in range(min(most, len(dataset))))
+    found = list(islice(rows, most))
+    return found[: len(found) // processes * processes]
 
 
 def _losses(trainer: Trainer, collate: Any, rows: list[Any]) -> tuple[float, float]:
-    """The loss of all ``rows`` in one micro-batch, and as the trainer puts it together from one
-    micro-batch for each row.
+    """The loss of all ``rows`` in one micro-batch, and as the trainer puts it together from pieces:
+    each process has every so many-th row, each in a micro-batch of its own where the batch is cut.
     """
+    args = trainer.args
+    own_rows = rows[args.process_index :: args.world_size]
+    pieces = [own_rows]
+    if args.gradient_accumulation_steps > 1:
+        pieces = [[row] for row in own_rows]
+    together = in_pieces = 0.0
+    error: Exception | None = None
     try:
-        together = _loss_of_a_step(trainer, [collate(copy.deepcopy(rows))])
-        alone = [collate([copy.deepcopy(row)]) for row in rows]
-        return together, _loss_of_a_step(trainer, alone)
-    except Exception as error:  # the trainer's own code may raise anything
+        in_pieces = _loss_of_a_step(trainer, [collate(copy.deepcopy(piece)) for piece in pieces])
+        with _one_process(trainer):
+            together = _loss_of_a_step(trainer, [collate(copy.deepcopy(rows))])
+    except Exception as raised:  # the trainer's own code may raise anything
+        error = raised
+    groups = [dist.group.WORLD] if args.world_size > 1 else []
+    # Also after an error: other processes must not wait for this one.
+    failed, added_up = Processes(trainer.model, groups).sums(error is not None, in_pieces)
+    if isinstance(error, _NotFinite):
+        raise error
+    if failed:
+        found = first_line(error) if error is not None else "an error in another process"
         raise ValueError(
             f"it cannot be seen whether the loss of {type(trainer).__name__} may be cut: its "
-            f"loss for a few rows raised {first_line(error)}. Use gradient_accumulation_steps=1"
+            f"loss for a few rows raised {found}. Use gradient_accumulation_steps=1"
         ) from error
+    return together, added_up / args.world_size
+
+
+@contextmanager
+def _one_process(trainer: Trainer) -> Iterator[None]:
+    """In the block, the trainer takes itself for the only process."""
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(type(trainer.args), "world_size", 1))
+        undo.enter_context(patch.object(type(trainer.accelerator), "num_processes", 1))
+        yield
 
 
 def _loss_of_a_step(trainer: Trainer, micro_batches: list[Any]) -> float:
     """The loss whose gradient ``Trainer`` steps with, as its ``training_step`` makes it."""
-    device = trainer.args.device
-    batches, items = trainer.get_batch_samples(iter(micro_batches), len(micro_batches), device)
+    device, steps = trainer.args.device, len(micro_batches)
     total = 0.0
-    for batch in batches:
-        with trainer.compute_loss_context_manager():
-            total += with_graph_if_needed(partial(_loss_of_one, trainer, batch, items))
-    if _is_divided_by_items(trainer, items):
-        return total
-    return total / len(batches)
+    with ExitStack() as undo:
+        for owner, name in (
+            (trainer, "current_gradient_accumulation_steps"),
+            (trainer.args, "gradient_accumulation_steps"),
+        ):
+            undo.enter_context(patch.object(owner, name, steps, create=True))
+        batches, items = trainer.get_batch_samples(iter(micro_batches), steps, device)
+        for number, batch in enumerate(batches, 1):
+            with trainer.compute_loss_context_manager():
+                loss = with_graph_if_needed(partial(_loss_of_one, trainer, batch, items))
+            if not math.isfinite(loss):
+                raise _NotFinite(
+                    "look for very large or missing numbers: of the first rows of the training "
+                    f"data, micro-batch {number} of {steps} has the loss {loss}"
+                )
+            total += loss
+    return total if _is_divided_by_items(trainer, items) else total / steps
 
 
 def _loss_of_one(trainer: Trainer, batch: Any, items: Any) -> float:

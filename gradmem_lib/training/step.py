@@ -1,6 +1,7 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import (
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compat.dispatch_modes import without_modes
+from ..compat.fake_tensors import FakeTensor
 from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.losses import packed_by_position
@@ -25,6 +28,7 @@ from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
 from .changed_loss import LossBeforeTheWindow
+from .finite import not_finite
 from .item_rules import Rule
 from .items import LossIsNoMean, find_rule, was_asked
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
@@ -38,11 +42,31 @@ class _FixedScale(GradScaler):
     """
 
     def step(self, optimizer: Optimizer) -> None:
-        for grad in [
-            p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
-        ]:
+        for grad in _gradients_of(optimizer):
             grad.div_(self.factor)
         optimizer.step()
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    found = []
+    for group in optimizer.param_groups:
+        found += [p.grad for p in group["params"] if p.grad is not None]
+    return found
+
+
+def _what_is_not_finite(loss: float, optimizer: Any, scaler: Any) -> str:
+    """In words, if a step would make weights nan, and no scaler skips it; otherwise empty."""
+    if scaler is not None and not isinstance(scaler, _FixedScale):
+        return ""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    scaled = [] if scaler is None else _gradients_of(optimizer)
+    with torch.no_grad(), without_modes():  # a tracker measures the model's step
+        for gradient in scaled:
+            has_numbers = not (gradient.is_meta or isinstance(gradient, FakeTensor))
+            if has_numbers and not gradient.sum(dtype=torch.float32).isfinite():
+                return "a gradient is not finite"
+    return ""
 
 
 def step(
@@ -79,10 +103,10 @@ def step(
             is made.
         keep_gradients: leave ``.grad`` as it is after the step, for a loop that frees it later.
 
-    Raises ``ValueError`` if the batch is to be cut and the loss, which is asked before its first
-    step (``find_rule``), is not a mean over labels or rows, as with CLIP; or if the forwards of
-    that step have changed what the loss reads, such as a queue (``LossBeforeTheWindow``). After an
-    error, no gradients are left.
+    Raises ``ValueError`` if the loss is not finite and no scaler can skip the step; if the batch is
+    to be cut and the loss, which is asked before its first step (``find_rule``), is not a mean over
+    labels or rows, as with CLIP; or if the forwards of that step have changed what the loss reads,
+    such as a queue (``LossBeforeTheWindow``). After an error, no gradients are left.
     """
     if loss is None:
         check_own_loss(model, batch, recipe)
@@ -121,6 +145,9 @@ def step(
             scaler=scaler,
             float32_sums=recipe.float32_sums,
         )
+        what = _what_is_not_finite(result.loss, optimizer, scaler)
+        if what:
+            raise not_finite(what, model, parts, mean_loss)
         if loss_before is not None:
             loss_before.check()
     mark("step")

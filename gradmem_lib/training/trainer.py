@@ -25,6 +25,7 @@ from ..techniques.sharding import NO_PROCESS_GROUP
 from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
 from .changed_loss import LossBeforeTheWindow
+from .finite import not_finite
 from .item_rules import Rule
 from .item_rules import rows as by_rows
 from .items import find_rule
@@ -160,6 +161,8 @@ class RecipeTrainer(Trainer):
             scaler=self.accelerator.scaler,
             float32_sums=self.recipe.float32_sums,
         )
+        if self.accelerator.scaler is None and not math.isfinite(result.loss):
+            raise not_finite("the loss is not finite", self.model, micro_batches, self._loss_of)
         if loss_before is not None:
             loss_before.check()
             self._was_checked = True

@@ -9,6 +9,7 @@ from support.trainers import small
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from gradmem_lib import check_accumulation
+from gradmem_lib.course import run_ranks
 
 VOCABULARY, WIDTH = 512, 12
 
@@ -132,3 +133,83 @@ def test_what_cannot_be_asked_is_said_so(tmp_path):
         check_accumulation(trainer_of(OfChance, tmp_path))
     with pytest.raises(ValueError, match=r"cannot be seen.*raised KeyError: 'no such column'"):
         check_accumulation(trainer_of(Failing, tmp_path))
+
+
+class Divides(OfRows):
+    """A mean over rows, which may be divided by the micro-batches of a step."""
+
+    by = ""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs)
+        if self.by == "current":
+            return loss / self.current_gradient_accumulation_steps
+        return loss / self.args.gradient_accumulation_steps if self.by == "args" else loss
+
+
+def gradient_of(trainer):
+    """The gradient that the trainer's first step is taken with."""
+    found = []
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    trainer.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: found.extend(p.grad.clone() for p in trainer.model.parameters())
+    )
+    trainer.args.max_grad_norm = 0.0
+    trainer.train()
+    return found[: len(list(trainer.model.parameters()))]
+
+
+@pytest.mark.parametrize("scaled", [None, False, True])
+@pytest.mark.parametrize("by", ["", "current", "args"])
+def test_what_is_divided_by_the_micro_batches_is_judged_as_it_trains(scaled, by, tmp_path):
+    trainer = trainer_of(Divides, tmp_path)
+    trainer.loss_is_scaled_for_ga, trainer.by = scaled, by
+    expected = gradient_of(trainer_of(OfRows, tmp_path, accumulation=1))
+    is_right = bool(by) == bool(scaled)
+    if is_right:
+        check_accumulation(trainer)
+    else:
+        says = "It is divided twice.*Set loss_is" if by else "Nobody divides it: set loss_is"
+        with pytest.raises(ValueError, match=f"{says}_scaled_for_ga"):
+            check_accumulation(trainer)
+    assert trainer.args.gradient_accumulation_steps == 4
+    found = gradient_of(trainer)
+    same = [
+        torch.allclose(*pair, rtol=1e-4, atol=1e-7) for pair in zip(found, expected, strict=True)
+    ]
+    assert all(same) == is_right
+
+
+class TimesTheProcesses(OfTokens):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * self.accelerator.num_processes
+
+
+def judged_on_a_rank(folder: str) -> list[str]:
+    found = []
+    for kind in (OfRows, OfTokens, TimesTheProcesses, Own):
+        for accumulation in (1, 2):
+            trainer = trainer_of(kind, folder, accumulation)
+            trainer.model_accepts_loss_kwargs = kind is not OfRows
+            try:
+                check_accumulation(trainer)
+                found.append("")
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_two_processes_are_asked_together(tmp_path):
+    for found in run_ranks(judged_on_a_rank, str(tmp_path)):
+        assert found[:2] == ["", ""] and found[4:] == 4 * [""]
+        for said in found[2:4]:  # divided by the tokens of both, and then averaged
+            assert "over 2 processes trains another loss with OfTokens" in said
+            assert said.endswith("loss * self.accelerator.num_processes")
+
+
+def test_a_row_whose_loss_is_not_finite_is_named(tmp_path):
+    rows = [Rows()[i] for i in range(8)]
+    rows[2]["score"] = torch.tensor(torch.nan)
+    with pytest.raises(ValueError, match=r"numbers: of the first rows.*micro-batch 3 of 4 has the"):
+        check_accumulation(trainer_of(OfRows, tmp_path, data=rows))

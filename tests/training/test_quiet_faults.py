@@ -13,7 +13,7 @@ from gradmem_lib import Recipe, accumulate_gradients, split
 from gradmem_lib.course.material import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.lora import add_lora
-from gradmem_lib.techniques.precision import MasterAdamW
+from gradmem_lib.techniques.precision import GradScaler, MasterAdamW
 from gradmem_lib.techniques.selective import checkpoint_parts
 from gradmem_lib.training.adapters import merge_adapters
 from gradmem_lib.training.prepare import prepare
@@ -337,3 +337,59 @@ def test_a_mask_of_ones_hides_no_beginning_of_a_packed_text(recipe):
         step(model, sgd(model), given, recipe)
         after.append([parameter.detach() for parameter in model.parameters()])
     assert all(map(torch.equal, *after))
+
+
+# Losses and gradients that are not finite.
+
+
+class Deep(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def in_float32(model, batch):
+    return F.cross_entropy(model(batch["x"]).float(), batch["labels"])
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("precision", [None, "autocast-fp16"])
+def test_a_row_that_makes_the_loss_nan_is_named_and_changes_nothing(precision, accumulation):
+    recipe = replace(IN_TWO, accumulation=accumulation, precision=precision)
+    model, batch = Deep(), rows(8)
+    before = [parameter.clone() for parameter in model.parameters()]
+    batch["x"][5] = torch.nan
+    where = {1: "row 6 of micro-batch 1", 4: "row 2 of micro-batch 3"}[accumulation]
+    with pytest.raises(ValueError, match=f"the loss is not finite.*{where} alone has the loss nan"):
+        step(model, sgd(model), batch, recipe, loss=in_float32)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("scaler", [GradScaler(), torch.amp.GradScaler("cpu")])
+def test_a_scaler_gets_its_chance_to_skip(scaler):
+    recipe, model = replace(IN_TWO, precision="autocast-fp16"), Deep()
+    optimizer, batch = sgd(model), rows(8)
+    before = [parameter.clone() for parameter in model.parameters()]
+    wide = batch | {"x": batch["x"] * torch.tensor([1.0, 1e6])[(torch.arange(8) == 5).long(), None]}
+    step(model, optimizer, wide, recipe, loss=in_float32, scaler=scaler)
+    assert all(map(torch.equal, model.parameters(), before))
+    step(model, optimizer, batch, recipe, loss=in_float32, scaler=scaler)
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_overflows_makes_no_step(accumulation):
+    recipe = replace(IN_TWO, accumulation=accumulation, precision="autocast-fp16")
+    model = Deep()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"a gradient is not finite.*scaler=GradScaler\(\)"):
+        step(model, sgd(model), rows(), recipe, loss=lambda *given: 1e4 * in_float32(*given))
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_no_finite_row_is_said():
+    model, batch = Deep(), rows()
+    batch["x"] *= torch.inf
+    with pytest.raises(ValueError, match=r"the loss of each row is not finite.*row 1 of micro-"):
+        step(model, sgd(model), batch, IN_TWO, loss=in_float32)

@@ -1,0 +1,65 @@
+"""Losses that are not finite: which rows have one, and what to say of it.
+
+A row whose loss is nan or inf shows nothing about what the loss is a mean of, and one step on it
+makes every weight nan.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..techniques.pieces import as_in_evaluation
+from ..techniques.splitting import split
+from .item_rules import has_labels
+from .probe import loss_and_error
+
+
+class Rows(NamedTuple):
+    """Rows of a window, as micro-batches of one row, by whether their losses are finite."""
+
+    finite: list[Any]
+    first_other: str  # in words; empty if all losses are finite
+
+
+def by_finite_loss(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable) -> Rows:
+    """Ask for the loss of each row alone, in eval mode. Rows without labels have a mean of nothing,
+    and are taken for finite.
+    """
+    finite, first_other = [], ""
+    with as_in_evaluation(model):
+        for number, micro in enumerate(micro_batches, 1):
+            for place, row in enumerate(split(micro, 1), 1):
+                loss, error = loss_and_error(model, row, loss_of)
+                if error is not None or math.isfinite(loss) or not has_labels(row):
+                    finite.append(row)
+                elif not first_other:
+                    first_other = f"row {place} of micro-batch {number} alone has the loss {loss}"
+    return Rows(finite, first_other)
+
+
+def finite_rows(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable) -> list[Any]:
+    """The rows that a model can be asked about, if its loss is not finite for some others; an empty
+    list if it is finite for all. Raises ``ValueError`` if it is for none.
+    """
+    rows = by_finite_loss(model, micro_batches, loss_of)
+    if rows.first_other and not rows.finite:
+        raise not_finite("the loss of each row is not finite", model, micro_batches, loss_of)
+    return rows.finite if rows.first_other else []
+
+
+def not_finite(
+    what: str, model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable
+) -> ValueError:
+    """The error to raise before a step with ``what``, the words for a loss or a gradient."""
+    where = ""
+    with suppress(TypeError, ValueError):  # what cannot be cut into rows
+        where = by_finite_loss(model, micro_batches, loss_of).first_other
+    return ValueError(
+        "look for rows with very large or missing numbers, or lower the learning rate: "
+        f"{what}, and a step would make every weight nan, so none was made"
+        f"{f' ({where})' if where else ''}. In float16, give scaler=GradScaler(), which skips such "
+        "a step and lowers its factor"
+    )
