@@ -13,8 +13,8 @@ from torch import nn
 
 from ..techniques.pieces import as_in_evaluation
 from ..techniques.splitting import split
-from .item_rules import has_labels
 from .probe import loss_and_error
+from .probe_rows import rows_together, some_rows
 
 
 class Rows(NamedTuple):
@@ -25,18 +25,31 @@ class Rows(NamedTuple):
 
 
 def by_finite_loss(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable) -> Rows:
-    """Ask for the loss of each row alone, in eval mode. Rows without labels have a mean of nothing,
-    and are taken for finite.
+    """Ask for the loss of each row alone, in eval mode.
+
+    The mean of nothing is nan too, as of a row without labels, or of a loss that compares rows. So
+    a row counts as finite if its loss is, alone or beside a row that has one.
     """
-    finite, first_other = [], ""
+    rows: list[tuple[Any, str]] = []  # with what is to be said; empty if the loss alone is finite
     with as_in_evaluation(model):
+
+        def is_finite(batch: Any) -> bool:
+            loss, error = loss_and_error(model, batch, loss_of)
+            return error is not None or math.isfinite(loss)
+
         for number, micro in enumerate(micro_batches, 1):
             for place, row in enumerate(split(micro, 1), 1):
-                loss, error = loss_and_error(model, row, loss_of)
-                if error is not None or math.isfinite(loss) or not has_labels(row):
-                    finite.append(row)
-                elif not first_other:
-                    first_other = f"row {place} of micro-batch {number} alone has the loss {loss}"
+                where = f"row {place} of micro-batch {number}"
+                rows.append((row, "" if is_finite(row) else where))
+        finite = [row for row, where in rows if not where]
+        if not finite and is_finite(some_rows(micro_batches)):
+            return Rows([row for row, _ in rows], "")
+        first_other = ""
+        for row, where in rows:
+            if where and finite and is_finite(rows_together([finite[0], row])):
+                finite.append(row)
+            else:
+                first_other = first_other or where
     return Rows(finite, first_other)
 
 
@@ -56,10 +69,10 @@ def not_finite(
     """The error to raise before a step with ``what``, the words for a loss or a gradient."""
     where = ""
     with suppress(TypeError, ValueError):  # what cannot be cut into rows
-        where = by_finite_loss(model, micro_batches, loss_of).first_other
+        first = by_finite_loss(model, micro_batches, loss_of).first_other
+        where = f" ({first} shows it)" if first else ""
     return ValueError(
         "look for rows with very large or missing numbers, or lower the learning rate: "
-        f"{what}, and a step would make every weight nan, so none was made"
-        f"{f' ({where})' if where else ''}. In float16, give scaler=GradScaler(), which skips such "
-        "a step and lowers its factor"
+        f"{what}, and a step would make every weight nan, so none was made{where}. In float16, "
+        "give scaler=GradScaler(), which skips such a step and lowers its factor"
     )

@@ -50,10 +50,10 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     first, *others = chosen
     groups = []
     for start in range(0, len(others), size - 1):
-        groups.append(_joined([first, *others[start : start + size - 1]]))
+        groups.append(rows_together([first, *others[start : start + size - 1]]))
     without_labels = _row_without_labels(micro_batches)
     if without_labels is not None and has_labels(first):
-        groups.append(_joined([*chosen[: size - 1], without_labels]))
+        groups.append(rows_together([*chosen[: size - 1], without_labels]))
     return groups
 
 
@@ -126,16 +126,16 @@ def _another_class(row: Any) -> Any:
     return with_labels(row, other)
 
 
-def _joined(parts: list[Any]) -> Any:
+def rows_together(parts: list[Any]) -> Any:
     """Rows of unequal widths, cut to the least width and put together.
 
     Of what has no rows (a number, a flag), the first part's is taken.
     """
     first = parts[0]
     if isinstance(first, Mapping):
-        return {name: _joined([part[name] for part in parts]) for name in first}
+        return {name: rows_together([part[name] for part in parts]) for name in first}
     if isinstance(first, tuple | list):
-        joined = [_joined([part[i] for part in parts]) for i in range(len(first))]
+        joined = [rows_together([part[i] for part in parts]) for i in range(len(first))]
         if type(first) in (tuple, list):
             return type(first)(joined)
         return type(first)(*joined)  # a namedtuple
@@ -146,7 +146,7 @@ def _joined(parts: list[Any]) -> Any:
 
 def twice(row: Any) -> Any:
     """A batch of the same row two times: any mean has the same value as of the row alone."""
-    return _joined([row, row])
+    return rows_together([row, row])
 
 
 def have_ignored_labels(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
