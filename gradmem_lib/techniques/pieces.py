@@ -69,6 +69,12 @@ def check_pieces_add_up(
         finite = all(math.isfinite(loss) for loss, _ in together)
         if processes.sums(bool(error) or not finite)[0]:  # the model cannot have such weights
             together, alone, error = _ask(loss_and_count, batch, pieces, reduction)
+            finite = all(math.isfinite(loss) for loss, _ in together)
+        if processes.sums(not finite)[0]:
+            raise ValueError(
+                "look for very large or missing numbers: the loss of all rows together is not "
+                "finite, which shows nothing about its pieces"
+            )
         limit = rounding(model, autocasts)
         difference = error or _difference(together, alone, limit)
         refused = processes.sums(bool(difference))[0] > 0

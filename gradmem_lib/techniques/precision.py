@@ -166,26 +166,45 @@ class GradScaler:
 
     def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000):
         self.factor, self.growth_interval = init_scale, growth_interval
-        self.good_steps, self.finite = 0, True
+        self.good_steps = 0
+        # Since the last update: whether the divided gradients are finite, and who has stepped.
+        self.finite: dict[Optimizer, bool] = {}
+        self.stepped = set[Optimizer]()
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.factor
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Divide the gradients in place, then step unless one of them is not finite."""
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients in place, so that they can be clipped before ``step``.
+
+        Raises ``RuntimeError`` if they are divided already.
+        """
+        if optimizer in self.finite:
+            raise RuntimeError("call update() after each step: these gradients are divided already")
         gradients = [
             p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
         ]
         largest = [
             torch.linalg.vector_norm(g.div_(self.factor), torch.inf) for g in gradients if g.numel()
         ]
-        self.finite = all(norm.isfinite().item() for norm in largest)
-        if self.finite:
+        self.finite[optimizer] = all(norm.isfinite().item() for norm in largest)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Divide the gradients, if ``unscale_`` has not, then step unless one is not finite."""
+        if optimizer in self.stepped:
+            raise RuntimeError("call update() after each step of an optimizer")
+        if optimizer not in self.finite:
+            self.unscale_(optimizer)
+        self.stepped.add(optimizer)
+        if self.finite[optimizer]:
             optimizer.step()
 
     def update(self) -> None:
-        self.good_steps = self.good_steps + 1 if self.finite else 0
-        if not self.finite:
+        finite = all(self.finite.values())
+        self.finite.clear()
+        self.stepped.clear()
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
             self.factor /= 2
         elif self.good_steps == self.growth_interval:
             self.factor, self.good_steps = self.factor * 2, 0

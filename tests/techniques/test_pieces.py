@@ -371,3 +371,10 @@ def test_a_module_that_a_forward_makes_is_not_kept(training):
     model(torch.ones(1, 2))
     assert all(module.training == training for module in model.modules())
     assert len([*model.modules()]) == 5
+
+
+def test_a_loss_that_is_not_finite_is_said_first():
+    model, batch = model_and_batch()
+    batch["x"][2] = torch.nan
+    with pytest.raises(ValueError, match="look for very large or missing numbers"):
+        check_pieces_add_up(model, batch, lambda micro: smoothed(model, micro), reduction="mean")

@@ -124,8 +124,9 @@ def test_our_scaler_begins_and_waits_as_torchs_does():
     )
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_our_scaler_does_what_torchs_does(interval):
+def test_our_scaler_does_what_torchs_does(interval, clips):
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))]
     theirs = [nn.Parameter(p.detach().clone()) for p in weights]
     scalers = (
@@ -153,7 +154,14 @@ def test_our_scaler_does_what_torchs_does(interval):
             loss = ps[0].sum() + (ps[1] * torch.tensor([[1.0, factor], [0.5, 2.0]])).sum()
             optimizer.zero_grad()
             made.scale(loss).backward()
+            if clips:
+                made.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ps, 1.0)
+                with pytest.raises(RuntimeError, match=r"update\(\)"):
+                    made.unscale_(optimizer)
             made.step(optimizer)
+            with pytest.raises(RuntimeError, match=r"update\(\)"):
+                made.step(optimizer)
             made.update()
         assert scalers[0].get_scale() == scalers[1].get_scale()
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
