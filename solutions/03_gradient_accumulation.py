@@ -782,7 +782,12 @@ for kind in kinds:
 #
 # There is a second question: **does the loss that your `Trainer` computes use the number?** A `compute_loss` of your
 # own that returns a mean ignores it: the Llama's gradient is then 4.8 times too large. Return the sum, divided by
-# `num_items_in_batch`.
+# `num_items_in_batch`. With several processes, multiply it by `self.accelerator.num_processes`: the number counts the
+# items of all of them, their gradients are averaged, and `Trainer` makes up for that in its own `compute_loss` alone.
+#
+# A loss that is a mean of something else, such as rows, stays as it is. Write `loss_is_scaled_for_ga = False` into your
+# class, and `Trainer` divides by the number of micro-batches. `check_accumulation(trainer)` tells you before you train
+# whether the result is right.
 
 # %% [markdown]
 # ### Exercise 3.5 · the loss to log

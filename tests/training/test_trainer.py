@@ -4,6 +4,8 @@ processes; a budget.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support.trainers import SEQ, Classified, classifier, rows, small, trainer_for
@@ -286,3 +288,26 @@ def test_a_trainer_in_two_processes_takes_the_full_batchs_gradient(tmp_path):
     for gradient, logged in run_ranks(gradient_and_loss, str(tmp_path)):
         assert (gradient - full).norm() <= 1e-5 * full.norm()
         assert logged == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_is_not_finite_makes_no_step(accumulation, tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[Unequal()[5]["input_ids"][0]] = torch.nan
+    before = copy.deepcopy(model.state_dict())
+    trainer = make_trainer(
+        model,
+        Recipe(accumulation=accumulation, optimizer="sgd"),
+        batch_size=8,
+        train_dataset=Unequal(),
+        max_steps=1,
+        output_dir=str(tmp_path),
+        live=False,
+        progress=False,
+    )
+    with pytest.raises(ValueError, match=r"look for rows .*so none was made"):
+        trainer.train()
+    torch.testing.assert_close(
+        model.state_dict(), before, rtol=0, atol=0, equal_nan=True, check_dtype=True
+    )
