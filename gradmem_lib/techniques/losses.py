@@ -3,7 +3,7 @@ exist as a whole.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     1.
     """
     # Without a cache, transformers sees from position_ids where the texts of a packed row begin.
-    inputs = packed_by_position(_without_labels(batch))
+    inputs = dict(packed_by_position(_without_labels(batch)))
     if takes_argument(model, "use_cache"):
         inputs["use_cache"] = False
     logits = model(**inputs).logits[:, :-1]
@@ -67,7 +67,7 @@ def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def packed_by_position(batch: dict[str, Any]) -> dict[str, Any]:
+def packed_by_position(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """``batch`` without its attention mask of ones, if several texts are packed in one row.
 
     Where ``position_ids`` (rows, tokens) start again inside a row, another text begins. Models of
