@@ -25,7 +25,7 @@ LASTING = ("dtype", "gradient", "requires_grad of weights")
 REMEDIES = {
     "dtype": "convert a copy, and leave the weights as they are",
     "gradient": "set .grad to None, as it was, or use torch.autograd.grad",
-    "mode": "model.train() and model.eval() switch it, so call the other one",
+    "mode": "model.train() and model.eval() switch it, so put back the one that it had",
     "attribute": "use a local variable, or delete it",
 }
 

@@ -314,9 +314,7 @@ def card_cases(answer):
             "max_steps": 600,
             "learning_rate": 2e-5,
         }
-        name = (
-            f"{train} rows at a time, accumulation {steps} and {gpus} GPUs, where {fits} rows fit"
-        )
+        name = f"{train} rows at a time, accumulation {steps}, GPUs: {gpus}, where {fits} rows fit"
         yield name, answer(given, gpus, fits)
 
 

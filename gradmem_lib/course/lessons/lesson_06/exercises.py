@@ -14,7 +14,7 @@ from ....techniques.checkpointing import checkpoint_layers
 from ....training.recipe import Recipe
 from ....units import GiB, MiB, format_bytes
 from ...judge.compare import Measured, describe, plain_int
-from ...judge.exercise import Exercise, Hidden, calls, measured
+from ...judge.exercise import Exercise, Hidden, Unusable, calls, measured
 from ..shared.leaks import leak_cases, new_net
 from ..shared.residual_net import block
 from ..shared.settings import (
@@ -442,12 +442,13 @@ def needs_7b(recipe: Recipe, micro_batch: int) -> Measured:
 
 @quietly
 def cases_7b(answer):
-    given = answer()
-    if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[0], Recipe):
-        raise TypeError("return two things, the recipe and the rows of a micro-batch: recipe, 1")
-    recipe, micro_batch = given[0], plain_int(given[1])
+    match answer():
+        case [Recipe() as recipe, micro_batch]:
+            micro_batch = plain_int(micro_batch)
+        case _:
+            raise Unusable("return two things, the recipe and the rows of a micro-batch: recipe, 1")
     if type(micro_batch) is not int or micro_batch < 1:
-        raise TypeError(
+        raise Unusable(
             "the rows of a micro-batch must be a whole number, at least 1, not "
             f"{describe(micro_batch)}"
         )

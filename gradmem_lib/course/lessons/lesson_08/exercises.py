@@ -12,18 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ....measure.tracker import MemoryTracker
 from ....planning.models import find_model
 from ....techniques.checkpointing import checkpoint_layers
 from ....units import parse_bytes
-from ...judge.compare import plain_int
-from ...judge.exercise import Exercise, calls, measured
+from ...judge.compare import describe, plain_int
+from ...judge.exercise import Exercise, Unusable, calls, measured
 from ...machine.compat import cpu_attention
 from ...material import models
 from ..shared.seen import gradient_of
@@ -57,11 +54,16 @@ LAYER = (*PRODUCTS, aten.gelu.default, *PRODUCTS, cpu_attention.default, aten.mm
 
 def kept(policy, again: bool = False) -> list[int]:
     """The places of the operations of ``LAYER`` that a policy keeps, from 1."""
+    if not callable(policy):
+        raise Unusable(f"return the policy, which is a function, not {describe(policy)}")
     places = []
     for place, op in enumerate(LAYER, 1):
         said = policy(SimpleNamespace(is_recompute=again, op_output=None), op)
         if not isinstance(said, (bool, CheckpointPolicy)):
-            raise TypeError(f"the policy must answer KEEP or REPEAT, not {said!r}, for {op}")
+            raise Unusable(
+                f"the policy must return KEEP or REPEAT, not {describe(said)}, which it returns "
+                f"for {op}"
+            )
         if said in (True, KEEP, CheckpointPolicy.PREFER_SAVE):
             places.append(place)
     return places

@@ -18,7 +18,7 @@ from ....names import IGNORED
 from ....planning.models import find_model
 from ....training.recipe import Recipe
 from ...judge.compare import Measured
-from ...judge.exercise import Exercise, calls, measured
+from ...judge.exercise import Exercise, Unusable, calls, measured
 from ...machine.compat import enable_checkpointing
 from ...machine.thread_ranks import on_ranks
 from ..shared.every_linear import without_needless_targets
@@ -343,7 +343,7 @@ def recipe_cases(answer):
 
     recipe = answer()
     if not isinstance(recipe, Recipe):
-        raise TypeError("return one Recipe, the same for both cards")
+        raise Unusable("return one Recipe, the same for both cards")
     config = find_model("Llama-2-70B")[0]
     recipe = without_needless_targets(recipe, config)
     yield "the rank of the adapters", recipe.lora_rank

@@ -7,7 +7,7 @@ from ....planning.held import resident_bytes
 from ....training.recipe import Recipe
 from ....units import format_bytes
 from ...judge.compare import Measured, describe
-from ...judge.exercise import Exercise
+from ...judge.exercise import Exercise, Unusable
 from ..shared.settings import quietly
 from .puzzles import Puzzle, Weighed, puzzle, search
 from .stars import award
@@ -348,7 +348,7 @@ def category_cases(answer):
         word += "s"
     if word not in CATEGORIES:
         names = ", ".join(CATEGORIES)
-        raise ValueError(f"the answer is the name of one category, {names}, not {describe(answer)}")
+        raise Unusable(f"the answer is the name of one category, {names}, not {describe(answer)}")
     yield "the part that forbids it", word
 
 
