@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -320,16 +321,7 @@ def _first_that_fits(
     ``None``, the recipe of ``method`` that holds the fewest bytes.
     """
     for value in values:
-        sizes = {
-            "seq_len": search.seq_len,
-            "global_batch": search.global_batch,
-            "target": search.target,
-            "cards": search.cards,
-            "margin": search.margin,
-            "machines": search.machines,
-            "network": search.network,
-        }
-        other = Search(search.work, search.card, **sizes | {name: value})
+        other = replace(search, **{name: value})
         candidate = recipe or other.least_resident_recipes([method])[0]
         if not other.may_fit(candidate):
             continue

@@ -330,50 +330,77 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     if not isinstance(given, nn.Module):
         return work
     refuse_checkpointed([given])
-    if not has_adapters(given):
-        # which freezes all weights
-        models, lora = (given, work.source.skeleton), method in ("lora", "qlora")
-        both = [
-            {(n, p.shape, lora or p.requires_grad) for n, p in m.named_parameters()} for m in models
-        ]
-        if both[0] != both[1]:
-            raise ValueError(
-                f"plan trains all weights of the config, and in this {type(given).__name__} some "
-                "are frozen or different: predict each recipe with predict(model, "
-                "recipe=Recipe(...), batch_size=..., seq_len=...)"
-            )
-        return work
-    kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {
-        "LORA"
-    }
-    refusals = sorted(kinds) + [f"method={method!r}"] * (method in ("full", "qlora"))
-    refusals += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
+    if has_adapters(given):
+        _check_adapters(given, method)
+        refuse_frozen(given)
+        return _with_counted_adapters(work, given)
+    _check_weights(work, given, freezes=method in ("lora", "qlora"))
+    return work
+
+
+def _check_weights(work: Work, given: nn.Module, freezes: bool) -> None:
+    """Raise ``ValueError`` unless ``given`` has the weights of its config. ``freezes``: the method
+    freezes all of them, so that it does not matter which ones are trained.
+    """
+
+    def weights(model: nn.Module) -> set[tuple]:
+        return {(n, p.shape, freezes or p.requires_grad) for n, p in model.named_parameters()}
+
+    if weights(given) != weights(work.source.skeleton):
+        raise ValueError(
+            f"plan trains all weights of the config, and in this {type(given).__name__} some "
+            "are frozen or different: predict each recipe with predict(model, "
+            "recipe=Recipe(...), batch_size=..., seq_len=...)"
+        )
+
+
+def _check_adapters(given: nn.Module, method: str | None) -> None:
+    """Raise ``ValueError`` unless the adapters are LoRA on weights in floating point, and
+    ``method`` is none that a plan would add.
+    """
+    kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()}
+    refusals = sorted(kinds - {"LORA"})
+    if method in ("full", "qlora"):
+        refusals.append(f"method={method!r}")
+    if not all(p.is_floating_point() for p in given.parameters()):
+        refusals.append("a base in 4 bits")
     if refusals:
         raise ValueError(
             "for a model with adapters, plan has only method='lora': training LoRA on weights in "
             f"floating point. This one has {' and '.join(refusals)}: measure one step of it with "
             "MemoryTracker, or plan for the model without adapters"
         )
-    refuse_frozen(given)
-    parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]
-    frozen, own = numbers = [sum(p.numel() for p in part) for part in parts]
-    bytes_per_number = [
-        sum(p.nbytes for p in part) / max(n, 1) for part, n in zip(parts, numbers, strict=True)
-    ]
-    layers = linear_layers(given).items()
-    bases = [
-        linear_sizes(layer) for name, layer in layers if name.endswith((".base_layer", ".base"))
-    ]
-    counted = {"parameters": frozen, "adapter_parameters": own, "chunked": False}
-    counted["bytes_per_number"] = tuple(bytes_per_number)
-    counted["linear_widths"] = sum(map(sum, bases))
-    if work.row is not None:  # which layers have adapters is not looked up
-        counted["row"] = replace(work.row, vectors=work.row.fewest_vectors)
+
+
+def _with_counted_adapters(work: Work, given: nn.Module) -> Work:
+    """``work`` with what is counted on the model that has the adapters."""
+    numbers = {False: 0, True: 0}  # by whether they are trained
+    nbytes = {False: 0, True: 0}
+    for parameter in given.parameters():
+        numbers[parameter.requires_grad] += parameter.numel()
+        nbytes[parameter.requires_grad] += parameter.nbytes
+    frozen_bytes, own_bytes = (nbytes[one] / max(numbers[one], 1) for one in (False, True))
+    linear_widths = 0
+    for name, layer in linear_layers(given).items():
+        if name.endswith((".base_layer", ".base")):
+            linear_widths += sum(linear_sizes(layer) or ())
+    row = work.row
+    if row is not None:  # which layers have adapters is not looked up
+        row = replace(row, vectors=row.fewest_vectors)
+    chunked = False
     with suppress(ValueError):  # raised for an adapter on the output layer
         check_chunked_loss(given)
-        counted["chunked"] = work.chunked
-    source = replace(source_of(given), is_user_module=work.source.is_user_module)
-    return replace(work, source=source, **counted)
+        chunked = work.chunked
+    return replace(
+        work,
+        source=replace(source_of(given), is_user_module=work.source.is_user_module),
+        parameters=numbers[False],
+        adapter_parameters=numbers[True],
+        bytes_per_number=(frozen_bytes, own_bytes),
+        linear_widths=linear_widths,
+        row=row,
+        chunked=chunked,
+    )
 
 
 def _experts(model: nn.Module) -> float:

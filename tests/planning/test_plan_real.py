@@ -15,6 +15,7 @@ from support.nightly import each
 from support.plans import brute_force, check
 from transformers import LlamaConfig
 
+from gradmem_lib.planning.bounds import bound_by_known
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
@@ -127,6 +128,6 @@ def test_what_one_recipe_says_of_another_is_no_more_than_that_one_needs(known, r
     )
     search = Search(count(config), CARD, 16, 3, "cpu")
     asked = {"batch_size": 3, "seq_len": 16, "target": "cpu"}
-    assert search._lower_bound(recipe, search.option(known)) <= (
+    assert bound_by_known(search, recipe, search.option(known)) <= (
         predict(config, recipe=recipe, **asked).peak.total
     )

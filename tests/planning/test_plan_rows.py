@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from gradmem_lib.compat.trees import tree_leaves, tree_map
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.planning.bounds import bound_by_sizes
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.options import METHODS
@@ -71,7 +72,7 @@ def test_each_recipe_of_a_plan_is_predicted_to_the_byte_or_refused(family):
         torch.manual_seed(0)
         assert_same(predicted, measured(tiny_config(family), recipe, ROWS, LABELS))
         # States of factored optimizers and of 8 bits are counted roughly there.
-        assert search._lower_bound(recipe) <= 1.01 * predicted.peak.total
+        assert bound_by_sizes(search, recipe) <= 1.01 * predicted.peak.total
 
 
 @pytest.mark.parametrize("family", each(2, ["vit", "whisper"]))

@@ -17,6 +17,7 @@ from support.plans import brute_force, check
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
+from gradmem_lib.planning.bounds import bound_by_known, bound_by_sizes
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.held import (
     resident_bytes,
@@ -57,7 +58,7 @@ def test_the_best_found_is_the_best_of_all(method, predicted, monkeypatch):
         pytest.skip("many predictions: make nightly")
     if method == "full":
         monkeypatch.setattr(
-            "gradmem_lib.planning.search.OPTIMIZERS", ("adamw-fused", "adafactor-torch")
+            "gradmem_lib.planning.candidates.OPTIMIZERS", ("adamw-fused", "adafactor-torch")
         )
     config, remembered = predicted
     monkeypatch.setattr("gradmem_lib.planning.search.predict", remembered)
@@ -275,7 +276,7 @@ def test_what_one_recipe_says_that_another_needs_at_least_it_really_needs():
     options = [search.option(replace(base, accumulation=n, **way)) for way in ways for n in (1, 4)]
     for known in options:
         for other in options:
-            least = search._lower_bound(other.recipe, known)
+            least = bound_by_known(search, other.recipe, known)
             assert least <= 1.01 * other.prediction.peak.total, (known.recipe, other.recipe)
 
 
@@ -302,11 +303,11 @@ def test_one_cut_in_pieces_says_what_more_pieces_need(pieces, others, searching)
     for n in others:
         recipe = replace(BF16, accumulation=n)
         peak = search.option(recipe).prediction.peak.total
-        least = search._lower_bound(recipe, known)
+        least = bound_by_known(search, recipe, known)
         assert peak - 70 <= least <= peak
         rows = known.prediction.timeline.rows.copy()
         known.prediction.timeline.rows[1, 4] += 2**30  # those that are about to be cut
-        assert search._lower_bound(recipe, known) == least
+        assert bound_by_known(search, recipe, known) == least
         known.prediction.timeline.rows[:] = rows
 
 
@@ -315,7 +316,7 @@ def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(search
     known = search.option(replace(BF16, accumulation=4))
     rows = known.prediction.timeline.rows
     beside_gradients = (rows[:, 2] - rows[:, 4]).max()
-    least = search._lower_bound(BF16, known)
+    least = bound_by_known(search, BF16, known)
     # What a forward saves for the other rows comes on top.
     saved = saved_by_forward_per_token(search.work, BF16)
     assert beside_gradients < least <= beside_gradients + 3 * search.units * saved
@@ -331,11 +332,11 @@ def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searc
         and other.prediction.peak.phase == "backward"
     )
     assert (
-        search._lower_bound(BF16, known)
+        bound_by_known(search, BF16, known)
         == other.prediction.peak.total
         > known.prediction.peak.total
     )
-    back = search._lower_bound(known.recipe, other)
+    back = bound_by_known(search, known.recipe, other)
     assert (
         back
         == max(row[2] for row in known.prediction.timeline.rows[:3])
@@ -352,7 +353,8 @@ def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activati
         assert kept > held["gradients"]
         waiting = held["gradients"] * (n > 1)
         assert (
-            search._lower_bound(recipe) == held["parameters"] + held["optimizer"] + waiting + kept
+            bound_by_sizes(search, recipe)
+            == held["parameters"] + held["optimizer"] + waiting + kept
         )
 
 
@@ -361,7 +363,7 @@ def test_by_its_sizes_autocast_holds_its_copies_of_trained_matrices(searching):
     search = searching(seq_len=16)
     work, recipe = search.work, replace(BF16, precision="autocast-bf16", accumulation=4)
     everything = sum(resident_bytes(work, recipe).values())
-    least = search._lower_bound(recipe)
+    least = bound_by_sizes(search, recipe)
     assert (
         everything + 2 * work.trained_matrices
         <= least
@@ -369,7 +371,7 @@ def test_by_its_sizes_autocast_holds_its_copies_of_trained_matrices(searching):
     )
     for one in (replace(recipe, precision="bf16"), replace(recipe, lora_rank=8)):
         saved = saved_bytes_per_token(work, one) * 16
-        assert search._lower_bound(one) == sum(resident_bytes(work, one).values()) + saved
+        assert bound_by_sizes(search, one) == sum(resident_bytes(work, one).values()) + saved
 
 
 def test_the_lightest_is_the_lightest_of_all(searching):

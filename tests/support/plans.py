@@ -34,7 +34,7 @@ def brute_force(
         asked["ranks"] = cards
     recipes = []
     for family in search.families(method):
-        for chunked in (False, True) if search.chunked else (False,):
+        for chunked in reversed(search.losses):
             recipes += search.variants(replace(family, chunked_loss=chunked))
     options = []
     for recipe in recipes:

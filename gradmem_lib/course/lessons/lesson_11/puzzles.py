@@ -16,12 +16,10 @@ from importlib.resources import files
 from typing import Any
 
 from ....planning.cards import find_card
-from ....planning.held import overhead_of_prediction
 from ....planning.models import find_model
 from ....planning.options import Option
 from ....planning.search import Search
 from ....planning.work import LORA_RANK, count
-from ....prediction.predict import predict
 from ....prediction.question import CannotTrace
 from ....training.recipe import Recipe
 from ....units import format_bytes
@@ -323,23 +321,11 @@ class Allowed(Search):
         """``option(recipe)``, but with a rough allocator where the recipe fits even with the most
         that an allocator reserves: its replay takes up to minutes for 80 layers.
         """
-        prediction = predict(
-            self.work.source,
-            recipe=recipe,
-            target=self.target,
-            ranks=self.cards if self.cards > 1 else None,
-            batch_size=self.rows,
-            seq_len=self.seq_len,
-        )
-        parts = overhead_of_prediction(prediction, self.card.capability, False, self.cards)
-        live = prediction.peak.total
-        if live + sum(parts.values()) + round(MOST_RESERVED * live) > self.card.nbytes:
+        prediction = self.predict(recipe, self.ranks)
+        quick = self.option_of(recipe, prediction, replay=False)
+        if quick.needs + round(MOST_RESERVED * prediction.peak.total) > self.card.nbytes:
             return self.option(recipe)
-        seconds = self.seconds(
-            recipe, prediction.offload_traffic_bytes / (self.rows * self.seq_len)
-        )
-        rows = self.rows // recipe.accumulation
-        return Option(recipe, rows, seconds, self.card.nbytes, prediction, parts, self.cards)
+        return quick
 
 
 @cache
