@@ -173,36 +173,39 @@ class _AdamWOf2022(Optimizer):
             p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-1e-4)
 
 
-def replay(
-    run: Run, *, zeroed: bool = True, softmax: bool = True, gelu: bool = True, adamw: bool = True
-) -> Replayed:
+# Each stage has one thing more as it was in 2022 than the stage before it.
+STAGES = ("today", "gradients zeroed", "softmax input", "GELU in float32", "old AdamW")
+
+
+def replay(run: Run, stage: str = STAGES[-1]) -> Replayed:
     """A cold start: the weights, then two steps, with every request answered by the allocator's
     rules.
 
-    ``zeroed``: gradients are set to zero after a step and stay, as ``zero_grad`` did until PyTorch
-    2.0; ``gelu``: autocast runs GELU in float32, as up to PyTorch 1.9 (pull request 59639 took it
-    off the list); ``softmax`` and ``adamw``: those of 2022. With all of them off, it is today's
-    software. Two micro-batches stand for four: the second is like the third and fourth.
+    ``stage``: one of ``STAGES``. Gradients zeroed: they are set to zero after a step and stay, as
+    ``zero_grad`` did until PyTorch 2.0. GELU in float32: autocast runs it so, as up to PyTorch 1.9
+    (pull request 59639 took it off the list). Softmax and AdamW: those of 2022. "today" has none
+    of them. Two micro-batches stand for four: the second is like the third and fourth.
     """
-
+    of_2022 = STAGES[1 : STAGES.index(stage) + 1]
     recipe, rows = run.recipe, BATCH_SIZE
     if recipe.accumulation > 1:
         recipe, rows = replace(recipe, accumulation=2), 2 * BATCH_SIZE // recipe.accumulation
     with ExitStack() as stack:
-        if softmax:
+        if "softmax input" in of_2022:
             stack.enter_context(
                 patch.object(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x))
             )
-        if gelu:  # before the model is made, whose layers remember the function
+        # before the model is made, whose layers remember the function
+        if "GELU in float32" in of_2022:
             stack.enter_context(patch.object(F, "gelu", cuda_kernels.in_float32(F.gelu)))
         mode = stack.enter_context(fakes.QuickFakeMode())
         mode.value = 1.0  # of labels that are counted; BERT reads none
         prepared = prepare(fake_copy(model()), recipe)
         stack.callback(prepared.undo.close)
         optimizer = prepared.optimizer
-        if adamw and recipe.optimizer == "adamw":
+        if "old AdamW" in of_2022 and recipe.optimizer == "adamw":
             optimizer = _AdamWOf2022(prepared.model.parameters())
-        if zeroed:
+        if "gradients zeroed" in of_2022:
             optimizer.zero_grad = _zeroing(optimizer)
         stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         with CudaRecorder(prepared.model, optimizer) as recorder:
@@ -217,16 +220,6 @@ def _zeroing(optimizer: Optimizer) -> Callable:
     return lambda set_to_none=True: zero_grad(set_to_none=False)
 
 
-# Each stage switches on one more thing than the stage before it.
-STAGES = {
-    "today": {"zeroed": False, "softmax": False, "gelu": False, "adamw": False},
-    "gradients zeroed": {"zeroed": True, "softmax": False, "gelu": False, "adamw": False},
-    "softmax input": {"zeroed": True, "softmax": True, "gelu": False, "adamw": False},
-    "GELU in float32": {"zeroed": True, "softmax": True, "gelu": True, "adamw": False},
-    "old AdamW": {"zeroed": True, "softmax": True, "gelu": True, "adamw": True},
-}
-
-
 def replayed(run: Run) -> dict[str, Replayed]:
     """The record of ``run``: live and reserved bytes at each stage from today's software to that of
     2022.
@@ -239,7 +232,7 @@ def write_record(path: Path = RECORD, say: Callable[[str], None] = print) -> Non
     """Replay every run at every stage, and keep the bytes."""
     found = {}
     for run in RUNS:
-        stages = {stage: replay(run, **options)._asdict() for stage, options in STAGES.items()}
+        stages = {stage: replay(run, stage)._asdict() for stage in STAGES}
         found[run.name] = stages
         say(f"{run.name}: {stages['old AdamW']['reserved'] / MiB:,.0f} MiB reserved, as of 2022")
     record = {"source": SOURCE, "torch": torch.__version__.partition("+")[0], "replayed": found}
@@ -301,6 +294,7 @@ def rows(measured: dict[str, int] | None = None) -> list[Row]:
     found = []
     for run in RUNS:
         at = replayed(run)
+        last = at[STAGES[-1]]
         live = [at[stage].live / MiB for stage in STAGES]
         bytes_now = (measured or {}).get(run.name)
         parts = {
@@ -309,7 +303,7 @@ def rows(measured: dict[str, int] | None = None) -> list[Row]:
             "softmax": live[2] - live[1],
             "GELU": live[3] - live[2],
             "AdamW": live[4] - live[3],
-            "cached": (at["old AdamW"].reserved - at["old AdamW"].live) / MiB,
+            "cached": (last.reserved - last.live) / MiB,
             "context": CONTEXT_MIB - allocator.SMALL_SEGMENT / MiB,
         }
         found.append(Row(run, parts, None if bytes_now is None else bytes_now / MiB))
@@ -323,14 +317,8 @@ def table(found: list[Row] | None = None) -> str:
     heads = [*CAUSES, "sum", "published", "left", *(["measured today"] if measured else [])]
     lines = [["MiB", *heads]]
     for row in found:
-        left = _whole(row.difference)
-        cells = [
-            row.run.name.replace(", checkpointing", " + ckpt"),
-            *map(_whole, row.parts.values()),
-            _whole(row.total),
-            _whole(row.run.mib),
-            left,
-        ]
+        numbers = [*row.parts.values(), row.total, row.run.mib, row.difference]
+        cells = [row.run.name.replace(", checkpointing", " + ckpt"), *map(_whole, numbers)]
         if measured:
             cells.append("-" if row.measured is None else _whole(row.measured))
         lines.append(cells)

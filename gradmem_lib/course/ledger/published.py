@@ -15,6 +15,7 @@ from ...units import MiB
 from ...view.peaks import off_by, plot_pairs
 
 RECORD = Path(__file__).with_name("published.json")
+BERT_LARGE = "Transformers' documentation, BERT-large, V100, 2022"
 # how the rows' sources begin
 SOURCES = ("PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")
 
@@ -32,6 +33,11 @@ class Row:
     published: int
     predicted: int
 
+    @property
+    def off(self) -> float:
+        """How far the prediction is off, as a share of the published figure."""
+        return abs(self.predicted / self.published - 1)
+
 
 def rows() -> list[Row]:
     """All figures, by source."""
@@ -39,15 +45,8 @@ def rows() -> list[Row]:
 
     found = [Row(**row) for row in json.loads(RECORD.read_text(encoding="utf-8"))["rows"]]
     for row in bert_large.rows():
-        sizes = row.run.mib * MiB, round(row.total * MiB)
-        found.append(
-            Row(
-                "Transformers' documentation, BERT-large, V100, 2022",
-                row.run.name,
-                "held by the process",
-                *sizes,
-            )
-        )
+        name, predicted = row.run.name, round(row.total * MiB)
+        found.append(Row(BERT_LARGE, name, "held by the process", row.run.mib * MiB, predicted))
     return found
 
 
@@ -55,9 +54,8 @@ def furthest() -> list[Row]:
     """Of each source, the row whose prediction is furthest off."""
     found: dict[str, Row] = {}
     for row in rows():
-        off = abs(row.predicted / row.published - 1)
-        other = found.get(row.source)
-        if other is None or off > abs(other.predicted / other.published - 1):
+        other = found.setdefault(row.source, row)
+        if row.off > other.off:
             found[row.source] = row
     return list(found.values())
 

@@ -231,9 +231,14 @@ def can_write(path: Path) -> bool:
 
     If it does not exist, the nearest existing folder above it is tested.
     """
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    existing = _existing(path)
     usable = existing == path or existing.is_dir()
     return usable and os.access(existing, os.W_OK | (os.X_OK if existing.is_dir() else 0))
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def _version(name: str) -> str | None:
@@ -261,12 +266,11 @@ def _model_and_cache() -> Iterator[Finding]:
         status = models.smollm2_status()
     except Exception:  # without torch there is no model to speak of, and torch's own line says so
         return
-    existing = next(place for place in (cache, *cache.absolute().parents) if place.exists())
     yield smollm2(
         status,
         shown(cache, "GRADMEM_CACHE"),
         writable=can_write(cache),
-        free=shutil.disk_usage(existing).free,
+        free=shutil.disk_usage(_existing(cache)).free,
     )
 
 

@@ -41,7 +41,7 @@ def test_replay_adds_what_arithmetic_says_and_finds_the_record_again():
     run = BY_NAME["batch 4"]
     found = bert_large.replayed(run)
     for stage in ("gradients zeroed", "softmax input"):
-        assert bert_large.replay(run, **bert_large.STAGES[stage]) == found[stage], (
+        assert bert_large.replay(run, stage) == found[stage], (
             "run: python -m gradmem_lib.course.ledger.bert_large"
         )
     assert found["softmax input"].live - found["gradients zeroed"].live == 24 * SCORES
@@ -145,7 +145,7 @@ def test_table_prints_every_run_and_a_measured_column_only_where_there_is_one():
 
 
 def test_record_is_written_as_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(bert_large, "replay", lambda run, **options: bert_large.Replayed(1, 2))
+    monkeypatch.setattr(bert_large, "replay", lambda run, stage: bert_large.Replayed(1, 2))
     path, said = tmp_path / "record.json", []
     bert_large.write_record(path, said.append)
     monkeypatch.setattr(bert_large, "RECORD", path)
