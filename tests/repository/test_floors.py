@@ -70,19 +70,27 @@ def strings(tree: ast.Module) -> Iterator[ast.Constant]:
             yield node
 
 
-@pytest.mark.parametrize("path", BELOW_THE_COURSE, ids=short)
-def test_no_file_below_the_course_reaches_up_by_a_name_in_a_string(path):
-    tree = parsed(path)
+def lines_that_reach_up(tree: ast.Module) -> Iterator[int]:
     for constant in strings(tree):
         for name in re.findall(r"\bgradmem_lib\.(\w+)", constant.value):
-            assert name not in FLOORS, (short(path), constant.lineno)
+            if name in FLOORS:
+                yield constant.lineno
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         if ast.unparse(node.func).endswith(("import_module", "__import__")):
             name = node.args[0]
-            assert isinstance(name, ast.Constant), (short(path), node.lineno)
-            assert not name.value.startswith((".", "gradmem")), (short(path), node.lineno)
+            if not isinstance(name, ast.Constant) or name.value.startswith((".", "gradmem")):
+                yield node.lineno
+
+
+def test_no_file_below_the_course_reaches_up_by_a_name_in_a_string():
+    found = []
+    for path in BELOW_THE_COURSE:
+        for line in lines_that_reach_up(parsed(path)):
+            found.append(f"{short(path)}:{line}")
+    assert BELOW_THE_COURSE
+    assert not found, "\n".join(found)
 
 
 def test_no_conditional_expression_stands_in_another():
