@@ -72,15 +72,19 @@ def packed_by_position(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Where ``position_ids`` (rows, tokens) start again inside a row, another text begins. Models of
     transformers see that only if they get no mask: with one, each text sees those before it. Raises
-    ``ValueError`` if the mask has zeros.
+    ``ValueError`` if the mask of such a batch has zeros.
     """
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if not _have_values(mask, positions) or mask.dim() != 2 or mask.shape != positions.shape:
+    if not _have_values(mask, positions) or mask.dim() != 2:
+        return batch
+    if positions.shape not in (mask.shape, (1, mask.shape[1])):
         return batch
     with without_modes():  # a tracker measures the model's step
-        is_text = mask[:, 1:].bool() & mask[:, :-1].bool()
-        begins_again = bool((is_text & (positions[:, 1:] <= positions[:, :-1])).any())
-        has_zeros = not mask.all()
+        shown = mask.bool()
+        of_text = positions.expand_as(mask).masked_fill(~shown, -1)
+        highest = of_text.cummax(1).values  # up to each token
+        begins_again = bool((shown[:, 1:] & (of_text[:, 1:] <= highest[:, :-1])).any())
+        has_zeros = not shown.all()
     if not begins_again:
         return batch
     if has_zeros:

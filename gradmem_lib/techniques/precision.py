@@ -180,7 +180,10 @@ class GradScaler:
         Raises ``RuntimeError`` if they are divided already.
         """
         if optimizer in self.finite:
-            raise RuntimeError("call update() after each step: these gradients are divided already")
+            raise RuntimeError(
+                "these gradients are divided already: call unscale_() once before a step, and "
+                "update() after it"
+            )
         gradients = [
             p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
         ]

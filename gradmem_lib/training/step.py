@@ -60,13 +60,17 @@ def _what_is_not_finite(loss: float, optimizer: Any, scaler: Any) -> str:
         return ""
     if not math.isfinite(loss):
         return "the loss is not finite"
-    scaled = [] if scaler is None else _gradients_of(optimizer)
-    with torch.no_grad(), without_modes():  # a tracker measures the model's step
-        for gradient in scaled:
-            has_numbers = not (gradient.is_meta or isinstance(gradient, FakeTensor))
-            if has_numbers and not gradient.sum(dtype=torch.float32).isfinite():
-                return "a gradient is not finite"
+    if scaler is not None and not all(map(_is_finite, _gradients_of(optimizer))):
+        return "a gradient is not finite"
     return ""
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether no number is nan or inf. Tensors of a prediction have no numbers."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return True
+    with torch.no_grad(), without_modes():  # a tracker measures the model's step
+        return bool(tensor.sum(dtype=torch.float32).isfinite())
 
 
 def step(
@@ -108,10 +112,7 @@ def step(
     labels or rows, as with CLIP; or if the forwards of that step have changed what the loss reads,
     such as a queue (``LossBeforeTheWindow``). After an error, no gradients are left.
     """
-    if loss is None:
-        check_own_loss(model, batch, recipe)
-    if recipe.sharding is not None:
-        check_trained_together(model, optimizer)
+    _check_given(model, optimizer, batch, recipe, loss)
     device = device_of(model).type
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
@@ -130,6 +131,8 @@ def step(
         mark("forward")
         with offload_hooks:
             value = mean_loss(model, micro)
+        if isinstance(optimizer, list) and not _is_finite(value):  # they step in backward
+            raise not_finite("the loss is not finite", model, parts, mean_loss)
         mark("backward")
         return value, count
 
@@ -156,6 +159,15 @@ def step(
         if not keep_gradients:
             optimizer.zero_grad(set_to_none=True)
     return torch.tensor(result.loss)
+
+
+def _check_given(
+    model: nn.Module, optimizer: Any, batch: Any, recipe: Recipe, loss: Callable | None
+) -> None:
+    if loss is None:
+        check_own_loss(model, batch, recipe)
+    if recipe.sharding is not None:
+        check_trained_together(model, optimizer)
 
 
 @contextmanager

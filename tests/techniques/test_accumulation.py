@@ -556,7 +556,9 @@ def test_several_means_are_each_divided_by_their_own_total(reduction):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("cache, mask", [(True, None), (False, None), (False, 1), (False, 0)])
+@pytest.mark.parametrize(
+    "cache, mask", [(True, None), (False, None), (False, []), (False, [20]), (False, [4, 5])]
+)
 def test_packed_rows_do_not_see_each_other(cache, mask):
     """With a cache or a mask, transformers takes rows of a packed batch as one."""
     model = models.tiny_llama(
@@ -574,10 +576,10 @@ def test_packed_rows_do_not_see_each_other(cache, mask):
         "position_ids": torch.cat(starts)[None],
         "labels": torch.cat(labels)[None],
     }
-    if mask is not None:
+    if mask is not None:  # the tokens that it hides
         packed["attention_mask"] = torch.ones_like(packed["input_ids"])
-        packed["attention_mask"][0, -1] = mask
-    if mask == 0:
+        packed["attention_mask"][0, mask] = 0
+    if mask:
         with pytest.raises(ValueError, match="leave attention_mask out of rows with several texts"):
             accumulate_gradients([packed], loss_of(model))
         return
