@@ -86,14 +86,27 @@ def test_the_table_of_cards_is_the_data_sheets():
         "H100 80GB": (989, 67, 3350, 9.0),
         "H200 141GB": (989, 67, 4800, 9.0),
     }
-    # What out-of-memory messages in public issues call the total capacity, in GiB.
+    # What out-of-memory messages of named cards in public issues and repositories call the total
+    # capacity, in GiB. It differs a little with the driver, and nobody named an A10G or a 4080.
     reported = {
-        "RTX 4090 24GB": 23.64,
-        "RTX 5090 32GB": 31.36,
+        "RTX 2060 6GB": 5.79,
+        "RTX 3070 8GB": 7.76,
+        "RTX 3080 10GB": 9.78,
+        "RTX 3060 12GB": 11.75,
         "T4 16GB": 14.75,
         "V100 16GB": 15.75,
+        "RTX 4060 Ti 16GB": 15.60,
+        "L4 24GB": 22.03,
+        "RTX 3090 24GB": 23.69,
+        "RTX 4090 24GB": 23.64,
+        "RTX 5090 32GB": 31.36,
+        "A100 40GB": 39.39,
         "L40S 48GB": 44.40,
+        "A100 80GB": 79.15,
+        "H100 80GB": 79.10,
+        "H200 141GB": 139.80,
     }
+    assert set(CARDS) - set(reported) == {"A10G 24GB", "RTX 4080 16GB"}
     assert list(CARDS) == list(published)
     for name, (half, single, bandwidth, capability) in published.items():
         card = CARDS[name]
@@ -107,7 +120,8 @@ def test_the_table_of_cards_is_the_data_sheets():
         # Error correction takes a part of GDDR6.
         least, most = (0.91, 0.95) if name.startswith(("L4", "A10G", "T4")) else (0.96, 0.995)
         assert least * nominal * GiB < card.nbytes < most * nominal * GiB, name
-        assert card.nbytes == round(reported.get(name, card.nbytes / GiB) * GiB), name
+        if name in reported:
+            assert card.nbytes == round(reported[name] * GiB), name
 
 
 def test_seconds_over_the_bus_by_the_standard_s_rates():
