@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -302,30 +302,22 @@ def test_what_stands_in_the_way_leaves_out_what_is_less_than_a_fiftieth(category
     assert category not in option(**by | {most: 981}, mib=1001).why_not()
 
 
+@dataclass(eq=False)
 class Sizes:
     """In place of a search: a row's token takes 8 MiB of full fine-tuning, 4 of LoRA, 1 of QLoRA,
     dealt over the cards.
     """
 
+    work: SimpleNamespace
+    card: Card
+    seq_len: int
+    global_batch: int
+    target: str = "cuda"
+    cards: int = 1
+    margin: float = 0.0
+    machines: int = 1
+    network: float | None = None
     has_adapters = False
-
-    margin = 0.0
-
-    def __init__(
-        self,
-        work,
-        card,
-        seq_len,
-        global_batch,
-        target="cuda",
-        cards=1,
-        margin=0.0,
-        machines=1,
-        network=None,
-    ):
-        self.work, self.card, self.seq_len, self.global_batch = work, card, seq_len, global_batch
-        self.target, self.cards = target, cards
-        self.machines, self.network = machines, network
 
     def least_resident_recipes(self, methods):
         return [SimpleNamespace(method=methods[-1], in_backward=False)]
