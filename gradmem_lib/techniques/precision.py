@@ -184,12 +184,13 @@ class GradScaler:
                 "these gradients are divided already: call unscale_() once before a step, and "
                 "update() after it"
             )
-        gradients = [
-            p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
-        ]
-        largest = [
-            torch.linalg.vector_norm(g.div_(self.factor), torch.inf) for g in gradients if g.numel()
-        ]
+        largest = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None and gradient.numel():
+                    gradient.div_(self.factor)
+                    largest.append(torch.linalg.vector_norm(gradient, torch.inf))
         self.finite[optimizer] = all(norm.isfinite().item() for norm in largest)
 
     def step(self, optimizer: Optimizer) -> None:
