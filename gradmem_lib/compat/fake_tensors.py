@@ -19,6 +19,11 @@ NO_VALUES = (
 )
 
 
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether its numbers can be read: those of a prediction, or on the device meta, cannot."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def is_fake_without_memory(tensor: Tensor) -> bool:
     """Whether ``tensor`` is fake, and the real one would have no memory: it is on the device meta,
     or consists of the zeros of forward-mode differentiation.

@@ -175,6 +175,8 @@ class _Window:
         self.several = isinstance(returned, list)
         pairs = returned if self.several else [returned]
         checked = [check_returned(pair, self.mean) for pair in pairs]
+        for loss, count in checked:
+            self._check_loss_without_items(loss, count)
         self._check_number_of_means(len(checked))
         return checked
 
@@ -248,17 +250,18 @@ class _Window:
         """Whether a loss is a part of the window. The mean of nothing, which is not a number, is
         none, also where it was multiplied by its count.
         """
-        if count:
-            return True
-        if self.mean or loss.isnan():
-            return False
-        if self.totals is None and loss.item():
+        return bool(count) or not (self.mean or self.totals is None or loss.isnan())
+
+    def _check_loss_without_items(self, loss: Tensor, count: int | float) -> None:
+        """Without a total, the window may turn out to have no items, with its gradients made."""
+        if count or self.mean or self.totals is not None or loss.isnan():
+            return
+        if loss.item():
             raise ValueError(
                 "give total_items= or count_items=: a micro-batch with a count of 0 has the loss "
                 f"{loss.item():g}, and if all of them had that count, there would be nothing to "
                 "divide by"
             )
-        return self.totals is not None
 
     def _add_to_loss(self, place: int, loss: Tensor, count: int | float) -> None:
         # float64 where the device has it: a window has many micro-batches, and their sums differ in

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
-from ..compat.fake_tensors import FakeTensor
+from ..compat.fake_tensors import has_numbers
 from ..names import IGNORED
 
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
@@ -75,9 +75,10 @@ def packed_by_position(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     ``ValueError`` if the mask of such a batch has zeros.
     """
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if not _have_values(mask, positions) or mask.dim() != 2:
-        return batch
-    if positions.shape not in (mask.shape, (1, mask.shape[1])):
+    for given in (mask, positions):
+        if not isinstance(given, Tensor) or not has_numbers(given):
+            return batch
+    if mask.dim() != 2 or positions.shape not in (mask.shape, (1, mask.shape[1])):
         return batch
     with without_modes():  # a tracker measures the model's step
         shown = mask.bool()
@@ -94,14 +95,6 @@ def packed_by_position(batch: Mapping[str, Any]) -> Mapping[str, Any]:
             "see those before it"
         )
     return {name: value for name, value in batch.items() if name != "attention_mask"}
-
-
-def _have_values(*tensors: Any) -> bool:
-    """Whether all are tensors whose numbers can be read: those of a prediction cannot."""
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
-            return False
-    return True
 
 
 def loss_in_chunks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -144,7 +144,7 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
     for place, (loss, count) in enumerate(together):
         losses = [piece[place][0] for piece in alone]
         counts = [piece[place][1] for piece in alone]
-        if any(not piece[place][1] and not piece[place][0] for piece in alone):
+        if (0.0, 0.0) in [piece[place] for piece in alone]:  # no loss, and no items
             return (
                 "a piece of this batch has no items, which shows nothing: give rows that all have "
                 "labels"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..techniques.data_parallel import processes_of
 from ..techniques.pieces import as_in_evaluation
 from ..techniques.splitting import split
 from .probe import loss_and_error
@@ -68,9 +69,10 @@ def not_finite(
 ) -> ValueError:
     """The error to raise before a step with ``what``, the words for a loss or a gradient."""
     where = ""
-    with suppress(TypeError, ValueError):  # what cannot be cut into rows
-        first = by_finite_loss(model, micro_batches, loss_of).first_other
-        where = f" ({first} shows it)" if first else ""
+    if not processes_of(model).groups:  # several would have to run each forward together
+        with suppress(TypeError, ValueError):  # what cannot be cut into rows
+            first = by_finite_loss(model, micro_batches, loss_of).first_other
+            where = f" ({first} shows it)" if first else ""
     return ValueError(
         "look for rows with very large or missing numbers, or lower the learning rate: "
         f"{what}, and a step would make every weight nan, so none was made{where}. In float16, "

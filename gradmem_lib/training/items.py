@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..compat.data_parallel import inside_wrapper
-from ..compat.fake_tensors import FakeTensor
+from ..compat.fake_tensors import FakeTensor, has_numbers
 from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
@@ -167,10 +167,10 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
     a batch on the device meta.
     """
     in_batch = list(tensors_in(micro_batches))
-    if any(tensor.is_meta for tensor in in_batch):
+    if not all(map(has_numbers, in_batch)):
         return False
     # The weights may be sharded, and the batch is not.
-    return not any(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *in_batch))
+    return not any(isinstance(weight, FakeTensor) for weight in model.parameters())
 
 
 def _refusal(

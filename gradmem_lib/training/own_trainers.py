@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from accelerate.data_loader import IterableDatasetShard
 from transformers import Trainer
 
 from ..compat.transformers_models import prepared_inputs
@@ -112,6 +113,8 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
 def _first_rows(dataset: Any, processes: int) -> list[Any]:
     """The first rows of a data set, which may have no length: as many for each process."""
     most = processes * math.ceil(MOST_ROWS / processes)
+    if isinstance(dataset, IterableDatasetShard):  # of one process
+        dataset = dataset.dataset
     rows: Iterable[Any] = dataset
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         rows = (dataset[i] for i in range(min(most, len(dataset))))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..compat.dispatch_modes import without_modes
-from ..compat.fake_tensors import FakeTensor
+from ..compat.fake_tensors import has_numbers
 from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.losses import packed_by_position
@@ -66,8 +66,8 @@ def _what_is_not_finite(loss: float, optimizer: Any, scaler: Any) -> str:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether no number is nan or inf. Tensors of a prediction have no numbers."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    """Whether no number is nan or inf."""
+    if not has_numbers(tensor):
         return True
     with torch.no_grad(), without_modes():  # a tracker measures the model's step
         return bool(tensor.sum(dtype=torch.float32).isfinite())
@@ -131,8 +131,10 @@ def step(
         mark("forward")
         with offload_hooks:
             value = mean_loss(model, micro)
-        if isinstance(optimizer, list) and not _is_finite(value):  # they step in backward
-            raise not_finite("the loss is not finite", model, parts, mean_loss)
+        if isinstance(optimizer, list):  # they step in backward, in all processes together
+            [others] = processes_of(model).sums(not _is_finite(value))
+            if others:
+                raise not_finite("the loss is not finite", model, parts, mean_loss)
         mark("backward")
         return value, count
 

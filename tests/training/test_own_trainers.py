@@ -188,9 +188,15 @@ class TimesTheProcesses(OfTokens):
 
 def judged_on_a_rank(folder: str) -> list[str]:
     found = []
-    for kind in (OfRows, OfTokens, TimesTheProcesses, Own):
+    for kind, data in (
+        (OfRows, Rows),
+        (OfTokens, Rows),
+        (TimesTheProcesses, Rows),
+        (Own, Rows),
+        (TimesTheProcesses, Streamed),
+    ):
         for accumulation in (1, 2):
-            trainer = trainer_of(kind, folder, accumulation)
+            trainer = trainer_of(kind, folder, accumulation, data())
             trainer.model_accepts_loss_kwargs = kind is not OfRows
             try:
                 check_accumulation(trainer)
@@ -202,7 +208,7 @@ def judged_on_a_rank(folder: str) -> list[str]:
 
 def test_two_processes_are_asked_together(tmp_path):
     for found in run_ranks(judged_on_a_rank, str(tmp_path)):
-        assert found[:2] == ["", ""] and found[4:] == 4 * [""]
+        assert found[:2] == ["", ""] and found[4:] == 6 * [""]
         for said in found[2:4]:  # divided by the tokens of both, and then averaged
             assert "over 2 processes trains another loss with OfTokens" in said
             assert said.endswith("loss * self.accelerator.num_processes")
