@@ -86,6 +86,7 @@ def trainer_of(kind, folder, accumulation=4, data=None):
         disable_tqdm=True,
         save_strategy="no",
         remove_unused_columns=False,
+        accelerator_config={"dispatch_batches": False},  # each process reads its own rows
     )
     trainer = kind(small(layers=1), arguments, train_dataset=data or Rows())
     trainer.remove_callback(PrinterCallback)
