@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..techniques.data_parallel import processes_of
+from ..techniques.data_parallel import Processes
 from ..techniques.pieces import as_in_evaluation
 from ..techniques.splitting import split
 from .probe import loss_and_error
@@ -65,11 +65,15 @@ def finite_rows(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callabl
 
 
 def not_finite(
-    what: str, model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable
+    what: str,
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    loss_of: Callable,
+    processes: Processes | None = None,
 ) -> ValueError:
     """The error to raise before a step with ``what``, the words for a loss or a gradient."""
     where = ""
-    if not processes_of(model).groups:  # several would have to run each forward together
+    if processes is None or not processes.groups:  # several would have to run each forward together
         with suppress(TypeError, ValueError):  # what cannot be cut into rows
             first = by_finite_loss(model, micro_batches, loss_of).first_other
             where = f" ({first} shows it)" if first else ""

@@ -113,12 +113,12 @@ def step(
     such as a queue (``LossBeforeTheWindow``). After an error, no gradients are left.
     """
     _check_given(model, optimizer, batch, recipe, loss)
-    device = device_of(model).type
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
+    processes = processes_of(model)  # not later: a forward may leave the weights of shards gathered
 
     def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
-        with autocast(device, recipe):
+        with autocast(device_of(model).type, recipe):
             value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
         check_loss(value, asked)
         return value
@@ -132,9 +132,9 @@ def step(
         with offload_hooks:
             value = mean_loss(model, micro)
         if isinstance(optimizer, list):  # they step in backward, in all processes together
-            [others] = processes_of(model).sums(not _is_finite(value))
+            [others] = processes.sums(not _is_finite(value))
             if others:
-                raise not_finite("the loss is not finite", model, parts, mean_loss)
+                raise not_finite("the loss is not finite", model, parts, mean_loss, processes)
         mark("backward")
         return value, count
 
@@ -152,7 +152,7 @@ def step(
         )
         what = _what_is_not_finite(result.loss, optimizer, scaler)
         if what:
-            raise not_finite(what, model, parts, mean_loss)
+            raise not_finite(what, model, parts, mean_loss, processes)
         if loss_before is not None:
             loss_before.check()
     mark("step")

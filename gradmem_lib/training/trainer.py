@@ -162,7 +162,13 @@ class RecipeTrainer(Trainer):
             float32_sums=self.recipe.float32_sums,
         )
         if self.accelerator.scaler is None and not math.isfinite(result.loss):
-            raise not_finite("the loss is not finite", self.model, micro_batches, self._loss_of)
+            raise not_finite(
+                "the loss is not finite",
+                self.model,
+                micro_batches,
+                self._loss_of,
+                self._processes(),
+            )
         if loss_before is not None:
             loss_before.check()
             self._was_checked = True
