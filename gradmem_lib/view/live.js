@@ -109,6 +109,20 @@ function hatched(color, sign, scale) {
   return tile;
 }
 
+// Where each sample begins on the axis of operations, and where the last one ends. Samples of one operation share its
+// width, and the last operation is at least a hundredth of the picture wide: so no peak is without width.
+// The same rule as edges_of in timeline.py.
+function edgesOf(op) {
+  const n = op.length, edges = [], end = op[n - 1] + Math.max(1, (op[n - 1] - op[0]) / 100);
+  for (let start = 0, next; start < n; start = next) {
+    next = start + 1;
+    while (next < n && op[next] === op[start]) next++;
+    const width = (next < n ? op[next] : end) - op[start];
+    for (let i = start; i < next; i++) edges.push(op[start] + (width * (i - start)) / (next - start));
+  }
+  return [...edges, end];
+}
+
 function make(tag, className, parent, text) {
   const node = document.createElement(tag);
   if (className) node.className = className;
@@ -285,11 +299,10 @@ function render({ model, el }) {
     const [unit, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
     const yStep = niceStep(shown / factor, 4) * factor;
     const top = Math.ceil(shown / (yStep / 2)) * (yStep / 2); // in half steps, so that the axis does not tremble
-    const first = op[0], last = Math.max(op[n - 1], first + 1);
+    const edges = edgesOf(op), first = edges[0], last = edges[n];
     const px = (o) => x0 + ((o - first) / (last - first)) * (x1 - x0);
     const py = (bytes) => y0 - (bytes / top) * (y0 - y1);
     geometry = { x0, x1, first, last };
-    const until = (i) => (i + 1 < n ? op[i + 1] : last);
     const halo = (text, x, y) => { g.lineWidth = 3.5; g.strokeStyle = paper; g.strokeText(text, x, y); g.fillText(text, x, y); };
 
     g.textAlign = "right";
@@ -304,15 +317,15 @@ function render({ model, el }) {
     g.textAlign = "center";
     const xStep = Math.max(1, niceStep(last - first, Math.max(2, (x1 - x0) / 95)));
     for (let o = Math.ceil(first / xStep) * xStep; o <= last; o += xStep) {
-      if (px(o) < x1 - 8 || o === last) g.fillText(grouped(o), px(o), y0 + 13);
+      if (px(o) < x1 - 8) g.fillText(grouped(o), px(o), y0 + 13);
     }
     g.fillText("operations", (x0 + x1) / 2, y0 + 29);
     g.globalAlpha = 1;
 
     // Steps, not slopes: a value holds until the next sample.
     const edge = (values) => {
-      g.moveTo(px(op[0]), py(values[0]));
-      for (let i = 0; i < n; i++) { g.lineTo(px(op[i]), py(values[i])); g.lineTo(px(until(i)), py(values[i])); }
+      g.moveTo(px(edges[0]), py(values[0]));
+      for (let i = 0; i < n; i++) { g.lineTo(px(edges[i]), py(values[i])); g.lineTo(px(edges[i + 1]), py(values[i])); }
     };
     const dense = n > (x1 - x0) / 4; // spikes this close would be covered by their own outline
     // From the foot of the stack: what grows, then the other bytes by category.
@@ -324,7 +337,7 @@ function render({ model, el }) {
       if (!part.some((v) => v > 0)) continue;
       const high = low.map((v, i) => v + part[i]);
       g.beginPath(); edge(high);
-      for (let i = n - 1; i >= 0; i--) { g.lineTo(px(until(i)), py(low[i])); g.lineTo(px(op[i]), py(low[i])); }
+      for (let i = n - 1; i >= 0; i--) { g.lineTo(px(edges[i + 1]), py(low[i])); g.lineTo(px(edges[i]), py(low[i])); }
       g.fillStyle = fill; g.fill();
       g.beginPath(); edge(high); g.strokeStyle = paper; g.globalAlpha = dense ? 0.25 : 0.8; g.lineWidth = 0.8; g.stroke(); g.globalAlpha = 1;
       low = high;
@@ -337,8 +350,8 @@ function render({ model, el }) {
     // The strip of phases.
     const runs = [];
     for (let i = 0; i < n; i++) {
-      if (!runs.length || runs[runs.length - 1].phase !== phase[i]) runs.push({ phase: phase[i], from: op[i] });
-      runs[runs.length - 1].to = until(i);
+      if (!runs.length || runs[runs.length - 1].phase !== phase[i]) runs.push({ phase: phase[i], from: edges[i] });
+      runs[runs.length - 1].to = edges[i + 1];
     }
     const steps = stepsOf(runs);
     key.classList.toggle("gm-steps", steps !== null);
@@ -377,7 +390,7 @@ function render({ model, el }) {
     }
 
     g.font = `600 12px ${font}`;
-    const pX = px(peak.op), pY = py(peak.total), right = pX < x0 + 0.7 * (x1 - x0);
+    const peakSample = sampleAt(peak.op), pX = px(edges[peakSample]), pY = py(peak.total), right = pX < x0 + 0.7 * (x1 - x0);
     if (budget) {
       const y = budget <= top ? py(budget) : y1, text = `budget ${formatBytes(budget)}`;
       const bX = x0 + 6; // always here, so that it does not hop when the peak moves
@@ -397,7 +410,7 @@ function render({ model, el }) {
 
     const at = cursorIndex();
     if (at >= 0) {
-      const x = px(op[at]);
+      const x = px(edges[at]);
       g.strokeStyle = ink; g.lineWidth = 1.2;
       g.beginPath(); g.moveTo(x, y1 - 6); g.lineTo(x, y0); g.stroke();
       let sumHere = 0;

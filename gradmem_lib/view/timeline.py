@@ -179,11 +179,7 @@ def draw_areas(
 
     total, _, _, at = peak_of(timeline, peak)
     shown = timeline.decimate(MAX_POINTS)
-    x = np.asarray(shown.events)
-    if len(x) == 1:  # a single sample has no width, so it is drawn as one operation wide
-        x = np.append(x, x + 1)
-    elif x[-1] == x[0]:  # several moments before the first operation
-        x = np.append(x[:-1], x[0] + 1)
+    x = edges_of(shown.events)
     one_of_several, highest = highest > 0, max(total, highest, *shown.totals)
     factor, unit = scale_of(highest)
     top = axis_top(highest, budget)
@@ -191,7 +187,7 @@ def draw_areas(
     dense = len(x) > 150
     low = np.zeros(len(x))
     for color, hatch, nbytes in _stack(shown):
-        values = np.resize(nbytes / factor, len(x))
+        values = np.append(nbytes, nbytes[-1]) / factor
         if values.any():
             ax.fill_between(
                 x,
@@ -219,16 +215,36 @@ def draw_areas(
     ax.set_xlim(x[0], x[-1])
     ax.set_ylim(0, top / factor)
     _draw_axes(ax, top / factor, unit)
-    peak_at = (timeline.events[at], total / factor)
+    peak_at = (edges_of(timeline.events)[at], total / factor)
     _mark_peak(ax, peak_at)
     if not one_of_several:
         near_right = peak_at[0] > x[0] + 0.75 * (x[-1] - x[0])
         label_peak(ax, peak_at, total, on_left=near_right, offset=(10, 3))
     if budget is not None:
         # On the side without the peak, so that the two labels do not overlap.
-        _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
+        _mark_budget(ax, budget, factor, top, right=peak_at[0] < (x[0] + x[-1]) / 2)
     _mark_batches(ax, shown.batches)
     return _draw_phases(ax, x, shown.phases)
+
+
+def edges_of(operations: Sequence[float]) -> np.ndarray:
+    """Where each of n samples begins on the axis of operations, and where the last one ends: float64
+    (n + 1,).
+
+    A sample holds until the next one. Samples of one operation share its width: what an error
+    frees is one more sample of the operation that failed, and the peak before it has to be seen.
+    The last operation is drawn at least a hundredth of the picture wide, for the same reason.
+    ``edgesOf`` in live.js is the same rule.
+    """
+    import numpy as np
+
+    starts, counts = np.unique(operations, return_counts=True)
+    last_width = max(1.0, (starts[-1] - starts[0]) / 100)
+    ends = np.append(starts[1:], starts[-1] + last_width)
+    edges = []
+    for start, end, count in zip(starts, ends, counts, strict=True):
+        edges.extend(np.linspace(start, end, count, endpoint=False))
+    return np.append(edges, ends[-1])
 
 
 def _stack(shown: Timeline) -> list[tuple[str, str, np.ndarray]]:

@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import nbformat
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.paths import ROOT
 
 from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
@@ -207,6 +209,35 @@ def test_a_block_of_any_length_is_drawn_without_a_warning(samples):
     figure.canvas.draw()
     numbers = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert len(set(numbers)) == len(numbers) and "-0" not in numbers
+
+
+OPERATIONS = st.lists(st.integers(0, 10**6), min_size=1, max_size=30).map(sorted)
+
+
+@given(OPERATIONS)
+def test_every_sample_is_as_wide_as_it_holds(operations):
+    edges = stills.edges_of(operations)
+    assert len(edges) == len(operations) + 1 and (np.diff(edges) > 0).all()
+    for number, operation in enumerate(operations):
+        later = [other for other in operations if other > operation]
+        assert operation <= edges[number] < min(later, default=edges[-1])
+    assert edges[-1] - operations[-1] > 0.0099 * (operations[-1] - operations[0])
+
+
+@pytest.mark.parametrize("after_it", [0, 1, 2])
+def test_a_peak_is_drawn_also_where_an_error_ends_the_run(after_it):
+    """What the error frees are more samples of the operation that failed."""
+    timeline = timeline_of(20 + after_it)
+    timeline.rows[19, 6] = 10 * timeline.rows[:, 2].max()
+    timeline.rows[19:, 0] = timeline.rows[19, 0]
+    timeline.rows[:, 2] = timeline.rows[:, 3:].sum(axis=1)
+    lines = stills.plot_timeline(timeline).axes[0].lines
+    (dot,) = (line for line in lines if line.get_marker() == "o")
+    (outline,) = (line for line in lines if line.get_zorder() == 3)
+    x, y = outline.get_data()
+    at = int(np.searchsorted(x, dot.get_xdata()[0], side="right")) - 1
+    width = (x[at + 1] - x[at]) / (x[-1] - x[0])
+    assert y[at] == dot.get_ydata()[0] and width * (1 + after_it) > 0.009
 
 
 def test_a_long_title_does_not_run_into_the_figures_beside_it():
