@@ -228,8 +228,8 @@ def draw_areas(
 
 
 def edges_of(operations: Sequence[float]) -> np.ndarray:
-    """Where each of n samples begins on the axis of operations, and where the last one ends: float64
-    (n + 1,).
+    """Where each of n samples begins on the axis of operations, and where the last one ends:
+    float64 (n + 1,).
 
     A sample holds until the next one. Samples of one operation share its width: what an error
     frees is one more sample of the operation that failed, and the peak before it has to be seen.
