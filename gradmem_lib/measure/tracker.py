@@ -64,6 +64,7 @@ from .cause import MUCH
 from .causes_of_growth import growing_holders
 from .causes_of_holders import SEVERAL
 from .facts import Facts
+from .holders import Holders
 from .meter import Meter, name_of
 from .moments import Pass
 from .paths import Held
@@ -209,17 +210,19 @@ class MemoryTracker:
         turns = {entry.turn for entry in entries if entry.turn < peak.turn}
         return max(len(steps), len(turns)) >= SEVERAL
 
-    def largest_at_peak(self, n: int = 5) -> list[Holder]:
-        """The ``n`` largest storages that were alive at the peak, largest first."""
-        return self.holders()[:n]
+    def largest_at_peak(self, n: int = 5) -> Holders:
+        """The ``n`` largest storages that were alive at the peak, largest first: a list of
+        ``Holder`` that shows itself as a table.
+        """
+        return Holders(self.holders()[:n])
 
-    def holders(self, at: str = "peak") -> list[Holder]:
+    def holders(self, at: str = "peak") -> Holders:
         """All storages that were alive at the peak, or with ``at="now"`` those that are alive now
         (after the block: at its end), largest first.
         """
         check_choice("at", at, ("peak", "now"))
         with self._meter.lock:
-            return self._holders(self._recording.run_peak if at == "peak" else None)
+            return Holders(self._holders(self._recording.run_peak if at == "peak" else None))
 
     @property
     def steps(self) -> int:

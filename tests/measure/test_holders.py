@@ -1,0 +1,45 @@
+"""The table of a tracker's storages: in a terminal, and in a notebook."""
+
+import re
+from xml.etree import ElementTree
+
+import torch
+
+from gradmem_lib import MemoryTracker
+
+
+def tracker_of(rows: int) -> MemoryTracker:
+    model = torch.nn.Linear(8, 4)
+    kept = []
+    with MemoryTracker(model, live=False) as tracker:
+        for row in range(rows):
+            kept.append(torch.ones(row + 1, 8))
+    return tracker
+
+
+def test_a_terminal_shows_a_line_for_each_storage_with_its_bytes_and_its_line():
+    holders = tracker_of(5).largest_at_peak(3)
+    head, *lines = repr(holders).splitlines()
+    assert head.split()[:4] == ["bytes", "category", "tensor", "module"]
+    assert [line.split()[0] for line in lines] == ["160", "128", "128"]
+    assert "float32 5 × 8" in lines[0] and "test_holders.py:" in lines[0]
+    assert max(map(len, lines)) < 160
+
+
+def test_a_notebook_shows_the_same_cells():
+    holders = tracker_of(3).largest_at_peak(3)
+    table = ElementTree.fromstring(holders._repr_html_())
+    cells = [[cell.text or "" for cell in row] for row in table]
+    in_a_terminal = [re.split(r"\s{2,}", line.strip()) for line in repr(holders).splitlines()]
+    for words, shown in zip(in_a_terminal, cells, strict=True):
+        assert [word.lstrip("…") in " ".join(shown) for word in words] == [True] * len(words)
+
+
+def test_a_long_list_says_how_many_bytes_are_not_shown():
+    holders = tracker_of(30).holders()
+    *lines, rest = repr(holders).splitlines()
+    shown = sum(int(line.split()[0].replace(",", "")) for line in lines[1:])
+    more, nbytes = re.fullmatch(r"(\d+) more have ([\d,]+) bytes together", rest).groups()
+    assert int(more) == len(holders) - 20
+    assert shown + int(nbytes.replace(",", "")) == sum(holder.nbytes for holder in holders)
+    assert repr(tracker_of(1).largest_at_peak(0)) == "no storages"
