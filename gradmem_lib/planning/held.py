@@ -1,10 +1,9 @@
 """What a recipe holds on a card: resident and saved bytes, and the overhead beside live tensors."""
 
-from ..names import OFFLOAD, PRECISIONS, SELECTIVE, SHARDING
+from ..names import OFFLOAD, PRECISIONS, QUANTIZED, SELECTIVE, SHARDING
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
 from ..prediction.predict import Prediction
-from ..techniques import quantized
 from ..training.recipe import Recipe
 from ..units import MiB
 from .recomputed import freed_fraction
@@ -28,7 +27,8 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     if work.adapts(recipe):
         weights, sizes = weights + width * trained, ()
     if recipe.quantized_base:
-        weights += round((0.5 + 1 / quantized.BLOCK) * work.matrices) - width * work.matrices
+        stored = QUANTIZED[recipe.storage].bytes_each
+        weights += round(stored * work.matrices) - width * work.matrices
     row = OPTIMIZERS[recipe.optimizer]
     with_states = trained
     if row.factored:  # additions of LoRA have few rows and columns, which are left out
