@@ -10,7 +10,7 @@ from .recomputed import freed_fraction
 from .work import Work
 
 FLOAT32 = 4  # bytes of a number
-ROUGHLY = "allocator (estimate)"
+IDLE, ROUGHLY = "allocator's idle blocks", "allocator (estimate)"
 # the allocator's overhead as a share of the live bytes, until it is replayed
 ALLOCATOR_ROUGHLY = 0.05
 # outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
@@ -162,7 +162,7 @@ def overhead_bytes(
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:
-        held = {"allocator's idle blocks": max(reserved - live, 0)}
+        held = {IDLE: max(reserved - live, 0)}
     held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
     if cards > 1:
         held["NCCL (estimate)"] = 2 * NCCL if hybrid else NCCL
