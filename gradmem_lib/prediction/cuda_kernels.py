@@ -85,13 +85,13 @@ def _dropout(original: Callable, input: Tensor, p=0.5, training=True, inplace=Fa
     return torch.native_dropout(input, p, True)[0]
 
 
-def _softmax(original: Callable, input: Tensor, dim=None, _stacklevel=3, dtype=None) -> Tensor:
+def _softmax(original: Callable, input: Tensor, dim: int | None = None, **settings) -> Tensor:
     """CUDA's softmax, whose kernel reads float16 and writes float32. From all other dtypes, as on
     the CPU, the input is copied first.
     """
-    if input.dtype == torch.float16 and dtype == torch.float32:
+    if input.dtype == torch.float16 and settings.get("dtype") == torch.float32:
         return softmax(input, dim, True)
-    return original(input, dim, _stacklevel, dtype)
+    return original(input, dim, **settings)
 
 
 def _attention(
