@@ -140,8 +140,6 @@ flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
-softmax = _aten._softmax.default
-softmax_backward = _aten._softmax_backward_data.default
 
 # Embeddings and recurrent layers.
 

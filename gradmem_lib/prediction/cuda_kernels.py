@@ -20,8 +20,6 @@ from ..compat.operators import (
     flash_attention,
     flash_attention_backward,
     math_attention,
-    softmax,
-    softmax_backward,
 )
 from .allocator import rounded
 
@@ -51,7 +49,6 @@ def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
         undo.enter_context(patch.object(F, "dropout", partial(_dropout, F.dropout)))
-        undo.enter_context(patch.object(F, "softmax", partial(_softmax, F.softmax)))
         for home, name in IN_FLOAT32 if autocast else ():
             undo.enter_context(patch.object(home, name, in_float32(getattr(home, name))))
         yield
@@ -83,15 +80,6 @@ def _dropout(original: Callable, input: Tensor, p=0.5, training=True, inplace=Fa
     if not training or p == 0 or inplace:
         return original(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
-
-
-def _softmax(original: Callable, input: Tensor, dim: int | None = None, **settings) -> Tensor:
-    """CUDA's softmax, whose kernel reads float16 and writes float32. From all other dtypes, as on
-    the CPU, the input is copied first.
-    """
-    if input.dtype == torch.float16 and settings.get("dtype") == torch.float32:
-        return softmax(input, dim, True)
-    return original(input, dim, **settings)
 
 
 def _attention(
@@ -165,8 +153,6 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 def scratch(func, args) -> int:
     """Bytes that ``func`` allocates and frees inside its kernel, if they are many."""
-    if func is softmax_backward:  # it writes the product of the gradient and the softmax
-        return rounded(args[0].numel() * args[0].itemsize)
     if func is not flash_attention_backward.default:
         return 0
     # The gradient of the queries is added up in float32, with rows and head size rounded up. If
