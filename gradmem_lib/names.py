@@ -114,6 +114,42 @@ PRECISIONS: dict[str, PrecisionSpec] = Rows(
 
 
 @dataclass(frozen=True)
+class QuantizedSpec:
+    """``double``: the magnitudes of the blocks of weights are stored in 8 bits, too.
+    ``bytes_each``: of a weight, with its part of these magnitudes. ``floating_point``: the 16
+    values are those of FP4, and else those of NF4.
+    """
+
+    words: str
+    bytes_each: float
+    double: bool = False
+    floating_point: bool = False
+
+
+# How frozen weights are stored. bitsandbytes' own default is fp4.
+QUANTIZED: dict[str, QuantizedSpec] = Rows(
+    "quantized_base",
+    QuantizedSpec,
+    {
+        "nf4": QuantizedSpec("NF4, and a float32 for every 64 weights", 0.5 + 4 / 64),
+        "nf4-double": QuantizedSpec(
+            "NF4, and a byte for every 64 weights", 0.5 + 1 / 64, double=True
+        ),
+        "fp4": QuantizedSpec(
+            "FP4, and a float32 for every 64 weights", 0.5 + 4 / 64, floating_point=True
+        ),
+        "fp4-double": QuantizedSpec(
+            "FP4, and a byte for every 64 weights",
+            0.5 + 1 / 64,
+            double=True,
+            floating_point=True,
+        ),
+    },
+)
+COMPUTE_DTYPES = ("float32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """``in_transformers``: the name that transformers has for it. ``keeps_scores``: the scores,
     (heads, tokens, tokens) for each row, are saved for backward.
@@ -132,6 +168,17 @@ ATTENTION: dict[str, AttentionSpec] = Rows(
         "eager": AttentionSpec("one operation after another", "eager", True),
     },
 )
+
+# transformers' names of kernels from other packages.
+FLASH_KERNELS = ("flash_attention_2", "flash_attention_3")
+
+
+def is_flash(attention: str | None) -> bool:
+    """Whether this is the name of a flash kernel from another package, or of one from the hub
+    (``owner/kernel``). It saves what the fused one saves, takes 16 bits, and needs no mask.
+    """
+    return attention is not None and (attention in FLASH_KERNELS or "/" in attention)
+
 
 CHECKPOINTING = ("per-layer", "sqrt", "best")
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
+from ..names import QUANTIZED
+from ..rows import nearest_word
 from ..units import parse_bytes
 
 
@@ -58,10 +60,29 @@ def one_of(known: Iterable[str], *, or_none: bool = False) -> Callable[[str], st
         if or_none and _is_none(text):
             return None
         if text not in known and text not in values:
+            near = nearest_word(text, values)
+            if near is not None:
+                raise argparse.ArgumentTypeError(f"{text!r} is not known: did you mean {near}?")
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(allowed)}")
         return values[dashed(text)]
 
     return read
+
+
+def attention(text: str) -> str | None:
+    """``none``, or a name, which ``Recipe`` checks: kernels have many."""
+    return None if _is_none(text) else text
+
+
+def storage(text: str) -> str | bool:
+    """How a base in few bits is stored; the option alone is ``True``."""
+    if text in QUANTIZED:
+        return text
+    near = nearest_word(text, QUANTIZED)
+    meant = f"did you mean {near}?" if near else f"choose one of {', '.join(QUANTIZED)}"
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no way to store weights: {meant} If it is the model, give it first"
+    )
 
 
 def schedule(text: str) -> str | int | list[int] | None:

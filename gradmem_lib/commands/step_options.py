@@ -29,7 +29,7 @@ precision       P      {}
 optimizer       O      {}
 momentum        M      of sgd
 in_backward     -      step each parameter in backward and free its gradient
-attention       A      {}, none
+attention       A      {}, none, or a kernel, such as flash_attention_2
 checkpointing   C      {}, first-5, layers in a segment (4), or segments (4,3,2)
 every_n_layers  N      checkpoint one layer in N
 layers          NAMES  only these lists of layers, such as model.decoder.layers
@@ -40,7 +40,8 @@ lora_rank       R      train low-rank additions and freeze the rest
 lora_targets    NAMES  layers that get one, such as q_proj,v_proj, or all-linear
 lora_alpha      A      their scale times the rank
 lora_dropout    P      of their inputs
-quantized_base  -      keep the frozen layers in 4 bits (with --lora-rank)
+quantized_base  S      keep the frozen layers in 4 bits (with --lora-rank): {}; alone: nf4-double
+compute_dtype   D      what these multiply in: {}
 chunked_loss    -      never hold all logits at once
 float32_sums    -      add up gradients of 16 bits in float32 over the micro-batches
 """
@@ -54,6 +55,8 @@ CHOICES = {
     "precision": names.PRECISIONS,
     "optimizer": names.OPTIMIZERS,
     "attention": names.ATTENTION,
+    "quantized_base": names.QUANTIZED,
+    "compute_dtype": names.COMPUTE_DTYPES,
     "checkpointing": (*names.CHECKPOINTING, *names.SELECTIVE),
     "offload": names.OFFLOAD,
     "sharding": names.SHARDING,
@@ -62,9 +65,11 @@ CHOICES = {
 }
 # Where the type of a field does not say how its value is written.
 READERS = {
+    "attention": readers.attention,
     "checkpointing": readers.schedule,
     "layers": readers.names,
     "lora_targets": readers.names,
+    "quantized_base": readers.storage,
 }
 
 
@@ -87,16 +92,18 @@ def _add_fields(add: Callable, settings: type, table: str) -> None:
         name, metavar, words = row.split(maxsplit=2)
         option = "--" + name.replace("_", "-")
         default = getattr(settings, name)
-        if default is False:
+        if metavar == "-":
             add(option, action="store_true", help=words)
             continue
         choices = map(readers.dashed, CHOICES.get(name, ()))
+        may_stand_alone = {"nargs": "?", "const": True} if default is False else {}
         add(
             option,
             type=_reader(name, types[name]),
             default=default,
             metavar=metavar,
             help=words.format(", ".join(choices)),
+            **may_stand_alone,
         )
 
 

@@ -18,6 +18,11 @@ def attention_of(model_or_config) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def use_sdpa(config) -> None:
+    """Let models of ``config`` use PyTorch's own fused attention."""
+    config._attn_implementation = "sdpa"
+
+
 def checkpointing_name(of: Any) -> str | None:
     """The name of checkpointing in a model's (or its class's) methods: transformers 5.23 renamed
     it. ``None``: it has none.
@@ -39,14 +44,17 @@ def checkpoints_reentrant(module: nn.Module) -> bool:
 
 
 @contextmanager
-def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[str]:
+def attention_by_values(
+    masked: bool = False, packed: bool = False, takes_no_mask: bool = False
+) -> Iterator[str]:
     """While the block runs, transformers knows a fused attention by this name, which works the same
     under fake tensors.
 
     With real tensors, transformers checks whether any token is masked and whether several sequences
     are packed in a row. It builds no mask if neither is so. Fake tensors have no values to check,
     so it would build a mask: sequence x sequence bytes that no real run has. ``masked`` and
-    ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway.
+    ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway, except
+    for a kernel that ``takes_no_mask``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -54,6 +62,8 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
     name, find_packed = "gradmem_fused", masking_utils.find_packed_sequence_indices
 
     def mask(*args, attention_mask=None, **kwargs):
+        if takes_no_mask:
+            return None
         return masking_utils.sdpa_mask(
             *args, attention_mask=attention_mask if masked else None, **kwargs
         )

@@ -93,7 +93,8 @@ def _comparable(known: Recipe, recipe: Recipe) -> bool:
         (
             r.precision,
             r.lora_rank,
-            r.quantized_base,
+            r.storage,
+            r.compute_dtype,
             r.in_backward and r.optimizer,
             states or r.sharding,
             r.offload,

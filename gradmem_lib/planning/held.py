@@ -1,17 +1,16 @@
 """What a recipe holds on a card: resident and saved bytes, and the overhead beside live tensors."""
 
-from ..names import OFFLOAD, PRECISIONS, SELECTIVE, SHARDING
+from ..names import OFFLOAD, PRECISIONS, QUANTIZED, SELECTIVE, SHARDING
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
 from ..prediction.predict import Prediction
-from ..techniques import quantized
 from ..training.recipe import Recipe
 from ..units import MiB
 from .recomputed import freed_fraction
 from .work import Work
 
 FLOAT32 = 4  # bytes of a number
-ROUGHLY = "allocator (estimate)"
+IDLE, ROUGHLY = "allocator's idle blocks", "allocator (estimate)"
 # the allocator's overhead as a share of the live bytes, until it is replayed
 ALLOCATOR_ROUGHLY = 0.05
 # outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
@@ -28,7 +27,8 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     if work.adapts(recipe):
         weights, sizes = weights + width * trained, ()
     if recipe.quantized_base:
-        weights += round((0.5 + 1 / quantized.BLOCK) * work.matrices) - width * work.matrices
+        stored = QUANTIZED[recipe.storage].bytes_each
+        weights += round(stored * work.matrices) - width * work.matrices
     row = OPTIMIZERS[recipe.optimizer]
     with_states = trained
     if row.factored:  # additions of LoRA have few rows and columns, which are left out
@@ -162,7 +162,7 @@ def overhead_bytes(
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:
-        held = {"allocator's idle blocks": max(reserved - live, 0)}
+        held = {IDLE: max(reserved - live, 0)}
     held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
     if cards > 1:
         held["NCCL (estimate)"] = 2 * NCCL if hybrid else NCCL

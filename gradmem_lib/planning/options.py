@@ -1,7 +1,7 @@
 """One way to train, with the bytes and the time that it needs; and the order of several ways."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import optimizers
 from ..names import PRECISIONS
@@ -9,6 +9,7 @@ from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
 from .cost import Cost
+from .held import IDLE, ROUGHLY
 
 # What is trained: every weight, low-rank additions to a frozen model, or such additions to a frozen
 # model in 4 bits.
@@ -68,6 +69,15 @@ class Option:
             f"{self.recipe.accumulation}{cards}"
         )
 
+    def replayed(self) -> "Option":
+        """The same, with what the allocator reserves replayed in place of an estimate."""
+        if ROUGHLY not in self.parts:
+            return self
+        idle = max(self.prediction.replay_allocator() - self.prediction.peak.total, 0)
+        parts = {IDLE: idle} | self.parts
+        del parts[ROUGHLY]
+        return replace(self, parts=parts)
+
     def why_not(self) -> str:
         """Why it does not fit, in bytes."""
         if 0 <= self.spare < self.kept_free:
@@ -81,9 +91,9 @@ class Option:
             f"{n} {format_bytes(b)}" for n, b in sorted(parts.items(), key=lambda p: -p[1])
         )
         phase = peak.phase.replace("_", " ")
-        return (
-            f"needs {format_bytes(-self.spare)} more than there is: at the peak, in {phase}, {held}"
-        )
+        about = "about " if ROUGHLY in self.parts else ""
+        missing = f"{about}{format_bytes(-self.spare)} more than there is"
+        return f"needs {missing}: at the peak, in {phase}, {held}"
 
 
 @dataclass(frozen=True)

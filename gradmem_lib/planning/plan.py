@@ -276,7 +276,7 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
     card, or more cards.
     """
     refused = search.refused()
-    closest = refused[0]
+    closest = refused[0].replayed()
     advice = _another_method(search, methods[-1])
     in_backward = [option for option in refused if option.recipe.in_backward]
     if in_backward:

@@ -2,6 +2,7 @@
 
 import html
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ..display import pictures
@@ -49,15 +50,16 @@ class Plan:
         """The fastest option; ``None`` if nothing fits."""
         return self.fits[0] if self.fits else None
 
-    @property
+    @cached_property
     def closest(self) -> Option:
-        """``best``; if nothing fits, the option that needs the fewest bytes."""
-        return self.best or self.refused[0]
+        """``best``; if nothing fits, the option that needs the fewest bytes, replayed."""
+        return self.best or self.refused[0].replayed()
 
-    @property
+    @cached_property
     def next_faster(self) -> Option | None:
         """Of the predicted options that would be faster than ``best`` but do not fit, the slowest
-        one; those of its own micro-batch, method, precision, optimizer and loss come first.
+        one, replayed; those of its own micro-batch, method, precision, optimizer and loss come
+        first.
         """
         if self.best is None:
             return None
@@ -66,7 +68,8 @@ class Plan:
         def of_its_kind_then_slowest(option: Option) -> tuple[bool, float]:
             return self.is_of_the_best_ones_kind(option), option.seconds
 
-        return max(faster, key=of_its_kind_then_slowest, default=None)
+        slowest = max(faster, key=of_its_kind_then_slowest, default=None)
+        return None if slowest is None else slowest.replayed()
 
     def is_of_the_best_ones_kind(self, option: Option) -> bool:
         """Whether ``option`` differs from ``best`` only in what it recomputes or moves."""

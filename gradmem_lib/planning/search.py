@@ -90,8 +90,10 @@ class Search(Candidates):
         found = self.fits()
         if not found:
             return f"{predicted}, and none fits yet"
-        time = f"{1e6 * found[0].seconds:.1f} us/{self.work.unit}"
-        return f"{predicted}; the best so far: {time}, {found[0]}"
+        time = f"{1e6 * found[0].seconds:.1f} us/{self.work.unit}, "
+        if self.target == "cpu":  # the rates behind it are a card's
+            time = ""
+        return f"{predicted}; the best so far: {time}{found[0]}"
 
     def fits(self) -> list[Option]:
         """The predicted options that fit, in order, each recipe with its largest micro-batch."""

@@ -11,8 +11,9 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from ..compat.transformers_models import inside_peft
+from ..compat.transformers_models import attention_of, inside_peft, use_sdpa
 from ..hf_names import LABELS_OF_HEAD, PAIR_TABLES, POSITION_TABLE, TABLES
+from ..names import is_flash
 
 
 def model_class(config):
@@ -272,15 +273,18 @@ def skeleton(config) -> nn.Module:
     """The model of ``config`` on the meta device: its structure without memory."""
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            "the config has a quantization_config, and the memory of operations on such weights "
-            "is not known: give the model as it was before, or a config without that field. To "
-            "keep it in 4 bits: plan's method='qlora', Recipe(precision='bf16', lora_rank=16, "
-            "quantized_base=True)"
+            "the config has a quantization_config, and a recipe says how a base is stored: give "
+            "the model as it was before, or a config without that field. To keep it in 4 bits: "
+            "plan's method='qlora', Recipe(precision='float32', lora_rank=16, "
+            "quantized_base='nf4', compute_dtype='bf16'), or a BitsAndBytesConfig as quantized_base"
         )
     kind = model_class(config)
+    copied = copy.deepcopy(config)
+    if is_flash(attention_of(copied)):
+        use_sdpa(copied)  # the kernel's package may not be there
     try:
         with torch.device("meta"):
-            return kind(copy.deepcopy(config))
+            return kind(copied)
     except Exception as error:
         raise ValueError(
             f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: "

@@ -256,9 +256,9 @@ def _fake_like(
         raise CannotTrace(
             f"{where} holds a {type(tensor).__name__}, and what its own operations take in a step "
             "is not known: measure one real step with MemoryTracker, or predict the model as it "
-            "was before it had 4 bits, with Recipe(precision='bf16', lora_rank=16, "
-            "quantized_base=True), or with precision='autocast-bf16' after PEFT's "
-            "prepare_model_for_kbit_training"
+            "was before it had 4 bits, with the BitsAndBytesConfig, as "
+            "Recipe(lora_rank=16, quantized_base=config), and precision='autocast-bf16' for a "
+            "training with autocast"
         )
     key, nbytes = storage_key(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
     if key not in bases:

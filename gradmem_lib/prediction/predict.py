@@ -54,7 +54,8 @@ class Prediction:
 
     The step is not the first one: the optimizer's states exist. Attributes: ``target``;
     ``timeline`` (if it has very many samples, only the largest of each window); ``peak``;
-    ``peak_by_phase``; ``current`` (the bytes that stay between steps); ``offload_traffic_bytes``
+    ``peak_by_phase``; ``current`` (the bytes that stay between steps: its ``"parameters"``, with
+    buffers, are what is there after loading); ``offload_traffic_bytes``
     (the bytes that cross the bus for ``recipe.offload``, in both directions together); ``title``;
     ``traced_layers`` (the numbers of layers in the short traces; empty for a full trace);
     ``notes`` (sentences about settings of the module that change the figures).

@@ -19,6 +19,7 @@ from ..compat import operators
 from ..compat.fake_ranks import fake_process_group
 from ..compat.fake_tensors import NO_VALUES
 from ..compat.transformers_models import attention_by_values, attention_of
+from ..names import is_flash
 from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
 from ..training.step import (
@@ -169,6 +170,8 @@ class _FakeStep:
 
     def __init__(self, question: Question, views: ChangedViews | None = None):
         self.question, self.recipe = question, question.recipe
+        if is_flash(self.recipe.attention):  # saves what the fused one saves, and may not be there
+            self.recipe = replace(self.recipe, attention="fused")
         self.views = views
         self.is_steady = False
         self.changes_views = False
@@ -368,18 +371,19 @@ def _restore_settings(
         model.config.use_cache = True
 
 
-def _mask_flags(question: Question) -> tuple[bool, bool]:
-    """The two flags for which attention builds masks.
+def _mask_flags(question: Question) -> tuple[bool, bool, bool]:
+    """The flags for which attention builds masks.
 
-    They say whether the batch masks tokens, and whether its rows hold several sequences. Raises
-    ``CannotTrace`` if only a part of the batch does.
+    They say whether the batch masks tokens, whether its rows hold several sequences, and whether
+    the kernel takes no masks at all. Raises ``CannotTrace`` if only a part of the batch does.
     """
     batch, model = (
         question.batch if isinstance(question.batch, Mapping) else {},
         question.source.skeleton,
     )
-    if (attention := attention_of(model)) is None:
-        return False, False
+    attention = question.recipe.attention or attention_of(model)
+    if attention_of(model) is None:
+        return False, False, False
 
     def flags(test: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
         real = [
@@ -401,7 +405,7 @@ def _mask_flags(question: Question) -> tuple[bool, bool]:
         getattr(model.config, "is_encoder_decoder", False)
         and batch.get("decoder_attention_mask") is None
     )
-    if makes_own_mask and (question.recipe.attention or attention) != "eager":
+    if makes_own_mask and attention != "eager":
         all_tokens.add(True)
     if len(all_tokens) > 1 or len(one_sequence) > 1:
         raise CannotTrace(
@@ -409,7 +413,12 @@ def _mask_flags(question: Question) -> tuple[bool, bool]:
             "or several sequences in a row (position_ids), for which attention builds masks, and "
             "others do not: predict a batch of one kind, or measure a real step"
         )
-    return False in all_tokens, False in one_sequence
+    if is_flash(attention) and False in all_tokens:
+        raise CannotTrace(
+            f"{attention} leaves the tokens out that attention_mask hides, and a prediction does "
+            "not know how many: predict whole rows, or attention='fused'"
+        )
+    return False in all_tokens, False in one_sequence, is_flash(attention)
 
 
 def _fake_ranks(question: Question, stack: ExitStack):

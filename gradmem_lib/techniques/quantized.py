@@ -3,8 +3,9 @@
 
 A weight is one of 16 values (quantiles of a normal distribution) times the largest magnitude of its
 block of 64. Each of these magnitudes is stored in one byte, with a float32 scale for every 256 of
-them. That is 0.5 + 1/64 + 4/(64 x 256) bytes a weight, the layout that bitsandbytes documents. To
-multiply, the layer dequantizes the whole matrix to 16 bits, once in forward and once in backward,
+them. That is 0.5 + 1/64 + 4/(64 x 256) bytes a weight, the layout that bitsandbytes documents.
+Without the double quantization, each magnitude is a float32: 0.5 + 4/64 bytes. To multiply, the
+layer dequantizes the whole matrix to the dtype that computes, once in forward and once in backward,
 and frees it again: weights are stored in 4 bits, but not multiplied in 4 bits.
 """
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..names import QUANTIZED
 from .lora import linear_layers, linear_sizes, replace_module
 from .optimizers import BLOCK as SCALES_BLOCK
 from .optimizers import code_table, dequantized_blocks, nearest, quantized_blocks
@@ -34,26 +36,46 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
     return (torch.cat([below.flip(0), above]) / above[-1]).float().to(device)
 
 
+@cache
+def fp4_values(device: torch.device | None = None) -> Tensor:
+    """The 16 values of bitsandbytes' FP4, increasing from -1 to 1: a sign, two bits of exponent and
+    one of mantissa. One of the two zeros is never chosen.
+    """
+    above = torch.tensor([0, 1 / 16, 2, 3, 4, 6, 8, 12]) / 12
+    return torch.cat([-above.flip(0), above]).to(device)
+
+
+def _values(storage: str, device: torch.device) -> Tensor:
+    return fp4_values(device) if QUANTIZED[storage].floating_point else nf4_values(device)
+
+
 class Linear4bit(nn.Module):
     """A frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) whose weight is stored in 4 bits.
 
-    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Under autocast it multiplies in
-    autocast's dtype, and the result has the dtype of ``x`` nevertheless, as in bitsandbytes: a
-    float32 ``x`` gets a float32 result.
+    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. It multiplies in ``compute_dtype``, or
+    without one in autocast's dtype, or that of ``x``. The result has the dtype of ``x``
+    nevertheless, as in bitsandbytes: a float32 ``x`` gets a float32 result.
 
-    Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a byte for every 64 weights;
-    ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias does not
-    change.
+    Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, for every 64 weights a
+    float32, or with double quantization a byte. ``scales``, a float32 for every 256 magnitudes, and
+    ``offset``, their mean, exist only with double quantization. The bias does not change.
     """
 
-    def __init__(self, base: nn.Module):
+    def __init__(
+        self,
+        base: nn.Module,
+        storage: str = "nf4-double",
+        compute_dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.in_features, self.out_features = linear_sizes(base)
         weight = base.weight if isinstance(base, nn.Linear) else base.weight.T
-        parts = _operators().quantize(weight.detach().contiguous())
+        parts = _operators().quantize(weight.detach().contiguous(), storage)
         for name, tensor in zip(("packed", "magnitudes", "scales", "offset"), parts, strict=True):
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            kept = nn.Parameter(tensor, requires_grad=False) if tensor.numel() else None
+            self.register_parameter(name, kept)
         self.bias, self.dtype = base.bias, weight.dtype
+        self.storage, self.compute_dtype = storage, compute_dtype
 
     @property
     def weight(self) -> Tensor:
@@ -64,7 +86,9 @@ class Linear4bit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         multiplied = x
-        if torch.is_autocast_enabled(x.device.type):
+        if self.compute_dtype is not None:
+            multiplied = x.to(self.compute_dtype)
+        elif torch.is_autocast_enabled(x.device.type):
             # Autocast does not see into _Multiply, so that its cast is made here.
             multiplied = x.to(torch.get_autocast_dtype(x.device.type))
         y = _Multiply.apply(multiplied, self)
@@ -74,9 +98,11 @@ class Linear4bit(nn.Module):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (out, in) that the layer multiplies by."""
-        magnitudes = _operators().magnitudes(self.magnitudes, self.scales, self.offset)
+        magnitudes = self.magnitudes
+        if QUANTIZED[self.storage].double:
+            magnitudes = _operators().magnitudes(magnitudes, self.scales, self.offset)
         return _operators().dequantize(
-            self.packed, magnitudes, self.out_features, self.in_features, dtype
+            self.packed, magnitudes, self.out_features, self.in_features, dtype, self.storage
         )
 
 
@@ -96,7 +122,11 @@ class _Multiply(torch.autograd.Function):
         return d_y @ ctx.layer.dequantized(d_y.dtype), None
 
 
-def quantize_base(model: nn.Module) -> int:
+def quantize_base(
+    model: nn.Module,
+    storage: str = "nf4-double",
+    compute_dtype: torch.dtype | None = None,
+) -> int:
     """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, also those inside LoRA
     layers. Returns their number. The output layer, the embedding and the norms stay, and so do a
     mixture's experts: their weights are one tensor for all of them and no linear layers, so they
@@ -112,7 +142,7 @@ def quantize_base(model: nn.Module) -> int:
             "the model), since 4-bit weights cannot be trained"
         )
     for name, module in frozen.items():
-        replace_module(model, name, Linear4bit(module))
+        replace_module(model, name, Linear4bit(module, storage, compute_dtype))
     return len(frozen)
 
 
@@ -123,25 +153,30 @@ def _operators() -> SimpleNamespace:
     """
 
     @torch.library.custom_op("gradmem::nf4_quantize", mutates_args=())
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def quantize(weight: Tensor, storage: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         flat = weight.reshape(-1).float()
         blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         absmax = blocks.abs().amax(dim=1)
-        offset, code = absmax.mean().reshape(1), code_table(True, weight.device)
-        magnitudes, scales = quantized_blocks(absmax - offset, code)
-        stored_absmax = dequantized_blocks(magnitudes, scales, code) + offset
-        scaled = blocks / stored_absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        nibbles = nearest(scaled.view(-1)[: len(flat)], nf4_values(weight.device))
+        magnitudes, scales, offset = absmax.clone(), absmax.new_empty(0), absmax.new_empty(0)
+        if QUANTIZED[storage].double:
+            offset, code = absmax.mean().reshape(1), code_table(True, weight.device)
+            magnitudes, scales = quantized_blocks(absmax - offset, code)
+            absmax = dequantized_blocks(magnitudes, scales, code) + offset
+        scaled = blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        nibbles = nearest(scaled.view(-1)[: len(flat)], _values(storage, weight.device))
         pairs = F.pad(nibbles, (0, len(flat) % 2)).view(-1, 2)
         return pairs[:, 0] * 16 + pairs[:, 1], magnitudes, scales, offset
 
     @quantize.register_fake
-    def _(weight):
-        new, blocks = weight.new_empty, -(-weight.numel() // BLOCK)
-        packed, magnitudes = (new(n, dtype=torch.uint8) for n in (-(-weight.numel() // 2), blocks))
-        scales, offset = (
-            new(size, dtype=torch.float32) for size in (-(-blocks // SCALES_BLOCK), 1)
-        )
+    def _(weight, storage):
+        blocks = -(-weight.numel() // BLOCK)
+        packed = weight.new_empty(-(-weight.numel() // 2), dtype=torch.uint8)
+        magnitudes = weight.new_empty(blocks, dtype=torch.float32)
+        scales, offset = magnitudes.new_empty(0), magnitudes.new_empty(0)
+        if QUANTIZED[storage].double:
+            magnitudes = magnitudes.to(torch.uint8)
+            scales = weight.new_empty(-(-blocks // SCALES_BLOCK), dtype=torch.float32)
+            offset = weight.new_empty(1, dtype=torch.float32)
         return packed, magnitudes, scales, offset
 
     @torch.library.custom_op("gradmem::nf4_magnitudes", mutates_args=())
@@ -156,9 +191,15 @@ def _operators() -> SimpleNamespace:
     # none.
     @torch.library.custom_op("gradmem::nf4_dequantize", mutates_args=())
     def dequantize(
-        packed: Tensor, absmax: Tensor, rows: int, columns: int, dtype: torch.dtype
+        packed: Tensor,
+        absmax: Tensor,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        storage: str,
     ) -> Tensor:
-        values, out = nf4_values(packed.device), packed.new_empty(rows * columns, dtype=dtype)
+        values = _values(storage, packed.device)
+        out = packed.new_empty(rows * columns, dtype=dtype)
         for start in range(0, rows * columns, SLICE):
             part = out[start : start + SLICE]
             pairs = packed[start // 2 : (start + SLICE) // 2]
@@ -170,7 +211,7 @@ def _operators() -> SimpleNamespace:
         return out.view(rows, columns)
 
     @dequantize.register_fake
-    def _(packed, absmax, rows, columns, dtype):
+    def _(packed, absmax, rows, columns, dtype, storage):
         return packed.new_empty(rows, columns, dtype=dtype)
 
     return SimpleNamespace(quantize=quantize, magnitudes=magnitudes, dequantize=dequantize)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..compat.dispatch_modes import without_modes
 from ..compat.modules import is_persistent, own_tensors
 from ..compat.transformers_models import attention_of, checkpointing_name, inside_peft
-from ..names import ATTENTION, SELECTIVE
+from ..names import ATTENTION, SELECTIVE, is_flash
 from ..optimizers import OPTIMIZERS
 from ..techniques import optimizers as our_optimizers
 from ..techniques import precision as our_precision
@@ -128,8 +128,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-    if recipe.attention is not None:
-        set_attention(model, ATTENTION[recipe.attention].in_transformers)
+    set_attention(model, _name_in_transformers(recipe.attention))
     if recipe.chunked_loss:
         check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
     if recipe.weight_dtype is not None:
@@ -143,9 +142,16 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
             alpha=recipe.lora_alpha,
             dropout=recipe.lora_dropout,
         )
-    if recipe.quantized_base:
-        quantize_base(model)
+    if recipe.storage is not None:
+        quantize_base(model, recipe.storage, recipe.dtype_of_products)
     refuse_frozen(model)
+
+
+def _name_in_transformers(attention: str | None) -> str | None:
+    """What transformers calls the ``attention`` of a recipe."""
+    if attention is None or is_flash(attention):
+        return attention
+    return ATTENTION[attention].in_transformers
 
 
 def refuse_frozen(model: nn.Module) -> None:

@@ -10,7 +10,18 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..names import ATTENTION, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
+from ..names import (
+    ATTENTION,
+    COMPUTE_DTYPES,
+    FLASH_KERNELS,
+    OFFLOAD,
+    PRECISIONS,
+    QUANTIZED,
+    SELECTIVE,
+    SHARDING,
+    check_choice,
+    is_flash,
+)
 from ..optimizers import OPTIMIZERS
 from ..techniques.schedules import checked_schedule
 from ..units import check_positive_int
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 ALL_LINEAR = "all-linear"  # PEFT's word
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,9 @@ class Recipe:
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient
             at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's attention as it is.
+            transformers' ``"sdpa"`` is the fused one; ``"flash_attention_2"``,
+            ``"flash_attention_3"`` and kernels of the hub (``"owner/kernel"``) are predicted
+            without their package, and a training needs it.
         checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which
             ``fit`` finds), a segment's number of layers, or a list of these (``checkpoint_layers``
             explains each); or a key of ``SELECTIVE`` for a part of each layer.
@@ -55,10 +70,15 @@ class Recipe:
             the rank. ``lora_dropout`` is the share of their inputs that training leaves out. Both
             are spelled and computed as in PEFT, whose default for alpha is 8.
         quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see
-            ``quantized.py``). A mixture's experts are not linear layers, and do not change. With
-            ``precision="autocast-bf16"``, the norms, the tables and the head are float32, and so is
-            what passes from layer to layer, as after PEFT's ``prepare_model_for_kbit_training``;
-            with ``"bf16"``, all of these have 16 bits.
+            ``quantized.py``): a key of ``QUANTIZED``, ``True`` for ``"nf4-double"``, or a
+            ``BitsAndBytesConfig``, which tells ``compute_dtype`` too (by its own defaults, FP4 and
+            float32). A mixture's experts are not linear layers, and do not change. ``precision``
+            is for all else: the norms, the tables, the head, and what passes from layer to layer.
+            PEFT's ``prepare_model_for_kbit_training`` makes these float32: choose ``"float32"`` for
+            a loop without autocast, and ``"autocast-bf16"`` or ``"autocast-fp16"`` for one with it.
+            With ``"bf16"``, all of these have 16 bits, as without that call.
+        compute_dtype: what the layers in 4 bits multiply in: ``"float32"``, ``"bf16"``,
+            ``"fp16"``; ``None``: autocast's dtype, or else that of what they are given.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never
             exist as a whole.
         float32_sums: add up the gradients of weights in 16 bits in float32 over the micro-batches,
@@ -77,24 +97,26 @@ class Recipe:
     accumulation: int = 1
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
-    quantized_base: bool = False
+    quantized_base: bool | str = False
     chunked_loss: bool = False
     float32_sums: bool = False
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     layers: tuple[str | tuple[str, ...], ...] = ()
+    compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, (*PRECISIONS, None))
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        check_choice("attention", self.attention, (*ATTENTION, None))
+        self._check_attention()
         check_choice("offload", self.offload, (*OFFLOAD, None))
         check_choice("sharding", self.sharding, (*SHARDING, None))
         check_positive_int("accumulation", self.accumulation, 4)
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name), example)
-        for switch in ("in_backward", "quantized_base", "chunked_loss", "float32_sums"):
+        self._check_quantized()
+        for switch in ("in_backward", "chunked_loss", "float32_sums"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
                     f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False"
@@ -112,6 +134,37 @@ class Recipe:
         self._check_optimizer()
         self._check_combinations()
         self._check_sharding()
+
+    def _check_attention(self) -> None:
+        if self.attention == ATTENTION["fused"].in_transformers:
+            object.__setattr__(self, "attention", "fused")
+        if not isinstance(self.attention, str) or not is_flash(self.attention):
+            check_choice("attention", self.attention, (*ATTENTION, *FLASH_KERNELS, None))
+        elif self.precision == "float32":
+            raise ValueError(
+                f"attention={self.attention!r} takes 16 bits, and precision='float32' gives it "
+                "more: choose precision='autocast-bf16', or attention='fused'"
+            )
+
+    def _check_quantized(self) -> None:
+        """Read a ``BitsAndBytesConfig``, and refuse what no base in few bits has."""
+        if hasattr(self.quantized_base, "to_dict"):
+            storage, compute_dtype = _of_bitsandbytes(self.quantized_base.to_dict())
+            if self.compute_dtype not in (None, compute_dtype):
+                raise ValueError(
+                    f"compute_dtype={self.compute_dtype!r}, and the config that is given as "
+                    f"quantized_base computes in {compute_dtype!r}: give one of the two"
+                )
+            object.__setattr__(self, "quantized_base", storage)
+            object.__setattr__(self, "compute_dtype", compute_dtype)
+        if not isinstance(self.quantized_base, bool):
+            check_choice("quantized_base", self.quantized_base, QUANTIZED)
+        check_choice("compute_dtype", self.compute_dtype, (*COMPUTE_DTYPES, None))
+        if self.compute_dtype is not None and not self.quantized_base:
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype!r} is what a base in few bits multiplies in: "
+                "give quantized_base too, such as 'nf4', or leave it out and choose a precision"
+            )
 
     def _check_optimizer(self) -> None:
         """Refuse what the optimizer's row does not allow."""
@@ -172,8 +225,9 @@ class Recipe:
         self._check_lora()
         if self.quantized_base and self.lora_rank is None:
             raise ValueError(
-                "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and "
-                "are written out in the dtype of what they multiply: give lora_rank too, such as 16"
+                f"quantized_base={self.quantized_base!r} keeps frozen weights in 4 bits, which "
+                "cannot be trained and are written out in the dtype of what they multiply: give "
+                "lora_rank too, such as 16"
             )
         if self.every_n_layers is not None and self.checkpointing is not None:
             raise ValueError(
@@ -241,6 +295,11 @@ class Recipe:
             )
 
     @property
+    def storage(self) -> str | None:
+        """The key of ``QUANTIZED`` for the frozen linear layers, if they are kept in few bits."""
+        return "nf4-double" if self.quantized_base is True else self.quantized_base or None
+
+    @property
     def fully_sharded(self) -> bool:
         """Whether each rank keeps only a part of every weight."""
         return self.sharding is not None and SHARDING[self.sharding].weights
@@ -286,6 +345,11 @@ class Recipe:
         return self.every_n_layers or (1 if self.checkpointing == "per-layer" else None)
 
     @property
+    def dtype_of_products(self) -> torch.dtype | None:
+        """The dtype that the base in few bits multiplies in; ``None``: that of what it is given."""
+        return None if self.compute_dtype is None else _dtype(self.compute_dtype)
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         if self.precision is None or not PRECISIONS[self.precision].autocast:
             return None
@@ -325,9 +389,24 @@ def _dtype(name: str) -> torch.dtype:
     """The dtype that the rows of ``PRECISIONS`` call ``name``."""
     import torch
 
-    if name == "bf16":
-        return torch.bfloat16
-    return getattr(torch, name)
+    return getattr(torch, SHORT_DTYPES.get(name, name))
+
+
+def _of_bitsandbytes(config: dict) -> tuple[str, str | None]:
+    """The key of ``QUANTIZED``, and the name of the dtype that computes, of a
+    ``BitsAndBytesConfig``.
+    """
+    if not config.get("load_in_4bit"):
+        raise ValueError(
+            "the config given as quantized_base does not load in 4 bits, and no other quantized "
+            f"base can be predicted: choose one of {', '.join(map(repr, QUANTIZED))}"
+        )
+    storage = config["bnb_4bit_quant_type"]
+    if config["bnb_4bit_use_double_quant"]:
+        storage += "-double"
+    short = {long: short for short, long in SHORT_DTYPES.items()}
+    dtype = config["bnb_4bit_compute_dtype"]
+    return storage, short.get(dtype, dtype)
 
 
 def _names_of_lists(given: object) -> tuple[str | tuple[str, ...], ...]:

@@ -27,19 +27,15 @@ def plan_text(plan: Plan) -> str:
     ]
     if plan.fits:
         lines += [
-            (
-                "Fits, fastest first. Times are estimates, from counted operations and bytes "
-                "moved; of those within 10 %"
-            ),
-            "of each other, the recipe that changes training least comes first.",
-            *_table(plan.fits, plan.unit),
-            *_terms_of(plan.fits[0], plan.unit),
+            *_about_the_order(plan.target),
+            *_table(plan.fits, plan),
+            *_terms_of(plan.fits[0], plan),
             *_about_the_network(plan.network),
         ]
         if plan.cards > 1:
             lines.append(f"Start the code of the first one {launch(plan.cards, plan.machines)}")
     else:
-        lines += ["Nothing fits. Closest:", *_table([plan.closest], plan.unit)]
+        lines += ["Nothing fits. Closest:", *_table([plan.closest], plan)]
         lines += ["", _wrapped(f"It {plan.closest.why_not()}.")]
     lines += [_wrapped(line, "  * ") for line in plan.advice]
     faster = plan.next_faster
@@ -71,15 +67,31 @@ def _about_the_rows(plan: Plan) -> list[str]:
     return lines
 
 
-def _terms_of(option: Option, unit: str) -> list[str]:
+def _about_the_order(target: str) -> list[str]:
+    """What comes first among the recipes that fit. The rates behind the times are a card's."""
+    if target == "cpu":
+        return [
+            "Fits, in the order of the times on a card. The order on a CPU may be another one: its",
+            "times are not estimated.",
+        ]
+    return [
+        (
+            "Fits, fastest first. Times are estimates, from counted operations and bytes "
+            "moved; of those within 10 %"
+        ),
+        "of each other, the recipe that changes training least comes first.",
+    ]
+
+
+def _terms_of(option: Option, plan: Plan) -> list[str]:
     """What the estimated time of ``option`` consists of."""
-    if option.cost is None:
+    if option.cost is None or plan.target == "cpu":
         return []
     terms = []
     for name, seconds in asdict(option.cost).items():
         if seconds:
             terms.append(f"{name.replace('_', ' ')} {1e6 * seconds:,.2f}")
-    return [f"The time of the first one, in us/{unit}: {', '.join(terms)}."]
+    return [f"The time of the first one, in us/{plan.unit}: {', '.join(terms)}."]
 
 
 def _about_the_margin(margin: float) -> list[str]:
@@ -139,12 +151,17 @@ def _option_dict(option: Option, unit: str) -> dict:
     }
 
 
-def _table(options: list[Option], unit: str) -> list[str]:
-    lines = [f"  {'us/' + unit:>8} {'needs':>10} {'spare':>10}   recipe"]
+def _table(options: list[Option], plan: Plan) -> list[str]:
+    """The options, one a line; those of a CPU without times."""
+    rows = [f"{'needs':>10} {'spare':>10}   recipe"]
+    times = [f"{'us/' + plan.unit:>8} "]
     for o in options:
         spare = ("-" if o.spare < 0 else "") + format_bytes(abs(o.spare))
-        lines.append(f"  {o.seconds * 1e6:8.2f} {format_bytes(o.needs):>10} {spare:>10}   {o}")
-    return lines
+        rows.append(f"{format_bytes(o.needs):>10} {spare:>10}   {o}")
+        times.append(f"{o.seconds * 1e6:8.2f} ")
+    if plan.target == "cpu":
+        times = [""] * len(rows)
+    return [f"  {time}{row}" for time, row in zip(times, rows, strict=True)]
 
 
 def _wrapped(text: str, bullet: str = "  ") -> str:

@@ -12,6 +12,7 @@ import pytest
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.planning.cards import CARDS, Card
+from gradmem_lib.planning.held import ROUGHLY
 from gradmem_lib.planning.options import Option, RuledOut, changes, describe, ordered
 from gradmem_lib.planning.plan import _advice, plan
 from gradmem_lib.planning.report import Plan
@@ -147,6 +148,26 @@ def test_a_plan_in_which_nothing_fits_word_for_word():
         and made.closest is FASTER
         and made.code == ""
     )
+
+
+def test_a_plan_for_a_cpu_shows_no_times():
+    """The rates behind them are a card's."""
+    text = str(plan_of(target="cpu"))
+    assert "fastest first" not in text and "us/token" not in text and "12.35" not in text
+    assert "\n       needs      spare   recipe\n    1.86 GiB 148.00 MiB   full" in text
+
+
+def test_what_is_shown_was_replayed():
+    """By the estimate it needs more than there is; by its requests it leaves 48 MiB of the card."""
+    prediction = SimpleNamespace(
+        **vars(FITS.prediction), replay_allocator=lambda: (1400 + 100) * MiB
+    )
+    parts = {ROUGHLY: 500 * MiB} | FITS.parts
+    rough = replace(FITS, prediction=prediction, parts=parts, seconds=FITS.seconds / 2, margin=0.03)
+    assert rough.why_not().startswith("needs about 352.00 MiB more than there is")
+    made = plan_of(refused=[rough])
+    assert made.next_faster.why_not().startswith("leaves 48.00 MiB, and the margin of 3.0%")
+    assert "about" not in str(made)
 
 
 def test_a_plan_for_several_cards_says_so():
@@ -339,6 +360,9 @@ class Told(SimpleNamespace):
 
     def __str__(self):
         return self.recipe.method
+
+    def replayed(self):
+        return self
 
 
 TOKENS = SimpleNamespace(row=None, uncut="", linear_widths=1)  # a model whose rows are tokens alone

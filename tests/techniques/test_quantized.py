@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from gradmem_lib.compat.fake_tensors import FakeTensorMode
 from gradmem_lib.compat.trees import tree_leaves
 from gradmem_lib.course.material import models
+from gradmem_lib.names import QUANTIZED
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import quantized
@@ -166,15 +168,17 @@ def test_families_that_read_weights_themselves_take_a_4bit_base(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "mixtral", "phi", "vit"])
-@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
-def test_a_4bit_base_under_autocast_is_predicted(family, checkpointing):
-    recipe = Recipe(
-        lora_rank=2,
-        precision="autocast-bf16",
-        attention=None,
-        quantized_base=True,
-        checkpointing=checkpointing,
-    )
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"precision": "autocast-bf16", "quantized_base": True},
+        {"precision": "autocast-bf16", "quantized_base": True, "checkpointing": "per-layer"},
+        {"precision": "float32", "quantized_base": "nf4", "compute_dtype": "bf16"},
+        {"precision": "bf16", "quantized_base": "fp4-double", "compute_dtype": "float32"},
+    ],
+)
+def test_a_4bit_base_beside_other_dtypes_is_predicted(family, dtypes):
+    recipe = Recipe(lora_rank=2, attention=None, **dtypes)
     seq_len = None if family == "vit" else 16
     torch.manual_seed(0)
     asked = predict(tiny_config(family), batch_size=2, seq_len=seq_len, recipe=recipe, target="cpu")
@@ -194,6 +198,44 @@ def test_under_autocast_a_4bit_layer_multiplies_in_16_bits_and_keeps_the_dtype_o
     weight = layer.dequantized(torch.bfloat16)
     expected = torch.ones(3, 48, dtype=torch.bfloat16) @ weight
     assert gradient.dtype == torch.float32 and torch.equal(gradient, expected.float())
+
+
+@pytest.mark.parametrize("storage", ["nf4", "nf4-double", "fp4", "fp4-double"])
+def test_each_storage_has_its_bytes_and_keeps_what_it_can(storage):
+    torch.manual_seed(0)
+    base = nn.Linear(512, 256, bias=False)
+    layer = quantized.Linear4bit(base, storage, torch.bfloat16)
+    n, spec = 512 * 256, QUANTIZED[storage]
+    nbytes = sum(p.nbytes for p in layer.parameters())
+    assert 0 <= nbytes - spec.bytes_each * n <= (4 * n / 64 / 256 + 4) * spec.double
+    largest = base.weight.abs().max()
+    widest = 0.34 if spec.floating_point else 0.31  # between two of the 16 values
+    assert (layer.dequantized() - base.weight).abs().max() < (widest / 2 + 0.02) * largest
+    y = layer(torch.randn(3, 512))
+    assert y.dtype == torch.float32 and torch.equal(y, y.bfloat16().float())
+
+
+def test_a_bitsandbytes_config_is_read():
+    """transformers makes one only where bitsandbytes is installed; its defaults are FP4, no double
+    quantization, and float32.
+    """
+    fields = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": "float32",
+    }
+    usual = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    usual["bnb_4bit_compute_dtype"] = "bfloat16"
+    for given, storage, compute in (({}, "fp4", "float32"), (usual, "nf4-double", "bf16")):
+        config = SimpleNamespace(to_dict=lambda given=given: fields | given)
+        recipe = Recipe(lora_rank=2, quantized_base=config)
+        assert recipe == Recipe(lora_rank=2, quantized_base=storage, compute_dtype=compute)
+    with pytest.raises(ValueError, match="computes in 'bf16': give one of the two"):
+        Recipe(lora_rank=2, quantized_base=config, compute_dtype="fp16")
+    fields["load_in_4bit"] = False
+    with pytest.raises(ValueError, match="does not load in 4 bits"):
+        Recipe(lora_rank=2, quantized_base=config)
 
 
 def test_an_addition_is_not_lost_in_a_base_in_4_bits():
@@ -220,12 +262,13 @@ def test_a_mixtures_experts_stay_as_they_are():
 def test_operators_return_for_fake_tensors_what_they_return():
     """17,875 numbers are no whole number of blocks, and an odd number of them."""
     kernels, weight = quantized._operators(), torch.randn(275, 65)
-    packed, codes, scales, offset = kernels.quantize(weight)
+    packed, codes, scales, offset = kernels.quantize(weight, "nf4-double")
     absmax = kernels.magnitudes(codes, scales, offset)
     for operator, given in (
-        (kernels.quantize, (weight,)),
+        (kernels.quantize, (weight, "nf4-double")),
+        (kernels.quantize, (weight, "fp4")),
         (kernels.magnitudes, (codes, scales, offset)),
-        (kernels.dequantize, (packed, absmax, 275, 65, torch.bfloat16)),
+        (kernels.dequantize, (packed, absmax, 275, 65, torch.bfloat16, "nf4-double")),
     ):
         with FakeTensorMode() as mode:
             found = operator(

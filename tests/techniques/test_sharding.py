@@ -106,7 +106,8 @@ def test_without_a_process_group_the_sentence_says_torchrun():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"sharding": "zero3"}, "choose one of 'ddp', 'zero1', 'zero2', 'fsdp'"),
+        ({"sharding": "zero3"}, "did you mean 'fsdp'"),
+        ({"sharding": "tp"}, "choose one of 'ddp', 'zero1', 'zero2', 'fsdp'"),
         ({"sharding": "ddp", "in_backward": True}, "choose sharding='fsdp'"),
         (
             {"sharding": "fsdp", "chunked_loss": True},
@@ -378,7 +379,7 @@ def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
         with pytest.raises(ValueError, match=r"one Block are in torch.bfloat16 and torch.float32"):
             shard(Rest([Block(trained=True)]), "fsdp", mesh=mesh)
         with pytest.raises(ValueError, match="choose one of 'ddp'"):
-            shard(Rest([Block()]), "zero3", mesh=mesh)
+            shard(Rest([Block()]), "tp", mesh=mesh)
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero1"])
