@@ -175,7 +175,7 @@ guess_c.reveal(measured=round(error, 2))
 
 # %% [markdown]
 # The error is larger than the gradient. `loss / K` gives each *micro-batch* the same weight. The full batch gives each
-# of the 212 predicted *tokens* the same weight:
+# of the {{count_targets(ragged["labels"])}} predicted *tokens* the same weight:
 
 # %%
 for n in (7, 15, 63, 127):  # the first token is not predicted
@@ -430,7 +430,7 @@ def error_of(loop):
 
 
 # %% [markdown]
-# Suppose each process divides by its own tokens, 22 and 190. How far is the result from the gradient of all 212?
+# Suppose each process divides by its own tokens, 22 and 190. How far is the result from the gradient of all {{count_targets(ragged["labels"])}}?
 
 # %%
 question = "Each process divides by its own tokens, 22 and 190: relative error?"
@@ -452,13 +452,13 @@ guess_f.reveal(measured=error)
 # %% [markdown]
 # It is the trap of section 4: the mean gives both processes the same weight.
 #
-# **Now you.** Change the marked line so that the error becomes 0, and run its cell again. Try `items = 212` first. Why
+# **Now you.** Change the marked line so that the error becomes 0, and run its cell again. Try `items = {{count_targets(ragged["labels"])}}` first. Why
 # is the error 0.5 then?
 #
 # <details><summary>Answer</summary>
 #
-# DDP averages over the processes, so it divides by 2 once more: with `items = 212` the gradient is half as long as it
-# should be. `items = 212 / 2` is right. A real script adds up the counts of all processes with `dist.all_reduce`, and
+# DDP averages over the processes, so it divides by 2 once more: with `items = {{count_targets(ragged["labels"])}}` the gradient is half as long as it
+# should be. `items = {{count_targets(ragged["labels"])}} / 2` is right. A real script adds up the counts of all processes with `dist.all_reduce`, and
 # divides the sum by `dist.get_world_size()`.
 #
 # </details>

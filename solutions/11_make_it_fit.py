@@ -36,8 +36,8 @@ from gradmem_lib.course import models, puzzle, stars, texts
 # - **Bytes.** The predicted peak, the allocator's idle blocks, CUDA's context and the workspace of its matrix
 #   products (cuBLAS) must fit together.
 # - **Time.** It is an estimate for each token, and the planner's best recipe sets the mark. Any recipe that fits has ★.
-#   With 70 % of the planner's speed it has ★★, and with 95 % it has ★★★.
-# - **Fair play.** Adapters have at least rank 16 and are on every linear layer. Plain SGD is not allowed.
+#   With {{stars_from("★★☆"):.0f}} % of the planner's speed it has ★★, and with {{stars_from("★★★"):.0f}} % it has ★★★.
+# - **Fair play.** Adapters have at least rank 16 and are on every linear layer. <!-- holds: [refused(more) for more in ({}, {"lora_rank": 15}, {"lora_targets": ("q_proj",)})] == [False, True, True] --> Plain SGD is not allowed.
 # - **Try as often as you like.** Your fastest recipe counts. If it is faster than the planner's, `check` says so.
 #   A new recipe takes some seconds to predict, and a 70B's takes a minute.
 #
@@ -69,11 +69,11 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `sharding="ddp"`, `"zero1"`, `"zero2"`, `"fsdp"` | what cards share | sending |
 #
 # `"elementwise"` keeps every product's result, and each adapter adds two. With adapters on every linear layer, the peak
-# of a Llama of 8 small layers *grew* from 106 to 115 MiB.
+# of a Llama of 8 small layers *grew* from {{llama_peak(None):.0f}} to {{llama_peak("elementwise"):.0f}} MiB.
 #
 # ## 2 · One puzzle together
 #
-# Llama-3.2-1B has 1.24 billion weights. Train every one of them on a card of 12 GB. `show` draws the card with a recipe
+# Llama-3.2-1B has {{weights("Llama-3.2-1B") / 1e9:.2f}} billion weights. Train every one of them on a card of 12 GB. <!-- holds: cards("11.0").endswith("of 12 GB") --> `show` draws the card with a recipe
 # on it. The first try is bf16, one row at a time:
 
 # %%
@@ -81,7 +81,7 @@ recipe = bf16 | {"accumulation": 8}
 puzzle("11.0").show(recipe)
 
 # %% [markdown]
-# The bar is longer than the card. Every weight is trained, so weights and gradients stay. Of the rest, the
+# The bar is longer than the card. <!-- holds: first.spare < 0 --> Every weight is trained, so weights and gradients stay. Of the rest, the
 # activations can shrink without changing the update. Run every layer again:
 
 # %%
@@ -89,8 +89,8 @@ recipe = recipe | again
 puzzle("11.0").show(recipe)
 
 # %% [markdown]
-# The activations fell to a quarter, and it is still not enough. Look at the temporaries: 2 GiB at the beginning of
-# backward. The model knows 128,256 words, so a row of 2,048 tokens has 263 million logits. At that moment each has 8
+# The activations fell to a quarter, and it is still not enough. <!-- holds: second.spare < 0 and abs(second.held["activations"] / first.held["activations"] - 1 / 4) < 0.02 --> Look at the temporaries: {{second.held["temporaries"] / 2**30:.0f}} GiB at the beginning of
+# backward. <!-- holds: second.phase == "backward" --> The model knows {{words:,}} words, so a row of 2,048 tokens has {{2048 * words / 1e6:.0f}} million logits. At that moment each has {{second.held["temporaries"] / 2048 / words:.0f}}
 # bytes of temporaries. Compute the loss in chunks:
 
 # %%
@@ -99,7 +99,7 @@ puzzle("11.0").show(recipe)
 
 # %% [markdown]
 # **It fits**, with two stars. Where does the time go? Every layer runs twice. Without checkpoints, activations would need
-# some 3.5 GiB more, so these bytes must come from elsewhere. The largest part is now the optimizer's states. Keep them
+# some {{(fourth.held["activations"] - third.held["activations"]) / 2**30:.1f}} GiB more, so these bytes must come from elsewhere. The largest part is now the optimizer's states. <!-- holds: max(third.held, key=third.held.get) == "optimizer" --> Keep them
 # in 8 bits, and run no layer twice:
 
 # %%
@@ -107,7 +107,7 @@ recipe = bf16 | chunks | {"accumulation": 8, "optimizer": "adamw-8bit"}
 puzzle("11.0").show(recipe)
 
 # %% [markdown]
-# Three stars. The last recipe needs no fewer bytes than the one before. It spends them better. So a puzzle has two halves:
+# Three stars. The last recipe needs no fewer bytes than the one before. <!-- holds: first.spare < second.spare < 0 <= third.spare and fourth.needs >= third.needs --> It spends them better. So a puzzle has two halves:
 #
 # 1. **Make it fit.** Which part is too large, and which option shrinks that part? Change one thing at a time.
 # 2. **Make it fast.** Which option costs time, and which bytes could replace it?
@@ -124,15 +124,15 @@ puzzle("11.0").show(recipe)
 #
 # ●○○ · 2 minutes · trains: the first look: weights, gradients, states, and what rows cost
 #
-# SmolLM2-135M, 4 rows of 128 tokens, 512 MiB. Train whatever you like.
+# {{puzzle("11.1").model}}, {{rows("11.1")}}, {{puzzle("11.1").room / 2**20:.0f}} MiB. Train whatever you like.
 #
 # <details><summary>Hint 1: every weight</summary>
 #
-# `bf16` needs 1.39 GiB: parameters 0.25, optimizer 0.50, activations 0.45, temporaries 0.19.
+# {{needs("11.1", "bf16", "parameters optimizer activations temporaries", digits=2)}}.
 #
 # <details><summary>Hint 2: adapters</summary>
 #
-# `lora` needs 0.88 GiB: parameters 0.26, activations 0.42, temporaries 0.19. What is left depends on the rows.
+# {{needs("11.1", "lora", "parameters activations temporaries", digits=2)}}. What is left depends on the rows.
 # The temporaries are logits, as in section 2.
 #
 # </details></details>
@@ -145,7 +145,7 @@ puzzle("11.1").show(answer)
 # %% [markdown]
 # ## 4 · One 7B, four cards
 #
-# Llama-2-7B has 6.74 billion weights: 12.6 GiB in bf16. From puzzle to puzzle the card gets smaller, and each has another
+# Llama-2-7B has {{weights("Llama-2-7B") / 1e9:.2f}} billion weights: {{2 * weights("Llama-2-7B") / 2**30:.1f}} GiB in bf16. From puzzle to puzzle the card gets smaller, and each has another
 # condition. Add up the parts that do not depend on the batch first.
 
 # %% [markdown]
@@ -153,16 +153,15 @@ puzzle("11.1").show(answer)
 #
 # ●●○ · 2 minutes · trains: gradients that never wait, and states that hardly are
 #
-# 8 rows of 2,048 tokens, an RTX 4090 of 24 GB. Every weight is trained.
+# {{rows("11.3")}}, {{cards("11.3")}}. Every weight is trained. <!-- holds: puzzle("11.3").condition == "every weight is trained" -->
 #
 # <details><summary>Hint 1: one row at a time</summary>
 #
-# `bf16 | again | adafactor | {"accumulation": 8}` needs 28.2 GiB: parameters 12.6, gradients 12.6, activations 0.8.
+# {{needs("11.3", 'bf16 | again | adafactor | {"accumulation": 8}', "parameters gradients activations")}}.
 #
 # <details><summary>Hint 2: without waiting gradients</summary>
 #
-# `bf16 | again | {"in_backward": True}` needs 50.9 GiB: parameters 12.6, optimizer 25.1, activations 6.5, temporaries
-# 3.9. Which of the four must become smaller, and by how much?
+# {{needs("11.3", 'bf16 | again | {"in_backward": True}', "parameters optimizer activations temporaries")}}. Which of the four must become smaller, and by how much?
 #
 # </details></details>
 
@@ -176,15 +175,15 @@ puzzle("11.3").show(answer)
 #
 # ●●○ · 2 minutes · trains: what is left of a card that is full of frozen weights
 #
-# 8 rows of 2,048 tokens, an RTX 4080 of 16 GB. No weight is kept in 4 bits.
+# {{rows("11.4")}}, {{cards("11.4")}}. No weight is kept in 4 bits. <!-- holds: puzzle("11.4").condition == "no weight is kept in 4 bits" -->
 #
 # <details><summary>Hint 1: all rows at once</summary>
 #
-# `lora | again` needs 24.5 GiB: parameters 12.6, activations 6.2, temporaries 3.9.
+# {{needs("11.4", "lora | again", "parameters activations temporaries")}}.
 #
 # <details><summary>Hint 2: one row at a time</summary>
 #
-# `lora | {"accumulation": 8}` needs 25.7 GiB: parameters 12.6, activations 10.6, temporaries 0.5. What may the
+# {{needs("11.4", 'lora | {"accumulation": 8}', "parameters activations temporaries")}}. What may the
 # activations be at most?
 #
 # </details></details>
@@ -199,15 +198,15 @@ puzzle("11.4").show(answer)
 #
 # ●●○ · 3 minutes · trains: moving instead of computing again
 #
-# 8 rows of 2,048 tokens, an RTX 3060 of 12 GB. No layer runs twice: checkpoints are not allowed.
+# {{rows("11.5")}}, {{cards("11.5")}}. No layer runs twice: checkpoints are not allowed. <!-- holds: puzzle("11.5").condition == "no layer runs twice" -->
 #
 # <details><summary>Hint 1: the base</summary>
 #
-# The weights in bf16 are more than the card. In 4 bits they leave 8 GiB.
+# The weights in bf16 are more than the card. <!-- holds: 2 * weights("Llama-2-7B") > one_row.room --> In 4 bits they leave {{(one_row.room - one_row.held["parameters"]) / 2**30:.0f}} GiB.
 #
 # <details><summary>Hint 2: one row at a time</summary>
 #
-# `qlora | {"accumulation": 8}` needs 16.3 GiB: parameters 3.7, activations 10.6, temporaries 0.5. The activations wait
+# {{needs("11.5", 'qlora | {"accumulation": 8}', "parameters activations temporaries")}}. The activations wait
 # for their backward. Must they wait on the card?
 #
 # </details></details>
@@ -222,15 +221,15 @@ puzzle("11.5").show(answer)
 #
 # ●●○ · 3 minutes · trains: the smallest card, where every part counts
 #
-# 8 rows of **4,096** tokens, an RTX 3070 of 8 GB. Nothing waits in the host's memory.
+# {{puzzle("11.6").rows}} rows of **{{puzzle("11.6").tokens:,}}** tokens, {{cards("11.6")}}. Nothing waits in the host's memory. <!-- holds: puzzle("11.6").condition == "nothing waits in the host's memory" -->
 #
 # <details><summary>Hint 1: nothing twice</summary>
 #
-# `qlora | chunks | {"accumulation": 8}` needs 26.8 GiB: parameters 3.7, activations 20.8, temporaries 0.3.
+# {{needs("11.6", 'qlora | chunks | {"accumulation": 8}', "parameters activations temporaries")}}.
 #
 # <details><summary>Hint 2: checkpoints</summary>
 #
-# `qlora | again | {"accumulation": 8}` needs 8.1 GiB: parameters 3.7, activations 1.6, temporaries 1.0. It is close.
+# {{needs("11.6", 'qlora | again | {"accumulation": 8}', "parameters activations temporaries")}}. It is close.
 # What are temporaries at the start of backward?
 #
 # </details></details>
@@ -242,14 +241,14 @@ puzzle("11.6").show(answer)
 
 # %% [markdown]
 # Compare the four times. Cards differ, and saved bytes cost time: layers run twice, activations cross the bus, 4 bits are
-# decoded.
+# decoded. <!-- holds: twice.needs < plain.needs and twice.seconds > plain.seconds and decoded.needs < experts.needs and decoded.seconds > experts.seconds -->
 #
-# In 11.5, gigabytes stay free. `offload` moves all activations or none, and those of one row are 10.6 GiB. Larger pieces
+# In 11.5, gigabytes stay free. <!-- holds: one_row.spare < 0 and puzzle("11.5").best()[0].offload == "activations" and puzzle("11.5").best()[1].spare > 2**30 --> `offload` moves all activations or none, and those of one row are {{one_row.held["activations"] / 2**30:.1f}} GiB. Larger pieces
 # hardly help: four rows at once save 2 % of the time.
 #
 # ## 5 · Too many of something
 #
-# In each of the next two puzzles, one number is far larger than in section 4: words, then tokens. Before you write a
+# In each of the next two puzzles, one number is far larger than in section 4: words, then tokens. <!-- holds: vocabulary("Llama-3-8B") >= 4 * vocabulary("Llama-2-7B") and puzzle("11.8").tokens >= 8 * puzzle("11.6").tokens --> Before you write a
 # recipe, say which category grows with that number.
 
 # %% [markdown]
@@ -257,16 +256,16 @@ puzzle("11.6").show(answer)
 #
 # ●●○ · 3 minutes · trains: what a large vocabulary costs, and where
 #
-# Llama-3-8B, 8 rows of 4,096 tokens, an RTX 4090 of 24 GB. No weight is kept in 4 bits.
+# {{puzzle("11.7").model}}, {{rows("11.7")}}, {{cards("11.7")}}. No weight is kept in 4 bits. <!-- holds: puzzle("11.7").condition == "no weight is kept in 4 bits" -->
 #
 # <details><summary>Hint 1: one row at a time</summary>
 #
-# `lora | again | {"accumulation": 8}` needs 24.5 GiB: parameters 15.0, activations 3.0, temporaries 3.9.
+# {{needs("11.7", 'lora | again | {"accumulation": 8}', "parameters activations temporaries")}}.
 #
 # <details><summary>Hint 2: all rows at once</summary>
 #
-# `lora | again | chunks` needs 32.9 GiB: parameters 15.0, activations 12.8, temporaries 2.9. Between one row and eight
-# there are others, and larger pieces are faster.
+# {{needs("11.7", "lora | again | chunks", "parameters activations temporaries")}}. Between one row and eight
+# there are others, and larger pieces are faster. <!-- holds: pieces[0].seconds > pieces[1].seconds -->
 #
 # </details></details>
 
@@ -280,16 +279,16 @@ puzzle("11.7").show(answer)
 #
 # ●●● · 3 minutes · trains: what grows with a row's length, when nothing else can be cut
 #
-# Mistral-7B, **one** row of 32,768 tokens, an RTX 4090 of 24 GB. One row cannot be cut into micro-batches.
+# {{puzzle("11.8").model}}, **one** row of {{puzzle("11.8").tokens:,}} tokens, {{cards("11.8")}}. <!-- holds: puzzle("11.8").rows == 1 --> One row cannot be cut into micro-batches.
 #
 # <details><summary>Hint 1: the usual things</summary>
 #
-# `qlora | again` needs 27.1 GiB: parameters 3.9, activations 13.4, temporaries 7.8.
+# {{needs("11.8", "qlora | again", "parameters activations temporaries")}}.
 #
 # <details><summary>Hint 2: what a checkpoint keeps</summary>
 #
-# `lora | again | chunks` needs 34.9 GiB: parameters 13.6, activations 16.2, temporaries 2.9. Checkpoints keep the
-# boundaries, the inputs of all layers: 32,768 tokens × 4,096 numbers × 2 bytes, times 32 layers.
+# {{needs("11.8", "lora | again | chunks", "parameters activations temporaries")}}. Checkpoints keep the
+# boundaries, the inputs of all layers: {{puzzle("11.8").tokens:,}} tokens × {{mistral.hidden_size:,}} numbers × 2 bytes, times {{mistral.num_hidden_layers}} layers.
 #
 # </details></details>
 
@@ -312,16 +311,15 @@ puzzle("11.8").show(answer)
 #
 # ●●● · 3 minutes · trains: what several cards share, and what each needs for itself
 #
-# Llama-2-13B, 16 rows of 2,048 tokens, eight RTX 3090s of 24 GB. Every weight is trained.
+# {{puzzle("11.10").model}}, {{rows("11.10")}}, {{cards("11.10")}}. Every weight is trained. <!-- holds: puzzle("11.10").condition == "every weight is trained" -->
 #
 # <details><summary>Hint 1: gathered until backward</summary>
 #
-# `bf16 | again | {"sharding": "zero2"}` needs 39.7 GiB: parameters 27.3, optimizer 6.1, activations 2.9.
+# {{needs("11.10", 'bf16 | again | {"sharding": "zero2"}', "parameters optimizer activations")}}.
 #
 # <details><summary>Hint 2: float32 copies</summary>
 #
-# `bf16 | again | {"sharding": "fsdp", "precision": "float32-master"}` needs 30.9 GiB: parameters 7.3, gradients 5.6,
-# optimizer 12.1, activations 0.9.
+# {{needs("11.10", 'bf16 | again | {"sharding": "fsdp", "precision": "float32-master"}', "parameters gradients optimizer activations")}}.
 #
 # </details></details>
 
@@ -335,15 +333,15 @@ puzzle("11.10").show(answer)
 #
 # ●●● · 3 minutes · trains: a model that no card of the two can hold
 #
-# Llama-2-70B, 4 rows of 1,024 tokens, two RTX 4090s of 24 GB. In lesson 10 each card had one row. Now each has two.
+# {{puzzle("11.11").model}}, {{rows("11.11")}}, {{cards("11.11")}}. In lesson 10 each card had one row. Now each has two.
 #
 # <details><summary>Hint 1: in 16 bits</summary>
 #
-# `lora | again | {"sharding": "fsdp"}` needs 77.8 GiB: parameters 67.0, activations 2.5, temporaries 3.2.
+# {{needs("11.11", 'lora | again | {"sharding": "fsdp"}', "parameters activations temporaries")}}.
 #
 # <details><summary>Hint 2: in 4 bits</summary>
 #
-# `qlora | again | {"sharding": "fsdp"}` needs 25.3 GiB: parameters 18.5, activations 3.1, temporaries 1.1. One row at a
+# {{needs("11.11", 'qlora | again | {"sharding": "fsdp"}', "parameters activations temporaries")}}. One row at a
 # time comes very close. Must the activations stay on the card?
 #
 # </details></details>
@@ -366,8 +364,8 @@ puzzle("11.12").show(bf16 | again | adafactor | {"accumulation": 8})
 #
 # ●●● · 2 minutes · trains: naming what no recipe makes small enough
 #
-# Llama-2-7B, 8 rows of 2,048 tokens, an RTX 4090 of 24 GB. Every weight is trained, and the optimizer steps *after*
-# backward. The bar names six categories: `"parameters"`, `"gradients"`, `"optimizer"`, `"activations"`, `"temporaries"`,
+# {{puzzle("11.12").model}}, {{rows("11.12")}}, {{cards("11.12")}}. Every weight is trained, and the optimizer steps *after*
+# backward. <!-- holds: puzzle("11.12").condition == "every weight is trained and the optimizer steps after backward" --> The bar names six categories: `"parameters"`, `"gradients"`, `"optimizer"`, `"activations"`, `"temporaries"`,
 # `"other"`. One of them forbids it, whatever the recipe. Which?
 #
 # <details><summary>Hint 1: one after another</summary>
@@ -424,7 +422,7 @@ print(f"measured  {tracker.peak.total:,} bytes, in {tracker.peak.phase}")
 guess_a.reveal(measured=abs(predicted.total - tracker.peak.total))
 
 # %% [markdown]
-# The prediction is right to the byte, and the model trains within half a GiB. Its weights in float32 alone are more.
+# The prediction is right to the byte, and the model trains within half a GiB. <!-- holds: predicted.total == tracker.peak.total <= 2**29 == puzzle("11.1").best()[1].room --> Its weights in float32 alone are more. <!-- holds: 4 * smol.num_parameters() > 2**29 -->
 #
 # ## 10 · Your model, your card
 #
@@ -443,7 +441,7 @@ print(yours.code)
 # ## 11 · What you can now do
 #
 # - **Add up first.** In most puzzles, weights, gradients and states are more than half of the bytes, and no batch is
-#   small enough to change them.
+#   small enough to change them. <!-- holds: sum(mostly_kept(f"11.{number}") for number in range(1, 12)) > 5 -->
 # - **Then look at the peak.** The largest part that an option can shrink comes next, one change at a time.
 # - **Spend what is left.** A recipe that merely fits pays for memory with time.
 # - **Some things cannot be done.** A few sums say so before you rent the card.
@@ -457,16 +455,15 @@ print(yours.code)
 #
 # ●●○ · 2 minutes · optional · trains: which optimizer's states a small card has room for
 #
-# GPT-2 XL, 8 rows of 1,024 tokens, an RTX 3070 of 8 GB. Every weight is trained.
+# {{puzzle("11.2").model}}, {{rows("11.2")}}, {{cards("11.2")}}. Every weight is trained. <!-- holds: puzzle("11.2").condition == "every weight is trained" -->
 #
 # <details><summary>Hint 1: the first try</summary>
 #
-# `bf16 | again | {"accumulation": 8}` needs 13.5 GiB: parameters 2.9, gradients 2.9, optimizer 5.8, activations 0.3.
+# {{needs("11.2", 'bf16 | again | {"accumulation": 8}', "parameters gradients optimizer activations")}}.
 #
 # <details><summary>Hint 2: states in 8 bits</summary>
 #
-# `bf16 | again | {"accumulation": 8, "optimizer": "adamw-8bit"}` needs 10.5 GiB: parameters 2.9, gradients 2.9,
-# optimizer 2.9. By how much is it too long, and what would be left without any states?
+# {{needs("11.2", 'bf16 | again | {"accumulation": 8, "optimizer": "adamw-8bit"}', "parameters gradients optimizer")}}. By how much is it too long, and what would be left without any states?
 #
 # </details></details>
 
@@ -480,21 +477,21 @@ puzzle("11.2").show(answer)
 #
 # ●●● · 3 minutes · optional · trains: weights that a token hardly uses, and that are there all the same
 #
-# OLMoE-1B-7B, 8 rows of 2,048 tokens, an RTX 4080 of 16 GB. Each layer has 64 experts, and a token goes through 8 of
+# {{puzzle("11.9").model}}, {{rows("11.9")}}, {{cards("11.9")}}. Each layer has 64 experts, and a token goes through 8 of
 # them. The other 56 wait on the card too.
 #
 # <details><summary>Hint 1: one row at a time</summary>
 #
-# `lora | {"accumulation": 8}` needs 19.6 GiB: parameters 12.9, activations 4.5, temporaries 0.8.
+# {{needs("11.9", 'lora | {"accumulation": 8}', "parameters activations temporaries")}}.
 #
 # <details><summary>Hint 2: 4 bits</summary>
 #
-# `qlora | {"accumulation": 8}` needs 19.2 GiB: parameters 12.5, activations 4.5, temporaries 0.8. Here, 4 bits are for
+# {{needs("11.9", 'qlora | {"accumulation": 8}', "parameters activations temporaries")}}. Here, 4 bits are for
 # linear layers, and experts are no linear layers.
 #
 # <details><summary>Hint 3: when it fits with one star</summary>
 #
-# One row at a time is 4 GiB too long. Running every layer again gives back enough, and takes the most time. The toolbox
+# One row at a time is {{-experts.spare / 2**30:.0f}} GiB too long. Running every layer again gives back enough, and takes the most time. <!-- holds: all_again.spare >= 0 and all_again.seconds > 1.3 * puzzle("11.9").best()[1].seconds and puzzle("11.9").best()[0].checkpointing == "elementwise" --> The toolbox
 # has a row that repeats less.
 #
 # </details></details></details>
@@ -503,3 +500,87 @@ puzzle("11.2").show(answer)
 answer = lora | chunks | {"checkpointing": "elementwise", "accumulation": 8}  # SOLUTION
 found_9 = check("11.9", answer)
 puzzle("11.9").show(answer)
+
+# %% tags=["solution-only"]
+# For the text above: what puzzles weigh.
+from gradmem_lib import Recipe, accounting, known_model
+
+
+def weigh(id, answer):
+    return puzzle(id).weigh(puzzle(id).recipe(answer))
+
+
+def needs(id, answer, parts, digits=1):
+    """A hint: what a recipe needs that is not an answer."""
+    wrong, weighed = puzzle(id).judge(eval(answer))
+    assert wrong
+    held = [f"{part} {weighed.held[part] / 2**30:.{digits}f}" for part in parts.split()]
+    return f"`{answer}` needs {weighed.needs / 2**30:.{digits}f} GiB: {', '.join(held)}"
+
+
+def rows(id):
+    one = puzzle(id)
+    return f"{one.rows} rows of {one.tokens:,} tokens"
+
+
+def cards(id):
+    one = puzzle(id)
+    card, size = one.card.removesuffix("GB").rsplit(" ", 1)
+    number = {1: "an", 2: "two", 8: "eight"}[one.cards]
+    return f"{number} {card}{'s' if one.cards > 1 else ''} of {size} GB"
+
+
+# %% tags=["solution-only"]
+def stars_from(won):
+    """The smallest percentage of the planner's speed that wins these stars."""
+    best = puzzle("11.3").best()[1].seconds
+    return next(
+        share for share in range(1, 100) if puzzle("11.3").stars(100 * best / share) == won
+    )
+
+
+def refused(more):
+    return bool(puzzle("11.4").broken(puzzle("11.4").recipe(lora | more)))
+
+
+def mostly_kept(id):
+    """Whether weights, gradients and states are more than half of a puzzle's best."""
+    weighed = puzzle(id).best()[1]
+    kept = ("parameters", "gradients", "optimizer")
+    return sum(weighed.held.get(part, 0) for part in kept) > weighed.needs / 2
+
+
+# %% tags=["solution-only"]
+def llama_peak(checkpointing):
+    """MiB of an update of adapters on a Llama of 8 small layers."""
+    llama = models.tiny_llama(layers=8, hidden=256, heads=4, intermediate=688, vocab=257)
+    recipe = Recipe(**lora, checkpointing=checkpointing)
+    update = predict(llama.config, batch_size=4, seq_len=256, recipe=recipe, target="cpu")
+    return update.peak.total / 2**20
+
+
+def weights(name):
+    return accounting.SHAPES[name].parameters
+
+
+def vocabulary(name):
+    return known_model(name)[1].vocab_size
+
+
+# %% tags=["solution-only"]
+eight = {"accumulation": 8}
+try_1 = bf16 | eight
+tries = (
+    try_1,
+    try_1 | again,
+    try_1 | again | chunks,
+    bf16 | chunks | eight | {"optimizer": "adamw-8bit"},
+)
+first, second, third, fourth = [weigh("11.0", one) for one in tries]
+words = vocabulary("Llama-3.2-1B")
+plain, twice = weigh("11.4", lora | eight), weigh("11.4", lora | again | eight)
+one_row = weigh("11.5", qlora | eight)
+pieces = [weigh("11.7", lora | again | chunks | {"accumulation": n}) for n in (4, 1)]
+mistral = known_model("Mistral-7B")[1]
+experts, decoded = weigh("11.9", lora | eight), weigh("11.9", qlora | eight)
+all_again = weigh("11.9", lora | again | eight)

@@ -302,18 +302,21 @@ def test_resident_bytes_are_those_of_real_models(work, recipe):
         step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         found = resident_bytes(work, recipe)
-        # AdamW counts its steps in tensors of 4 bytes; codes and scales of 8-bit states and of a
-        # base in 4 bits are in whole blocks, and small tensors' states stay in the weights' dtype.
-        states = [
-            s
-            for o in optimizers
-            for one in o.state.values()
-            for s in one.values()
-            if isinstance(s, torch.Tensor)
-        ]
-        assert found["optimizer"] == pytest.approx(
-            nbytes(s for s in states if s.dim()), rel=0.06, abs=1
-        )
+        expected, smallest = found["optimizer"], 0
+        if recipe.optimizer == "adamw-8bit":
+            # Small tensors' states stay in the weights' dtype: they are left out here.
+            smallest = 4096
+            large = sum(p.numel() for p in model.parameters() if p.numel() >= smallest)
+            expected *= large / work.parameters
+            expected += 2 * 4 * 256  # what the codes of both moments mean: one table for each
+        # AdamW counts its steps in tensors of 4 bytes, without dimensions.
+        states = []
+        for each in optimizers:
+            for p, state in each.state.items():
+                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+                if p.numel() >= smallest:
+                    states += [tensor for tensor in tensors if tensor.dim()]
+        assert nbytes(states) == pytest.approx(expected, rel=0, abs=1)
         slack = 0.01 if recipe.quantized_base else 0
         assert found["parameters"] == pytest.approx(nbytes(model.parameters()), rel=slack)
         if not recipe.in_backward:

@@ -11,7 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from gradmem_lib import MemoryTracker
 from gradmem_lib.course.material import accounting, models
 from gradmem_lib.course.material.shapes import SHAPES
 from gradmem_lib.names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
@@ -174,6 +177,61 @@ def test_a_trainer_takes_the_row(add, tmp_path):
     assert type(made) is OneMoment and "betas" not in made.param_groups[0]
     add(trainer_name="adamw_bnb_8bit", adam_settings=True)
     assert arguments(Recipe(optimizer="one-moment"), 2)["optim"] == "adamw_bnb_8bit"
+
+
+class Traffic(TorchDispatchMode):
+    """Counts how often operations read or write a tensor of ``numel`` numbers."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for tensor in tree_leaves((args, kwargs, results)):
+                self.count += isinstance(tensor, torch.Tensor) and tensor.numel() == self.numel
+        return results
+
+
+def stepped_once(
+    name: str, *sizes: tuple[int, ...]
+) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+    weights = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in sizes])
+    optimizer = make_optimizer([*weights], Recipe(optimizer=name), 0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return weights, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_traffic_of_a_row_is_that_of_its_step(name):
+    """A kernel reads and writes each state once. A factored optimizer's operations are counted."""
+    row = OPTIMIZERS[name]
+    if not row.factored:
+        for width in (2, 4):
+            twice = 2 * row.bytes_of_states(width)
+            assert row.bytes_of_a_step(width) == pytest.approx(twice, rel=0.02)
+        return
+    weights, optimizer = stepped_once(name, (64, 64))
+    with Traffic(weights[0].numel()) as traffic:
+        optimizer.step()
+    besides_weight_and_gradient = traffic.count - 3
+    assert row.bytes_of_a_step(4) == pytest.approx(4 * besides_weight_and_gradient, rel=0.06)
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.closed_form])
+def test_a_closed_form_is_what_a_step_holds(name):
+    form = OPTIMIZERS[name].closed_form
+    weights, optimizer = stepped_once(name, (3000,), (10,))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    counters = [value for value in states if isinstance(value, torch.Tensor) and not value.dim()]
+    assert len(counters) == len(weights) * form.counters
+    with MemoryTracker(weights, optimizer, live=False) as tracker:
+        optimizer.step()
+    made = tracker.peak.total - tracker.current.total
+    assert made == 4 * (3010 * form.whole_model + 3000 * form.tensors)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
