@@ -144,7 +144,7 @@ def test_an_empty_environment_takes_the_course_from_the_wheel_alone(built, tmp_p
         "install",
         next(pin for pin in pins if pin.startswith("torch==")),
     )
-    run(own / "python", "-m", "pip", "install", str(built["wheel"]))
+    run(own / "python", "-m", "pip", "install", f"{built['wheel']}[course]")
     log = tmp_path / "lab.log"
     with (
         log.open("w") as out,
