@@ -56,7 +56,7 @@ def _explain(options: argparse.Namespace) -> int:
     explanation = explain(
         text, model=options.model, batch_size=options.batch_size, seq_len=options.seq_len
     )
-    print(explanation)
+    print(explanation.for_terminal())
     if explanation.error is None:
         return 1
     if options.model is None:
