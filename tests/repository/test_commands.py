@@ -429,8 +429,8 @@ def test_each_step_of_the_path_ends_with_the_command_of_the_next(capsys):
         "python train.py --model_name_or_path meta-llama/Llama-2-7b-hf --max_seq_length 2048 "
         "--per_device_train_batch_size 8\nCUDA out of memory. Tried to allocate 172.00 MiB. GPU 0 "
         "has a total capacity of 23.64 GiB of which 31.38 MiB is free. Including non-PyTorch "
-        "memory, this process has 23.60 GiB memory in use. Of the allocated memory 22.86 GiB is allocated by "
-        "PyTorch, and 302.06 MiB is reserved by PyTorch but unallocated."
+        "memory, this process has 23.60 GiB memory in use. Of the allocated memory 22.86 GiB is "
+        "allocated by PyTorch, and 302.06 MiB is reserved by PyTorch but unallocated."
     )
     _, out, _ = command(capsys, "explain", text)
     *_, words, last = out.splitlines()
