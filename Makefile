@@ -2,6 +2,7 @@
 #
 #   make lab    PYTHON=python3.12     another Python (3.11 or newer) for the environment
 #   make lab    TORCH_FLAGS="..."     pip options for PyTorch alone, such as another index with CPU-only wheels
+#   make lab    LESSONS=folder        where your copies of the lessons are (gradmem-lessons)
 #   make test   WORKERS=4             how many test processes run at once
 #   make test   INSTALL=1             may install system packages: Chromium, where there is none, as root on Debian
 
@@ -18,7 +19,7 @@ SITE := .venv-site/.ready
 .PHONY: help lab start check test nightly lowest mutants notebooks dist bundle site benchmarks classroom gpu browser gallery
 
 help:
-	@echo "make lab         open the course in JupyterLab"
+	@echo "make lab         open the course in JupyterLab, in copies of the lessons (LESSONS=folder)"
 	@echo "make start       what a first visit does: the doctor's findings, and lesson 00 from top to bottom"
 	@echo "make check       a minute, before every commit: style, types, the quick tests"
 	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
@@ -61,17 +62,11 @@ $(SITE): requirements-site.txt | $(PY)
 
 # Learning.
 
-# Long lines of code are wrapped, as by `gradmem lab`, unless the user has set it otherwise.
-LAB_SETTINGS := gradmem_lib/course/setup/jupyter
-
+# A learner works in copies, so that what Git tracks stays as it is. An update of the course arrives beside a notebook that
+# was changed.
+LESSONS ?= gradmem-lessons
 lab: $(LEARN)
-	@set -- --LabApp.default_url=/lab/tree/lessons/00_start_here.ipynb; \
-	if [ "$$(id -u)" = 0 ]; then set -- "$$@" --allow-root; fi; \
-	if [ -n "$$SSH_CONNECTION$$CI" ] || { [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY" ]; }; then \
-	  echo "No browser here: open the address below in one."; set -- "$$@" --no-browser; \
-	fi; \
-	export JUPYTER_CONFIG_PATH="$${JUPYTER_CONFIG_PATH:+$$JUPYTER_CONFIG_PATH:}$(CURDIR)/$(LAB_SETTINGS)"; \
-	exec $(PY) -m jupyterlab "$$@"
+	exec $(PY) -m gradmem_lib lab $(LESSONS)
 
 # Making and checking.
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from .commands import class_board, doctor, explain, lab, plan, predict, progress, run
-from .commands.terminal import wrapped
+from .commands.terminal import complain, wrapped
 
+# What `pip install` brings without an extra; the rest is the course's.
+FOR_EVERY_COMMAND = ("torch", "transformers", "numpy", "jinja2", "safetensors")
 COMMANDS = (lab, doctor, run, explain, predict, plan, progress, class_board)
 
 
@@ -68,6 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = options.run(options)
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "gradmem_lib"):
+            raise
+        extra = "." if package in FOR_EVERY_COMMAND else '".[course]"'
+        complain(
+            f"This command needs {package}, which is not installed in this Python. In the folder "
+            f"of gradmem, run: pip install -e {extra}"
+        )
+        return 2
     except BrokenPipeError:
         # Who reads the output, such as `head`, has read enough. When Python ends it would write the
         # rest, and fail again.

@@ -23,6 +23,8 @@ myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]
 add_module_names = False
 autodoc_member_order = "bysource"
+# A name for a type, such as tuple[int, ...], says that it comes from builtins, which has no page.
+viewcode_follow_imported_members = False
 autodoc_typehints = "none"
 napoleon_use_ivar = True
 html_theme = "sphinx_book_theme"

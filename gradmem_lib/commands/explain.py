@@ -56,11 +56,10 @@ def _explain(options: argparse.Namespace) -> int:
     explanation = explain(
         text, model=options.model, batch_size=options.batch_size, seq_len=options.seq_len
     )
+    if options.model is None or explanation.error is None:
+        print(explanation.for_terminal())
+        return 0 if explanation.error else 1
     print(explanation)
-    if explanation.error is None:
-        return 1
-    if options.model is None:
-        return 0
     print()
     options.error = explanation.error
     return answer(options)

@@ -10,6 +10,11 @@ from .readers import count, one_of
 from .step_options import MODEL
 from .terminal import progress_line
 
+SEE_IT = """\
+Save it as train.py, below the lines that make your train_dataset. Then run its first two steps, and
+see what they hold at the peak:
+  gradmem run --steps 2 train.py"""
+
 
 def add(commands) -> None:
     plan = commands.add_parser(
@@ -83,5 +88,6 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(made)
         if made.code:
-            print(f"\nCode for the first one (train_dataset is yours):\n\n{made.code}", end="")
+            print(f"\nCode for the first one (train_dataset is yours):\n\n{made.code}")
+            print(SEE_IT)
     return 0 if made.fits else 1

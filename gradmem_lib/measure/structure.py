@@ -34,7 +34,7 @@ class Checkpoints:
 class Structure:
     """``name``: the model's class. ``children``: the names of the modules that it consists of.
     ``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``chains``: the names of the ``nn.Sequential``s of PyTorch's own
+    checkpoints can be put on. ``chains``: the names of each ``nn.Sequential`` of PyTorch's own
     layers: what a layer returns goes into the next one, and nothing else keeps it.
 
     ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the parameters

@@ -77,6 +77,14 @@ class Holder(NamedTuple):
     updated: int = -1
     held: Held | None = None
 
+    def __repr__(self) -> str:
+        """What a reader asks first; the other fields are for who looks for causes."""
+        kind = str(self.dtype).removeprefix("torch.")
+        return (
+            f"Holder({self.nbytes:,} bytes, {self.category}, {kind} {list(self.shape)}, "
+            f"module={self.module!r}, op={self.op!r}, line='{self.line or ''}')"
+        )
+
 
 class Turn(NamedTuple):
     """Where a turn begins (training forwards and backwards, which a script repeats): how many

@@ -6,7 +6,7 @@ have the same number of items. So every micro-batch contributes its summed loss,
 are divided by one number: the items of the whole window.
 
 For a list of micro-batches in one process, all of it is this loop, which can be pasted into a
-script:
+script::
 
     total = sum(count_items(micro) for micro in micro_batches)
     for micro in micro_batches:

@@ -9,7 +9,7 @@ import hashlib
 import shutil
 import textwrap
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..measure.error_frames import Frame, frames_of, moment_of, own_line
 from ..measure.error_text import ErrorText, read_error
@@ -119,9 +119,17 @@ class Explanation:
         return found
 
     def __str__(self) -> str:
-        return self.to_text(min(100, max(40, shutil.get_terminal_size((80, 24)).columns)))
+        return self.to_text(_width())
 
     __repr__ = __str__
+
+    def for_terminal(self) -> str:
+        """The same with the command at the end, where it is still seen below a long answer."""
+        if not self.command:
+            return str(self)
+        *answer, words = self.sentences
+        above = replace(self, sentences=tuple(answer), command="").to_text(_width())
+        return "\n".join([above, "", *_wrapped((words,), _width()), f"  {self.command}"])
 
     def to_text(self, width: int = 80) -> str:
         lines = [*_wrapped(self.sentences, width), f"  {self.command}".rstrip()]
@@ -139,6 +147,10 @@ class Explanation:
     def _repr_html_(self) -> str:
         bar = _bar_svg(self.parts()) if self.parts() else ""
         return html_from(PAGE, found=self, bar=bar, names=NAMES, format_bytes=format_bytes)
+
+
+def _width() -> int:
+    return min(100, max(40, shutil.get_terminal_size((80, 24)).columns))
 
 
 def _wrapped(sentences: tuple[str, ...], width: int) -> list[str]:

@@ -7,7 +7,7 @@ const claims = [...table.querySelectorAll("tbody tr")].map((row) => {
   const entry = document.getElementById(link.hash.slice(1));
   entry.classList.add("entry");
   const last = [...entry.querySelectorAll("details > p")].at(-1).textContent;
-  const [documents, shown] = last.split(/\. (?=Shown in|No lesson)/);
+  const [documents, shown] = last.split(/\. (?=Shown )/);
   return {
     row, entry, documents: documents.split("; "), verdict: row.lastElementChild.textContent.trim(),
     lessons: shown.match(/\d\d/g) ?? [], words: `${row.textContent} ${entry.textContent}`.toLowerCase(),

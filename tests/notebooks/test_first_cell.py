@@ -45,20 +45,20 @@ def test_a_wheel_beside_the_notebook_is_installed_the_newest_of_several_and_then
     for version in ("0.1.0", "0.10.0", "0.9.2", "0.10.0rc1"):  # as text, 0.9.2 is the largest
         Path(f"gradmem-{version}-py3-none-any.whl").touch()
     exec(CELL, {})
-    assert calls == [[*PIP, "gradmem-0.10.0-py3-none-any.whl"], MODEL]
+    assert calls == [[*PIP, "gradmem-0.10.0-py3-none-any.whl[course]"], MODEL]
 
 
 def test_in_a_checkout_the_checkout_is_installed(calls):
     Path("../gradmem_lib").mkdir()
     exec(CELL, {})
-    assert calls == [[*PIP, ".."], MODEL]
+    assert calls == [[*PIP, "..[course]"], MODEL]
 
 
 def test_what_is_named_comes_before_what_is_found(calls, monkeypatch):
     Path("gradmem-0.1.0-py3-none-any.whl").touch()
     monkeypatch.setenv("GRADMEM_SOURCE", "git+file:///course")
     exec(CELL, {})
-    assert calls == [[*PIP, "git+file:///course"], MODEL]
+    assert calls == [[*PIP, "gradmem[course] @ git+file:///course"], MODEL]
 
 
 def test_where_nothing_is_found_nothing_is_guessed(calls):

@@ -8,6 +8,7 @@ import copy
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from support.families import tiny_config
 
 from gradmem_lib.__main__ import main, parser
+from gradmem_lib.commands import plan as plan_command
 from gradmem_lib.commands import terminal
 from gradmem_lib.commands.model_step import command_words
 from gradmem_lib.commands.step_options import chosen
@@ -420,6 +422,25 @@ def test_explain_reads_a_file_standard_input_and_words(capsys, tmp_path, monkeyp
     assert from_words == from_input == from_file
     code, out, _ = command(capsys, "explain", "nothing of the kind")
     assert code == 1 and "Give the line" in " ".join(out.split())
+
+
+def test_each_step_of_the_path_ends_with_the_command_of_the_next(capsys):
+    text = (
+        "python train.py --model_name_or_path meta-llama/Llama-2-7b-hf --max_seq_length 2048 "
+        "--per_device_train_batch_size 8\nCUDA out of memory. Tried to allocate 172.00 MiB. GPU 0 "
+        "has a total capacity of 23.64 GiB of which 31.38 MiB is free. Including non-PyTorch "
+        "memory, this process has 23.60 GiB memory in use. Of the allocated memory 22.86 GiB is "
+        "allocated by PyTorch, and 302.06 MiB is reserved by PyTorch but unallocated."
+    )
+    _, out, _ = command(capsys, "explain", text)
+    *_, words, last = out.splitlines()
+    assert words == "Type next, to see what fits such a card:"
+    assert last.split()[:3] == ["gradmem", "plan", "meta-llama/Llama-2-7b-hf"]
+    chosen = parser().parse_args(shlex.split(last)[1:])
+    assert (chosen.card, chosen.seq_len, chosen.global_batch) == ("RTX 4090 24GB", 2048, 8)
+    assert "capacity" not in last and out.count("Type next") == 1
+    then = shlex.split(plan_command.SEE_IT.splitlines()[-1])
+    assert parser().parse_args(then[1:]).steps == 2
 
 
 def test_explain_lays_the_prediction_beside_the_error(capsys, tmp_path, config):

@@ -144,7 +144,7 @@ def test_an_empty_environment_takes_the_course_from_the_wheel_alone(built, tmp_p
         "install",
         next(pin for pin in pins if pin.startswith("torch==")),
     )
-    run(own / "python", "-m", "pip", "install", str(built["wheel"]))
+    run(own / "python", "-m", "pip", "install", f"{built['wheel']}[course]")
     log = tmp_path / "lab.log"
     with (
         log.open("w") as out,
@@ -450,3 +450,29 @@ def test_the_lab_wraps_long_lines_of_code_unless_the_user_has_chosen(tmp_path, m
     # As jupyterlab_server reads it: the defaults of settings, below what a user sets.
     defaults = ConfigManager(config_dir_name="labconfig").get("default_setting_overrides")
     assert defaults["@jupyterlab/notebook-extension:tracker"]["codeCellConfig"]["lineWrap"] is True
+    news = defaults["@jupyterlab/apputils-extension:notification"]
+    assert news == {"checkForUpdates": False, "fetchNews": "false"}
+
+
+@pytest.mark.parametrize(
+    "screen",
+    [{}, {"DISPLAY": ":0", "SSH_CONNECTION": "there"}, {"DISPLAY": ":0", "CI": "1"}],
+    ids=str,
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a browser is taken for granted")
+def test_without_a_browser_the_address_is_printed(monkeypatch, tmp_path, capsys, screen):
+    from jupyterlab.labapp import LabApp
+
+    opened = []
+    monkeypatch.setattr(LabApp, "launch_instance", opened.append)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in screen.items():
+        monkeypatch.setenv(name, value)
+    lab.open_lab(tmp_path)
+    assert "--no-browser" in opened[0] and "open the address below" in capsys.readouterr().out
+    for name in screen:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DISPLAY", ":0")
+    lab.open_lab(tmp_path)
+    assert "--no-browser" not in opened[1]

@@ -34,6 +34,8 @@ CHECKPOINTING = {"none": None, "per-layer": "per-layer", "sqrt": "sqrt"} | {
     f"{k} layers a segment": k for k in (2, 4, 8, 16)
 }
 OPTIMIZERS = {name: name for name in accounting.OPTIMIZERS} | {"none: no step": None}
+# The value None in a menu: for ipywidgets, None itself is no choice, and the menu shows nothing.
+NONE = "none"
 DEFAULTS = {
     "model": "SmolLM2-135M",
     "batch_size": 4,
@@ -89,9 +91,15 @@ def recipe_of(settings: dict):
     from ...training.recipe import Recipe
 
     options = _options(settings)
-    return Recipe(
-        **options | {"optimizer": options["optimizer"] or "sgd"}
-    )  # SGD keeps and makes no bytes, like no step
+    if options["optimizer"] is not None:
+        return Recipe(**options)
+    stand_in = "sgd"  # keeps and makes no bytes, like no step
+    try:
+        return Recipe(**options | {"optimizer": stand_in})
+    except ValueError as error:  # names an optimizer that nobody chose
+        raise ValueError(
+            str(error).replace(f"optimizer={stand_in!r}", "there is no step")
+        ) from None
 
 
 def estimate(settings: dict) -> accounting.Estimate:
@@ -300,8 +308,8 @@ class Explorer:
             )
             if start[name] not in dict(pairs).values():
                 pairs.append((str(start[name]), start[name]))
-            # Chosen by position: ipywidgets takes the value None for no choice, and shows nothing.
             place = [value for _, value in pairs].index(start[name])
+            pairs = [(text, NONE if value is None else value) for text, value in pairs]
             made[name] = ipywidgets.Dropdown(
                 options=pairs, index=place, description=label, **looks()
             )
@@ -326,7 +334,10 @@ class Explorer:
         )
 
     def _now(self) -> dict:
-        return {name: control.value for name, control in self.controls.items()}
+        found = {}
+        for name, control in self.controls.items():
+            found[name] = None if control.value == NONE else control.value
+        return found
 
     def _changed(self, _=None) -> None:
         now = self._now()

@@ -33,11 +33,6 @@ class Row:
     published: int
     predicted: int
 
-    @property
-    def off(self) -> float:
-        """How far the prediction is off, as a share of the published figure."""
-        return abs(self.predicted / self.published - 1)
-
 
 def rows() -> list[Row]:
     """All figures, by source."""
@@ -50,21 +45,11 @@ def rows() -> list[Row]:
     return found
 
 
-def furthest() -> list[Row]:
-    """Of each source, the row whose prediction is furthest off."""
-    found: dict[str, Row] = {}
-    for row in rows():
-        other = found.setdefault(row.source, row)
-        if row.off > other.off:
-            found[row.source] = row
-    return list(found.values())
-
-
-def table(chosen: list[Row] | None = None) -> str:
-    """All figures, or the chosen ones, as a table in markdown, in GB (10^9 bytes)."""
+def table() -> str:
+    """All figures as a table in markdown, in GB (10^9 bytes)."""
     lines = ["| run | figure | measured, GB | predicted, GB | off |", "|---|---|---|---|---|"]
     source = None
-    for row in rows() if chosen is None else chosen:
+    for row in rows():
         if row.source != source:
             source = row.source
             lines.append(f"| **{source}** | | | | |")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,11 +14,12 @@ from pathlib import Path
 
 from ...units import GiB, format_bytes
 from ..machine import environment
-from ..machine.course_files import in_checkout
+from ..machine.course_files import IMPORT_ROOT, in_checkout
 
 # Float32 parameters, gradients and Adam's two moments of SmolLM2-135M (134,515,008 parameters),
 # activations not counted.
 SMOLLM2_RESIDENT = 134_515_008 * 4 * 4
+EXTRAS = ("", "run", "course")  # of the package, that the course needs
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ def examine() -> list[Finding]:
         python_version(sys.version_info[:3]),
         *packages(),
         jupyterlab(_version("jupyterlab")),
-        device(),
-        memory(_free_memory()),
+        *_device(),
+        *_memory(),
         *_model_and_cache(),
-        _progress_file(),
+        *_progress_file(),
     ]
 
 
@@ -82,23 +86,42 @@ def python_version(version: tuple[int, int, int]) -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Every package that the library declares, in the version that is installed."""
+    """Every package that the library declares for the course, in the version that is installed."""
+    try:
+        declared = metadata.requires("gradmem") or []
+    except metadata.PackageNotFoundError:
+        what = "the course's own package is not installed in this Python"
+        if absent := _absent_packages():
+            what += f", nor are {', '.join(absent)}"
+        advice = "in the course's folder, run `make lab`, or `pip install -r requirements.txt`"
+        yield Finding("missing", what, advice)
+        return
     try:
         from packaging.requirements import Requirement
-
-        declared = [Requirement(line) for line in metadata.requires("gradmem") or []]
-    except (ImportError, metadata.PackageNotFoundError):
-        yield Finding(
-            "missing",
-            "the course's own package is not installed in this Python",
-            "in the course's folder, run `make lab`, or `pip install -r requirements.txt`",
-        )
+    except ImportError:
+        what = "packaging is not installed: without it, no version of a package can be judged"
+        yield Finding("missing", what, _install("packaging"))
         return
-    for requirement in declared:
-        if requirement.name == "jupyterlab":  # ``jupyterlab`` below says what it is needed for
+    for requirement in map(Requirement, declared):
+        # The library's own name stands for another of its extras; ``jupyterlab`` below says what
+        # that one is needed for.
+        if requirement.name in ("gradmem", "jupyterlab"):
             continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
             yield package(requirement.name, _version(requirement.name), requirement.specifier)
+
+
+def _absent_packages() -> list[str]:
+    """What the checkout's pyproject.toml asks for and this Python lacks."""
+    if not in_checkout():
+        return []
+    project = tomllib.loads((IMPORT_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = list(project["dependencies"])
+    for extra in EXTRAS:
+        lines += project["optional-dependencies"].get(extra, [])
+    names = [re.match(r"[\w-]+", line)[0] for line in lines]
+    return [name for name in names if name != "gradmem" and _version(name) is None]
 
 
 def package(name: str, version: str | None, wanted) -> Finding:
@@ -242,18 +265,26 @@ def _existing(path: Path) -> Path:
 
 
 def _version(name: str) -> str | None:
+    """The installed version; None without a package, or where it left only its description."""
     try:
+        if importlib.util.find_spec(name.replace("-", "_")) is None:
+            return None
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
+    except ImportError:  # which PackageNotFoundError is, too
         return None
 
 
-def _free_memory() -> int:
+def _device() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch"):  # else torch's own line says so
+        yield device()
+
+
+def _memory() -> Iterator[Finding]:
     try:
         import psutil
-    except ImportError:
-        return 0  # reported as too little; the package's own line says what to do
-    return psutil.virtual_memory().available
+    except ImportError:  # nobody knows how much is free; the package's own line says what to do
+        return
+    yield memory(psutil.virtual_memory().available)
 
 
 def _model_and_cache() -> Iterator[Finding]:
@@ -274,8 +305,11 @@ def _model_and_cache() -> Iterator[Finding]:
     )
 
 
-def _progress_file() -> Finding:
+def _progress_file() -> Iterator[Finding]:
     from ..learner.progress import location
 
-    path = location()
-    return progress_file(shown(path, "GRADMEM_PROGRESS"), writable=can_write(path))
+    try:
+        path = location()
+    except ImportError:  # platformdirs knows the place, and its own line says that it is missing
+        return
+    yield progress_file(shown(path, "GRADMEM_PROGRESS"), writable=can_write(path))

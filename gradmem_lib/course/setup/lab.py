@@ -24,7 +24,8 @@ from ..machine.course_files import course_folder
 MANIFEST = ".gradmem.json"
 FIRST = "00_start_here.ipynb"
 # Settings for a JupyterLab whose user has not chosen otherwise: lines of code are wrapped, since a
-# narrow window with the file browser open would cut one line in four.
+# narrow window with the file browser open would cut one line in four, and
+# nobody is asked about news.
 SETTINGS = Path(__file__).with_name("jupyter")
 
 

@@ -250,3 +250,23 @@ def test_a_trace_that_comes_too_late_is_kept_and_not_shown(monkeypatch):
 def test_explorer_says_what_is_wrong(wrong, error, says):
     with pytest.raises(error, match=says):
         explorer.explore(**wrong)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "checkpointing"])
+def test_choosing_none_stays_readable_in_the_menu(monkeypatch, name):
+    monkeypatch.setattr(explorer, "answer", explorer.preview)
+    shown = explorer.Explorer()
+    shown.widget()
+    menu = shown.controls[name]
+    labels = [label for label, _ in menu.options]
+    row = next(row for row, label in enumerate(labels) if label.startswith("none"))
+    menu.index = 1 if row == 0 else 0
+    menu.index = row
+    assert menu.label == labels[row] and shown._now()[name] is None
+
+
+def test_without_a_step_no_optimizer_is_named_that_nobody_chose():
+    settings = {**explorer.DEFAULTS, "optimizer": None, "precision": "float32-master"}
+    with pytest.raises(ValueError, match="there is no step") as refused:
+        explorer.recipe_of(settings)
+    assert "sgd" not in str(refused.value)

@@ -4,6 +4,7 @@ as they are here.
 
 from __future__ import annotations
 
+import importlib.abc
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,45 @@ def test_without_the_library_installed_the_advice_is_to_install_all(monkeypatch)
     monkeypatch.setattr(doctor.metadata, "requires", unknown)
     (finding,) = doctor.packages()
     assert finding.state == "missing" and "make lab" in finding.advice
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Nothing can be imported that is named here, though pip may know it."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("name", ["platformdirs", "psutil", "packaging", "numpy", "filelock"])
+def test_what_is_missing_is_listed_and_nothing_is_said_that_it_would_tell(name, monkeypatch):
+    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Absent(name), *sys.meta_path])
+    monkeypatch.setattr(doctor, "_device", lambda: [])
+    found = doctor.examine()
+    assert [f.what for f in found if f.state == "missing" and f.what.startswith(name)]
+    assert not [f for f in found if "0 B" in f.what]
+
+
+COMMANDS = [
+    ("doctor", 1, "nor are torch, transformers, numpy"),
+    ("explain CUDA out of memory. Tried to allocate 2.00 GiB", 0, "Type next"),
+    ("plan GPT-2 --card 8GiB --seq-len 8 --global-batch 1", 2, "pip install -e ."),
+    ("progress", 2, 'pip install -e ".[course]"'),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), COMMANDS, ids=lambda each: str(each)[:8])
+def test_a_bare_python_answers_or_says_what_is_missing(words, code, said, tmp_path):
+    alone = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "COLUMNS": "200"}
+    call = [sys.executable, "-S", "-m", "gradmem_lib", *words.split()]
+    done = subprocess.run(call, cwd=tmp_path, env=alone, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_another_notebook_program_will_do():
