@@ -121,7 +121,7 @@ def common_factor(mine: torch.Tensor, right: torch.Tensor, rtol: float, atol: fl
     have no such factor.
     """
     factor = (mine @ right / (right @ right)).item()
-    if abs(factor - 1) < 1e-4 or not torch.allclose(mine, factor * right, rtol, atol):
+    if not 1e-4 < abs(factor - 1) < math.inf or not torch.allclose(mine, factor * right, rtol, atol):
         return 0.0
     return factor
 

@@ -220,7 +220,7 @@ def _raised(error: BaseException, answer: Any, limit: float) -> Raised:
                 line = f"line {number} of {os.path.basename(file)}"
     if isinstance(error, time_limit.TooLong):
         return Raised("TooLong", f"{limit:.0f} seconds", line)
-    text = str(error).strip().partition("\n")[0].rstrip(" .")
+    text = str(error).strip().partition("\n")[0].rstrip(" .") or "without a message"
     text = re.sub(r"0x[0-9a-fA-F]{6,}", "0x…", text)  # an address differs from run to run
     return Raised(type(error).__name__, shortened(text, 200), line)
 

@@ -28,6 +28,7 @@ BYTES = exercise_of(nbytes, calls((3, 1000), (20, 7), (5, 80_000), (1, 2**30)))
         (lambda r, w: r - w, "the result is negative, but it can never be negative."),
         (lambda r, w: 4 * r * w + 0.5, "return a whole number: this is a fraction."),
         (lambda r, w: float("nan"), "the result is not a number (nan)"),
+        (lambda r, w: float("inf"), "the answer is inf for all arguments"),
         (lambda r, w: None + r, "Something is None here"),
         # Nothing is said where nothing was seen.
         (lambda r, w: 4 * r * w + r, "For nbytes(3, 1000): got 12,003"),
