@@ -121,9 +121,9 @@ def common_factor(mine: torch.Tensor, right: torch.Tensor, rtol: float, atol: fl
     have no such factor.
     """
     factor = (mine @ right / (right @ right)).item()
-    if not 1e-4 < abs(factor - 1) < math.inf or not torch.allclose(mine, factor * right, rtol, atol):
-        return 0.0
-    return factor
+    if 1e-4 < abs(factor - 1) < math.inf and torch.allclose(mine, factor * right, rtol, atol):
+        return factor
+    return 0.0
 
 
 def one_factor_in_a_place(pairs: Pairs, first: tuple) -> str:
