@@ -33,6 +33,8 @@ BYTES = exercise_of(nbytes, calls((3, 1000), (20, 7), (5, 80_000), (1, 2**30)))
         # Nothing is said where nothing was seen.
         (lambda r, w: 4 * r * w + r, "For nbytes(3, 1000): got 12,003"),
         (lambda r, w: 4 * r + w, "For nbytes(3, 1000): got 1,012"),
+        # What is raised later says nothing of an earlier case.
+        (lambda r, w: 4 * w + r if w > 7 else {}[w], "For nbytes(3, 1000): got 4,003"),
     ],
 )
 def test_numbers(answer, says):

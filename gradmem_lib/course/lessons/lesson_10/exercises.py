@@ -46,9 +46,9 @@ HELD = Exercise(
     calls(
         (1_200, 4, "ddp"),
         (600, 6, "zero1"),
-        (70_000_000_000, 2, "zero2"),
+        (800, 2, "zero2"),
         (1_200, 3, "fsdp"),
-        hidden=[(4_500, 5, "zero2"), (9_100, 7, "fsdp")],
+        hidden=[(70_000_000_000, 5, "zero2"), (9_100, 7, "fsdp")],
     ),
     """
     12 * parameters → 8 * parameters
