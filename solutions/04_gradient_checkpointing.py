@@ -669,7 +669,8 @@ SafeCheckpoint = check("4.2", SafeCheckpoint)
 #
 # A Function has a node in the graph only if one of its arguments requires a gradient. Write
 # `from_frozen(embedding, layers, ids)`: the output of `layers` on `embedding(ids)`, with each layer in a
-# **reentrant** checkpoint. All layers must learn, also those with dropout, and the embedding must not.
+# **reentrant** checkpoint. All layers must get the gradients that they would get without checkpoints, also those with
+# dropout, and the embedding must get none.
 #
 # <details><summary>Hint 1: what is missing</summary>
 #

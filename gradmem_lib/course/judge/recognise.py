@@ -121,9 +121,9 @@ def common_factor(mine: torch.Tensor, right: torch.Tensor, rtol: float, atol: fl
     have no such factor.
     """
     factor = (mine @ right / (right @ right)).item()
-    if abs(factor - 1) < 1e-4 or not torch.allclose(mine, factor * right, rtol, atol):
-        return 0.0
-    return factor
+    if 1e-4 < abs(factor - 1) < math.inf and torch.allclose(mine, factor * right, rtol, atol):
+        return factor
+    return 0.0
 
 
 def one_factor_in_a_place(pairs: Pairs, first: tuple) -> str:
@@ -237,6 +237,9 @@ _RAISED = r"""
     division by zero
         Something is divided by 0: a count, the length of an empty list, or 1 - beta**t where t is
         0.
+    returned an (invalid gradient at index|incorrect number of gradients)
+        backward returns a gradient for each argument of forward after ctx: in their order, the
+        first at index 0, and each in its argument's shape.
     '(generator|map|zip|\w+_iterator|.*islice)' has no len\(\)
         An iterator can be read once, from front to back: it has no length.
     shapes cannot be multiplied

@@ -122,7 +122,7 @@ def _compared(exercise: Exercise, answer: Any, expected: Look) -> Verdict:
     place = first_difference(exercise, got, expected)
     if not place:
         return Verdict(PASSED, f"✓ {exercise.id} passed", answer)
-    says = known_mistake(exercise, got, expected) or pattern(exercise, answer, got, expected)
+    says = known_mistake(exercise, got, expected) or pattern(exercise, answer, got, expected, place)
     return wrong(exercise, place if says in place else f"{says} {place}".strip())
 
 
@@ -220,7 +220,7 @@ def _raised(error: BaseException, answer: Any, limit: float) -> Raised:
                 line = f"line {number} of {os.path.basename(file)}"
     if isinstance(error, time_limit.TooLong):
         return Raised("TooLong", f"{limit:.0f} seconds", line)
-    text = str(error).strip().partition("\n")[0].rstrip(" .")
+    text = str(error).strip().partition("\n")[0].rstrip(" .") or "without a message"
     text = re.sub(r"0x[0-9a-fA-F]{6,}", "0x…", text)  # an address differs from run to run
     return Raised(type(error).__name__, shortened(text, 200), line)
 
@@ -357,14 +357,16 @@ def _explains(theirs: Look, got: Look, expected: Look, tolerance: float) -> bool
     return set(their_cases).isdisjoint(wrong_cases(got, theirs, tolerance))
 
 
-def pattern(exercise: Exercise, answer: Any, got: Look, expected: Look) -> str:
-    """What can be seen of a wrong answer without knowing the exercise; empty if nothing."""
+def pattern(exercise: Exercise, answer: Any, got: Look, expected: Look, place: str) -> str:
+    """What can be seen of a wrong answer without knowing the exercise; empty if nothing. ``place``:
+    where it is wrong first, which may be a case before the one that raised.
+    """
     says = left_changed(got, expected)
     if says:
         return says
     if got.raised and not got.raised.line and got.returned_none:
         return ""  # that is said already
-    if got.raised:
+    if got.raised and got.raised.kind in place:
         return what_to_look_at(got.raised.kind, got.raised.text)
     with contextlib.suppress(Exception), _undisturbed(), time_limit.stopped_after(5):
         return pattern_of(exercise, answer, got.seen, expected.seen)

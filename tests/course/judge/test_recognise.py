@@ -28,10 +28,13 @@ BYTES = exercise_of(nbytes, calls((3, 1000), (20, 7), (5, 80_000), (1, 2**30)))
         (lambda r, w: r - w, "the result is negative, but it can never be negative."),
         (lambda r, w: 4 * r * w + 0.5, "return a whole number: this is a fraction."),
         (lambda r, w: float("nan"), "the result is not a number (nan)"),
+        (lambda r, w: float("inf"), "the answer is inf for all arguments"),
         (lambda r, w: None + r, "Something is None here"),
         # Nothing is said where nothing was seen.
         (lambda r, w: 4 * r * w + r, "For nbytes(3, 1000): got 12,003"),
         (lambda r, w: 4 * r + w, "For nbytes(3, 1000): got 1,012"),
+        # What is raised later says nothing of an earlier case.
+        (lambda r, w: 4 * w + r if w > 7 else {}[w], "For nbytes(3, 1000): got 4,003"),
     ],
 )
 def test_numbers(answer, says):

@@ -131,6 +131,8 @@ def test_an_exception_is_one_line_with_its_place():
     line = answer.__code__.co_firstlineno + 2
     said = f"Your code raised ValueError at line {line} of test_verdict.py: first 0x…."
     assert judge(AREA, answer).line == NOT_YET + said
+    said = judge(AREA, lambda w, h: sys.exit()).line
+    assert said.endswith(" of test_verdict.py: without a message.")
     cell = {}
     exec(compile("def answer(w, h):\n\n    return w[h]", "/tmp/no/such/cell.py", "exec"), cell)
     assert "TypeError at line 3 of its cell: 'int' object is" in judge(AREA, cell["answer"]).line

@@ -57,7 +57,8 @@ LEAK = Exercise(
         counted="micro-batches",
         budget=WINDOW_BUDGET,
         outside=350_000,  # one micro-batch as a list of Python's numbers is 264 kB
-        hidden_setting=larger_steps,
+        other=larger_steps,
+        where=" and a learning rate of 5",
     ),
     """
     entropy -= (p * p.log()).sum().item() → entropy = entropy - (p * p.log()).sum()

@@ -376,10 +376,10 @@ def random_cases(answer):
     run = measured(
         lambda: answer(model, optimizer, batch), RANDOM_CARD, model=model, optimizer=optimizer
     )
-    name = "the weights after the update, which a plain step makes from the same random state"
-    yield name, weights_of(model)
+    # The loss first: where it is right, forward is.
+    yield "the loss of a plain step from the same random state", run.value
+    yield "the weights after a plain step from the same random state", weights_of(model)
     yield "whether a gradient is left behind", bool(gradients_of(model).any())
-    yield "the loss", run.value
     yield "whether the loss has a graph", have_graphs(run.value)
     yield "the peak", run
 

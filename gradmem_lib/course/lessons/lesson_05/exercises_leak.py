@@ -71,7 +71,8 @@ LEAK = Exercise(
         size=BATCHES,
         budget=RESUME_BUDGET,
         outside=200_000,  # the weights alone are 566 kB
-        hidden_setting=partial(resume_setting, done=1),
+        other=partial(resume_setting, done=1),
+        where=" and a checkpoint after the first one",
     ),
     """
     del saved →

@@ -638,7 +638,8 @@ LEAK = Exercise(
         size=BATCHES,
         budget=EVALUATION_BUDGET,
         outside=600_000,  # the logits of one batch as a list of Python's numbers are about 520 kB
-        hidden_setting=with_dropout,
+        other=with_dropout,
+        where=" and dropout",
     ),
     """
     model(x).argmax(-1) → model(x)

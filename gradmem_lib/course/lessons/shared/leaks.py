@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...judge.compare import Measured, describe, plain_int
-from ...judge.exercise import Hidden, Unusable, measured
+from ...judge.exercise import Unusable, measured
 from .settings import collecting_new_objects_only, seeded, weights_of
 
 TWO_THINGS = "return two things, the number of the line and the fixed script: return 3, fixed"
@@ -28,15 +28,16 @@ def leak_cases(
     budget: str,
     outside: int,
     counted: str = "batches",
-    hidden_setting: Callable[[int], tuple] | None = None,
+    other: Callable[[int], tuple] | None = None,
+    where: str = "",
 ) -> Callable:
     """The cases of a leak.
 
     ``line``: the line that keeps the tensors, from 1 for its ``def``. ``setting(size)``: the
     script's arguments for ``size`` batches (or what is ``counted``), the model first, made afresh.
     ``budget``: bytes, such as "2 MiB". ``outside``: bytes that Python and numpy may hold while the
-    model runs, which no tracker sees. ``hidden_setting``: the arguments of the hidden case, where
-    these are made in another way.
+    model runs, which no tracker sees. ``other``: the arguments of the second case, where these
+    are made in another way, which ``where`` says.
     """
 
     def cases(answer):
@@ -44,13 +45,12 @@ def leak_cases(
         # A message shows what was expected beside what was given, and must not give the line away.
         says = "another line" if given == line else f"line {given}"
         yield "the line that keeps what no later line needs", says
-        other = hidden_setting or setting
         few = size // 2 + 1
+        fewer = other or setting
         # An answer may call gc.collect() in each step.
         with collecting_new_objects_only():
             yield from runs_of(script, lambda: setting(size), budget, f"{size} {counted}")
-            for name, value in runs_of(script, lambda: other(few), budget, "other batches"):
-                yield Hidden(name), value
+            yield from runs_of(script, lambda: fewer(few), budget, f"{few} {counted}{where}")
             held = outside_while_the_model_runs(script, lambda: setting(size))
         says = f"There are about {held // 1000:,} kB, and {outside // 1000:,} kB are enough."
         name = "bytes in arrays and lists while the model runs"
