@@ -97,13 +97,33 @@ class Facts:
     def had_optimizer_step(self) -> bool:
         return IN_OPTIMIZER_STEP in self.moments
 
-    def highest_in(self, moments: Iterable[str]) -> int:
-        """The highest total of these moments in bytes; 0 if it is not known."""
+    def highest_in(self, moment: str) -> int:
+        """The highest total of this moment in bytes; 0 if it is not known."""
         if self.rows is None or self.rows.shape[1] <= MOMENT:
             return 0
-        codes = [MOMENTS.index(moment) for moment in moments]
-        totals = self.rows[np.isin(self.rows[:, MOMENT], codes), TOTAL]
+        totals = self.rows[self.rows[:, MOMENT] == MOMENTS.index(moment), TOTAL]
         return int(totals.max(initial=0))
+
+    @property
+    def has_second_derivatives(self) -> bool:
+        """Whether a gradient was taken with a graph of its own."""
+        return any(done.differentiable for done in self.forwards)
+
+    @property
+    def samples_of_the_step(self) -> tuple[int, int]:
+        """The first and the last sample of the peak's step, as far as they are known."""
+        if self.rows is None or self.samples is None:
+            return 0, 0
+        of_step = self.samples[self.rows[:, STEP] == self.peak.step]
+        return int(of_step[0]), int(of_step[-1])
+
+    def is_a_row_of_weights(self, holder: Holder) -> bool:
+        """Whether it has the shape of a parameter for each row, as ``torch.func.vmap`` makes it."""
+        if self.structure is None:
+            return False
+        # vmap makes the gradients of (64,) as (rows, 1, 64)
+        shape = tuple(size for size in holder.shape[1:] if size > 1)
+        return shape in self.structure.shapes.values()
 
     @cached_property
     def trained(self) -> frozenset[str]:

@@ -17,9 +17,8 @@ from ..names import MOMENTS
 from ..units import format_bytes
 from .bytes_alive import bytes_alive
 from .cause import WORTH, Cause, within
-from .facts import EVALUATION, Facts, total
-from .half_the_rows import without_half_the_rows
-from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder
+from .facts import Facts, total
+from .timeline import MOMENT, TOTAL, ForwardPass, Holder
 
 
 def limit_of(cause: Cause, facts: Facts) -> str:
@@ -28,7 +27,7 @@ def limit_of(cause: Cause, facts: Facts) -> str:
     It is needed only where the peak is higher than "without these bytes" lets a reader expect.
     Nothing is said of a remedy if it is not known how much the remedy needs itself.
     """
-    if cause.stays is None:
+    if cause.stays is None or cause.stays >= cause.nbytes:
         return ""
     peak, moment = peak_without(cause, facts)
     expected = facts.peak.total - cause.nbytes
@@ -46,13 +45,7 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     left, moment = facts.peak.total - goes, facts.peak.moment
     if facts.samples is None:
         return left, moment  # nothing is known of the other moments
-    if cause.holders:
-        taken_away = _taken_away(cause, facts)
-    elif facts.peak.moment == EVALUATION:
-        taken_away = without_half_the_rows(facts)
-    else:
-        taken_away = _of_the_step(cause, facts)
-    remaining = facts.rows[:, TOTAL] - taken_away
+    remaining = facts.rows[:, TOTAL] - _taken_away(cause, facts)
     highest = int(remaining.argmax())
     if remaining[highest] > left:
         left, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
@@ -126,14 +119,3 @@ class _Places:
         if done.used or self.facts.ended or done.turn < self.facts.peak.turn:
             return done.used
         return self.used_before[done.call] == {True}
-
-
-def _of_the_step(cause: Cause, facts: Facts) -> np.ndarray:
-    """The bytes that a remedy for all of the peak's step takes away at each of ``facts.rows``:
-    int64 (samples,).
-    """
-    taken_away = np.zeros(len(facts.rows), dtype=np.int64)
-    of_the_step = facts.rows[:, STEP] == facts.peak.step
-    in_training = facts.rows[:, MOMENT] != MOMENTS.index(EVALUATION)
-    taken_away[of_the_step & in_training] = cause.nbytes - (cause.stays or 0)
-    return taken_away
