@@ -47,7 +47,7 @@ def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:
     # What one forward leaves (a variable that the next one overwrites) is there from the second on.
     growth = passes[-1].live_before - passes[1].live_before
     made, of_a_kind = [], Counter[tuple]()
-    for holder in free:
+    for holder in facts.at_peak:
         since = holder.samples[0] >= passes[0].samples[0]  # a data set may have come before
         if since and holder.step == facts.peak.step and not belongs_to_training(holder):
             made.append(holder)

@@ -30,11 +30,12 @@ def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
         has_unused_graph = done.has_graph and not done.used
         if has_unused_graph and (is_unused(done, facts) or _may_be_unused(done, facts)):
             unused.append(done)
-    kept = [done for done in unused if done.kept_at_peak]
-    if not kept:
+    inside = made_by(unused, free, facts)
+    holders = made_by(unused, free, facts, and_after=True)
+    if not holders:
         return _unused_functions(free, facts)
-    inside = made_by(kept, free, facts)
-    holders = made_by(kept, free, facts, and_after=True)
+    makers = {id(facts.last_begun(holder.samples[0])) for holder in holders}
+    kept = [done for done in unused if id(done) in makers]
     needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
     if unused[0] is facts.forwards[0]:
         # The list has only the last forwards of a long evaluation. Activations that are of none of

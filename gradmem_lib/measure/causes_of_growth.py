@@ -247,10 +247,7 @@ def _calls_older_models(facts: Facts) -> bool:
     for done in facts.of_models:
         if done.used:
             trained[done.number] = done.step
-    for done in facts.of_models:
-        if done.step > trained.get(done.number, done.step) + 1:
-            return True
-    return False
+    return any(done.step > trained.get(done.number, done.step) + 1 for done in facts.of_models)
 
 
 def _is_replaced(holder: Holder, births: set[int]) -> bool:

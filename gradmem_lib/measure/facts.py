@@ -39,8 +39,6 @@ class Facts:
     holders: Sequence[Holder] | None = None
     # Finds the storages that were not alive at the peak: those freed last, and those made later.
     find_others: Callable[[], Sequence[Holder]] = tuple
-    # From this sample on, all storages that were freed are among these.
-    freed_since: int = 0
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
@@ -78,11 +76,6 @@ class Facts:
         if self.samples is None:
             return 0
         return int(self.samples[-1])
-
-    @property
-    def activations(self) -> list[Holder]:
-        """The activations at the peak."""
-        return [holder for holder in self.at_peak if holder.category == "activations"]
 
     @property
     def outside_of_training(self) -> bool:
