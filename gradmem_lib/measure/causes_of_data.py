@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from math import ceil
 
 from ..units import format_bytes
 from .cause import (
@@ -35,7 +36,12 @@ def _waiting_data(free: Sequence[Holder], facts: Facts) -> Group:
     for kind in kinds.values():
         if _waits(kind, facts):
             waiting += kind
-    return Group(waiting)
+    one_batch = dict[tuple, int]()  # of several equal batches, one counts
+    for holder in waiting:
+        part = min(facts.batch_rows / max((*holder.shape[:1], 1)), 1)
+        one_batch[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
+    stays = sum(one_batch.values()) if facts.batch_rows else None
+    return Group(waiting, changes={"stays": stays})
 
 
 def _waits(kind: list[Holder], facts: Facts) -> bool:
@@ -60,7 +66,7 @@ DATA_WAITS = Row(
     "one batch at a time: data[indices].to(device).",
     _waiting_data,
     least=DOMINATES,
-    stays=None,
+    condition="If one batch at a time is on the device",
 )
 
 

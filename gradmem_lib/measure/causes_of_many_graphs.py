@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
 from ..units import format_bytes
 from .cause import lines_of_forwards
 from .causes_of_graphs import is_unused
-from .facts import Facts
+from .facts import Facts, total
+from .made_by_forwards import made_by
 from .rows import BEFORE_THE_OPTIMIZER, Group, Row
 from .timeline import ForwardPass, Holder
 
@@ -19,20 +19,17 @@ GRAPHS_AT_ONCE = 3  # two may be the two sides of one loss
 
 def _added_up(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Losses that are added up over several forwards, and one backward for all of them."""
-    passes = _alive_together(facts)
+    passes = _alive_together(free, facts)
     if len(passes) < GRAPHS_AT_ONCE:
         return None
-    # The first one may have read its inputs for the first time.
-    each = (passes[-1].live_before - passes[1].live_before) // (len(passes) - 2)
-    nbytes = each * (len(passes) - 1)
     holders = []  # the first forward's graph is there in any case
     for holder in free:
         if holder.category == "activations" and holder.samples[0] >= passes[1].samples[0]:
             holders.append(holder)
+    each = total(holders) // (len(passes) - 1)
     changes = {
-        "nbytes": nbytes,
         "lines": lines_of_forwards(passes[-1:]),
-        "stays": min(facts.gradients_to_come(), nbytes),
+        "stays": min(facts.gradients_to_come(), total(holders)),
     }
     return Group(holders, {"forwards": len(passes), "each": format_bytes(each)}, changes)
 
@@ -49,41 +46,33 @@ ADDED_UP = Row(
 )
 
 
-def _alive_together(facts: Facts) -> list[ForwardPass]:
-    """Forwards in the peak's step whose graphs were all alive after the last one.
+def _alive_together(free: Sequence[Holder], facts: Facts) -> list[ForwardPass]:
+    """Forwards in the peak's step whose graphs are alive at the peak, with a loss between them.
 
     They are calls of one kind: of several such groups, the largest. A forward that
     continues another one, as in backward through time, does not count.
     """
-    calls = defaultdict[tuple, list[ForwardPass]](list)
-    for done in facts.of_models:
-        is_last = done is facts.forwards[-1]  # it may run now, with a graph that is not finished
-        if done.step != facts.peak.step or done.chained or not (done.has_graph or is_last):
-            continue
-        if is_unused(done, facts):
-            continue  # there is no loss
-        together = calls[done.call]
-        if together:
-            previous = together[-1]
-            kept = previous.live_after - previous.live_before
-            # If less than half of what the previous one has kept is there, its graph is free.
-            if done.live_before < previous.live_before + kept // 2:
-                if len(together) >= GRAPHS_AT_ONCE:
-                    continue  # the group is found
-                together.clear()
-        together.append(done)
-    found = max(calls.values(), key=len, default=[])
-    # In meta-learning, the forwards of the outer losses are not differentiated twice.
     of_the_step = [done for done in facts.of_models if done.step == facts.peak.step]
     if all(done.differentiable for done in of_the_step):
-        return []  # gradients have been taken already
-    # Without losses in between, one loss takes all outputs.
+        # Gradients have been taken already. In meta-learning, the forwards of the outer losses are
+        # not differentiated twice.
+        return []
+    calls = defaultdict[tuple, list[ForwardPass]](list)
+    for done in of_the_step:
+        if done.has_graph and not done.chained and not is_unused(done, facts):
+            calls[done.call].append(done)
+    alive = list[ForwardPass]()
+    for passes in calls.values():
+        nbytes = [total(made_by([done], free, facts)) for done in passes]
+        # Of a graph that is free, some tensors may be left.
+        together = [done for done, n in zip(passes, nbytes, strict=True) if 2 * n > max(nbytes)]
+        alive = max(alive, together, key=len)
+    if not alive:
+        return []
+    # Without a loss in between, such as for features that are averaged, one loss takes all outputs.
     losses = _samples_of_losses(facts)
-    for before, after in pairwise(found):
-        # Features that are averaged between two forwards, for one loss of all, are no loss.
-        if bisect_left(losses, before.samples[0]) < bisect_left(losses, after.samples[0]):
-            return found
-    return []
+    first, last = (bisect_left(losses, done.samples[0]) for done in (alive[0], alive[-1]))
+    return alive if first < last else []
 
 
 def _samples_of_losses(facts: Facts) -> list[int]:
