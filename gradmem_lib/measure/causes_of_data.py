@@ -23,6 +23,7 @@ from .timeline import STEP, TOTAL, Holder
 OUTLIER = 2  # times the median of all steps
 LARGER = 1.2  # times what the same places make in other steps
 STEPS_TO_COMPARE = 4
+MOST = 0.5  # of the peak: half of it
 
 
 def _waiting_data(free: Sequence[Holder], facts: Facts) -> Group:
@@ -124,34 +125,40 @@ def _has_larger_tensors(facts: Facts) -> bool:
     return nbytes > LARGER * sum(of_others[place] for place in in_both)
 
 
-def _one_line(free: Sequence[Holder], facts: Facts) -> Group | None:
+def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
     """Tensors that no layer has made, and one line has: together they are most of the peak."""
-    by_line = defaultdict[object, list[Holder]](list)
+    by_line = defaultdict[tuple, list[Holder]](list)
     for holder in free:
-        if holder.category == "other":
+        if holder.category != "other":
+            continue
+        if holder.nbytes >= MOST * facts.peak.total:
+            return _one_tensor(holder)
+        if holder.line is not None:
             # a comprehension is a function of its own in some versions of Python
-            line = holder.line
-            by_line[(line.file, line.line) if line else id(holder)].append(holder)
+            by_line[holder.line.file, holder.line.line].append(holder)
     made = max(by_line.values(), key=total, default=[])
-    if len(made) != 1:
-        return Group(made)
+    return Group(made, {"tensors": f"{len(made)} tensors of one line"})
+
+
+def _one_tensor(holder: Holder) -> Group:
     remedy = (
         "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
         "keep it off the card and move the rows that a step needs. If it is the batch, take a "
         "smaller one."
     )
-    return Group(made, changes={"name": "One tensor is most of the peak", "remedy": remedy})
+    changes = {"name": "One tensor is most of the peak", "remedy": remedy}
+    return Group([holder], {"tensors": "one tensor"}, changes)
 
 
 ONE_LINE = Row(
     "One line makes most of the peak",
-    "{size} at the peak are {count} tensors of one line: {kinds}.",
+    "{size} at the peak are {tensors}: {kinds}.",
     "make fewer of them at once, or store them in fewer bytes (a narrower dtype). torch.stack and "
     "torch.cat need the pieces and the result at the same time: make the result first, and write "
     "each piece into it (result[i] = piece). What is the same for all rows, such as a causal mask, "
     "is needed once (is_causal=True, or a mask of one row).",
     _one_line,
-    least=0.5,
+    least=MOST,
     stays=0.5,
     condition="If half of these bytes are gone",
 )

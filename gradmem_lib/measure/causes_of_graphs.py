@@ -164,13 +164,13 @@ def _finished(free: Sequence[Holder], facts: Facts) -> Group:
             "(.item()), a class (outputs.argmax(-1)), or outputs.detach().cpu(). .detach() alone "
             "keeps the bytes."
         )
-    return Group(kept, {"times": times}, changes)
+    return Group(kept, changes=changes)
 
 
 FINISHED = Row(
     "Forwards stay in memory after their own backward",
-    "{size} at the peak were made by {times} turns of forward and backward that have ended, and "
-    "are still alive: {kinds}.",
+    "{size} at the peak are of forwards whose own backward has ended, and something keeps them: "
+    "{kinds}.",
     "a variable keeps its tensor until it is assigned again, and that is after the next forward: "
     "`del` the outputs and the loss at the end of a step, and keep numbers of them, .item(). If "
     "the script has backward(retain_graph=True), leave it out, and detach what the second loss "

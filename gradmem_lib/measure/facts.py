@@ -112,7 +112,7 @@ class Facts:
 
     def is_a_row_of_weights(self, holder: Holder) -> bool:
         """Whether it has the shape of a parameter for each row, as ``torch.func.vmap`` makes it."""
-        if self.structure is None:
+        if self.structure is None or len(holder.shape) < 3:
             return False
         # vmap makes the gradients of (64,) as (rows, 1, 64)
         shape = tuple(size for size in holder.shape[1:] if size > 1)
