@@ -187,9 +187,7 @@ def _expanded(free: Sequence[Holder], facts: Facts) -> Group | None:
         # a batch is made before the first forward of its step
         filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
         filled_now = filled_now and holder.category in ("activations", "other")
-        # Rows that were repeated and then augmented are different rows.
-        is_a_batch = holder.shape[:1] == (facts.batch_rows,) and holder.made_in == BETWEEN_STEPS
-        if filled_now or (holder.expanded and not is_a_batch):
+        if filled_now or (holder.expanded and not _is_augmented(holder, facts)):
             expanded.append(holder)
     for holder in free:
         can_be = holder.category in (*COMPUTED, "other")
@@ -210,6 +208,16 @@ EXPANDED = Row(
     stays=PIECES_LEAVE,
     condition=IN_PIECES,
 )
+
+
+def _is_augmented(holder: Holder, facts: Facts) -> bool:
+    """Whether it is a batch of rows that were repeated, and then augmented.
+
+    These are different rows, and the training needs all of them.
+    """
+    fewer_rows = (h for h in facts.at_peak if h.shape < holder.shape and h.category == "other")
+    of_data = any((h.shape[1:], h.dtype) == (holder.shape[1:], holder.dtype) for h in fewer_rows)
+    return holder.made_in == BETWEEN_STEPS and of_data
 
 
 def _is_of_kind(holder: Holder, expanded: Holder) -> bool:
