@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cause import MUCH, lines_of_forwards
+from .cause import MUCH, WORTH, lines_of_forwards
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
 from .rows import Group, Row
@@ -22,6 +22,10 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
         if holder.computed_from == "gradients" and (can_be or (is_kept and before_a_step)):
             copies.append(holder)
     turns = {holder.turn for holder in copies}
+    originals = [h for h in free if h.category == "gradients" and not h.computed_from]
+    there_twice = total(originals) >= WORTH * facts.peak.total
+    if not there_twice and max(turns, default=facts.peak.turn) == facts.peak.turn:
+        return None  # they have taken the gradients' place
     instead = [holder for holder in copies if holder.category == "gradients"]
     changes = {}
     if 2 * total(instead) > total(copies):

@@ -150,7 +150,12 @@ def _finished(free: Sequence[Holder], facts: Facts) -> Group:
     results = [holder for holder in kept if holder.is_result]
     held, _ = largest_held(kept)
     changes: dict[str, Any] = {}
-    if times >= SEVERAL and held is not None and held.graph:
+    by_a_graph = held is not None and held.graph
+    if facts.peak.moment != IN_BACKWARD and not by_a_graph:
+        # The backward may begin without them: its own peak remains.
+        below = facts.peak.total - facts.highest_in(IN_BACKWARD)
+        changes["nbytes"] = min(total(kept), below)
+    if times >= SEVERAL and by_a_graph:
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
         changes["stays"] = 0
     elif times >= SEVERAL and any(done.chained for done in facts.forwards):

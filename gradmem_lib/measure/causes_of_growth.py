@@ -8,6 +8,7 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -134,59 +135,56 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
         return None  # later steps did not need more
     if len(by_step) < SEVERAL:
         return _collected(by_forward, facts)
-    if _goes_on(group, facts):
-        return _growing(by_step, by_forward, facts)
-    return None
-
-
-def _growing(
-    by_step: list[tuple[int, list[Holder]]], by_forward: list[list[Holder]], facts: Facts
-) -> Group | None:
-    old, rounds = list[Holder](), 0
-    for time, kept in by_step:
-        of_this = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
-        if time < facts.peak_time and of_this:
-            old += of_this
-            rounds += 1
-    # At a peak after a step, other forwards of this step have kept something as well.
-    for kept in by_forward[:-1]:
-        old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
-    if not old or total(old) < GROWS * facts.peak.total * min(rounds, WORTH / GROWS):
+    if not _goes_on(group, facts):
         return None
-    needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
-    return _group(old, rounds, facts.unit, facts, {"needed_in": needed_in})
+    rounds = []
+    for time, kept in by_step:
+        old = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
+        if time < facts.peak_time and old:
+            rounds.append(old)
+    return _group(rounds, facts.unit, facts)
 
 
 def _collected(by_forward: list[list[Holder]], facts: Facts) -> Group | None:
     """What an evaluation collects. The newest result may be in use."""
     *earlier, newest = by_forward
-    old = [holder for kept in earlier for holder in kept]
-    if total(old) < WORTH * facts.peak.total:
+    found = _group(earlier, "forward", facts)
+    if found is None:
         return None
     changes = {
         "name": COLLECTED,
-        "stays": min(total(newest), total(old)),
+        "stays": min(total(newest), total(found.holders)),
         "condition": "If those of only one forward are kept at a time",
+        "needed_in": "",
     }
-    return _group(old, len(earlier), "forward", facts, changes)
+    return replace(found, changes=dict(found.changes) | changes)
 
 
-def _group(
-    old: list[Holder], rounds: int, unit: str, facts: Facts, changes: dict[str, Any]
-) -> Group:
-    each = total(old) // rounds
+def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
+    """What was kept of several steps, turns or forwards."""
+    old = list[Holder]()
+    for kept in rounds:
+        old += kept
+    each = total(old) // max(len(rounds), 1)
+    least = min(WORTH, GROWS * len(rounds))
+    if total(old) < least * facts.peak.total or not old:
+        return None
     held, _ = largest_held(old)
-    by = "something that has no name"
-    changes |= {"growing": old, "lines": lines_of_results(old, facts)}
+    words = {
+        "by": "something that has no name",
+        "rounds": len(rounds),
+        "unit": unit,
+        "each": format_bytes(each),
+    }
+    changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
+    changes["needed_in"] = "round" if any(map(belongs_to_training, old)) else unit
     if held is not None:
-        by = f"`{name_of(held)}`"
+        words["by"] = f"`{name_of(held)}`"
         changes["remedy"] = _remedy(held, old, unit == "forward")
         if _is_history(held):
             changes["condition"] = f"If the history has {HISTORY} steps"
             changes["stays"] = min(total(old), HISTORY * each)
-    return Group(
-        old, {"by": by, "rounds": rounds, "unit": unit, "each": format_bytes(each)}, changes
-    )
+    return Group(old, words, changes)
 
 
 def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder]]]:

@@ -267,7 +267,6 @@ DO_NOT_HAVE = [
     (loops.inner_steps, ADDED_UP),
     (loops.teachers_in_a_list, GENERATION),
     (loops.segmented_images, SCORES),
-    (loops.segmented_images, STAY),
     (loops.outputs_of_a_decoder, ADDED_UP),
     (reported.features_of_a_hook, STAY),
     (reported.features_of_a_hook, STAY),
