@@ -11,7 +11,7 @@ from .cause import MUCH, Cause, largest_held, name_of
 from .causes_of_data import DATA_WAITS, ONE_LARGE_STEP, ONE_LINE
 from .causes_of_evaluation import EVALUATION_BATCH, GENERATION, RESULTS_IN_TRAINING
 from .causes_of_gradients import COPIED_GRADIENTS, FOR_NO_OPTIMIZER, GRADIENTS_WAIT
-from .causes_of_graphs import FINISHED, IDLE_CHECKPOINTS, SECOND_DERIVATIVES, UNUSED
+from .causes_of_graphs import FINISHED, IDLE_CHECKPOINTS, LEFT_OVER, SECOND_DERIVATIVES, UNUSED
 from .causes_of_growth import GROWING_TENSOR, GROWTH, KEPT_BY_A_NAME
 from .causes_of_holders import BUCKETS, CYCLES, EXCEPTION
 from .causes_of_many_graphs import ADDED_UP
@@ -48,6 +48,7 @@ ROWS: tuple[Row, ...] = (
     SCORES,
     LOGITS,
     EXPANDED,
+    LEFT_OVER,
     EVALUATION_BATCH,
 )
 
@@ -63,7 +64,7 @@ def find_causes(facts: Facts) -> list[Cause]:
         if cause is None:
             continue
         found.append(replace(cause, limit=limit_of(cause, facts), held=_holder_of(cause)))
-        claimed = {id(holder) for holder in cause.holders}
+        claimed = {id(holder) for holder in cause.holders if row.claims}
         free = [holder for holder in free if id(holder) not in claimed]
     return sorted(found, key=lambda cause: _is_small(cause, facts))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..units import format_bytes
 from .cause import (
     ALMOST_ALL,
     DOMINATES,
@@ -137,24 +138,18 @@ def _is_new_to_the_training(done: ForwardPass, facts: Facts) -> bool:
     return len(steps) >= 2 and done.call not in {p.call for p in used}
 
 
-def _finished(free: Sequence[Holder], facts: Facts) -> Group:
-    """What forwards have made whose own backward has run: outputs in a list or in a variable, a
-    metric with its graph, a state that goes on with its graph, ``retain_graph=True``.
+def _finished(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """What several forwards have made whose own backward has run, or a whole graph: outputs in a
+    list, a metric with its graph, a state that goes on with its graph, ``retain_graph=True``.
     """
-    turns = _finished_turns(facts)
-    kept = []
-    for holder in free:
-        if holder.category == "activations" and holder.turn in turns:
-            kept.append(holder)
+    kept = _of_finished_turns(free, facts)
     times = len({holder.turn for holder in kept})
-    results = [holder for holder in kept if holder.is_result]
     held, _ = largest_held(kept)
-    changes: dict[str, Any] = {}
     by_a_graph = held is not None and held.graph
-    if facts.peak.moment != IN_BACKWARD and not by_a_graph:
-        # The backward may begin without them: its own peak remains.
-        below = facts.peak.total - facts.highest_in(IN_BACKWARD)
-        changes["nbytes"] = min(total(kept), below)
+    if times < SEVERAL and not by_a_graph:
+        return None  # variables of the last step
+    changes: dict[str, Any] = {}
+    results = [holder for holder in kept if holder.is_result]
     if times >= SEVERAL and by_a_graph:
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
         changes["stays"] = 0
@@ -165,9 +160,8 @@ def _finished(free: Sequence[Holder], facts: Facts) -> Group:
         )
     elif total(results) >= ALMOST_ALL * total(kept):
         changes["remedy"] = (
-            "`del` the outputs when they are not needed any more, or keep less of them: a number "
-            "(.item()), a class (outputs.argmax(-1)), or outputs.detach().cpu(). .detach() alone "
-            "keeps the bytes."
+            "keep less of the outputs until the end of the step: a number (.item()), a class "
+            "(outputs.argmax(-1)), or outputs.detach().cpu(). .detach() alone keeps the bytes."
         )
     return Group(kept, changes=changes)
 
@@ -176,16 +170,44 @@ FINISHED = Row(
     "Forwards stay in memory after their own backward",
     "{size} at the peak are of forwards whose own backward has ended, and something keeps them: "
     "{kinds}.",
-    "a variable keeps its tensor until it is assigned again, and that is after the next forward: "
-    "`del` the outputs and the loss at the end of a step, and keep numbers of them, .item(). If "
-    "the script has backward(retain_graph=True), leave it out, and detach what the second loss "
-    "does not train, such as discriminator(fake.detach()). Two losses of one graph can be added "
-    "up, for one backward.",
+    "keep numbers for the log, .item(), not tensors with a graph, and `del` the loss and the "
+    "outputs that the next forward does not need. If the script has backward(retain_graph=True), "
+    "leave it out, and detach what the second loss does not train, such as "
+    "discriminator(fake.detach()). Two losses of one graph can be added up, for one backward.",
     _finished,
     least=MUCH,
     moments=BEFORE_THE_OPTIMIZER,
     stays=None,
 )
+
+
+def _left_over(free: Sequence[Holder], facts: Facts) -> Group:
+    """What the step before has computed and a variable still holds, such as its outputs or loss."""
+    left = _of_finished_turns(free, facts)
+    nbytes = total(left)
+    if facts.peak.moment != IN_BACKWARD:
+        # The backward may begin without them: its own peak remains.
+        nbytes = min(nbytes, facts.peak.total - facts.highest_in(IN_BACKWARD))
+    return Group(left, {"size": format_bytes(total(left))}, {"nbytes": nbytes})
+
+
+LEFT_OVER = Row(
+    "Tensors of the step before are still there",
+    "{size} at the peak were computed before the last backward, and nothing needs them after it: "
+    "{kinds}.",
+    "a variable keeps its tensor until it is assigned again, and that is after the next forward. "
+    "`del` the outputs and the loss at the end of a step, or compute them in a function that "
+    "returns numbers.",
+    _left_over,
+    least=MUCH,
+    moments=BEFORE_THE_OPTIMIZER,
+    condition="Without these tensors",
+)
+
+
+def _of_finished_turns(free: Sequence[Holder], facts: Facts) -> list[Holder]:
+    turns = _finished_turns(facts)
+    return [h for h in free if h.category == "activations" and h.turn in turns]
 
 
 def _finished_turns(facts: Facts) -> set[int]:

@@ -111,6 +111,7 @@ LOGITS = Row(
     least=DOMINATES,
     moments=OF_A_TRAINING_STEP,
     condition=IN_PIECES,
+    claims=False,  # a variable may hold those of the step before
 )
 
 

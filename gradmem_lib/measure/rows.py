@@ -54,6 +54,7 @@ class Row:
     stays: float | None = 0
     condition: str = "Without these bytes"
     shows_lines: bool = True
+    claims: bool = True  # whether no later row is given its storages
 
 
 def those(which: Callable[[Holder, Facts], bool]) -> Find:

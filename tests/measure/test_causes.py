@@ -51,6 +51,7 @@ EXPANDED = "One kind of tensor is the largest part"
 GRADIENTS = "The gradients are there more than once"
 DOUBLE = "Tensors are in float64"
 STAYS = "Results of an evaluation stay during the training"
+LEFT = "Tensors of the step before are still there"
 TWICE = "Gradients keep graphs of their own"
 ONE_TENSOR = "One tensor is most of the peak"
 ONE_LINE = "One line makes most of the peak"
@@ -140,7 +141,7 @@ HAVE = {
     loops.errors_that_are_kept: EXCEPTION,
     loops.targets_of_a_copy: UNUSED,
     loops.predictions_of_a_function: UNUSED,
-    loops.outputs_of_the_step_before: STAY,
+    loops.outputs_of_the_step_before: LEFT,
     loops.losses_of_the_model_added_up: ADDED_UP,
     loops.inner_steps: TWICE,
     loops.rows_of_a_hessian: TWICE,
@@ -267,8 +268,9 @@ DO_NOT_HAVE = [
     (loops.inner_steps, ADDED_UP),
     (loops.teachers_in_a_list, GENERATION),
     (loops.segmented_images, SCORES),
+    (loops.segmented_images, STAY),
     (loops.outputs_of_a_decoder, ADDED_UP),
-    (reported.features_of_a_hook, STAY),
+    (reported.features_of_a_hook, LEFT),
     (reported.features_of_a_hook, STAY),
     (reported.states_of_a_checkpoint_before, COPIED),
     (reported.gradients_of_each_row, TWICE),
