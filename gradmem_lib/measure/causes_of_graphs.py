@@ -16,6 +16,7 @@ from .cause import (
     detached,
     largest_held,
     lines_of_forwards,
+    name_of,
 )
 from .causes_of_holders import SEVERAL
 from .facts import IN_BACKWARD, TRAINING_FORWARD, Facts, total
@@ -149,27 +150,33 @@ def _finished(free: Sequence[Holder], facts: Facts) -> Group | None:
     if times < SEVERAL and not by_a_graph:
         return None  # variables of the last step
     changes: dict[str, Any] = {}
+    why = "something keeps what they have made."
     results = [holder for holder in kept if holder.is_result]
     if times >= SEVERAL and by_a_graph:
+        why = f"the graph of `{name_of(held)}` reaches back over them."
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
         changes["stays"] = 0
     elif times >= SEVERAL and any(done.chained for done in facts.forwards):
+        why = "each forward takes a state from the one before it, with its graph."
         changes["remedy"] = (
             "detach the state before the next forward takes it (hidden = hidden.detach()). If the "
             "script has backward(retain_graph=True), leave that argument out."
         )
     elif total(results) >= ALMOST_ALL * total(kept):
+        why = "they are what the forwards have returned, and something keeps them."
         changes["remedy"] = (
             "keep less of the outputs until the end of the step: a number (.item()), a class "
             "(outputs.argmax(-1)), or outputs.detach().cpu(). .detach() alone keeps the bytes."
         )
-    return Group(kept, changes=changes)
+    forwards = f"{times} forwards of this step, each with"
+    if times < SEVERAL:
+        forwards = "a forward that has had"
+    return Group(kept, {"forwards": forwards, "why": why}, changes)
 
 
 FINISHED = Row(
     "Forwards stay in memory after their own backward",
-    "{size} at the peak are of forwards whose own backward has ended, and something keeps them: "
-    "{kinds}.",
+    "{size} at the peak were made in {forwards} a backward of its own, and are still alive: {why}",
     "keep numbers for the log, .item(), not tensors with a graph, and `del` the loss and the "
     "outputs that the next forward does not need. If the script has backward(retain_graph=True), "
     "leave it out, and detach what the second loss does not train, such as "

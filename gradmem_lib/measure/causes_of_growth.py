@@ -149,7 +149,7 @@ def _collected(by_forward: list[list[Holder]], facts: Facts) -> Group | None:
     """What an evaluation collects. The newest result may be in use."""
     *earlier, newest = by_forward
     found = _group(earlier, "forward", facts)
-    if found is None:
+    if found is None or total(found.holders) < WORTH * facts.peak.total:
         return None
     changes = {
         "name": COLLECTED,

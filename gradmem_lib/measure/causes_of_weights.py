@@ -35,29 +35,36 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
     if not holders:
         return None
     how_many = "a second copy" if len(copies) == 1 else f"{len(copies)} more copies"
+    is_called = _calls_another_model(facts)
     words, remedy = "made in the tracked run and still alive", OF_THIS_RUN
     if facts.of_another_model(holders[0]):
-        words, remedy = "parameters of a module that is not the tracked one", OF_A_MODULE
+        words = "parameters of a module that is not the tracked one"
+        remedy = OF_A_REFERENCE if is_called else OF_A_MODULE + OF_A_REFERENCE
     elif holders[0].step < 0:
+        is_called = False
         words, remedy = "tensors that were there before this run read them", FROM_BEFORE
+        if facts.peak_time > 0:  # before the first step has ended, nothing is averaged
+            remedy += OF_AN_AVERAGE
     changes: dict[str, Any] = {"remedy": remedy}
-    if remedy != FROM_BEFORE and _calls_another_model(facts):
+    if is_called:
         changes["remedy"] = CALLED_IN_EACH_STEP + remedy
         changes["stays"] = total(holders) - total(holders) // 2
         changes["condition"] = "If this copy is half as wide"
     return Group(holders, {"how_many": how_many, "origin": words}, changes)
 
 
-OF_A_MODULE = (
-    "for an EMA, keep the averaged weights on the host (.to('cpu')). For a reference model or a "
-    "teacher that never changes, compute its outputs once before the training "
-    "(precompute_ref_log_probs=True in trl), or train with LoRA, where the model without its "
-    "adapters is the reference."
+OF_A_MODULE = "for an EMA, keep the averaged weights on the host (.to('cpu')). "
+OF_A_REFERENCE = (
+    "For a reference model or a teacher that never changes, compute its outputs once before the "
+    "training (precompute_ref_log_probs=True in trl), or train with LoRA, where the model without "
+    "its adapters is the reference."
 )
 FROM_BEFORE = (
     "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')), and"
-    " `del` it after load_state_dict. If it is an average of the weights (an EMA), keep it on the "
-    "host: parameter.detach().cpu()."
+    " `del` it after load_state_dict."
+)
+OF_AN_AVERAGE = (
+    " If it is an average of the weights (an EMA), keep it on the host: parameter.detach().cpu()."
 )
 OF_THIS_RUN = (
     "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written or "
