@@ -74,8 +74,9 @@ def _holder_of(cause: Cause) -> str:
     held, nbytes = largest_held(cause.holders)
     if held is None or not held.path or 2 * nbytes <= total(cause.holders):
         return ""
-    is_said = f"`{name_of(held)}" in cause.evidence
-    return "" if is_said else str(held)
+    if f"`{name_of(held)}" in cause.evidence:
+        return ""
+    return str(held)
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

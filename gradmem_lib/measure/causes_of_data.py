@@ -82,9 +82,12 @@ def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
     if not is_larger or not _has_larger_tensors(facts):
         return None
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
+    batch = ""
+    if inputs:
+        batch = f", with a batch of {in_words(inputs[0])}"
     words = {
         "step": facts.peak.step + 1,
-        "batch": f", with a batch of {in_words(inputs[0])}" if inputs else "",
+        "batch": batch,
         "steps": len(numbers),
         "usual": format_bytes(usual),
     }

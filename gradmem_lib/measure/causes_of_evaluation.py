@@ -74,7 +74,9 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
         if done.step != facts.peak.step or not done.has_weights:
             continue
         grows = row and done.live_before > row[-1].live_before and done.number == row[-1].number
-        row = [*row, done] if grows else [done]
+        if not grows:
+            row = []
+        row = [*row, done]
         if len(row) >= FORWARDS_IN_A_ROW and (not highest or done.peak > highest[-1].peak):
             highest = row
     return highest

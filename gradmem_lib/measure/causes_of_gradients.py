@@ -102,7 +102,9 @@ def _for_no_optimizer(free: Sequence[Holder], facts: Facts) -> Group | None:
             forwards.append(done)
     graphs = made_by(forwards, free, facts)
     changes = {"lines": lines_of_forwards(forwards), "stays": largest_forward(graphs, facts)}
-    so_far = "" if facts.steps else " so far"
+    so_far = ""
+    if not facts.steps:
+        so_far = " so far"
     return Group(gradients + graphs, {"so_far": so_far}, changes)
 
 

@@ -34,7 +34,9 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
     holders = [holder for copy in copies for holder in copy]
     if not holders:
         return None
-    how_many = "a second copy" if len(copies) == 1 else f"{len(copies)} more copies"
+    how_many = f"{len(copies)} more copies"
+    if len(copies) == 1:
+        how_many = "a second copy"
     is_called = _calls_another_model(facts)
     words, remedy = "made in the tracked run and still alive", OF_THIS_RUN
     if facts.of_another_model(holders[0]):

@@ -15,6 +15,7 @@ from typing import Any
 from ..units import format_bytes
 from .cause import WORTH, Cause, kinds_of, largest_held, lines_of
 from .facts import Facts, total
+from .source_lines import SourceLine
 from .timeline import Holder
 
 # The peak is in a part of a step in which graphs and gradients wait for one another.
@@ -77,21 +78,30 @@ def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
     if nbytes < row.least * facts.peak.total:
         return None
     held, _ = largest_held(group.holders)
+    path = ""
+    if held is not None:
+        path = held.path
+    stays = None
+    if row.stays is not None:
+        stays = ceil(row.stays * nbytes)
+    lines: tuple[SourceLine, ...] = ()
+    if row.shows_lines:
+        lines = lines_of(group.holders)
     words = {
         "size": format_bytes(nbytes),
         "peak": format_bytes(facts.peak.total),
         "count": len(group.holders),
         "kinds": kinds_of(group.holders),
-        "path": held.path if held else "",
+        "path": path,
     }
     cause = Cause(
         name=row.name,
         nbytes=nbytes,
         evidence=row.evidence.format(**words | dict(group.words)),
         remedy=row.remedy,
-        lines=lines_of(group.holders) if row.shows_lines else (),
+        lines=lines,
         holders=group.holders,
-        stays=None if row.stays is None else ceil(row.stays * nbytes),
+        stays=stays,
         condition=row.condition,
     )
     return replace(cause, **group.changes)
