@@ -303,7 +303,9 @@ def test_a_program_is_told_its_cause_first_and_the_remedy_takes_the_bytes_away(p
     cause = before.causes[0]
     assert cause.name == HAVE[program]
     after = diagnose(program(remedied=True))
-    if cause.name not in REMAIN:
+    # Gradients of a few rows at a time are still larger than what they are computed from.
+    may_remain = cause.name in REMAIN or program is reported.gradients_of_each_row
+    if not may_remain:
         assert cause.name not in [other.name for other in after.causes]
     if program is not programs.reentrant_on_frozen_inputs:  # its layers learn nothing before
         assert after.peak.total < before.peak.total
