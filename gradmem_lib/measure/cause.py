@@ -111,6 +111,14 @@ def in_words(holder: Holder) -> str:
     return f"{words} ({operation})" if operation else words
 
 
+def kinds_of(holders: Iterable[Holder]) -> str:
+    """What they are, those with the most bytes first."""
+    kinds = Counter[str]()
+    for holder in holders:
+        kinds[in_words(holder)] += holder.nbytes
+    return "; ".join(words for words, _ in kinds.most_common(LINES))
+
+
 def largest_held(holders: Iterable[Holder]) -> tuple[Held | None, int]:
     """What holds the most of the bytes, and how many; ``None`` if no holder is known."""
     nbytes = Counter[Held]()
@@ -139,11 +147,6 @@ def detached(held: Held) -> str:
 def within(moment: str) -> str:
     """In words, when something happens in this moment, or in this phase."""
     return moment if moment.startswith("between") else f"in {moment}"
-
-
-def pieces_of(nbytes: int) -> int:
-    """Of the bytes of large tensors, those that stay when they are computed in eight pieces."""
-    return int(PIECES_LEAVE * nbytes)
 
 
 def lines_of(holders: Iterable[Holder]) -> tuple[SourceLine, ...]:

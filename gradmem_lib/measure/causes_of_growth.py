@@ -1,126 +1,451 @@
-"""Causes: one tensor that becomes longer, and what pictures show of all that grows."""
+"""Causes: bytes that one name keeps, of more and more steps or forwards; and what pictures show of
+them.
+"""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 from ..units import format_bytes
-from .cause import ALMOST_ALL, WORTH, Cause, belongs_to_training, in_words, lines_of
-from .causes_of_holders import COLLECTED, GROWTH, OF_A_TRAINER, SEVERAL, kept_by_a_name
+from .cause import (
+    WORTH,
+    belongs_to_training,
+    detached,
+    in_words,
+    larger_than_its_tensor,
+    largest_held,
+    name_of,
+)
+from .causes_of_holders import SEVERAL
 from .facts import BETWEEN_STEPS, Facts, total
-from .timeline import ForwardPass, Holder
+from .made_by_forwards import lines_of_results
+from .paths import Held
+from .rows import Group, Row, cause_of
+from .source_lines import source_line
+from .timeline import Holder
 
+GROWTH = "Bytes grow from step to step"
+COLLECTED = "An evaluation collects its results"
+# Bytes that grow by this part of the peak double it in a thousand steps.
+GROWS = 0.001
+LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
+SAMPLE = 100  # freed storages that are looked at, spread over all
+NOBODY = Held("")
+STATES = ".state["  # in a path: an optimizer's
+HISTORY = 5
+LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
+YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
-class Beginning(NamedTuple):
-    """Of a step, a turn or a forward: its name in words, and the live bytes."""
-
-    words: str
-    live: int
+OF_A_TRAINER = (
+    "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
+    "logits.argmax(-1), or logits[0].argmax(-1) where the model returns a tuple, "
+    "TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True if no metric needs "
+    "them. Results that the metric does not read, such as hidden states, are turned off in the "
+    "model (output_hidden_states=False). A smaller batch does not help."
+)
+WITHOUT_A_NAME = (
+    "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "
+    "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
+    "has zeros between its rows: take it of one row after another, and reduce each at once."
+)
+OF_A_LONGER_ONE = (
+    "keep only numbers of it, or put the pieces into a list off the card, "
+    "history.append(x.detach().cpu()), and join them once at the end."
+)
 
 
 def growing_holders(facts: Facts) -> Sequence[Holder]:
     """The storages that pictures show as a band of their own."""
-    for find in (kept_by_a_name, growing_tensor):
-        cause = find(facts)
+    for row in (KEPT_BY_A_NAME, GROWING_TENSOR):
+        cause = cause_of(row, facts.at_peak, facts)
         if cause is not None:
             return cause.growing
     return ()
 
 
-def growing_tensor(facts: Facts) -> Cause | None:
+def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """What one name has kept of at least three steps, or of three forwards of an evaluation.
+
+    Of several such names, the one with the most bytes.
+    """
+    groups = defaultdict[tuple, list[Holder]](list)
+    for holder in free:
+        place = _place_of(holder)
+        if place is not None:
+            groups[place].append(holder)
+    most = None
+    for place, holders in groups.items():
+        found = _kept(place, holders, facts)
+        if found is not None and (most is None or total(found.holders) > total(most.holders)):
+            most = found
+    return most
+
+
+KEPT_BY_A_NAME = Row(
+    GROWTH,
+    "{size} of the peak's {peak} are kept by {by}: {count} tensors of {rounds} {unit}s, about "
+    "{each} a {unit}: {kinds}.",
+    WITHOUT_A_NAME,
+    _kept_by_a_name,
+    least=0,  # it may become more
+)
+
+
+def _place_of(holder: Holder) -> tuple | None:
+    """What may keep tensors of many steps: a name of a list, or of a tensor with its graph; or what
+    has no name that was found, by the line that makes it.
+    """
+    held = holder.held
+    if held is None and holder.line is not None and not belongs_to_training(holder):
+        return holder.line, holder.op, holder.dtype
+    if held is None or (held.kind == "window" and not held.graph):
+        return None
+    if _is_history(held):
+        return held.where, held.box.partition(STATES)[0]
+    if held.box:
+        return held.where, LAYER.sub(".…", held.box)
+    if held.graph:
+        return held.where, held.path
+    return None
+
+
+def _is_history(held: Held) -> bool:
+    """Whether it is a list of an optimizer's past steps, as LBFGS has."""
+    return held.kind == "optimizer" and STATES in held.box
+
+
+def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
+    """Those of this group that are no longer in use, if it grows."""
+    unused = _without_the_model_in_use(group, facts)
+    by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
+    if max(len(by_step), len(by_forward)) < SEVERAL or _is_a_window(place, group, facts):
+        return None
+    copies = [holder for holder in group if holder.computed_from == "parameters"]
+    is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
+    if is_empty_later and 2 * total(copies) > total(group):
+        return None  # copies of a round, which are averaged at its end
+    has_a_name = group[0].held is not None
+    if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
+        return None  # later steps did not need more
+    if len(by_step) < SEVERAL:
+        return _collected(by_forward, facts)
+    if not _goes_on(group, facts):
+        return None
+    rounds = []
+    for time, kept in by_step:
+        old = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
+        if time < facts.peak_time and old:
+            rounds.append(old)
+    return _group(rounds, facts.unit, facts)
+
+
+def _collected(by_forward: list[list[Holder]], facts: Facts) -> Group | None:
+    """What an evaluation collects. The newest result may be in use."""
+    *earlier, newest = by_forward
+    found = _group(earlier, "forward", facts)
+    if found is None or total(found.holders) < WORTH * facts.peak.total:
+        return None
+    changes = {
+        "name": COLLECTED,
+        "stays": min(total(newest), total(found.holders)),
+        "condition": "If those of only one forward are kept at a time",
+        "needed_in": "",
+    }
+    return replace(found, changes=dict(found.changes) | changes)
+
+
+def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
+    """What was kept of several steps, turns or forwards."""
+    old = list[Holder]()
+    for kept in rounds:
+        old += kept
+    each = total(old) // max(len(rounds), 1)
+    least = min(WORTH, GROWS * len(rounds))
+    if total(old) < least * facts.peak.total or not old:
+        return None
+    held, _ = largest_held(old)
+    words = {
+        "by": "something that has no name",
+        "rounds": len(rounds),
+        "unit": unit,
+        "each": format_bytes(each),
+    }
+    changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
+    changes["needed_in"] = "round" if any(map(belongs_to_training, old)) else unit
+    if held is not None:
+        words["by"] = f"`{name_of(held)}`"
+        changes["remedy"] = _remedy(held, old, unit == "forward")
+        if _is_history(held):
+            changes["condition"] = f"If the history has {HISTORY} steps"
+            changes["stays"] = min(total(old), HISTORY * each)
+    return Group(old, words, changes)
+
+
+def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder]]]:
+    """The holders by the step that has made them; of models, by that which has made the model."""
+    weights = [holder for holder in holders if holder.category == "parameters"]
+    found = defaultdict[int, list[Holder]](list)
+    begins = sorted({facts.time_of(holder) for holder in weights})
+    for holder in holders:
+        time = facts.time_of(holder)
+        if begins:
+            time = begins[max(bisect_right(begins, time) - 1, 0)]
+        if time >= 0:
+            found[time].append(holder)
+    return sorted(found.items())
+
+
+def _may_be_the_batch(holder: Holder, facts: Facts) -> bool:
+    """Whether it was made right before the peak's step, which may be in use of it."""
+    is_last = facts.time_of(holder) == facts.peak_time - 1
+    return is_last and holder.made_in == BETWEEN_STEPS and not belongs_to_training(holder)
+
+
+def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
+    """The group without weights and states that are in use, and without their gradients.
+
+    They are of an earlier round if they were not updated after the next ones like them were made.
+    A boosted ensemble calls such models in later rounds.
+    """
+    if _calls_older_models(facts):
+        group = [holder for holder in group if not belongs_to_training(holder)]
+    births = defaultdict[tuple, set[int]](set)
+    for holder in facts.at_peak:
+        births[_kind(holder)].add(holder.step)
+    old, gradients, replaced = [], [], Counter[str]()
+    for holder in group:
+        held = holder.held or NOBODY
+        if held.path.endswith(".grad"):
+            gradients.append(holder)
+            continue
+        is_in_use = holder.category in ("parameters", "optimizer")
+        may_be_in_use = is_in_use and not _is_history(held)
+        if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
+            old.append(holder)
+            replaced[held.path] += 1
+    # A gradient is old if a weight of the same path is; several may have one path, so they count.
+    gradients.sort(key=lambda holder: holder.samples[0])
+    for holder in gradients:
+        weight = holder.held.path.removesuffix(".grad")
+        if replaced[weight] > 0:
+            replaced[weight] -= 1
+            old.append(holder)
+    return old
+
+
+def _calls_older_models(facts: Facts) -> bool:
+    """Whether models are called that were trained two steps ago or earlier."""
+    trained = dict[int, int]()  # by a model's number: the last step
+    for done in facts.of_models:
+        if done.used:
+            trained[done.number] = done.step
+    return any(done.step > trained.get(done.number, done.step) + 1 for done in facts.of_models)
+
+
+def _is_replaced(holder: Holder, births: set[int]) -> bool:
+    """Whether others of its kind, made in ``births``, have taken the place of a weight or state."""
+    later = [step for step in births if step > holder.step]
+    return bool(later) and holder.updated <= min(later)
+
+
+def _kind(holder: Holder) -> tuple:
+    return holder.category, holder.shape, holder.dtype
+
+
+def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
+    """For a peak outside of training steps, the holders of each forward that has made some.
+
+    Only of the module that was called most often: the layers of one batch are no evaluation.
+    """
+    of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
+    if not facts.outside_of_training:
+        return []
+    for holder in sorted(holders, key=lambda holder: holder.samples[0]):
+        begun = facts.last_begun(holder.samples[0])
+        of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
+        if of_an_evaluation and facts.time_of(holder) >= 0:  # data was there before
+            of_modules[begun.number].setdefault(begun.samples[0], []).append(holder)
+    return list(max(of_modules.values(), key=len, default={}).values())
+
+
+def _goes_on(group: list[Holder], facts: Facts) -> bool:
+    """Whether something was kept until the peak, or to the run's end if most of it is there then: a
+    list of the first n examples has ended.
+    """
+    at_the_end = [holder for holder in group if holder.samples[1] > facts.last_sample]
+    stays = 2 * total(at_the_end) > total(group)
+    times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
+    gaps = [after - before for before, after in pairwise(times)]
+    longest = max(gaps[:-1], default=0) + 1  # the last one may have nothing to do with the others
+    kinds = {(holder.line, holder.op) for holder in group}
+    known, end = list(facts.at_peak), facts.peak_time
+    if stays:
+        known += [holder for holder in facts.others if holder.samples[1] > facts.last_sample]
+        end = facts.times
+    later = set[int]()  # of the newest ones, which a variable may hold as well
+    for holder in known:
+        if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
+            later.add(facts.time_of(holder))
+    until_the_end = [*times[-2:], *sorted(later), end]
+    return all(after - before <= longest for before, after in pairwise(until_the_end))
+
+
+def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
+    """Whether old ones go while younger ones stay, so that there are always as many."""
+    everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
+    gone = [holder for holder in everything if holder.samples[1] <= facts.last_sample]
+    gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
+    one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
+    return 2 * len(one_by_one) > len(gone)
+
+
+def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
+    """Whether those of at least two later forwards were there when this one went, and stayed."""
+    born, freed = gone.samples
+    forwards = set[int]()
+    for other in everything:
+        if born < other.samples[0] < freed < other.samples[1]:
+            forwards.add(id(facts.last_begun(other.samples[0])))
+    forwards.discard(id(facts.last_begun(born)))
+    return len(forwards) >= YOUNGER
+
+
+def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
+    """What to do about most of the bytes that one name keeps."""
+    name = name_of(held)
+    kinds = Counter[str]()
+    for holder in holders:
+        kind = "other"
+        if belongs_to_training(holder):
+            kind = holder.category
+        elif holder.computed_from == "parameters":
+            kind = "parameters"  # copies of weights
+        if (holder.held or NOBODY).graph:
+            kind = "graphs"
+        kinds[kind] += holder.nbytes
+    most = kinds.most_common(1)[0][0]
+    if _is_history(held):
+        return (
+            "the optimizer keeps a history of its steps: give it a shorter one, "
+            f"torch.optim.LBFGS(..., history_size={HISTORY})."
+        )
+    if most == "graphs":
+        return detached(held)
+    if most == "gradients":
+        return (
+            f"`{name}` keeps gradients of earlier steps: keep a number of each, "
+            "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
+        )
+    if most != "other":
+        return (
+            f"the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
+            "and weights that are needed again on the host: {name: t.cpu() for name, t in "
+            "model.state_dict().items()}."
+        )
+    return _remedy_by_owner(held, name, in_an_evaluation, any(map(larger_than_its_tensor, holders)))
+
+
+def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_ones: bool) -> str:
+    if held.kind == "cache":
+        return (
+            f"the cache of `{name}` keeps all its results: give it a limit, "
+            f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
+        )
+    if held.kind == "attribute of a module":
+        filled_by = "the forward"
+        if held.hook is not None:
+            where = source_line((held.hook, held.hook.co_firstlineno))
+            filled_by = f"the hook ({where})"
+        return (
+            f"`{name}` stays on the module: empty it where it has been used, and let {filled_by} "
+            "fill it only where something takes it out again."
+        )
+    if in_an_evaluation:
+        if not held.in_script:
+            return OF_A_TRAINER
+        return (
+            f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
+            "smaller batch does not help."
+        )
+    remedy = (
+        f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
+        "tensor; and empty it when it has been used."
+    )
+    if in_larger_ones:
+        remedy += (
+            " A loss of one number can lie in a storage as large as the tensor that it was computed"
+            " from, and .detach() keeps this storage: use .item()."
+        )
+    return remedy
+
+
+def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:
     """One tensor that a longer one replaces in each step, or in each forward of an evaluation, as
     ``torch.cat([history, new])`` does.
     """
-    survivors = _survivors(facts)
-    if not survivors:
+    survivors = [holder for holder in free if _has_survived(holder, facts)]
+    old = max(survivors, key=lambda holder: holder.nbytes, default=None)
+    if old is None:
         return None
-    old = max(survivors, key=lambda holder: holder.nbytes)
-    # Pictures show its growth: in each step, another tensor was this one.
-    replaced = [h for h in facts.joined if _same_code(h, old) and h.nbytes < old.nbytes]
-    first = min([old, *replaced], key=lambda holder: holder.samples[0])
-    in_steps = facts.time_of(old) < facts.peak_time
-    if in_steps:
-        name, unit, starts = GROWTH, facts.unit, _beginnings_of_steps(facts, first)
-    else:
-        name, unit, starts = COLLECTED, "forward", _beginnings_of_forwards(facts, first)
-    if len(starts) <= SEVERAL:
+    alike = [holder for holder in (*facts.joined, *facts.others) if _continues(holder, old)]
+    alike.sort(key=lambda holder: holder.samples)
+    earlier = [holder for holder in alike if holder.samples[0] < old.samples[0]]
+    rising = [old]  # the newest first
+    for holder in reversed(earlier):
+        if holder.nbytes < rising[-1].nbytes:
+            rising.append(holder)
+    growth = old.nbytes - rising[-1].nbytes
+    if len(rising) <= SEVERAL or growth < WORTH * facts.peak.total:
         return None
-    rises = [after.live > before.live for before, after in pairwise(starts)]
-    growth = starts[-1].live - starts[0].live
-    if sum(rises) < ALMOST_ALL * len(rises) or growth < WORTH * facts.peak.total:
-        return None
-    # One line may join several: the logits and the hidden states of all batches.
     holders = [holder for holder in survivors if _same_code(holder, old)]
-    if total(holders) < growth // 2:
-        return None
-    for holder in facts.at_peak:
-        is_longer = _same_code(holder, old) and holder.nbytes > old.nbytes
-        if is_longer and facts.time_of(holder) == facts.peak_time:
+    for holder in free:
+        if holder.nbytes > old.nbytes and _same_code(holder, old):
             holders.append(holder)  # the longer one, which is being made
-    if _is_full(holders[-1], facts):
-        return None
-    each = growth // (len(starts) - 1)
-    evidence = (
-        f"{format_bytes(total(holders))} at the peak are in tensors that become longer in each "
-        f"{unit}, by about {format_bytes(each)}: {in_words(holders[-1])}. "
-        f"{format_bytes(starts[0].live)} were live when {starts[0].words} began, and "
-        f"{format_bytes(starts[-1].live)} when {starts[-1].words} began."
-    )
-    growing = [*replaced, *holders]
-    nbytes, lines = total(holders), lines_of(holders)
-    return Cause(name, nbytes, evidence, _remedy(old, in_steps), lines, holders, growing)
+    newest = holders[-1]
+    as_long = [holder for holder in alike if holder.nbytes == newest.nbytes]
+    if any(holder.samples[0] > newest.samples[0] for holder in as_long):
+        return None  # a window of the last rows, which is full
+    unit = facts.unit
+    changes: dict[str, Any] = {"growing": [*rising[1:], *holders]}
+    if facts.time_of(old) == facts.peak_time:
+        unit = "forward"
+        remedy = f"{OF_A_LONGER_ONE} A smaller batch does not help."
+        if old.held is not None and not old.held.in_script:
+            remedy = OF_A_TRAINER
+        changes |= {"name": COLLECTED, "remedy": remedy}
+    each = format_bytes(growth // (len(rising) - 1))
+    return Group(holders, {"unit": unit, "each": each, "newest": in_words(newest)}, changes)
 
 
-def _survivors(facts: Facts) -> list[Holder]:
-    """The joined tensors that were there before the peak's step, or its last forward."""
-    survivors = []
-    for holder in facts.at_peak:
-        # A batch is made before the step that it belongs to, but it is no sum of earlier ones.
-        joined = holder.op == "aten.cat" and not belongs_to_training(holder)
-        if joined and _has_survived(holder, facts):
-            survivors.append(holder)
-    return survivors
-
-
-def _is_full(newest: Holder, facts: Facts) -> bool:
-    """Whether the next one has as many bytes: a window of the last rows, as a bank of features."""
-    later = []
-    for holder in (*facts.joined, *facts.others):
-        if _same_code(holder, newest) and holder.samples[0] > newest.samples[0]:
-            later.append(holder)
-    following = min(later, key=lambda holder: holder.samples[0], default=None)
-    return following is not None and following.nbytes == newest.nbytes
-
-
-def _remedy(old: Holder, in_steps: bool) -> str:
-    remedy = (
-        "keep only numbers of it, or put the pieces into a list off the card, "
-        "history.append(x.detach().cpu()), and join them once at the end."
-    )
-    if in_steps:
-        return remedy
-    if old.held is not None and not old.held.in_script:
-        return OF_A_TRAINER
-    return f"{remedy} A smaller batch does not help."
+GROWING_TENSOR = Row(
+    GROWTH,
+    "{size} at the peak are in tensors that become longer in each {unit}, by about {each}: "
+    "{newest}.",
+    OF_A_LONGER_ONE,
+    _growing_tensor,
+)
 
 
 def _has_survived(holder: Holder, facts: Facts) -> bool:
-    """Whether it was there before the peak's step, or before the last forward of an evaluation."""
+    """Whether it was joined before the peak's step, or before the last forward of an evaluation.
+
+    A batch is made before the step that it belongs to, but it is no sum of earlier ones.
+    """
+    if holder.op != "aten.cat" or belongs_to_training(holder):
+        return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True
-    of_models = _forwards_of_the_peak(facts)
-    is_earlier = bool(of_models) and holder.samples[0] < of_models[-1].samples[0]
     of_this_step = facts.time_of(holder) == facts.peak_time
-    in_no_layer = holder.made_in == BETWEEN_STEPS  # layers join keys and values
-    return facts.outside_of_training and of_this_step and in_no_layer and is_earlier
-
-
-def _forwards_of_the_peak(facts: Facts) -> list[ForwardPass]:
-    """The forwards without gradients of the peak's own step: those of one evaluation."""
-    of_models = [done for done in facts.evaluations if done.has_weights]
-    return [done for done in of_models if done.step == facts.peak.step]
+    if not facts.outside_of_training or not of_this_step or holder.made_in != BETWEEN_STEPS:
+        return False  # layers join keys and values
+    last = [done for done in facts.evaluations if done.step == facts.peak.step][-1:]
+    return bool(last) and holder.samples[0] < last[0].samples[0]
 
 
 def _same_code(one: Holder, other: Holder) -> bool:
@@ -128,26 +453,8 @@ def _same_code(one: Holder, other: Holder) -> bool:
     return (one.line, one.op, one.dtype) == (other.line, other.op, other.dtype)
 
 
-def _beginnings_of_forwards(facts: Facts, first: Holder) -> list[Beginning]:
-    """Of an evaluation's forwards from the one after ``first`` on."""
-    later = []
-    for number, done in enumerate(_forwards_of_the_peak(facts), 1):
-        if done.samples[0] > first.samples[0]:
-            later.append(Beginning(f"forward {number}", done.live_before))
-    return later
-
-
-def _beginnings_of_steps(facts: Facts, first: Holder) -> list[Beginning]:
-    """Of the steps (or turns) from that of ``first`` on until the peak; of steps, from the second
-    one on, since the first one makes the optimizer's states.
-    """
-    by_step = facts.has_optimizer
-    starts: list[Beginning] = []
-    last = -1
-    for turn in facts.turns:
-        time = turn.step if by_step else turn.number
-        is_new = time > last and turn.number <= facts.peak.turn
-        if is_new and time >= facts.time_of(first) and (turn.step > 0 or not by_step):
-            starts.append(Beginning(f"{facts.unit} {time + 1}", turn.live))
-            last = time
-    return starts
+def _continues(one: Holder, other: Holder) -> bool:
+    """Whether both are of one line, and only one of their sizes differs, if any does."""
+    if not _same_code(one, other) or len(one.shape) != len(other.shape):
+        return False
+    return sum(map(int.__ne__, one.shape, other.shape)) <= 1

@@ -1,430 +1,82 @@
-"""Causes: who holds what is no longer needed: a list or an attribute that grows, an exception, a
-reference cycle, the buckets of a parallel model.
+"""Causes: what no name of the script holds: an error that is kept, reference cycles, the buckets of
+a parallel model.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Sequence
 
-from ..units import format_bytes
-from .cause import (
-    LINES,
-    MUCH,
-    WORTH,
-    Cause,
-    belongs_to_training,
-    detached,
-    in_words,
-    larger_than_its_tensor,
-    largest_held,
-    lines_of,
-    name_of,
-)
-from .facts import BETWEEN_STEPS, Facts, total
-from .made_by_forwards import lines_of_results
-from .paths import Held
-from .source_lines import source_line
+from .cause import MUCH, belongs_to_training
+from .facts import BETWEEN_STEPS, Facts
+from .rows import Group, Row
 from .timeline import Holder
 
-GROWTH = "Bytes grow from step to step"
-COLLECTED = "An evaluation collects its results"
-# Bytes that grow by this part of the peak double it in a thousand steps.
-GROWS = 0.001
 SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
-LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
-SAMPLE = 100  # freed storages that are looked at, spread over all
-NOBODY = Held("")
-STATES = ".state["  # in a path: an optimizer's
-HISTORY = 5
-LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
-YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
-OF_A_TRAINER = (
-    "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
-    "logits.argmax(-1), or logits[0].argmax(-1) where the model returns a tuple, "
-    "TrainingArguments(eval_accumulation_steps=1), or prediction_loss_only=True if no metric needs "
-    "them. Results that the metric does not read, such as hidden states, are turned off in the "
-    "model (output_hidden_states=False). A smaller batch does not help."
-)
-WITHOUT_A_NAME = (
-    "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "
-    "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
-    "has zeros between its rows: take it of one row after another, and reduce each at once."
+
+def _in_an_exception(free: Sequence[Holder], facts: Facts) -> Group:
+    return Group(_held_as("exception", free, facts), changes={"needed_in": facts.unit})
+
+
+EXCEPTION = Row(
+    "An exception keeps the variables of its functions",
+    "{size} of the peak's {peak} are held by an error that is kept, `{path}`: its traceback has "
+    "the variables of the functions that it ended.",
+    "keep str(error) in place of the error: its traceback holds the variables of all functions that"
+    " it went through.",
+    _in_an_exception,
+    least=MUCH,
 )
 
 
-def kept_by_a_name(facts: Facts) -> Cause | None:
-    """What one name has kept of at least three steps, or of three forwards of an evaluation.
-
-    Of several such names, the one with the most bytes.
-    """
-    groups = defaultdict[tuple, list[Holder]](list)
-    for holder in facts.at_peak:
-        place = _place_of(holder)
-        if place is not None:
-            groups[place].append(holder)
-    found = [_kept(place, group, facts) for place, group in groups.items()]
-    causes = [cause for cause in found if cause is not None]
-    return max(causes, key=lambda cause: cause.nbytes, default=None)
-
-
-def _place_of(holder: Holder) -> tuple | None:
-    """What may keep tensors of many steps: a name of a list, or of a tensor with its graph; or what
-    has no name that was found, by the line that makes it.
-    """
-    held = holder.held
-    if held is None and holder.line is not None and not belongs_to_training(holder):
-        return holder.line, holder.op, holder.dtype
-    if held is None or (held.kind == "window" and not held.graph):
-        return None
-    if _is_history(held):
-        return held.where, held.box.partition(STATES)[0]
-    if held.box:
-        return held.where, LAYER.sub(".…", held.box)
-    if held.graph:
-        return held.where, held.path
-    return None
-
-
-def _is_history(held: Held) -> bool:
-    """Whether it is a list of an optimizer's past steps, as LBFGS has."""
-    return held.kind == "optimizer" and STATES in held.box
-
-
-def _kept(place: tuple, group: list[Holder], facts: Facts) -> Cause | None:
-    """The cause if this group grows, with those of its storages that are no longer in use."""
-    unused = _without_the_model_in_use(group, facts)
-    by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
-    if max(len(by_step), len(by_forward)) < SEVERAL or _is_a_window(place, group, facts):
-        return None
-    has_a_name = group[0].held is not None
-    if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
-        return None  # later steps did not need more
-    if len(by_step) < SEVERAL:
-        return _collected(by_forward, facts)
-    if _goes_on(group, facts):
-        return _growing(by_step, by_forward, facts)
-    return None
-
-
-def _growing(
-    by_step: list[tuple[int, list[Holder]]], by_forward: list[list[Holder]], facts: Facts
-) -> Cause | None:
-    old, rounds = list[Holder](), 0
-    for time, kept in by_step:
-        of_this = [holder for holder in kept if not _may_be_the_batch(holder, facts)]
-        if time < facts.peak_time and of_this:
-            old += of_this
-            rounds += 1
-    # At a peak after a step, other forwards of this step have kept something as well.
-    for kept in by_forward[:-1]:
-        old += [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
-    return _cause(GROWTH, old, rounds, facts.unit, facts)
-
-
-def _collected(by_forward: list[list[Holder]], facts: Facts) -> Cause | None:
-    """What an evaluation collects. The newest result may be in use."""
-    *earlier, newest = by_forward
-    old = [holder for kept in earlier for holder in kept]
-    cause = _cause(COLLECTED, old, len(earlier), "forward", facts)
-    if cause is None:
-        return None
-    stays = min(total(newest), cause.nbytes)
-    condition = "If those of only one forward are kept at a time"
-    return replace(cause, needed_in="", stays=stays, condition=condition)
-
-
-def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder]]]:
-    """The holders by the step that has made them; of models, by that which has made the model."""
-    weights = [holder for holder in holders if holder.category == "parameters"]
-    found = defaultdict[int, list[Holder]](list)
-    begins = sorted({facts.time_of(holder) for holder in weights})
-    for holder in holders:
-        time = facts.time_of(holder)
-        if begins:
-            time = begins[max(bisect_right(begins, time) - 1, 0)]
-        if time >= 0:
-            found[time].append(holder)
-    return sorted(found.items())
-
-
-def _may_be_the_batch(holder: Holder, facts: Facts) -> bool:
-    """Whether it was made right before the peak's step, which may be in use of it."""
-    is_last = facts.time_of(holder) == facts.peak_time - 1
-    return is_last and holder.made_in == BETWEEN_STEPS and not belongs_to_training(holder)
-
-
-def _cause(name: str, old: list[Holder], rounds: int, unit: str, facts: Facts) -> Cause | None:
-    nbytes = total(old)
-    if not old:
-        return None
-    each = nbytes // rounds
-    goes_on = name == GROWTH and each >= GROWS * facts.peak.total
-    if nbytes < WORTH * facts.peak.total and not goes_on:
-        return None
-    held, _ = largest_held(old)
-    kinds = Counter[str]()
-    for holder in old:
-        kinds[in_words(holder)] += holder.nbytes
-    largest = "; ".join(words for words, _ in kinds.most_common(LINES))
-    by, remedy = "something that has no name", WITHOUT_A_NAME
-    if held is not None:
-        by, remedy = f"`{name_of(held)}`", _remedy(held, old, name == COLLECTED)
-    evidence = (
-        f"{_of_the_peak(nbytes, facts)} are kept by {by}: {len(old)} tensors of {rounds} {unit}s, "
-        f"about {format_bytes(each)} a {unit}: {largest}."
-    )
-    needed_in = "round" if any(map(belongs_to_training, old)) else facts.unit
-    lines = lines_of_results(old, facts)
-    cause = Cause(name, nbytes, evidence, remedy, lines, old, old, needed_in=needed_in)
-    if held is not None and _is_history(held):
-        condition = f"If the history has {HISTORY} steps"
-        return replace(cause, stays=min(nbytes, HISTORY * each), condition=condition)
-    return cause
-
-
-def _of_the_peak(nbytes: int, facts: Facts) -> str:
-    return f"{format_bytes(nbytes)} of the peak's {format_bytes(facts.peak.total)}"
-
-
-def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
-    """The group without weights and states that are in use, and without their gradients.
-
-    They are of an earlier round if they were not updated after the next ones like them were made.
-    """
-    births = defaultdict[tuple, set[int]](set)
-    for holder in facts.at_peak:
-        births[_kind(holder)].add(holder.step)
-    old, gradients, replaced = [], [], Counter[str]()
-    for holder in group:
-        held = holder.held or NOBODY
-        if held.path.endswith(".grad"):
-            gradients.append(holder)
-            continue
-        is_in_use = holder.category in ("parameters", "optimizer")
-        may_be_in_use = is_in_use and not _is_history(held)
-        if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
-            old.append(holder)
-            replaced[held.path] += 1
-    # A gradient is old if a weight of the same path is; several may have one path, so they count.
-    gradients.sort(key=lambda holder: holder.samples[0])
-    for holder in gradients:
-        weight = holder.held.path.removesuffix(".grad")
-        if replaced[weight] > 0:
-            replaced[weight] -= 1
-            old.append(holder)
-    return old
-
-
-def _is_replaced(holder: Holder, births: set[int]) -> bool:
-    """Whether others of its kind, made in ``births``, have taken the place of a weight or state."""
-    later = [step for step in births if step > holder.step]
-    return bool(later) and holder.updated <= min(later)
-
-
-def _kind(holder: Holder) -> tuple:
-    return holder.category, holder.shape, holder.dtype
-
-
-def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
-    """For a peak outside of training steps, the holders of each forward that has made some.
-
-    Only of the module that was called most often: the layers of one batch are no evaluation.
-    """
-    of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
-    if not facts.outside_of_training:
-        return []
-    for holder in sorted(holders, key=lambda holder: holder.samples[0]):
-        begun = facts.last_begun(holder.samples[0])
-        of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
-        if of_an_evaluation and facts.time_of(holder) >= 0:  # data was there before
-            of_modules[begun.number].setdefault(begun.samples[0], []).append(holder)
-    return list(max(of_modules.values(), key=len, default={}).values())
-
-
-def _goes_on(group: list[Holder], facts: Facts) -> bool:
-    """Whether something was kept until the peak, or to the run's end if most of it is there then: a
-    list of the first n examples has ended.
-    """
-    at_the_end = [holder for holder in group if holder.samples[1] > facts.last_sample]
-    stays = 2 * total(at_the_end) > total(group)
-    times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
-    gaps = [after - before for before, after in pairwise(times)]
-    longest = max(gaps[:-1], default=0) + 1  # the last one may have nothing to do with the others
-    kinds = {(holder.line, holder.op) for holder in group}
-    known, end = list(facts.at_peak), facts.peak_time
-    if stays:
-        known += [holder for holder in facts.others if holder.samples[1] > facts.last_sample]
-        end = facts.times
-    later = set[int]()  # of the newest ones, which a variable may hold as well
-    for holder in known:
-        if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
-            later.add(facts.time_of(holder))
-    until_the_end = [*times[-2:], *sorted(later), end]
-    return all(after - before <= longest for before, after in pairwise(until_the_end))
-
-
-def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
-    """Whether old ones go while younger ones stay, so that there are always as many."""
-    everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
-    gone = [holder for holder in everything if holder.samples[1] <= facts.last_sample]
-    gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
-    one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
-    return 2 * len(one_by_one) > len(gone)
-
-
-def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
-    """Whether those of at least two later forwards were there when this one went, and stayed."""
-    born, freed = gone.samples
-    forwards = set[int]()
-    for other in everything:
-        if born < other.samples[0] < freed < other.samples[1]:
-            forwards.add(id(facts.last_begun(other.samples[0])))
-    forwards.discard(id(facts.last_begun(born)))
-    return len(forwards) >= YOUNGER
-
-
-def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
-    """What to do about most of the bytes that one name keeps."""
-    name = name_of(held)
-    kinds = Counter[str]()
-    for holder in holders:
-        kind = "other"
-        if belongs_to_training(holder):
-            kind = holder.category
-        elif holder.computed_from == "parameters":
-            kind = "parameters"  # copies of weights
-        if (holder.held or NOBODY).graph:
-            kind = "graphs"
-        kinds[kind] += holder.nbytes
-    most = kinds.most_common(1)[0][0]
-    if _is_history(held):
-        return (
-            "the optimizer keeps a history of its steps: give it a shorter one, "
-            f"torch.optim.LBFGS(..., history_size={HISTORY})."
-        )
-    if most == "graphs":
-        return detached(held)
-    if most == "gradients":
-        return (
-            f"`{name}` keeps gradients of earlier steps: keep a number of each, "
-            "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
-        )
-    if most != "other":
-        return (
-            f"the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
-            "and weights that are needed again on the host: {name: t.cpu() for name, t in "
-            "model.state_dict().items()}."
-        )
-    return _remedy_by_owner(held, name, in_an_evaluation, any(map(larger_than_its_tensor, holders)))
-
-
-def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_ones: bool) -> str:
-    if held.kind == "cache":
-        return (
-            f"the cache of `{name}` keeps all its results: give it a limit, "
-            f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
-        )
-    if held.kind == "attribute of a module":
-        filled_by = "the forward"
-        if held.hook is not None:
-            where = source_line((held.hook, held.hook.co_firstlineno))
-            filled_by = f"the hook ({where})"
-        return (
-            f"`{name}` stays on the module: empty it where it has been used, and let {filled_by} "
-            "fill it only where something takes it out again."
-        )
-    if in_an_evaluation:
-        if not held.in_script:
-            return OF_A_TRAINER
-        return (
-            f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
-            "smaller batch does not help."
-        )
-    remedy = (
-        f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
-        "tensor; and empty it when it has been used."
-    )
-    if in_larger_ones:
-        remedy += (
-            " A loss of one number can lie in a storage as large as the tensor that it was computed"
-            " from, and .detach() keeps this storage: use .item()."
-        )
-    return remedy
-
-
-def in_an_exception(facts: Facts) -> Cause | None:
-    """The variables of functions that an error has ended."""
-    kept = _held_as("exception", facts)
-    nbytes = total(kept)
-    if nbytes < MUCH * facts.peak.total:
-        return None
-    held, _ = largest_held(kept)
-    evidence = (
-        f"{_of_the_peak(nbytes, facts)} are held by an error that is kept, `{held.path}`: its "
-        "traceback has the variables of the functions that it ended."
-    )
-    remedy = (
-        "keep str(error) in place of the error: its traceback holds the variables of all functions "
-        "that it went through."
-    )
-    name = "An exception keeps the variables of its functions"
-    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept, needed_in=facts.unit)
-
-
-def in_a_cycle(facts: Facts) -> Cause | None:
-    """Objects that refer to one another, until Python's collector runs."""
-    kept = _held_as("cycle", facts)
-    nbytes = total(kept)
+def _in_cycles(free: Sequence[Holder], facts: Facts) -> Group | None:
+    kept = _held_as("cycle", free, facts)
     times = {facts.time_of(holder) for holder in kept}
-    differentiable = any(done.differentiable for done in facts.forwards)
-    if len(times) < SEVERAL or nbytes < MUCH * facts.peak.total or differentiable:
+    if len(times) < SEVERAL or facts.has_second_derivatives:
         return None
-    evidence = (
-        f"{_of_the_peak(nbytes, facts)} have no name any more: objects that refer to one another "
-        "hold them, until Python's collector runs, and bytes of tensors do not make it run."
-    )
-    remedy = (
-        "let no object refer to itself (weakref.ref for the way back), or call gc.collect() at the "
-        "end of a step."
-    )
-    name = "Reference cycles keep tensors"
-    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept, needed_in=facts.unit)
+    return Group(kept, changes={"needed_in": facts.unit})
 
 
-def in_buckets(facts: Facts) -> Cause | None:
-    """The buckets in which DistributedDataParallel sums gradients: a second copy of them."""
-    kept = []
-    for holder in facts.at_peak:
-        in_cpp = holder.held is not None and holder.held.kind == "C++"
-        if in_cpp and holder.category == "other" and facts.in_ddp:
-            kept.append(holder)
-    nbytes = total(kept)
-    if nbytes < MUCH * facts.peak.total:
-        return None
-    evidence = (
-        f"{_of_the_peak(nbytes, facts)} are held by DistributedDataParallel: its buckets are a "
-        "second copy of the gradients."
-    )
-    remedy = (
-        "DistributedDataParallel(model, gradient_as_bucket_view=True): the gradients are views of "
-        "the buckets then."
-    )
-    name = "DistributedDataParallel keeps a copy of the gradients"
-    # Without gradients, as after zero_grad(), the buckets are still there.
-    return Cause(name, nbytes, evidence, remedy, lines_of(kept), kept, stays=None)
+CYCLES = Row(
+    "Reference cycles keep tensors",
+    "{size} of the peak's {peak} have no name any more: objects that refer to one another hold "
+    "them, until Python's collector runs, and bytes of tensors do not make it run.",
+    "let no object refer to itself (weakref.ref for the way back), or call gc.collect() at the end "
+    "of a step.",
+    _in_cycles,
+    least=MUCH,
+)
 
 
-def _held_as(kind: str, facts: Facts) -> list[Holder]:
+def _held_as(kind: str, free: Sequence[Holder], facts: Facts) -> list[Holder]:
     """What is held so, was made before the peak's step, and is nothing that is trained."""
     found = []
-    for holder in facts.at_peak:
+    for holder in free:
         earlier = facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
         is_held = holder.held is not None and holder.held.kind == kind
         if is_held and earlier and not belongs_to_training(holder):
             found.append(holder)
     return found
+
+
+def _in_buckets(free: Sequence[Holder], facts: Facts) -> Group | None:
+    if not facts.in_ddp:
+        return None
+    kept = []
+    for holder in free:
+        in_cpp = holder.held is not None and holder.held.kind == "C++"
+        if in_cpp and holder.category == "other":
+            kept.append(holder)
+    return Group(kept)
+
+
+BUCKETS = Row(
+    "DistributedDataParallel keeps a copy of the gradients",
+    "{size} of the peak's {peak} are held by DistributedDataParallel: its buckets are a second copy"
+    " of the gradients.",
+    "DistributedDataParallel(model, gradient_as_bucket_view=True): the gradients are views of the "
+    "buckets then.",
+    _in_buckets,
+    least=MUCH,
+    stays=None,  # without gradients, as after zero_grad(), the buckets are still there
+)

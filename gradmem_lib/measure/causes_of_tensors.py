@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+
+import torch
 
 from ..compat.operators import SOFTMAX_OF_SDPA
-from ..units import format_bytes
 from .cause import (
     DOMINATES,
     FILLED,
     IN_PIECES,
-    Cause,
+    PIECES_LEAVE,
+    WORTH,
     dtype_of,
-    in_words,
     lines_of,
     numel,
-    pieces_of,
 )
-from .causes_of_gradients import gradients_of_rows
-from .facts import BETWEEN_STEPS, Facts, total
+from .facts import BETWEEN_STEPS, OF_A_TRAINING_STEP, Facts, total
+from .rows import Group, Row, those
 from .timeline import Holder
 
 # What computes the same without a large tensor, by the operations that make one.
@@ -42,52 +43,76 @@ INSTEAD = (
         "::4] for a factor of 4, or for one image at a time.",
     ),
 )
-# Operations that can repeat rows. repeat_interleave is an index_select, or the clone of an expanded
-# view.
-REPEATS = ("aten.repeat", "aten.clone", "aten.index_select", "aten.index.Tensor")
 IN_GENERAL = (
     "Often an operation does it without the large tensor: torch.cdist for distances (without the "
     "differences of all pairs in each feature), F.cross_entropy with class numbers for one-hot "
     "targets, is_causal=True or a mask of (1, 1, tokens, tokens) for attention."
 )
+COMPUTED = ("activations", "temporaries")
 
 
-def large_logits(facts: Facts) -> Cause | None:
-    """Logits: a number for each token of each row and each entry of the vocabulary."""
-    logits = []
-    for holder in facts.at_peak:
-        # Older logits are outputs that something has kept: no loss needs them any more.
-        is_in_use = facts.time_of(holder) >= facts.peak_time - 1
-        if is_in_use and facts.is_logits(holder):
-            logits.append(holder)
-    nbytes = total(logits)
-    if nbytes < DOMINATES * facts.peak.total or facts.outside_of_training:
+def _double(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64, and so
+    is what ``.double()`` makes.
+    """
+    if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
         return None
-    dtypes = Counter(dtype_of(h) for h in logits)
+    double = [h for h in free if h.dtype is torch.float64 and h.category != "optimizer"]
+    # Lines of data come first: float64 most often begins there.
+    data = [h for h in double if h.category == "other" and not h.computed_from]
+    lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
+    return Group(double, changes={"lines": lines})
+
+
+DOUBLE = Row(
+    "Tensors are in float64",
+    "{size} at the peak are in float64, though no weight is. What is computed from a float64 "
+    "tensor and a float32 one is float64.",
+    "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
+    "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them. Where "
+    ".double() or dtype=torch.float64 has made them, float32 has half as many bytes.",
+    _double,
+    least=2 * WORTH,
+    stays=0.5,
+    condition="If these tensors are in float32",
+)
+
+
+def _logits(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """Logits: a number for each token of each row and each entry of the vocabulary."""
+    # Older logits are outputs that something has kept: no loss needs them any more.
+    newest = facts.peak_time - 1
+    logits = [h for h in free if facts.time_of(h) >= newest and facts.is_logits(h)]
+    if not logits:
+        return None
+    dtypes = Counter(map(dtype_of, logits))
     copies = ", ".join(f"{n} in {dtype}" for dtype, n in dtypes.most_common())
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are logits, their copies and their gradients "
-        f"({copies}), with {logits[0].shape[-1]:,} numbers for each token."
-    )
+    # Each piece makes a gradient of the whole head, and autograd adds it to the sum of the earlier
+    # ones: this sum, the new gradient and the new sum are there at once.
+    nbytes, head = total(logits), _gradient_of_the_head(logits, facts)
+    changes: dict = {"stays": min(int(PIECES_LEAVE * nbytes) + 3 * head, nbytes)}
     if facts.loss_of_whole_rows:
-        remedy = (
+        changes["remedy"] = (
             "this loss (CTC) needs all frames of a row at once, but each row for itself: compute "
             "the head and the loss for a few rows at a time, each under "
             "torch.utils.checkpoint.checkpoint, with reduction='sum' and divided by all rows."
         )
-    else:
-        remedy = (
-            "compute the loss in chunks of tokens, so that the logits of all tokens never exist at "
-            "once: Recipe(chunked_loss=True) for a causal language model. A loss of your own can "
-            "be computed in chunks if it is a sum over tokens, each chunk under "
-            "torch.utils.checkpoint.checkpoint."
-        )
-    name = "The logits are the largest part"
-    lines = lines_of(logits)
-    # Each piece makes a gradient of the whole head, and autograd adds it to the sum of the earlier
-    # ones: this sum, the new gradient and the new sum are there at once.
-    stays = min(pieces_of(nbytes) + 3 * _gradient_of_the_head(logits, facts), nbytes)
-    return Cause(name, nbytes, evidence, remedy, lines, logits, stays=stays, condition=IN_PIECES)
+    return Group(logits, {"copies": copies, "numbers": f"{logits[0].shape[-1]:,}"}, changes)
+
+
+LOGITS = Row(
+    "The logits are the largest part",
+    "{size} at the peak are logits, their copies and their gradients ({copies}), with {numbers} "
+    "numbers for each token.",
+    "compute the loss in chunks of tokens, so that the logits of all tokens never exist at once: "
+    "Recipe(chunked_loss=True) for a causal language model. A loss of your own can be computed in "
+    "chunks if it is a sum over tokens, each chunk under torch.utils.checkpoint.checkpoint.",
+    _logits,
+    least=DOMINATES,
+    moments=OF_A_TRAINING_STEP,
+    condition=IN_PIECES,
+    claims=False,  # a variable may hold those of the step before
+)
 
 
 def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
@@ -101,116 +126,7 @@ def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
     return largest
 
 
-def scores_of_positions(facts: Facts) -> Cause | None:
-    """Scores of each pixel, as in segmentation: a number for each class, (rows, classes, ...)."""
-    if facts.structure is None or not facts.structure.maps or facts.outside_of_training:
-        return None
-    scores = []
-    # Whether a cross-entropy over the second dimension was computed from them. It sums over
-    # positions, which a CTC loss and a softmax over the positions do not.
-    of_a_loss = False
-    for holder in (*facts.at_peak, *facts.others):
-        shape = holder.shape
-        is_map = len(shape) >= 3 and shape[1] in facts.structure.maps
-        if not is_map or facts.time_of(holder) < facts.peak_time - 1:
-            continue
-        if "upsample" in holder.op:
-            return None  # a piece of enlarged scores needs scores around it
-        if "nll_loss2d" in holder.op:
-            of_a_loss = True
-    for holder in facts.at_peak:
-        is_map = len(holder.shape) >= 3 and holder.shape[1] in facts.structure.maps
-        is_in_use = facts.time_of(holder) >= facts.peak_time - 1
-        if is_map and is_in_use and holder.category in ("activations", "temporaries"):
-            scores.append(holder)
-    nbytes = total(scores)
-    if not of_a_loss or not scores or nbytes < DOMINATES * facts.peak.total:
-        return None
-    largest = max(scores, key=lambda holder: holder.nbytes)
-    classes = largest.shape[1]
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are scores, what is computed from them and their "
-        f"gradients, with {classes:,} numbers for each position (pixel)."
-    )
-    remedy = (
-        "the last convolution has size 1, so compute it and the loss for a few lines of pixels at "
-        "a time: loss_of(features[:, :, rows], labels[:, rows]) under "
-        "torch.utils.checkpoint.checkpoint, with reduction='sum' and divided by the number of all "
-        "labels. A loss of your own can be computed so if it is a sum over pixels."
-    )
-    # Each piece makes a gradient of all features and of the head: the sum of earlier ones, this
-    # gradient and the new sum are there at once.
-    inputs = facts.structure.maps[classes]
-    features = largest.nbytes // classes * inputs
-    width = 4 if largest.dtype is None else largest.dtype.itemsize
-    head = (inputs + 1) * classes * width
-    stays = min(pieces_of(nbytes) + 3 * (features + head), nbytes)
-    name = "The scores of all positions are the largest part"
-    lines = lines_of(scores)
-    return Cause(name, nbytes, evidence, remedy, lines, scores, stays=stays, condition=IN_PIECES)
-
-
-def repeated_rows(facts: Facts) -> Cause | None:
-    """A batch in which each row is there several times, such as a context for many samples."""
-    for repeated in facts.at_peak:
-        is_data = repeated.category == "other" and not repeated.computed_from
-        if not is_data or not any(name in repeated.op for name in REPEATS):
-            continue
-        for original in facts.at_peak:
-            times = _times_repeated(original, repeated)
-            if times < 2:
-                continue
-            cause = _cause_of_repetition(original, times, repeated, facts)
-            if cause is not None:
-                return cause
-    return None
-
-
-def _times_repeated(original: Holder, repeated: Holder) -> int:
-    """How often each row of ``original`` is in ``repeated``; 0 if it is no repetition of it."""
-    same_kind = original.dtype == repeated.dtype and original.category == "other"
-    if not same_kind or len(original.shape) < 2 or not numel(original.shape):
-        return 0
-    rows, *rest = original.shape
-    times = numel(repeated.shape) // numel(original.shape)
-    if repeated.shape in [(rows * times, *rest), (rows, times, *rest), (times, rows, *rest)]:
-        return times
-    return 0
-
-
-def _cause_of_repetition(
-    original: Holder, times: int, repeated: Holder, facts: Facts
-) -> Cause | None:
-    """What was computed from the repeated rows, by its shape: (rows, length, ...), or without a
-    dimension for the rows, (rows * length, ...).
-    """
-    rows, length = times * original.shape[0], original.shape[1]
-    of_rows = []
-    for holder in facts.at_peak:
-        can_be = holder.category in ("activations", "temporaries", "other")
-        in_rows = holder.shape[:2] == (rows, length)
-        flat = holder.shape[:1] == (rows * length,)
-        if can_be and (in_rows or flat):
-            of_rows.append(holder)
-    nbytes = total(of_rows)
-    if nbytes < DOMINATES * facts.peak.total:
-        return None
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak were computed from {rows} rows of {length:,}, which "
-        f"are {original.shape[0]} different rows, each {times} times."
-    )
-    remedy = (
-        "compute what depends on these rows alone once for each, and repeat the result: "
-        f"encode(x).repeat_interleave({times}, 0) in place of encode(x.repeat_interleave({times}, "
-        "0)). A language model's keys and values of a prompt need one forward of the prompt, too."
-    )
-    name = "The same rows are in a batch several times"
-    lines = lines_of([repeated])
-    # What else goes into them, and has to be repeated, is not known.
-    return Cause(name, nbytes, evidence, remedy, lines, of_rows, stays=None)
-
-
-def eager_scores(facts: Facts) -> Cause | None:
+def _scores(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Attention scores, with a number for each pair of tokens."""
     # The lengths of sequences. Without them, a square image would look like scores.
     tokens = set()
@@ -219,113 +135,90 @@ def eager_scores(facts: Facts) -> Cause | None:
         is_image = len(shape) >= 3 and shape[-2] == shape[-3]  # with its channels last
         if len(shape) >= 2 and shape[-1] != shape[-2] and not is_image:
             tokens.add(shape[-2])
-    normalized = []
-    for holder in facts.at_peak:
-        square = len(holder.shape) >= 3 and holder.shape[-1] == holder.shape[-2]
-        is_softmax = "softmax" in holder.op or holder.op == "aten.exp"
-        if square and is_softmax and holder.shape[-1] in tokens:
-            normalized.append(holder)
-    shapes = {holder.shape[-2:] for holder in normalized}
-    scores = [
-        h
-        for h in facts.at_peak
-        if len(h.shape) >= 3
-        and h.shape[-2:] in shapes
-        and h.category in ("activations", "temporaries")
-    ]
-    nbytes = total(scores)
-    if not scores or nbytes < DOMINATES * facts.peak.total:
+    square = []
+    for holder in free:
+        shape = holder.shape
+        is_square = len(shape) >= 3 and shape[-1] == shape[-2] and shape[-1] in tokens
+        if is_square and holder.category in COMPUTED:
+            square.append(holder)
+    normalized = [h for h in square if "softmax" in h.op or h.op == "aten.exp"]
+    sizes = {holder.shape[-1] for holder in normalized}
+    scores = [holder for holder in square if holder.shape[-1] in sizes]
+    if not scores:
         return None
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are attention scores and what is computed from them "
-        f"({len(scores)} tensors with {scores[0].shape[-1]:,} × {scores[0].shape[-1]:,} numbers "
-        "for each head of each row)."
-    )
-    remedy = _attention_without_scores(normalized)
-    name = "Attention stores its scores"
-    return Cause(name, nbytes, evidence, remedy, lines_of(scores), scores, stays=None)
-
-
-def _attention_without_scores(normalized: list[Holder]) -> str:
-    """How to do without the scores. ``normalized``: their softmax, for which
-    F.scaled_dot_product_attention has an operation of its own where it stores scores.
-    """
+    changes = {}
+    # F.scaled_dot_product_attention has a softmax of its own where it stores scores.
     in_forward = [holder for holder in normalized if "backward" not in holder.op]
     by_sdpa = [holder for holder in in_forward if SOFTMAX_OF_SDPA in holder.op]
-    if 2 * total(by_sdpa) <= total(in_forward):
-        return (
-            "use attention that never stores the scores: from_pretrained(..., "
-            "attn_implementation='sdpa'), or F.scaled_dot_product_attention in your own module. "
-            "Its inputs need four dimensions, (rows, heads, tokens, features): with three, it "
-            "stores the scores as well."
-        )
-    if len(by_sdpa[0].shape) == 3:
-        return (
-            "F.scaled_dot_product_attention runs already, and stores scores since its inputs have "
-            "three dimensions: give it four, (rows, heads, tokens, features), with "
-            "x.unsqueeze(1) for one head."
-        )
-    return (
-        "F.scaled_dot_product_attention runs already. On the CPU it stores scores where it drops "
-        "some of them, so set the dropout of the attention to 0 (attn_pdrop, attention_dropout, "
-        "dropout_p), or expect these bytes on the CPU alone: a card's fused kernels drop scores "
-        "without storing them. A mask that needs a gradient, or another backend that is chosen by "
-        "sdpa_kernel, stores them as well."
-    )
+    if 2 * total(by_sdpa) > total(in_forward):
+        changes["remedy"] = OF_THREE if len(by_sdpa[0].shape) == 3 else THAT_RUNS_ALREADY
+    return Group(scores, {"tokens": f"{scores[0].shape[-1]:,}"}, changes)
 
 
-def expanded_tensors(facts: Facts) -> Cause | None:
+OF_THREE = (
+    "F.scaled_dot_product_attention runs already, and stores scores since its inputs have three "
+    "dimensions: give it four, (rows, heads, tokens, features), with x.unsqueeze(1) for one head."
+)
+THAT_RUNS_ALREADY = (
+    "F.scaled_dot_product_attention runs already. On the CPU it stores scores where it drops some "
+    "of them, so set the dropout of the attention to 0 (attn_pdrop, attention_dropout, dropout_p), "
+    "or expect these bytes on the CPU alone: a card's fused kernels drop scores without storing "
+    "them. A mask that needs a gradient, or another backend that is chosen by sdpa_kernel, stores "
+    "them as well."
+)
+SCORES = Row(
+    "Attention stores its scores",
+    "{size} at the peak are attention scores and what is computed from them ({count} tensors with "
+    "{tokens} × {tokens} numbers for each head of each row).",
+    "use attention that never stores the scores: from_pretrained(..., attn_implementation='sdpa'), "
+    "or F.scaled_dot_product_attention in your own module. Its inputs need four dimensions, (rows, "
+    "heads, tokens, features): with three, it stores the scores as well.",
+    _scores,
+    least=DOMINATES,
+    stays=None,
+)
+
+
+def _expanded(free: Sequence[Holder], facts: Facts) -> Group | None:
     """A tensor that an operation makes from much smaller ones: one-hot numbers, distances of all
     pairs, a mask for each head.
     """
-    if gradients_of_rows(facts):
-        return None  # vmap expands all that it computes
-    expanded = []
-    for holder in facts.at_peak:
+    expanded, holders = [], []
+    for holder in free:
         # a batch is made before the first forward of its step
         filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
-        if _is_repeated_and_changed(holder, facts):
-            continue
-        if holder.expanded or (filled_now and holder.category in ("activations", "other")):
+        filled_now = filled_now and holder.category in ("activations", "other")
+        if filled_now or (holder.expanded and not _is_augmented(holder, facts)):
             expanded.append(holder)
-    holders = []
-    for holder in facts.at_peak:
-        can_be = holder.category in ("activations", "temporaries", "other")
+    for holder in free:
+        can_be = holder.category in (*COMPUTED, "other")
         if can_be and any(_is_of_kind(holder, example) for example in expanded):
             holders.append(holder)
-    nbytes = total(holders)
-    if nbytes < DOMINATES * facts.peak.total:
-        return None
-    words = list(dict.fromkeys(in_words(holder) for holder in expanded))
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are of a kind of tensor that is several times "
-        f"larger than what it was computed from: {'; '.join(words)}."
-    )
-    remedy = (
-        "do not make it as a whole: compute it for a few rows at a time, and reduce each piece at "
-        "once (in training, each under torch.utils.checkpoint.checkpoint). "
-    )
-    remedy += _without_the_large_tensor(expanded)
-    name = "One kind of tensor is the largest part"
-    lines = lines_of(expanded)
-    stays = pieces_of(nbytes)
-    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=IN_PIECES)
+    remedy = EXPANDED.remedy + _without_the_large_tensor(expanded)
+    return Group(holders, changes={"remedy": remedy, "lines": lines_of(expanded)})
 
 
-def _is_repeated_and_changed(holder: Holder, facts: Facts) -> bool:
+EXPANDED = Row(
+    "One kind of tensor is the largest part",
+    "{size} at the peak are of a kind of tensor that is several times larger than what it was "
+    "computed from: {kinds}.",
+    "do not make it as a whole: compute it for a few rows at a time, and reduce each piece at once "
+    "(in training, each under torch.utils.checkpoint.checkpoint). ",
+    _expanded,
+    least=DOMINATES,
+    stays=PIECES_LEAVE,
+    condition=IN_PIECES,
+)
+
+
+def _is_augmented(holder: Holder, facts: Facts) -> bool:
     """Whether it is a batch of rows that were repeated, and then augmented.
 
     These are different rows, and the training needs all of them.
     """
-    is_a_batch = holder.shape[:1] == (facts.batch_rows,)
-    if holder.made_in != BETWEEN_STEPS or not is_a_batch:
-        return False
-    for original in facts.at_peak:
-        same_rows = original.shape[1:] == holder.shape[1:] and original.dtype == holder.dtype
-        has_fewer_rows = original.shape[:1] < holder.shape[:1]
-        if original.category == "other" and same_rows and has_fewer_rows:
-            return True
-    return False
+    fewer_rows = (h for h in facts.at_peak if h.shape < holder.shape and h.category == "other")
+    of_data = any((h.shape[1:], h.dtype) == (holder.shape[1:], holder.dtype) for h in fewer_rows)
+    return holder.made_in == BETWEEN_STEPS and of_data
 
 
 def _is_of_kind(holder: Holder, expanded: Holder) -> bool:
@@ -357,26 +250,21 @@ def _looks_like_a_mistake(holder: Holder) -> bool:
     return elementwise and len(holder.shape) == 2 and holder.shape[0] == holder.shape[1]
 
 
-def dense_embedding_gradient(facts: Facts) -> Cause | None:
-    """The gradient of an embedding has a number for each entry, though a batch uses few."""
-    gradients = []
-    for holder in facts.at_peak:
-        if "embedding_dense_backward" in holder.op and holder.category in (
-            "gradients",
-            "temporaries",
-        ):
-            gradients.append(holder)
-    nbytes = total(gradients)
-    if nbytes < DOMINATES * facts.peak.total:
-        return None
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are gradients of embeddings "
-        f"({in_words(gradients[0])}), with a row for each entry of the table."
+def _of_an_embedding(holder: Holder, facts: Facts) -> bool:
+    return "embedding_dense_backward" in holder.op and holder.category in (
+        "gradients",
+        "temporaries",
     )
-    remedy = (
-        "nn.Embedding(..., sparse=True) makes a gradient with the batch's rows only. It needs "
-        "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares."
-    )
-    name = "The gradient of an embedding is the largest part"
-    # A sparse gradient has a row for each entry of a batch: it may have more than the table has.
-    return Cause(name, nbytes, evidence, remedy, holders=gradients, stays=None)
+
+
+EMBEDDING = Row(
+    "The gradient of an embedding is the largest part",
+    "{size} at the peak are gradients of embeddings ({kinds}), with a row for each entry of the "
+    "table.",
+    "nn.Embedding(..., sparse=True) makes a gradient with the batch's rows only. It needs "
+    "torch.optim.SparseAdam, or SGD without momentum, and a table that no other layer shares.",
+    those(_of_an_embedding),
+    least=DOMINATES,
+    stays=None,  # a sparse gradient has a row for each entry of a batch: these may be more
+    shows_lines=False,
+)

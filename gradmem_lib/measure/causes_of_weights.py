@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ..units import format_bytes
-from .cause import (
-    ALMOST_ALL,
-    DOMINATES,
-    WORTH,
-    Cause,
-    is_copy_of_a_storage,
-    lines_of,
-    numel,
-)
+from .cause import ALMOST_ALL, DOMINATES, WORTH, is_copy_of_a_storage, numel
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
+from .rows import Group, Row, those
 from .timeline import Holder
 
 CALLED_IN_EACH_STEP = (
@@ -28,209 +21,77 @@ CALLED_IN_EACH_STEP = (
 MOMENTUM = 1.1  # numbers for each weight, with some numbers for the optimizer itself
 
 
-def copy_in_another_module(facts: Facts) -> Cause | None:
-    """Parameters of another module, with the shapes of the tracked model's."""
-    copies = [c for c in copies_of_weights(facts) if facts.of_another_model(c[0])]
-    if _calls_another_model(facts):
-        remedy = CALLED_IN_EACH_STEP
-    else:
-        remedy = "for an EMA, keep the averaged weights on the host (.to('cpu')). "
-    remedy += (
-        "For a reference model or a teacher that never changes, compute its outputs once before "
-        "the training (precompute_ref_log_probs=True in trl), or train with LoRA, where the model "
-        "without its adapters is the reference."
-    )
-    return _copied(copies, facts, "parameters of a module that is not the tracked one", remedy)
-
-
-def loaded_copy(facts: Facts) -> Cause | None:
-    """A loaded checkpoint that stays alive after resume."""
+def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """An EMA, a reference model, a loaded checkpoint, a deepcopy, a clone of the state dict."""
     copies = []
-    for copy in copies_of_weights(facts):
-        if copy[0].step < 0 and not facts.of_another_model(copy[0]):
-            copies.append(copy)
-    remedy = (
-        "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')),"
-        " and `del` it after load_state_dict."
-    )
-    if facts.peak_time > 0:  # before the first step has ended, nothing is averaged
-        remedy += (
-            " If it is an average of the weights (an EMA), keep it on the host: "
-            "parameter.detach().cpu()."
-        )
-    return _copied(copies, facts, "tensors that were there before this run read them", remedy)
-
-
-def copy_made_here(facts: Facts) -> Cause | None:
-    """A deepcopy, a clone of the state dict, an EMA's store(), a merge."""
-    copies = []
-    for copy in copies_of_weights(facts):
+    for copy in _copies_of_weights(free, facts):
         first = copy[0]
         # random numbers of the same shapes, for one step, are no copy
         is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
-        is_kept = is_copied or facts.time_of(first) < facts.peak_time
-        if first.step >= 0 and is_kept and not facts.of_another_model(first):
+        is_kept = first.step < 0 or facts.time_of(first) < facts.peak_time
+        if is_copied or is_kept or facts.of_another_model(first):
             copies.append(copy)
-    remedy = CALLED_IN_EACH_STEP if _calls_another_model(facts) else ""
-    remedy += (
-        "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written "
-        "or restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all "
-        "hold the weights twice."
-    )
-    return _copied(copies, facts, "made in the tracked run and still alive", remedy)
-
-
-def second_model(facts: Facts) -> Cause | None:
-    """Parameters of a module that is not the tracked one, with other shapes."""
-    if facts.structure is None or not facts.structure.shapes:
+    holders = [holder for copy in copies for holder in copy]
+    if not holders:
         return None
-    copied = {id(holder) for copy in copies_of_weights(facts) for holder in copy}
-    holders = []
-    for holder in facts.at_peak:
-        foreign = facts.of_another_model(holder) and holder.category == "other"
-        if foreign and id(holder) not in copied:
-            holders.append(holder)
-    nbytes = total(holders)
-    if nbytes < WORTH * facts.peak.total:
-        return None
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are {len(holders)} parameters of modules that are not "
-        "in the tracked model."
-    )
-    remedy = (
-        "compute the second model's outputs once before the training, and free it; or load it in a "
-        "narrower dtype (dtype=torch.bfloat16), which halves float32 weights."
-    )
-    name = "A second model is in memory"
-    lines = lines_of(holders)
-    stays = nbytes // 2
-    condition = "If the second model's dtype is half as wide"
-    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
+    how_many = f"{len(copies)} more copies"
+    if len(copies) == 1:
+        how_many = "a second copy"
+    is_called = _calls_another_model(facts)
+    words, remedy = "made in the tracked run and still alive", OF_THIS_RUN
+    if facts.of_another_model(holders[0]):
+        words = "parameters of a module that is not the tracked one"
+        remedy = OF_A_REFERENCE if is_called else OF_A_MODULE + OF_A_REFERENCE
+    elif holders[0].step < 0:
+        is_called = False
+        words, remedy = "tensors that were there before this run read them", FROM_BEFORE
+        if facts.peak_time > 0:  # before the first step has ended, nothing is averaged
+            remedy += OF_AN_AVERAGE
+    changes: dict[str, Any] = {"remedy": remedy}
+    if is_called:
+        changes["remedy"] = CALLED_IN_EACH_STEP + remedy
+        changes["stays"] = total(holders) - total(holders) // 2
+        changes["condition"] = "If this copy is half as wide"
+    return Group(holders, {"how_many": how_many, "origin": words}, changes)
 
 
-def first_optimizer_step(facts: Facts) -> Cause | None:
-    """The optimizer makes its states at the peak."""
-    if facts.peak.moment != IN_OPTIMIZER_STEP:
-        return None
-    states = []
-    for holder in facts.at_peak:
-        existed = not holder.op  # an optimizer had it when the block began
-        if holder.step == facts.peak.step and is_state(holder, facts) and not existed:
-            states.append(holder)
-    nbytes = total(states)
-    if nbytes < WORTH * facts.peak.total:
-        return None
-    evidence = (
-        f"{format_bytes(nbytes)} of optimizer states are made in this step, and stay: the forwards "
-        "before it ran without them."
-    )
-    if facts.numbers_of_states > MOMENTUM:
-        remedy = (
-            "SGD keeps no states, and SGD with momentum one number a parameter, where Adam keeps "
-            "two. "
-        )
-    else:
-        remedy = "without momentum, this optimizer would keep less, or nothing. "
-    remedy += (
-        "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains"
-        " fewer parameters. A smaller batch and checkpointing do not change this."
-    )
-    name = "The first optimizer step makes its states"
-    return Cause(name, nbytes, evidence, remedy, holders=states)
+OF_A_MODULE = "for an EMA, keep the averaged weights on the host (.to('cpu')). "
+OF_A_REFERENCE = (
+    "For a reference model or a teacher that never changes, compute its outputs once before the "
+    "training (precompute_ref_log_probs=True in trl), or train with LoRA, where the model without "
+    "its adapters is the reference."
+)
+FROM_BEFORE = (
+    "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')), and"
+    " `del` it after load_state_dict."
+)
+OF_AN_AVERAGE = (
+    " If it is an average of the weights (an EMA), keep it on the host: parameter.detach().cpu()."
+)
+OF_THIS_RUN = (
+    "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written or "
+    "restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all hold "
+    "the weights twice."
+)
+COPIES = Row(
+    "The weights are there more than once",
+    "{size} at the peak are {how_many} of the model's weights, {origin}.",
+    OF_THIS_RUN,
+    _copies,
+)
 
 
-def is_state(holder: Holder, facts: Facts) -> bool:
-    """Whether it is an optimizer's state, or zeros that will be one."""
-    if holder.category == "optimizer":
-        return True
-    if facts.structure is None or facts.peak.moment != IN_OPTIMIZER_STEP:
-        return False
-    zeros = holder.category == "temporaries" and "zeros" in holder.op
-    return zeros and holder.shape in facts.structure.shapes.values()
+def _calls_another_model(facts: Facts) -> bool:
+    """Whether several steps call a model that none of them trains: a target network, a teacher."""
+    trained = {done.number for done in facts.of_models if done.used}
+    steps = defaultdict[int, set[int]](set)
+    for done in facts.of_models:
+        if done.number not in trained and not done.has_tracked_weights:
+            steps[done.number].add(done.step)
+    return any(len(of_one) > 1 for of_one in steps.values())
 
 
-def wide_weights(facts: Facts) -> Cause | None:
-    """Weights in float64, or frozen ones in float32."""
-    if facts.structure is None:
-        return None
-    of_double = list[Holder]()
-    of_frozen = list[Holder]()
-    for holder in facts.at_peak:
-        dtype = facts.structure.dtypes.get(holder.module)
-        if holder.category != "parameters":
-            continue
-        if dtype is torch.float64:
-            of_double.append(holder)
-        elif dtype is torch.float32 and holder.module not in facts.trained:
-            of_frozen.append(holder)
-    name = "Weights are wider than needed"
-    condition = "If these weights are half as wide"
-    double, frozen = total(of_double), total(of_frozen)
-    if double >= WORTH * facts.peak.total:
-        evidence = f"{format_bytes(double)} of weights are in float64."
-        remedy = f"model.float() halves them, to {format_bytes(double // 2)}, and all that follows."
-        stays = double - double // 2
-        return Cause(
-            name, double, evidence, remedy, holders=of_double, stays=stays, condition=condition
-        )
-    if frozen < DOMINATES * facts.peak.total:
-        return None
-    evidence = f"{format_bytes(frozen)} of frozen weights are in float32."
-    remedy = (
-        "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
-        f"dtype=torch.bfloat16, which leaves {format_bytes(frozen // 2)} of these bytes."
-    )
-    stays = frozen - frozen // 2
-    return Cause(
-        name, frozen, evidence, remedy, holders=of_frozen, stays=stays, condition=condition
-    )
-
-
-def double_tensors(facts: Facts) -> Cause | None:
-    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64, and so
-    is what ``.double()`` makes.
-    """
-    if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
-        return None
-    double = []
-    for holder in facts.at_peak:
-        if holder.dtype is torch.float64 and holder.category != "optimizer":
-            double.append(holder)
-    nbytes = total(double)
-    if nbytes // 2 < WORTH * facts.peak.total:
-        return None
-    evidence = (
-        f"{format_bytes(nbytes)} at the peak are in float64, though no weight is. What is "
-        "computed from a float64 tensor and a float32 one is float64."
-    )
-    # Lines of data come first: float64 most often begins there.
-    data = [h for h in double if h.category == "other" and not h.computed_from]
-    of_training = [h for h in double if h.computed_from]
-    if 2 * total(of_training) > nbytes:
-        remedy = (
-            "they were computed from gradients or weights alone, which are narrower, so .double() "
-            "or dtype=torch.float64 has made them. In float32 they have half as many bytes."
-        )
-    elif data:
-        remedy = (
-            "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), "
-            "or torch.tensor(..., dtype=torch.float32), halves them and all that is computed from "
-            "them."
-        )
-    else:
-        remedy = (
-            "look for .double() and dtype=torch.float64, and for arrays of numpy, whose numbers "
-            "are float64 by default. In float32, these tensors and all that is computed from them "
-            "have half as many bytes."
-        )
-    lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
-    name = "Tensors are in float64"
-    stays = nbytes - nbytes // 2
-    condition = "If these tensors are in float32"
-    return Cause(name, nbytes, evidence, remedy, lines, double, stays=stays, condition=condition)
-
-
-def copies_of_weights(facts: Facts) -> list[list[Holder]]:
+def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder]]:
     """Groups of tensors with the shapes of all parameters, each made by one line in one step.
 
     The parameters of other models, whose layers have a line each, are one group if their names are
@@ -241,7 +102,7 @@ def copies_of_weights(facts: Facts) -> list[list[Holder]]:
     names = Counter(h.module for h in facts.at_peak if h.category == "parameters")
     twice = {name for name, times in names.items() if times > 1}
     groups = defaultdict[Any, list[Holder]](list)
-    for holder in facts.at_peak:
+    for holder in free:
         is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
         of_gradients = holder.computed_from == "gradients"
         can_be = holder.category == "other" or _is_copy_to_go_back_to(holder, twice)
@@ -318,32 +179,6 @@ def _is_copy_with_a_graph(holder: Holder, facts: Facts) -> bool:
     return not holder.module and holder.turn < facts.peak.turn
 
 
-def _calls_another_model(facts: Facts) -> bool:
-    """Whether several steps call a model that none of them trains: a target network, a teacher."""
-    trained = {done.number for done in facts.of_models if done.used}
-    steps = defaultdict[int, set[int]](set)
-    for done in facts.of_models:
-        if done.number not in trained and not done.has_tracked_weights:
-            steps[done.number].add(done.step)
-    return any(len(of_one) > 1 for of_one in steps.values())
-
-
-def _copied(copies: list[list[Holder]], facts: Facts, words: str, remedy: str) -> Cause | None:
-    holders = [holder for copy in copies for holder in copy]
-    nbytes = total(holders)
-    if nbytes < WORTH * facts.peak.total:
-        return None
-    how_many = "a second copy" if len(copies) == 1 else f"{len(copies)} more copies"
-    evidence = f"{format_bytes(nbytes)} at the peak are {how_many} of the model's weights, {words}."
-    name = "The weights are there more than once"
-    lines = lines_of(holders)
-    if not remedy.startswith(CALLED_IN_EACH_STEP):
-        return Cause(name, nbytes, evidence, remedy, lines, holders)
-    stays = nbytes - nbytes // 2
-    condition = "If this copy is half as wide"
-    return Cause(name, nbytes, evidence, remedy, lines, holders, stays=stays, condition=condition)
-
-
 def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holder]:
     """Those of ``holders`` that have the shapes of the model's parameters, one for each.
 
@@ -381,3 +216,87 @@ def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:
     if facts.of_another_model(holder) or is_copy_of_a_storage(holder):
         return True
     return holder.computed_from == "parameters"
+
+
+def _of_another_model(holder: Holder, facts: Facts) -> bool:
+    return facts.of_another_model(holder) and holder.category == "other"
+
+
+SECOND_MODEL = Row(
+    "A second model is in memory",
+    "{size} at the peak are {count} parameters of modules that are not in the tracked model.",
+    "compute the second model's outputs once before the training, and free it; or load it in a "
+    "narrower dtype (dtype=torch.bfloat16), which halves float32 weights.",
+    those(_of_another_model),
+    stays=0.5,
+    condition="If the second model's dtype is half as wide",
+)
+
+
+def _first_states(free: Sequence[Holder], facts: Facts) -> Group:
+    """The optimizer makes its states at the peak."""
+    states = []
+    for holder in free:
+        existed = not holder.op  # an optimizer had it when the block began
+        if holder.step == facts.peak.step and is_state(holder, facts) and not existed:
+            states.append(holder)
+    less = "without momentum, this optimizer would keep less, or nothing. "
+    if facts.numbers_of_states > MOMENTUM:
+        less = (
+            "SGD keeps no states, and SGD with momentum one number a parameter, where Adam keeps "
+            "two. "
+        )
+    return Group(states, changes={"remedy": less + FIRST_STATES.remedy})
+
+
+FIRST_STATES = Row(
+    "The first optimizer step makes its states",
+    "{size} of optimizer states are made in this step, and stay: the forwards before it ran without"
+    " them.",
+    "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains "
+    "fewer parameters. A smaller batch and checkpointing do not change this.",
+    _first_states,
+    moments=(IN_OPTIMIZER_STEP,),
+    shows_lines=False,
+)
+
+
+def is_state(holder: Holder, facts: Facts) -> bool:
+    """Whether it is an optimizer's state, or zeros that will be one."""
+    if holder.category == "optimizer":
+        return True
+    if facts.structure is None or facts.peak.moment != IN_OPTIMIZER_STEP:
+        return False
+    zeros = holder.category == "temporaries" and "zeros" in holder.op
+    return zeros and holder.shape in facts.structure.shapes.values()
+
+
+def _wide(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """Weights in float64, or frozen ones in float32."""
+    double, frozen = list[Holder](), list[Holder]()
+    for holder in free:
+        if facts.structure is None or holder.category != "parameters":
+            continue
+        dtype = facts.structure.dtypes.get(holder.module)
+        if dtype is torch.float64:
+            double.append(holder)
+        elif dtype is torch.float32 and holder.module not in facts.trained:
+            frozen.append(holder)
+    if total(double) >= WORTH * facts.peak.total:
+        remedy = "model.float() halves them, and all that follows."
+        return Group(double, {"what": "weights are in float64"}, {"remedy": remedy})
+    if total(frozen) < DOMINATES * facts.peak.total:
+        return None
+    return Group(frozen, {"what": "frozen weights are in float32"})
+
+
+WIDE = Row(
+    "Weights are wider than needed",
+    "{size} of {what}.",
+    "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
+    "dtype=torch.bfloat16, which leaves half of these bytes.",
+    _wide,
+    stays=0.5,
+    condition="If these weights are half as wide",
+    shows_lines=False,
+)

@@ -282,6 +282,4 @@ def _is_in_another_part(holder: Holder, technique: Technique, facts: Facts) -> b
     """Whether it is known to be in a part of the model on which the technique does not act."""
     if facts.structure is None or not technique.part:
         return False
-    if technique.part == "layers":
-        return not facts.in_layers(holder)
-    return facts.in_layers(holder)
+    return facts.in_layers(holder) != (technique.part == "layers")

@@ -39,8 +39,6 @@ class Facts:
     holders: Sequence[Holder] | None = None
     # Finds the storages that were not alive at the peak: those freed last, and those made later.
     find_others: Callable[[], Sequence[Holder]] = tuple
-    # From this sample on, all storages that were freed are among these.
-    freed_since: int = 0
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
@@ -80,11 +78,6 @@ class Facts:
         return int(self.samples[-1])
 
     @property
-    def activations(self) -> list[Holder]:
-        """The activations at the peak."""
-        return [holder for holder in self.at_peak if holder.category == "activations"]
-
-    @property
     def outside_of_training(self) -> bool:
         """Whether the peak is known to be outside of a training step."""
         return self.peak.moment in (BETWEEN_STEPS, EVALUATION)
@@ -97,13 +90,33 @@ class Facts:
     def had_optimizer_step(self) -> bool:
         return IN_OPTIMIZER_STEP in self.moments
 
-    def highest_in(self, moments: Iterable[str]) -> int:
-        """The highest total of these moments in bytes; 0 if it is not known."""
+    def highest_in(self, moment: str) -> int:
+        """The highest total of this moment in bytes; 0 if it is not known."""
         if self.rows is None or self.rows.shape[1] <= MOMENT:
             return 0
-        codes = [MOMENTS.index(moment) for moment in moments]
-        totals = self.rows[np.isin(self.rows[:, MOMENT], codes), TOTAL]
+        totals = self.rows[self.rows[:, MOMENT] == MOMENTS.index(moment), TOTAL]
         return int(totals.max(initial=0))
+
+    @property
+    def has_second_derivatives(self) -> bool:
+        """Whether a gradient was taken with a graph of its own."""
+        return any(done.differentiable for done in self.forwards)
+
+    @property
+    def samples_of_the_step(self) -> tuple[int, int]:
+        """The first and the last sample of the peak's step, as far as they are known."""
+        if self.rows is None or self.samples is None:
+            return 0, 0
+        of_step = self.samples[self.rows[:, STEP] == self.peak.step]
+        return int(of_step[0]), int(of_step[-1])
+
+    def is_a_row_of_weights(self, holder: Holder) -> bool:
+        """Whether it has the shape of a parameter for each row, as ``torch.func.vmap`` makes it."""
+        if self.structure is None or len(holder.shape) < 3:
+            return False
+        # vmap makes the gradients of (64,) as (rows, 1, 64)
+        shape = tuple(size for size in holder.shape[1:] if size > 1)
+        return shape in self.structure.shapes.values()
 
     @cached_property
     def trained(self) -> frozenset[str]:

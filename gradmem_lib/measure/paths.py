@@ -522,8 +522,8 @@ def _of_a_row(thing: Any) -> Iterator[Edge]:
     kind = "list"
     if base is tuple:
         kind = ""  # a tuple does not grow
-    elif base is deque and len(values) == thing.maxlen:
-        kind = "window"  # each new entry takes the place of an old one
+    elif base is deque and thing.maxlen is not None:
+        kind = "window"  # once it is full, each new entry takes the place of an old one
     for i, value in enumerate(values):
         yield Edge(f"[{i}]", value, kind)
     yield from _own_attributes(thing)

@@ -9,17 +9,14 @@ the peak with the remedy may be lower than what is said here, and not higher.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import numpy as np
 
 from ..names import MOMENTS
 from ..units import format_bytes
 from .bytes_alive import bytes_alive
 from .cause import WORTH, Cause, within
-from .facts import EVALUATION, Facts, total
-from .half_the_rows import without_half_the_rows
-from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder
+from .facts import Facts, total
+from .timeline import MOMENT, TOTAL, Holder
 
 
 def limit_of(cause: Cause, facts: Facts) -> str:
@@ -28,7 +25,7 @@ def limit_of(cause: Cause, facts: Facts) -> str:
     It is needed only where the peak is higher than "without these bytes" lets a reader expect.
     Nothing is said of a remedy if it is not known how much the remedy needs itself.
     """
-    if cause.stays is None:
+    if cause.stays is None or cause.stays >= cause.nbytes:
         return ""
     peak, moment = peak_without(cause, facts)
     expected = facts.peak.total - cause.nbytes
@@ -46,13 +43,7 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     left, moment = facts.peak.total - goes, facts.peak.moment
     if facts.samples is None:
         return left, moment  # nothing is known of the other moments
-    if cause.holders:
-        taken_away = _taken_away(cause, facts)
-    elif facts.peak.moment == EVALUATION:
-        taken_away = without_half_the_rows(facts)
-    else:
-        taken_away = _of_the_step(cause, facts)
-    remaining = facts.rows[:, TOTAL] - taken_away
+    remaining = facts.rows[:, TOTAL] - _taken_away(cause, facts)
     highest = int(remaining.argmax())
     if remaining[highest] > left:
         left, moment = int(remaining[highest]), MOMENTS[facts.rows[highest, MOMENT]]
@@ -71,10 +62,9 @@ def _taken_away(cause: Cause, facts: Facts) -> np.ndarray:
         # All were left by earlier turns, whose own backwards may have needed them.
         needed_in = needed_in or "turn"
     of_the_named = bytes_alive(named, facts, needed_in) - stays
-    place_of = _Places(facts)
-    places = {place_of(holder) for holder in named}
-    alike_at_peak = [holder for holder in facts.at_peak if place_of(holder) in places]
-    others_alike = [holder for holder in facts.others if place_of(holder) in places]
+    places = {_place_of(holder, facts) for holder in named}
+    alike_at_peak = [holder for holder in facts.at_peak if _place_of(holder, facts) in places]
+    others_alike = [holder for holder in facts.others if _place_of(holder, facts) in places]
     # Of tensors like the named ones, as many stay as at the peak: the batch in use, the first of
     # several forwards.
     could_go = [h for h in alike_at_peak if not _is_needed_at_peak(h, needed_in, facts)]
@@ -91,49 +81,19 @@ def _is_needed_at_peak(holder: Holder, needed_in: str, facts: Facts) -> bool:
     return needed_in in ("step", "round") and holder.step >= facts.peak.step
 
 
-class _Places:
+def _place_of(holder: Holder, facts: Facts) -> tuple:
     """Where in a program a storage was made: by which line and operation, in which shape, and in
     which forward (as its result or not) or after it. A function that is called by the training and
     by an evaluation has made storages in two places.
     """
-
-    def __init__(self, facts: Facts):
-        self.facts = facts
-        # For each kind of call: whether backwards went through its earlier forwards.
-        self.used_before = defaultdict[tuple, set[bool]](set)
-        for done in facts.forwards:
-            if done.has_graph and done.turn < facts.peak.turn:
-                self.used_before[done.call].add(done.used)
-
-    def __call__(self, holder: Holder) -> tuple:
-        done = self.facts.last_begun(holder.samples[0])
-        call: object = None
-        if done is None and self.facts.forwards:
-            # Before the first forward that is known: it may be of any forward of a long run.
-            call = id(holder)
-        elif done is not None:
-            inside = holder.samples[0] < done.samples[1]
-            used = self._is_used(done)
-            kind = (done.with_grad, done.has_graph, used, done.differentiable, done.chained)
-            call = (inside, done.call, *kind)
-        made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
-        return (*made, holder.category, holder.is_result, call)
-
-    def _is_used(self, done: ForwardPass) -> bool:
-        """Whether a backward goes through a forward. If the run was stopped before it came, that is
-        taken from the earlier forwards of the same call, which have to agree.
-        """
-        if done.used or self.facts.ended or done.turn < self.facts.peak.turn:
-            return done.used
-        return self.used_before[done.call] == {True}
-
-
-def _of_the_step(cause: Cause, facts: Facts) -> np.ndarray:
-    """The bytes that a remedy for all of the peak's step takes away at each of ``facts.rows``:
-    int64 (samples,).
-    """
-    taken_away = np.zeros(len(facts.rows), dtype=np.int64)
-    of_the_step = facts.rows[:, STEP] == facts.peak.step
-    in_training = facts.rows[:, MOMENT] != MOMENTS.index(EVALUATION)
-    taken_away[of_the_step & in_training] = cause.nbytes - (cause.stays or 0)
-    return taken_away
+    done = facts.last_begun(holder.samples[0])
+    call: object = None
+    if done is None and facts.forwards:
+        # Before the first forward that is known: it may be of any forward of a long run.
+        call = id(holder)
+    elif done is not None:
+        inside = holder.samples[0] < done.samples[1]
+        kind = (done.with_grad, done.has_graph, done.used, done.differentiable, done.chained)
+        call = (inside, done.call, *kind)
+    made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
+    return (*made, holder.category, holder.is_result, call)

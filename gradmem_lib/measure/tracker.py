@@ -480,7 +480,6 @@ class MemoryTracker:
             batch_rows=max((rows for _, rows in self._recording.batches), default=0),
             holders=self._holders_of(entries, likely),
             find_others=self._others(entries, likely),
-            freed_since=self._recording.past_since,
             forwards=self.forwards,
             steps=self.steps,
             turns=self._recording.turns,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..measure.cause import in_words
-from ..measure.causes_of_holders import GROWTH
+from ..measure.causes_of_growth import GROWTH
 from ..measure.diagnosis import Diagnosis
 from ..measure.timeline import Holder, MemorySnapshot, Timeline
 from ..units import format_bytes

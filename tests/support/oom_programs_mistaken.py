@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from support.oom_programs import Net, adamw, sgd
+from support.oom_programs import Net, sgd
 from support.oom_programs_around import trained
 from support.oom_programs_of_loops import updated
 from torch import nn
@@ -133,23 +133,6 @@ def distances_under_a_checkpoint(remedied=False):
     return trained(net, optimizer, step, steps=2)
 
 
-def gradients_set_to_zero(remedied=False):
-    """The gradients of all layers are there, as zeros, when the backward begins.
-    ``remedied``: set_to_none=True.
-    """
-    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
-    optimizer = sgd(net)
-    x = torch.randn(1024, 256)
-
-    def step(i):
-        updated_loss = net(x).softmax(-1).square().mean()
-        updated_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=remedied)
-
-    return trained(net, optimizer, step, steps=3)
-
-
 class Conditioned(nn.Module):
     """Samples that are scored after a context."""
 
@@ -167,19 +150,6 @@ class Conditioned(nn.Module):
         else:
             read = self.read(context)
         return self.out(read + self.words(samples).mean(1))
-
-
-def repeated_contexts(remedied=False):
-    """Sixteen samples of each context, which the model reads sixteen times."""
-    net = Conditioned()
-    optimizer = adamw(net)
-    contexts, samples = torch.randint(0, 128, (2, 256)), torch.randint(0, 128, (32, 4))
-
-    def step(i):
-        given = contexts if remedied else contexts.repeat_interleave(16, 0)
-        updated(net(given, samples).square().mean(), optimizer)
-
-    return trained(net, optimizer, step, steps=3)
 
 
 def augmented_batch():

@@ -313,25 +313,6 @@ def outputs_of_the_step_before(remedied=False):
     return tracker
 
 
-def unrolled(remedied=False, calls=12):
-    """One loss after many steps of a simulation. ``remedied``: each call is checkpointed."""
-    net, x = Net(), torch.randn(64, 64)
-    optimizer = sgd(net)
-
-    def step(i):
-        state = x
-        for _ in range(calls):
-            change = checkpoint(net, state, use_reentrant=False) if remedied else net(state)
-            state = state + 0.1 * change
-        updated(state.square().mean(), optimizer)
-
-    return trained(net, optimizer, step, steps=2)
-
-
-def two_calls():
-    return unrolled(calls=2)
-
-
 class ComputesItsLoss(nn.Module):
     """As the models of transformers do."""
 
@@ -494,29 +475,6 @@ def segmented_images():
             target = F.one_hot(y, 16).permute(0, 3, 1, 2).float()
             updated(1 - (shares * target).sum() / shares.sum(), optimizer)
     return tracker
-
-
-def scores_of_all_pixels(remedied=False):
-    """Segmentation: a number for each pixel and each class. ``remedied``: of a few lines at a
-    time.
-    """
-    body, head = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()), nn.Conv2d(16, 40, 1)
-    net = nn.Sequential(body, head)
-    optimizer = sgd(net)
-
-    def loss_of(features, labels):
-        return F.cross_entropy(head(features), labels, reduction="sum") / (2 * 32 * 32)
-
-    def step(i):
-        x, y = torch.randn(2, 3, 32, 32), torch.randint(0, 40, (2, 32, 32))
-        if not remedied:
-            return updated(loss_of(body(x), y), optimizer)
-        features, losses = body(x), []
-        for lines, labels in zip(features.chunk(16, 2), y.chunk(16, 1), strict=True):
-            losses.append(checkpoint(loss_of, lines, labels, use_reentrant=False))
-        return updated(sum(losses), optimizer)
-
-    return trained(net, optimizer, step, steps=3)
 
 
 def attention_of_three_dimensions(remedied=False):
