@@ -26,14 +26,14 @@ from ..compat.dispatch_modes import num_active_dispatch_modes
 from ..compat.modules import has_forward_hooks
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
-from .moments import Pass
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import HOOK, SCRIPT, Recording, is_result
+from .recording import HOOK, SCRIPT, Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
+from .timeline import ForwardPass
 from .walks import Walks
 from .watch import Watch
 
@@ -185,7 +185,7 @@ class Meter(ParameterMeter):
                 nbytes_given = sum(x.numel() * x.element_size() for x in inputs)
                 row_counts, second_size = _row_counts(inputs), _second_size(inputs)
             self.position.begin_forward(
-                Pass(
+                ForwardPass(
                     self.as_owner(module),
                     recording.step,
                     with_grad,
@@ -197,7 +197,7 @@ class Meter(ParameterMeter):
                     first_sample=recording.count,
                     turn=recording.turn,
                     # In functional_call, other tensors stand in the place of its parameters.
-                    module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
+                    called=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                     training_mode=module.training,
                     number=self._number_of(module),
                     given=nbytes_given,
@@ -254,7 +254,7 @@ class Meter(ParameterMeter):
             for tensor in tensors_in((out,)):
                 for storage in storages_of(tensor):
                     entry = recording.live.get(storage_key(storage))
-                    if entry is None or entry.sample < forward.first_sample or is_result(entry):
+                    if entry is None or entry.sample < forward.first_sample or entry.is_result:
                         continue  # not made in this forward, or seen already
                     entry.is_result = True
                     returned += entry.nbytes
@@ -297,7 +297,7 @@ class Meter(ParameterMeter):
         tracked = {id(parameter) for _, parameter in named}
         found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
-            module = done.module() if done.module is not None else None
+            module = done.called() if done.called is not None else None
             if module is None:
                 continue
             if id(module) not in found:

@@ -27,7 +27,7 @@ from ..names import (
 from .facts import FIRST_READ_PARAMETER, READ_IN_PARTS
 from .in_place_gradients import InPlaceGradients
 from .moments import Position
-from .recording import EXISTED, NO_CATEGORY, Entry, Recording, is_expanded, source_of
+from .recording import EXISTED, NO_CATEGORY, Entry, Recording
 from .source_lines import calling_line
 from .storages import NO_STORAGE, own_storage, storages_of, tensors_in
 from .watch import Operator, operator_of
@@ -277,7 +277,7 @@ class OperationMeter:
                 entry = self.recording.live.get(storage_key(storage))
                 if entry is not None and entry.category == names.PARAMETERS:
                     return False
-                if entry is not None and is_expanded(entry) and nbytes >= entry.nbytes:
+                if entry is not None and entry.expanded and nbytes >= entry.nbytes:
                     return True  # computed from such a tensor, which may be freed soon
                 read += storage.nbytes()
         return 0 < read * EXPANDS < nbytes
@@ -295,7 +295,7 @@ class OperationMeter:
                     return NO_CATEGORY
                 category = entry.category
                 if category in (names.OTHER, names.ACTIVATIONS):
-                    category = source_of(entry)
+                    category = entry.source
                 if category not in (names.GRADIENTS, names.PARAMETERS):
                     return NO_CATEGORY
                 if found not in (NO_CATEGORY, category):

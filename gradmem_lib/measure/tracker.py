@@ -40,6 +40,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +56,7 @@ from ..names import (
     CATEGORIES,
     EVALUATION,
     MOMENTS,
+    PHASE_OF_MOMENT,
     PHASES,
     check_choice,
 )
@@ -65,17 +67,11 @@ from .causes_of_growth import growing_holders
 from .causes_of_holders import SEVERAL
 from .facts import Facts
 from .meter import Meter, name_of
-from .moments import Pass
 from .paths import Held
 from .recording import (
     NO_CATEGORY,
     Entry,
     Recording,
-    holder_of,
-    is_expanded,
-    is_result,
-    last_update_of,
-    source_of,
 )
 from .source_lines import source_line
 from .storages import tensors_to_watch
@@ -161,7 +157,7 @@ class MemoryTracker:
         with self._meter.lock:
             if self._state == "running":
                 self._meter.sync()
-            return self._recording.now()
+            return self._recording.at()
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -180,7 +176,11 @@ class MemoryTracker:
     @property
     def peak_by_phase(self) -> dict[str, int]:
         """The highest number of live bytes in each phase; 0 for a phase that did not occur."""
-        return dict(zip(PHASES, self._recording.phase_peaks, strict=True))
+        peaks = dict.fromkeys(PHASES, 0)
+        for moment, total in self._recording.moment_peaks.items():
+            phase = PHASES[PHASE_OF_MOMENT[moment]]
+            peaks[phase] = max(peaks[phase], total)
+        return peaks
 
     @property
     def timeline(self) -> Timeline:
@@ -240,40 +240,15 @@ class MemoryTracker:
             passes = self._meter.position.passes
             kept, inside = self._kept_at_peak(passes)
             for done, kept_at_peak, inside_at_peak in zip(passes, kept, inside, strict=True):
-                found.append(
-                    ForwardPass(
-                        module=name_of(done.owner, named),
-                        step=done.step,
-                        with_grad=done.with_grad,
-                        used=done.used,
-                        live_before=done.live_before,
-                        live_after=done.live_after,
-                        peak=done.peak,
-                        line=source_line(done.line),
-                        # a Function of one's own counts its nodes under no_grad() too
-                        has_graph=done.with_grad and (done.last or next_sequence_nr()) > done.first,
-                        chained=done.chained,
-                        has_weights=done.has_weights,
-                        kept_at_peak=kept_at_peak,
-                        inside_at_peak=inside_at_peak,
-                        made=done.live_after - done.live_before - done.returned,
-                        turn=done.turn,
-                        differentiable=done.differentiable,
-                        for_no_optimizer=done.for_no_optimizer,
-                        waits_for_step=done.waits_for_step,
-                        used_in_turn=done.used_in_turn,
-                        training_mode=done.training_mode,
-                        number=done.number,
-                        given=done.given,
-                        row_counts=done.row_counts,
-                        second_size=done.second_size,
-                        has_tracked_weights=done.has_tracked_weights,
-                        samples=(done.first_sample, done.end_sample or self._recording.count),
-                    )
-                )
+                seen = replace(done, kept_at_peak=kept_at_peak, inside_at_peak=inside_at_peak)
+                seen.module = name_of(done.owner, named)
+                seen.line = source_line(done.line)
+                seen.last = done.last or next_sequence_nr()
+                seen.end_sample = done.end_sample or self._recording.count
+                found.append(seen)
             return found
 
-    def _kept_at_peak(self, passes: list[Pass]) -> tuple[list[int], list[int]]:
+    def _kept_at_peak(self, passes: list[ForwardPass]) -> tuple[list[int], list[int]]:
         """For each of the forwards, what it has made of the activations at the peak: until the
         next one begins, and until its own end. What it has returned is left out.
         """
@@ -281,7 +256,7 @@ class MemoryTracker:
         kept, inside = [0] * len(passes), [0] * len(passes)
         for entry in self._recording.entries(self._recording.run_peak):
             begun = bisect_right(first_samples, entry.sample)  # how many forwards before it
-            if not begun or entry.category != ACTIVATIONS or is_result(entry):
+            if not begun or entry.category != ACTIVATIONS or entry.is_result:
                 continue
             done = passes[begun - 1]
             kept[begun - 1] += entry.nbytes
@@ -451,12 +426,12 @@ class MemoryTracker:
                     step=entry.step,
                     line=source_line(entry.line),
                     turn=entry.turn,
-                    expanded=is_expanded(entry),
+                    expanded=entry.expanded,
                     made_in=MOMENTS[entry.moment],
-                    is_result=is_result(entry),
-                    computed_from=_category_name(source_of(entry)),
-                    updated=last_update_of(entry),
-                    held=(likely or {}).get(id(entry)) or holder_of(entry),
+                    is_result=entry.is_result,
+                    computed_from=_category_name(entry.source),
+                    updated=entry.updated,
+                    held=(likely or {}).get(id(entry)) or entry.held,
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
@@ -510,7 +485,7 @@ class MemoryTracker:
             meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            snapshot, holders = recording.now(), self._holders()
+            snapshot, holders = recording.at(), self._holders()
             facts = self._facts(snapshot, recording.entries())
             raise BudgetExceeded(self.budget, allocated, what, snapshot, holders, facts)
         # Autograd's own threads must not talk to the front end.
