@@ -14,7 +14,7 @@ from ..compat import operators
 from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .paths import Held
-from .storages import has_memory, storages_of
+from .storages import NO_STORAGE, has_memory, storages_of
 from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
 
 # A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
@@ -226,6 +226,13 @@ class Recording:
             if entry.sample <= peak.sample:
                 peak.freed_since.append(entry)
         self.after_free(entry)
+
+    def entry_of(self, tensor: torch.Tensor) -> Entry | None:
+        """What is known of the storage of a tensor that has one of its own, if it is counted."""
+        try:
+            return self.live.get(storage_key(tensor.untyped_storage()))
+        except NO_STORAGE:
+            return None
 
     def drain(self) -> None:
         """Process the frees since the last call."""
