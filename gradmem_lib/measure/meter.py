@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import accumulate
 from operator import mul
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class Meter(ParameterMeter):
     seconds_for_walks = 0.5
     walks_everywhere = False  # also behind the names of all libraries, once
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         if self.model is not None:
             for name, module in self.model.named_modules():
                 if is_compiled(module):
@@ -98,7 +98,6 @@ class Meter(ParameterMeter):
             self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
         self.is_running = True
-        return self
 
     def __exit__(self, *error) -> None:
         self.is_running = False

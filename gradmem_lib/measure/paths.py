@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -185,8 +185,7 @@ def _at_rest() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-        for cached in (edges_of, _slots_of):
-            cached.cache_clear()  # it would keep the user's classes alive
+        edges_of.cache_clear()  # it would keep the user's classes alive
 
 
 class _Walk:
@@ -481,7 +480,7 @@ def edges_of(kind: Any) -> Callable[[Any], Iterable[Edge]]:
     for base, of_base in EDGES:
         if issubclass(kind, base):
             return of_base
-    return _of_an_object
+    return _of_objects(kind)
 
 
 ROWS: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
@@ -601,22 +600,22 @@ def _of_a_class(thing: type) -> Iterator[Edge]:
             yield Edge(f".{name}", value)
 
 
-def _of_an_object(thing: Any) -> Iterator[Edge]:
-    own, kind = _attributes(thing), cast(Any, type(thing))
-    yield from _own_attributes(thing)
-    for name, slot in _slots_of(kind):
-        with suppress(AttributeError):  # an empty one
-            yield Edge(f".{name}", slot.__get__(thing), "attribute")
-    if not own:  # an iterator, or an object of an extension
-        for value in gc.get_referents(thing):
-            if not issubclass(type(value), type):
-                yield Edge("", value)
+def _of_objects(kind: Any) -> Callable[[Any], Iterator[Edge]]:
+    """A function that gives what an object of this class refers to, in its slots too."""
+    members = [member for base in kind.__mro__ for member in vars(base).items()]
+    slots = [(name, slot) for name, slot in members if type(slot) is types.MemberDescriptorType]
 
+    def edges(thing: Any) -> Iterator[Edge]:
+        yield from _own_attributes(thing)
+        for name, slot in slots:
+            with suppress(AttributeError):  # an empty one
+                yield Edge(f".{name}", slot.__get__(thing), "attribute")
+        if not _attributes(thing):  # an iterator, or an object of an extension
+            for value in gc.get_referents(thing):
+                if not issubclass(type(value), type):
+                    yield Edge("", value)
 
-@functools.cache
-def _slots_of(kind: Any) -> list[tuple[str, Any]]:
-    members = [member for cls in kind.__mro__ for member in vars(cls).items()]
-    return [(name, slot) for name, slot in members if type(slot) is types.MemberDescriptorType]
+    return edges
 
 
 def _own_attributes(thing: Any) -> Iterator[Edge]:
