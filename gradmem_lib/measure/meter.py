@@ -297,7 +297,7 @@ class Meter(ParameterMeter):
         tracked = {id(parameter) for _, parameter in named}
         found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
-            module = done.called and done.called()
+            module = done.called() if done.called is not None else None
             if module is None:
                 continue
             if id(module) not in found:
