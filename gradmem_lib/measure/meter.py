@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import accumulate
 from operator import mul
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +26,14 @@ from ..compat.dispatch_modes import num_active_dispatch_modes
 from ..compat.modules import has_forward_hooks
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
-from .moments import Pass
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import HOOK, SCRIPT, Recording, is_result
+from .recording import HOOK, SCRIPT, Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
+from .timeline import ForwardPass
 from .walks import Walks
 from .watch import Watch
 
@@ -76,7 +76,7 @@ class Meter(ParameterMeter):
     seconds_for_walks = 0.5
     walks_everywhere = False  # also behind the names of all libraries, once
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         if self.model is not None:
             for name, module in self.model.named_modules():
                 if is_compiled(module):
@@ -98,7 +98,6 @@ class Meter(ParameterMeter):
             self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
         self.is_running = True
-        return self
 
     def __exit__(self, *error) -> None:
         self.is_running = False
@@ -108,9 +107,11 @@ class Meter(ParameterMeter):
 
     def look_for_wrappers(self) -> None:
         """Find out whether DDP or FSDP has wrapped a module of the model."""
-        modules = list(self.model.modules()) if self.model is not None else []
+        if self.model is None:
+            return
+        modules = self.model.modules()
         self.has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
-        self._has_fsdp = self.model is not None and is_sharded(self.model)
+        self._has_fsdp = is_sharded(self.model)
 
     # A tracker refuses these two, and a model that moves. `gradmem run`, which must not stop a
     # script, overrides them.
@@ -179,13 +180,13 @@ class Meter(ParameterMeter):
             weight = next(module.parameters(), None)
             with plain_tensors():
                 # a weight too may be computed, by functional_call or a parametrization
-                given = tensors_in((args, kwargs, weight))
-                chained = any(tensor.grad_fn is not None for tensor in given)
                 inputs = list(tensors_in((args, kwargs)))
+                given = tensors_in((inputs, weight))
+                chained = any(tensor.grad_fn is not None for tensor in given)
                 nbytes_given = sum(x.numel() * x.element_size() for x in inputs)
                 row_counts, second_size = _row_counts(inputs), _second_size(inputs)
             self.position.begin_forward(
-                Pass(
+                ForwardPass(
                     self.as_owner(module),
                     recording.step,
                     with_grad,
@@ -197,7 +198,7 @@ class Meter(ParameterMeter):
                     first_sample=recording.count,
                     turn=recording.turn,
                     # In functional_call, other tensors stand in the place of its parameters.
-                    module=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
+                    called=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                     training_mode=module.training,
                     number=self._number_of(module),
                     given=nbytes_given,
@@ -206,12 +207,12 @@ class Meter(ParameterMeter):
                 )
             )
             if with_grad and weight is not None:
-                self._note_batch((args, kwargs))
+                self._note_batch(inputs)
             recording.moment = self.position.moment_of_call
             self.sync(states=False)  # states would take as long as all the rest
             # Count a batch that was made before the block. Storages that are known keep their
             # categories.
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in inputs:
                 if self._count_read(tensor, "", INPUTS):
                     self.sample()
 
@@ -220,7 +221,7 @@ class Meter(ParameterMeter):
         each call, as ``model[:-1]`` is. A module that is made after another one was dropped may
         have its address, but not its number.
         """
-        with_weights = (part for part in module.modules() if has_own_parameters(part))
+        with_weights = (part for part in module.modules() if has_parameters(part, recurse=False))
         first = next(with_weights, module)
         place = type(module), id(first)
         known = self._numbers.get(place)
@@ -229,7 +230,7 @@ class Meter(ParameterMeter):
             self._numbers[place] = known
         return known[1]
 
-    def _note_batch(self, inputs: tuple) -> None:
+    def _note_batch(self, inputs: list[torch.Tensor]) -> None:
         """Note how many rows the batch has, at the first training forward of each turn.
 
         These are the rows of the first tensor among the ``inputs``.
@@ -238,7 +239,7 @@ class Meter(ParameterMeter):
             return
         self._turn_of_batch = self.recording.turn
         with plain_tensors():
-            for tensor in tensors_in(inputs):
+            for tensor in inputs:
                 if tensor.dim():
                     self.recording.note_batch(tensor.size(0))
                     return
@@ -251,13 +252,12 @@ class Meter(ParameterMeter):
         with self.lock:
             recording.drain()
             returned = 0
-            for tensor in tensors_in((out,)):
-                for storage in storages_of(tensor):
-                    entry = recording.live.get(storage_key(storage))
-                    if entry is None or entry.sample < forward.first_sample or is_result(entry):
-                        continue  # not made in this forward, or seen already
-                    entry.is_result = True
-                    returned += entry.nbytes
+            for storage in storages_of(out):
+                entry = recording.live.get(storage_key(storage))
+                if entry is None or entry.sample < forward.first_sample or entry.is_result:
+                    continue  # not made in this forward, or seen already
+                entry.is_result = True
+                returned += entry.nbytes
             self.position.end_forward(recording.total, recording.count, returned)
 
     def note_weights(self, module: nn.Module) -> None:
@@ -297,7 +297,7 @@ class Meter(ParameterMeter):
         tracked = {id(parameter) for _, parameter in named}
         found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
-            module = done.module() if done.module is not None else None
+            module = done.called() if done.called is not None else None
             if module is None:
                 continue
             if id(module) not in found:
@@ -331,7 +331,7 @@ class Meter(ParameterMeter):
     def close(self) -> None:
         """Drop the model. The recorded entries keep the names of its modules."""
         modules, recording = self.module_names(), self.recording
-        entries = recording.entries()
+        entries = [*recording.past, *recording.entries()]
         for peak in (recording.run_peak, recording.window_peak):
             entries += peak.freed_since
         for entry in entries:
@@ -343,14 +343,12 @@ class Meter(ParameterMeter):
         self._numbers.clear()  # a class may hold a model in its methods
 
 
-def has_own_parameters(module: nn.Module) -> bool:
-    """Whether ``module`` itself has parameters, and not only a module in it."""
-    return next(iter(module.parameters(recurse=False)), None) is not None
+def has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:
+    """Whether ``module`` has parameters, or a module in it if this counts too (``recurse``).
 
-
-def has_parameters(module: nn.Module) -> bool:
-    """Whether ``module`` has parameters. A loss has none: its weights of classes are a buffer."""
-    return next(iter(module.parameters()), None) is not None
+    A loss has none: its weights of classes are a buffer.
+    """
+    return next(iter(module.parameters(recurse)), None) is not None
 
 
 def ids_of_parameters(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -4,12 +4,8 @@ evaluation, or between steps; and which forward passes there were.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
-from types import CodeType
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,49 +20,9 @@ from ..names import (
     LOSS,
     TRAINING_FORWARD,
 )
+from .timeline import ForwardPass
 
 KEPT_PASSES = 256  # the latest
-
-
-@dataclass(slots=True)
-class Pass:
-    """A call of an outermost module.
-
-    ``owner``: the module, as ``Meter.owner`` gives it. ``first``, ``last``: autograd's numbers for
-    the nodes of its graph, from the first one to the one after the last. ``first_sample``: the
-    first sample of the recording that can have its bytes, ``end_sample`` the first one after it.
-    ``returned``: the bytes that it has made and returned. ``turn``: as in ``Position``.
-    ``module``: what is called. The rest is as in ``ForwardPass``; ``has_weights`` may become true
-    while the call runs.
-    """
-
-    owner: Any
-    step: int
-    with_grad: bool
-    live_before: int
-    line: tuple[CodeType, int] | None
-    first: int
-    last: int = 0
-    live_after: int = 0
-    peak: int = 0
-    used: bool = False
-    chained: bool = False
-    has_weights: bool = True
-    first_sample: int = 0
-    end_sample: int = 0
-    returned: int = 0
-    turn: int = 0
-    differentiable: bool = False
-    module: weakref.ref[nn.Module] | None = None
-    for_no_optimizer: bool = False
-    waits_for_step: bool = False
-    used_in_turn: int = -1
-    training_mode: bool = True
-    number: int = 0
-    given: int = 0
-    row_counts: frozenset[int] = frozenset()
-    second_size: int = 0
-    has_tracked_weights: bool = False
 
 
 class Position:
@@ -83,14 +39,15 @@ class Position:
         # ends one turn, or several if gradients are accumulated.
         self.turn = 0
         self.has_gone_back = False  # a backward has run since the last training forward
-        self._of_models: deque[Pass] = deque(maxlen=KEPT_PASSES)
-        self._of_losses: deque[Pass] = deque(maxlen=KEPT_PASSES)  # and of other modules w/o weights
-        self.open: Pass | None = None  # the call that runs
+        self._of_models: deque[ForwardPass] = deque(maxlen=KEPT_PASSES)
+        # and of other modules without weights
+        self._of_losses: deque[ForwardPass] = deque(maxlen=KEPT_PASSES)
+        self.open: ForwardPass | None = None  # the call that runs
         # The latest with gradients, and no backward so far; in order.
-        self._unused: list[Pass] = []
+        self._unused: list[ForwardPass] = []
 
     @property
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[ForwardPass]:
         """The latest calls of outermost modules, in order. A loss pushes out no call of a model."""
         return sorted([*self._of_models, *self._of_losses], key=lambda done: done.first_sample)
 
@@ -111,7 +68,7 @@ class Position:
             return self.moment_of_call
         return LOSS if self.loss_is_due else BETWEEN_STEPS
 
-    def _moment_of(self, call: Pass) -> int:
+    def _moment_of(self, call: ForwardPass) -> int:
         if not call.with_grad:
             return EVALUATION
         # A module without weights that is given a model's output computes a loss.
@@ -132,7 +89,7 @@ class Position:
             del self._unused[:-KEPT_PASSES]
         return new
 
-    def begin_forward(self, new: Pass) -> None:
+    def begin_forward(self, new: ForwardPass) -> None:
         self.stepping.clear()  # a step that raised an error has not ended
         self.moment_of_call = self._moment_of(new)
         self.loss_is_due = self.loss_is_due or new.with_grad

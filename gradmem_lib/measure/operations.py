@@ -27,9 +27,9 @@ from ..names import (
 from .facts import FIRST_READ_PARAMETER, READ_IN_PARTS
 from .in_place_gradients import InPlaceGradients
 from .moments import Position
-from .recording import EXISTED, NO_CATEGORY, Entry, Recording, is_expanded, source_of
+from .recording import EXISTED, NO_CATEGORY, Entry, Recording
 from .source_lines import calling_line
-from .storages import NO_STORAGE, own_storage, storages_of, tensors_in
+from .storages import own_storage, storages_of, tensors_in
 from .watch import Operator, operator_of
 
 # FSDP's full parameters, which exist only while a layer needs them
@@ -93,12 +93,8 @@ class OperationMeter:
 
     def _is_counted(self, tensor: Any) -> bool:
         """Whether the storage of a plain tensor is among those that live."""
-        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-            return False
-        try:
-            return storage_key(tensor.untyped_storage()) in self.recording.live
-        except NO_STORAGE:
-            return False
+        is_plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+        return is_plain and self.recording.entry_of(tensor) is not None
 
     def _count(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> int:
         """Count the storages that an operation reads for the first time, and those that it makes.
@@ -138,14 +134,11 @@ class OperationMeter:
         Returns their bytes. A module, an optimizer or a view may have brought most of them before:
         what is left are tensors from before the block, and from code that does not dispatch.
         """
-        live, nbytes = self.recording.live, 0
+        recording, nbytes = self.recording, 0
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, torch.Tensor):
-                try:
-                    if storage_key(value.untyped_storage()) in live:
-                        continue
-                except NO_STORAGE:
-                    pass
+                if recording.entry_of(value) is not None:
+                    continue
             elif type(value) is not list:
                 continue  # a number, a dtype, a size
             for tensor in tensors_in((value,)):
@@ -161,18 +154,21 @@ class OperationMeter:
         for storage in storages_of(tensor):
             if storage_key(storage) in recording.live:
                 continue
-            if _is_copied_storage(tensor, func):
-                owner, line = self.owner(), self.line(3)
-                nbytes += recording.on_alloc(storage, names.OTHER, owner, COPY, tensor, line)
-                continue
-            op = READ_IN_PARTS if func in operators.parts_of_a_tensor else READ
+            op = READ
             if isinstance(tensor, nn.Parameter):
                 op = FIRST_READ_PARAMETER
+            elif func in operators.parts_of_a_tensor:
+                op = READ_IN_PARTS
+            # In the deepcopy of a tensor, its storage is copied as a whole, and its allocation is
+            # not dispatched. It is first seen when a tensor of bytes takes it, to copy into it.
+            is_copied = func is operators.take_storage and tensor.dtype is torch.uint8
+            if is_copied:
+                op = COPY
             owner, line = module or self.owner(), self.line(3)
             counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
-            if counted:
+            if counted and not is_copied:
                 recording.live[storage_key(storage)].step = EXISTED
-                nbytes += counted
+            nbytes += counted
         return nbytes
 
     def _add(
@@ -272,14 +268,13 @@ class OperationMeter:
         if reads_several and in_a_layer:
             return False  # one of them may be the layer's weight in another dtype
         read = 0
-        for tensor in tensors_in(args):
-            for storage in storages_of(tensor):
-                entry = self.recording.live.get(storage_key(storage))
-                if entry is not None and entry.category == names.PARAMETERS:
-                    return False
-                if entry is not None and is_expanded(entry) and nbytes >= entry.nbytes:
-                    return True  # computed from such a tensor, which may be freed soon
-                read += storage.nbytes()
+        for storage in storages_of(args):
+            entry = self.recording.live.get(storage_key(storage))
+            if entry is not None and entry.category == names.PARAMETERS:
+                return False
+            if entry is not None and entry.expanded and nbytes >= entry.nbytes:
+                return True  # computed from such a tensor, which may be freed soon
+            read += storage.nbytes()
         return 0 < read * EXPANDS < nbytes
 
     def _category_of_reads(self, args: tuple) -> int:
@@ -288,19 +283,18 @@ class OperationMeter:
         What was computed from gradients alone, such as a copy of them, counts as gradients.
         """
         found = NO_CATEGORY
-        for tensor in tensors_in(args):
-            for storage in storages_of(tensor):
-                entry = self.recording.live.get(storage_key(storage))
-                if entry is None:
-                    return NO_CATEGORY
-                category = entry.category
-                if category in (names.OTHER, names.ACTIVATIONS):
-                    category = source_of(entry)
-                if category not in (names.GRADIENTS, names.PARAMETERS):
-                    return NO_CATEGORY
-                if found not in (NO_CATEGORY, category):
-                    return NO_CATEGORY  # both of them
-                found = category
+        for storage in storages_of(args):
+            entry = self.recording.live.get(storage_key(storage))
+            if entry is None:
+                return NO_CATEGORY
+            category = entry.category
+            if category in (names.OTHER, names.ACTIVATIONS):
+                category = entry.source
+            if category not in (names.GRADIENTS, names.PARAMETERS):
+                return NO_CATEGORY
+            if found not in (NO_CATEGORY, category):
+                return NO_CATEGORY  # both of them
+            found = category
         return found
 
     def owner(self) -> Owner:
@@ -361,12 +355,3 @@ class OperationMeter:
             category = self._category_of_new(storage, "resize_", ())
             return recording.on_alloc(storage, category, self.owner(), "resize_")
         return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
-
-
-def _is_copied_storage(tensor: torch.Tensor, func: Any) -> bool:
-    """Whether a storage is being copied as a whole, as in the deepcopy of a tensor.
-
-    Its allocation is not dispatched. It is first seen when a tensor of bytes takes it, to copy into
-    it.
-    """
-    return func is operators.take_storage and tensor.dtype is torch.uint8

@@ -19,8 +19,8 @@ from ..compat import operators
 from ..compat.modules import is_hook_of
 from ..compat.tensors import plain_tensors, storage_key
 from .operations import OperationMeter
-from .recording import Entry, Recording
-from .storages import NO_STORAGE, storages_of, tensors_held
+from .recording import Recording
+from .storages import storages_of, tensors_held
 
 
 class ParameterMeter(OperationMeter):
@@ -63,20 +63,17 @@ class ParameterMeter(OperationMeter):
         """Update the categories of parameters, gradients, buffers and new states, any of which may
         have been replaced.
         """
-        with plain_tensors():
-            self.sync_now(states)
-
-    def sync_now(self, states: bool) -> None:
         recording = self.recording
-        before = recording.total
-        recording.drain()
-        if self.model is not None:
-            self._sync_model(self.model)
-        if states:
-            for optimizer in self.optimizers:
-                self._tag_states(optimizer)
-        if recording.total != before:
-            self.sample()
+        with plain_tensors():
+            before = recording.total
+            recording.drain()
+            if self.model is not None:
+                self._sync_model(self.model)
+            if states:
+                for optimizer in self.optimizers:
+                    self._tag_states(optimizer)
+            if recording.total != before:
+                self.sample()
 
     def _sync_model(self, model: nn.Module) -> None:
         recording = self.recording
@@ -189,14 +186,8 @@ class ParameterMeter(OperationMeter):
         """Whether it is a plain tensor that counts as an optimizer's already."""
         if type(value) is not torch.Tensor:
             return False
-        entry = self._entry_of(value)
+        entry = self.recording.entry_of(value)
         return entry is not None and entry.category == names.OPTIMIZER
-
-    def _entry_of(self, tensor: torch.Tensor) -> Entry | None:
-        try:
-            return self.recording.live.get(storage_key(tensor.untyped_storage()))
-        except NO_STORAGE:
-            return None
 
     def _note_update(self, optimizer: Optimizer) -> None:
         """Note that the optimizer's weights and states are in use in this step: those of an earlier
@@ -211,7 +202,9 @@ class ParameterMeter(OperationMeter):
                     in_use += state.values()
         with plain_tensors():
             for tensor in in_use:
-                entry = self._entry_of(tensor) if isinstance(tensor, torch.Tensor) else None
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                entry = self.recording.entry_of(tensor)
                 if entry is not None:
                     entry.updated = self.recording.step
 

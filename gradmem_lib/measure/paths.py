@@ -15,13 +15,14 @@ import inspect
 import re
 import sys
 import threading
+import traceback
 import types
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,18 +88,16 @@ class Held(NamedTuple):
         return f"the graph of {place}" if self.graph else place
 
 
-class Root(NamedTuple):
-    name: str
-    where: str
-    value: Any
-
-
 class Edge(NamedTuple):
-    """``words`` lead from an object to ``value``; ``kind`` is that of the owner, or nothing."""
+    """``words`` lead from an object to ``value``; ``kind`` is that of the owner, or nothing.
+
+    A name is an edge from nothing; ``where``: the function that has it.
+    """
 
     words: str
     value: Any
     kind: str = ""
+    where: str = ""
 
 
 def who_holds(
@@ -114,7 +113,21 @@ def who_holds(
     also behind the names of all libraries, which takes seconds, and say what has no name at all.
     """
     with _at_rest():
-        return _Walk(wanted).run(frame, error, everywhere)
+        walk = _Walk(wanted)
+        frames = _frames(frame, error)
+        walk.running = {id(each) for each in frames}
+        own, of_libraries = _names_of_frames(frames)
+        walk.search([*_names_of_modules(own=True), *own])
+        walk.in_script = False
+        walk.search(of_libraries)
+        if everywhere and not walk.has_enough():
+            walk.search_in_circles()
+        if everywhere and not walk.has_enough():
+            walk.search(_names_of_modules(own=False))
+            if walk.is_complete:
+                for key in wanted:
+                    walk.claim(key, Held("", kind="C++", in_script=False))
+        return walk.found
 
 
 def longest_graph(
@@ -128,33 +141,34 @@ def longest_graph(
     longest = "", 0
     with _at_rest():
         walk = _Walk({0: 1})  # no storage has this key, so the walk does not end early
-        own, _, _ = _names(_frames(frame, error))
-        walk.look_around(own)
+        own, _ = _names_of_frames(_frames(frame, error))
+        walk.look_around([*_names_of_modules(own=True), *own])
         left = MOST_OBJECTS
         for tensor in walk.with_graph:
-            if tensor.numel() == 1 and left > 0:
-                steps, nodes = _steps_of_graph(tensor.grad_fn, begins, left)
-                left -= nodes
-                if steps > longest[1]:
-                    longest = str(walk.way_to(tensor)), steps
+            if tensor.numel() != 1:
+                continue
+            steps = set[int]()
+            for node in islice(_nodes_of(tensor.grad_fn, set()), left):
+                left -= 1
+                number = sequence_nr(node)
+                if number < NO_NUMBER:
+                    steps.add(bisect_right(begins, number))
+            steps.discard(0)  # made before the first step
+            if len(steps) > longest[1]:
+                longest = str(walk.way_to(tensor)), len(steps)
     return longest
 
 
-def _steps_of_graph(node: Any, begins: Sequence[int], at_most: int) -> tuple[int, int]:
-    """In how many steps the nodes of a graph were made, and how many nodes were looked at."""
-    steps, seen = set[int](), set[Any]()
+def _nodes_of(node: Any, seen: set[Any]) -> Iterator[Any]:
+    """The nodes of a graph from this one on that are not among ``seen``, and are then."""
     waiting = [node]
-    while waiting and len(seen) < at_most:
+    while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        number = sequence_nr(node)
-        if number < NO_NUMBER:
-            steps.add(bisect_right(begins, number))
+        yield node
         waiting += [following for following, _ in node.next_functions]
-    steps.discard(0)  # made before the first step
-    return len(steps), len(seen)
 
 
 @contextmanager
@@ -171,8 +185,7 @@ def _at_rest() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-        for cached in (edges_of, _slots_of):
-            cached.cache_clear()  # it would keep the user's classes alive
+        edges_of.cache_clear()  # it would keep the user's classes alive
 
 
 class _Walk:
@@ -181,99 +194,85 @@ class _Walk:
         self.found: dict[int, Held] = {}
         self.missing = sum(wanted.values())
         self.enough = (1 - ALMOST_ALL) * self.missing
-        # By an object's address: that of the object that led to it, the words, the owner's kind.
-        # The objects themselves are kept until the walk ends, so that no address is used twice.
-        self.came_from: dict[int, tuple[int | None, str, str]] = {}
-        self.roots: dict[int, Root] = {}
-        self.things: dict[int, Any] = {}
+        # By an object's address: the edge that has led to it, and the address that this came from.
+        # An edge keeps its object until the walk ends, so that no address is used twice.
+        self.came_from: dict[int, tuple[Edge, int | None]] = {}
+        self.waiting = deque[Any]()
+        self.private = deque[tuple[Edge, int | None]]()
         self.with_graph: list[torch.Tensor] = []
         self.in_script = True
         self.is_complete = True
         self.running = set[int]()
 
-    def run(self, frame, error, everywhere: bool) -> dict[int, Held]:
-        frames = _frames(frame, error)
-        self.running = {id(each) for each in frames}
-        own, running, others = _names(frames)
-        self._search(own)
-        self.in_script = False
-        self._search(running)
-        if everywhere and self.missing > self.enough:
-            self._search_in_circles()
-        if everywhere and self.missing > self.enough:
-            self._search(others())
-            if self.is_complete:
-                for key in self.wanted:
-                    self._claim(key, Held("", kind="C++", in_script=False))
-        return self.found
+    def has_enough(self) -> bool:
+        return self.missing <= self.enough
 
-    def _search(self, roots: Collection[Root]) -> None:
-        if self.missing > self.enough:
-            self.look_around(roots)
+    def search(self, names: Collection[Edge]) -> None:
+        if not self.has_enough():
+            self.look_around(names)
             self._follow_graphs()
 
-    def look_around(self, roots: Collection[Root]) -> None:
+    def look_around(self, names: Collection[Edge]) -> None:
         """Breadth first, so that each object is found by its shortest path."""
-        waiting, private = deque[Any](), deque[tuple]()
-        parts = _parts_of_modules(roots)
-        for root in roots:
+        self.waiting.clear()
+        self.private.clear()
+        parts = set[int]()
+        for name in names:
+            if issubclass(type(name.value), nn.Module):
+                _add_parts(name.value, parts)
+        for name in names:
             # A loop over a model's layers leaves one of them in a variable.
-            if id(root.value) not in parts and self._is_new(root.value):
-                self.roots.setdefault(id(root.value), root)
-                self._reach_in_turn(root.value, None, root.name, "", waiting, private)
+            if id(name.value) not in parts:
+                self._reach_in_turn(name, None)
         seen = 0
-        while (waiting or private) and self.missing > self.enough:
-            if not waiting:
-                value, parent, words, kind = private.popleft()
-                self._reach(value, parent, words, kind, waiting)
+        while (self.waiting or self.private) and not self.has_enough():
+            if not self.waiting:
+                self._reach(*self.private.popleft())
                 continue
-            self._look_at(waiting.popleft(), waiting, private)
+            self._look_at(self.waiting.popleft())
             seen += 1
             if seen > MOST_OBJECTS:
                 self.is_complete = False
                 break
 
-    def _look_at(self, thing: Any, waiting: deque, private: deque) -> None:
+    def _look_at(self, thing: Any) -> None:
         kind: Any = type(thing)
         if id(thing) in self.running:
             return  # its variables are names themselves
         try:
             if issubclass(kind, torch.Tensor):
                 self._found(thing)
-            for words, value, owner in edges_of(kind)(thing):
-                if self._is_new(value):
-                    self._reach_in_turn(value, id(thing), words, owner, waiting, private)
+            for edge in edges_of(kind)(thing):
+                self._reach_in_turn(edge, id(thing))
         except Exception:  # an object that cannot be asked leads nowhere
             self.is_complete = False
 
-    def _is_new(self, value: Any) -> bool:
-        return type(value) not in ATOMS and id(value) not in self.came_from
-
-    def _reach_in_turn(self, value, parent, words: str, kind: str, waiting, private) -> None:
+    def _reach_in_turn(self, edge: Edge, parent: int | None) -> None:
         """What private names and errors lead to comes after all that public names lead to: an
         error's functions had variables for what has better names.
         """
-        if kind == "exception" or words.startswith(("_", "._")):
-            private.append((value, parent, words, kind))
+        if type(edge.value) in ATOMS or id(edge.value) in self.came_from:
+            return
+        if edge.kind == "exception" or edge.words.startswith(("_", "._")):
+            self.private.append((edge, parent))
         else:
-            self._reach(value, parent, words, kind, waiting)
+            self._reach(edge, parent)
 
-    def _reach(self, value, parent, words: str, kind: str, waiting: deque) -> None:
-        if self._is_new(value):
-            self.came_from[id(value)] = parent, words, kind
-            self.things[id(value)] = value
-            waiting.append(value)
+    def _reach(self, edge: Edge, parent: int | None) -> None:
+        if id(edge.value) not in self.came_from:
+            self.came_from[id(edge.value)] = edge, parent
+            self.waiting.append(edge.value)
 
     def _found(self, tensor: torch.Tensor) -> None:
         held = None
         for storage in storages_of(tensor):
             held = held or self.way_to(tensor)
-            self._claim(storage_key(storage), held)
+            self.claim(storage_key(storage), held)
         # A view whose base has changed under no_grad has no graph that can be asked for.
         if tensor.requires_grad and tensor.grad_fn is not None:
             self.with_graph.append(tensor)
 
-    def _claim(self, key: int, held: Held) -> None:
+    def claim(self, key: int, held: Held) -> None:
         if key in self.wanted and key not in self.found:
             self.found[key] = held
             self.missing -= self.wanted[key]
@@ -285,49 +284,39 @@ class _Walk:
         seen = set[Any]()
         self.with_graph.sort(key=lambda tensor: sequence_nr(tensor.grad_fn))
         for tensor in self.with_graph:
-            if self.missing <= self.enough or len(seen) > MOST_OBJECTS:
+            if self.has_enough() or len(seen) > MOST_OBJECTS:
                 break
             held = None
-            waiting = [tensor.grad_fn]
-            while waiting:
-                node = waiting.pop()
-                if node is None or node in seen:
-                    continue
-                seen.add(node)
+            for node in _nodes_of(tensor.grad_fn, seen):
                 for kept in _with_gradients(tensors_in(kept_by_node(node))):
                     for storage in storages_of(kept):
                         held = held or self.way_to(tensor)._replace(graph=True)
-                        self._claim(storage_key(storage), held)
-                waiting += [following for following, _ in node.next_functions]
+                        self.claim(storage_key(storage), held)
         self.with_graph = []
 
-    def _search_in_circles(self) -> None:
+    def search_in_circles(self) -> None:
         for tensor in _in_circles():
-            self.came_from[id(tensor)] = None, "", "cycle"
-            self.roots[id(tensor)] = Root("", "", tensor)
-            self.things[id(tensor)] = tensor
+            self.came_from[id(tensor)] = Edge("", tensor, "cycle"), None
             self._found(tensor)
         self._follow_graphs()
 
     def way_to(self, thing: Any) -> Held:
         words, kinds, hook = list[str](), list[str](), None
-        child, parent = id(thing), self.came_from[id(thing)][0]
-        while True:
-            _, word, kind = self.came_from[child]
-            words.append(word)
-            kinds.append(kind)
-            if parent is None:
-                break
-            if kind == ATTRIBUTE and hook is None:
-                hook = _hook_on(self.things[parent])
-            child, parent = parent, self.came_from[parent][0]
-        words.reverse()
-        kinds.reverse()
+        edge, parent = self.came_from[id(thing)]
+        while parent is not None:
+            words.append(edge.words)
+            kinds.append(edge.kind)
+            of_a_module = edge.kind == ATTRIBUTE
+            edge, before = self.came_from[parent]
+            if of_a_module and hook is None:
+                hook = _hook_on(edge.value)
+            parent = before
+        words = [edge.words, *reversed(words)]
+        kinds = [edge.kind, *reversed(kinds)]
         box = _box_of(words, kinds)
-        path, root = _plain("".join(words)), self.roots[child]
+        path, in_box = _plain("".join(words)), _plain("".join(words[:box]))
         kind = _kind_of(kinds, box)
-        in_box = _plain("".join(words[:box]))
-        return Held(path, root.where, kind, in_box, False, self.in_script, hook)
+        return Held(path, edge.where, kind, in_box, False, self.in_script, hook)
 
 
 def _box_of(words: list[str], kinds: list[str]) -> int:
@@ -397,34 +386,33 @@ def _plain(path: str) -> str:
 # Names
 
 
-def _names(
-    frames: Iterable[types.FrameType],
-) -> tuple[list[Root], list[Root], Callable[[], list[Root]]]:
-    """The names of the user's files and functions, those of the libraries' functions that run, and
-    a function for all other names.
-    """
-    own, running = list[Root](), list[Root]()
-    other_modules = []
-    for name, module in list(sys.modules.items()):
-        space = _attributes(module)
-        if _is_of_a_script(space) or name == "__main__":
-            own += [Root(key, "", value) for key, value in list(space.items()) if key[:2] != "__"]
-        elif not name.startswith(NOT_INTO):
-            other_modules.append((name, space))
+def _names_of_modules(own: bool) -> list[Edge]:
+    """The names of the user's ``own`` files, or of all libraries."""
+    found = list[Edge]()
+    for module, content in list(sys.modules.items()):
+        space = _attributes(content)
+        is_own = _is_of_a_script(space) or module == "__main__"
+        if is_own != own or (not own and module.startswith(NOT_INTO)):
+            continue
+        for name, value in list(space.items()):
+            if not own:
+                found.append(Edge(f"{module}.{name}", value))
+            elif name[:2] != "__":
+                found.append(Edge(name, value))
+    return found
+
+
+def _names_of_frames(frames: Iterable[types.FrameType]) -> tuple[list[Edge], list[Edge]]:
+    """The variables of the user's functions that run, and of the libraries'."""
+    own, of_libraries = list[Edge](), list[Edge]()
     for frame in frames:
         code = frame.f_code
         if code.co_name == "<module>" or _home_of(frame).startswith(NOT_INTO):
             continue
-        found = own if is_of_a_script(code.co_filename) else running
-        found += [Root(key, code.co_name, value) for key, value in _variables(frame)]
-
-    def others() -> list[Root]:
-        found = []
-        for name, space in other_modules:
-            found += [Root(f"{name}.{key}", "", value) for key, value in list(space.items())]
-        return found
-
-    return own, running, others
+        found = own if is_of_a_script(code.co_filename) else of_libraries
+        for name, value in _variables(frame):
+            found.append(Edge(name, value, where=code.co_name))
+    return own, of_libraries
 
 
 def _is_of_a_script(space: dict) -> bool:
@@ -439,11 +427,9 @@ def _home_of(frame: types.FrameType) -> str:
 
 def _frames(frame: types.FrameType | None, error: BaseException | None) -> list[types.FrameType]:
     """The frames in which an error was raised, and those that run, the innermost ones first."""
-    raised = []
-    trace = error.__traceback__ if error is not None else None
-    while trace is not None:
-        raised.append(trace.tb_frame)
-        trace = trace.tb_next
+    raised = list[types.FrameType]()
+    if error is not None:
+        raised += [each for each, _ in traceback.walk_tb(error.__traceback__)]
     of_threads = sys._current_frames()
     # This function's own frame, in its own variable, would stay with all that called it.
     of_threads.pop(threading.get_ident())
@@ -475,17 +461,12 @@ def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
 OF_A_FRAME = 3  # references to such a dict: of the frame, of our name, and of the argument
 
 
-def _parts_of_modules(roots: Collection[Root]) -> set[int]:
-    """The addresses of all modules that are inside of another one among ``roots``."""
-    modules = [root.value for root in roots if issubclass(type(root.value), nn.Module)]
-    parts = set[int]()
-    waiting = list(modules)
-    while waiting:
-        for part in _attributes(waiting.pop()).get(PARTS, {}).values():
-            if part is not None and id(part) not in parts:
-                parts.add(id(part))
-                waiting.append(part)
-    return parts
+def _add_parts(module: nn.Module, parts: set[int]) -> None:
+    """Add the addresses of all modules that are inside of ``module`` to ``parts``."""
+    for part in _attributes(module).get(PARTS, {}).values():
+        if part is not None and id(part) not in parts:
+            parts.add(id(part))
+            _add_parts(part, parts)
 
 
 # What an object refers to
@@ -499,7 +480,7 @@ def edges_of(kind: Any) -> Callable[[Any], Iterable[Edge]]:
     for base, of_base in EDGES:
         if issubclass(kind, base):
             return of_base
-    return _of_an_object
+    return _of_objects(kind)
 
 
 ROWS: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
@@ -543,9 +524,15 @@ def _of_a_function(thing: types.FunctionType) -> Iterator[Edge]:
     yield from _own_attributes(thing)
 
 
-def _of_a_method(thing: types.MethodType) -> Iterator[Edge]:
-    yield Edge("", thing.__func__)
-    yield Edge(".__self__", thing.__self__)
+def _fields(kind: str = "", **words: str) -> Callable[[Any], Iterator[Edge]]:
+    """A function that gives these attributes, each in its words, and those of the object's own."""
+
+    def edges(thing: Any) -> Iterator[Edge]:
+        for name, in_words in words.items():
+            yield Edge(in_words, getattr(thing, name), kind)
+        yield from _own_attributes(thing)
+
+    return edges
 
 
 def _of_a_partial(thing: functools.partial) -> Iterator[Edge]:
@@ -560,30 +547,16 @@ def _of_a_cache(thing: Any) -> Iterator[Edge]:
             yield Edge(" → its cache", value, "cache")
 
 
-def _of_an_error(thing: BaseException) -> Iterator[Edge]:
-    yield Edge(".__traceback__", thing.__traceback__, "exception")
-    yield Edge(".__context__", thing.__context__, "exception")
-    yield Edge(".__cause__", thing.__cause__, "exception")
-    yield Edge(".args", thing.args, "exception")
-    yield from _own_attributes(thing)
-
-
-def _of_a_traceback(thing: types.TracebackType) -> Iterator[Edge]:
-    yield Edge("", thing.tb_frame)
-    yield Edge("", thing.tb_next)
-
-
-def _of_a_frame(thing: types.FrameType) -> Iterator[Edge]:
+def _of_a_frame(thing: types.FrameType, kind: str = "") -> Iterator[Edge]:
     if not _home_of(thing).startswith(NOT_INTO):
         for name, value in _variables(thing):
-            yield Edge(f" → {name} in {thing.f_code.co_name}()", value)
+            yield Edge(f" → {name} in {thing.f_code.co_name}()", value, kind)
 
 
 def _of_a_generator(thing: Any) -> Iterator[Edge]:
-    for name in ("gi_frame", "cr_frame"):
-        frame = getattr(thing, name, None)
-        for key, value in _variables(frame) if frame is not None else ():
-            yield Edge(f" → {key} in {frame.f_code.co_name}()", value, "generator")
+    frame = getattr(thing, "gi_frame", None) or getattr(thing, "cr_frame", None)
+    if frame is not None:
+        yield from _of_a_frame(frame, "generator")
 
 
 def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
@@ -627,22 +600,22 @@ def _of_a_class(thing: type) -> Iterator[Edge]:
             yield Edge(f".{name}", value)
 
 
-def _of_an_object(thing: Any) -> Iterator[Edge]:
-    own, kind = _attributes(thing), cast(Any, type(thing))
-    yield from _own_attributes(thing)
-    for name, slot in _slots_of(kind):
-        with suppress(AttributeError):  # an empty one
-            yield Edge(f".{name}", slot.__get__(thing), "attribute")
-    if not own:  # an iterator, or an object of an extension
-        for value in gc.get_referents(thing):
-            if not issubclass(type(value), type):
-                yield Edge("", value)
+def _of_objects(kind: Any) -> Callable[[Any], Iterator[Edge]]:
+    """A function that gives what an object of this class refers to, in its slots too."""
+    members = [member for base in kind.__mro__ for member in vars(base).items()]
+    slots = [(name, slot) for name, slot in members if type(slot) is types.MemberDescriptorType]
 
+    def edges(thing: Any) -> Iterator[Edge]:
+        yield from _own_attributes(thing)
+        for name, slot in slots:
+            with suppress(AttributeError):  # an empty one
+                yield Edge(f".{name}", slot.__get__(thing), "attribute")
+        if not _attributes(thing):  # an iterator, or an object of an extension
+            for value in gc.get_referents(thing):
+                if not issubclass(type(value), type):
+                    yield Edge("", value)
 
-@functools.cache
-def _slots_of(kind: Any) -> list[tuple[str, Any]]:
-    members = [member for cls in kind.__mro__ for member in vars(cls).items()]
-    return [(name, slot) for name, slot in members if type(slot) is types.MemberDescriptorType]
+    return edges
 
 
 def _own_attributes(thing: Any) -> Iterator[Edge]:
@@ -666,11 +639,20 @@ EDGES: tuple[tuple[Any, Callable[[Any], Iterator[Edge]]], ...] = (
     (nn.Module, _of_a_module),
     (Optimizer, _of_an_optimizer),
     (types.FunctionType, _of_a_function),
-    (types.MethodType, _of_a_method),
+    (types.MethodType, _fields(__func__="", __self__=".__self__")),
     (functools.partial, _of_a_partial),
     (type(functools.lru_cache(len)), _of_a_cache),
-    (BaseException, _of_an_error),
-    (types.TracebackType, _of_a_traceback),
+    (
+        BaseException,
+        _fields(
+            "exception",
+            __traceback__=".__traceback__",
+            __context__=".__context__",
+            __cause__=".__cause__",
+            args=".args",
+        ),
+    ),
+    (types.TracebackType, _fields(tb_frame="", tb_next="")),
     (types.FrameType, _of_a_frame),
     ((types.GeneratorType, types.CoroutineType), _of_a_generator),
     (np.ndarray, _of_an_array),

@@ -14,7 +14,7 @@ from ..compat import operators
 from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .paths import Held
-from .storages import has_memory, storages_of
+from .storages import NO_STORAGE, has_memory, storages_of
 from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
 
 # A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
@@ -43,19 +43,17 @@ class Entry(weakref.ref):
     finished when it was made; ``turn``: the turns; ``line``: the calling line, as code and
     number; ``moment``: the moment that ran then.
 
-    Few entries have these, so there are functions that ask for them. ``expanded``: it is several
-    times larger than all that it was computed from. ``is_result``: an outermost module has returned
-    it. ``source``: the category of all that it was computed from outside of modules. ``stop``: the
+    Few entries have these, and the others have the values below. ``expanded``: it is several times
+    larger than all that it was computed from. ``is_result``: an outermost module has returned it.
+    ``source``: the category of all that it was computed from outside of modules. ``stop``: the
     first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
-    this weight, or this state. ``held``: who holds it, if a walk has met it.
+    this weight, or this state. ``held``: who held it when a walk has last met it.
     """
 
     __slots__ = (
+        "__dict__",
         "category",
         "dtype",
-        "expanded",
-        "held",
-        "is_result",
         "key",
         "line",
         "module",
@@ -65,17 +63,11 @@ class Entry(weakref.ref):
         "sample",
         "shape",
         "size",
-        "source",
         "step",
-        "stop",
         "turn",
-        "updated",
     )
     category: int
     dtype: torch.dtype | None
-    expanded: bool
-    held: Held
-    is_result: bool
     key: int
     line: tuple[CodeType, int] | None
     module: Any
@@ -85,35 +77,14 @@ class Entry(weakref.ref):
     sample: int
     shape: tuple[int, ...]
     size: int
-    source: int
     step: int
-    stop: int
     turn: int
-    updated: int
-
-
-def holder_of(entry: Entry) -> Held | None:
-    """Who held it when a walk has last met it."""
-    return getattr(entry, "held", None)
-
-
-def is_expanded(entry: Entry) -> bool:
-    return getattr(entry, "expanded", False)
-
-
-def is_result(entry: Entry) -> bool:
-    """Whether an outermost module has returned it."""
-    return getattr(entry, "is_result", False)
-
-
-def last_update_of(entry: Entry) -> int:
-    """The last step of an optimizer that has this weight, or this state; -1 if there was none."""
-    return getattr(entry, "updated", -1)
-
-
-def source_of(entry: Entry) -> int:
-    """The category of all that it was computed from, or ``NO_CATEGORY``."""
-    return getattr(entry, "source", NO_CATEGORY)
+    expanded = False
+    is_result = False
+    source = NO_CATEGORY
+    stop: int | None = None
+    updated = -1
+    held: Held | None = None
 
 
 class Peak:
@@ -124,8 +95,8 @@ class Peak:
     """
 
     def __init__(self) -> None:
-        self.total, self.moment, self.step, self.sample = 0, BETWEEN_STEPS, 0, -1
-        self.turn = 0
+        self.total, self.moment, self.step, self.turn = 0, BETWEEN_STEPS, 0, 0
+        self.sample = -1
         self.saved_numbers = 0
         self.freed_since: list[Entry] = []
 
@@ -171,15 +142,6 @@ class Recording:
         # Flat lists of ints, so that the garbage collector has nothing to traverse.
         self._rows, self._lifetimes = list[int](), list[int]()
         self._stride, self._capacity = 1, NEW * max_samples
-
-    @property
-    def phase_peaks(self) -> list[int]:
-        """The highest total in each phase; 0 for a phase that did not occur."""
-        peaks = [0] * len(PHASES)
-        for moment, total in self.moment_peaks.items():
-            phase = PHASE_OF_MOMENT[moment]
-            peaks[phase] = max(peaks[phase], total)
-        return peaks
 
     @property
     def past_since(self) -> int:
@@ -264,6 +226,13 @@ class Recording:
             if entry.sample <= peak.sample:
                 peak.freed_since.append(entry)
         self.after_free(entry)
+
+    def entry_of(self, tensor: torch.Tensor) -> Entry | None:
+        """What is known of the storage of a tensor that has one of its own, if it is counted."""
+        try:
+            return self.live.get(storage_key(tensor.untyped_storage()))
+        except NO_STORAGE:
+            return None
 
     def drain(self) -> None:
         """Process the frees since the last call."""
@@ -391,7 +360,7 @@ class Recording:
 
     def lifetime(self, entry: Entry) -> tuple[int, int]:
         """The first sample with ``entry``, and the first one without it."""
-        return entry.sample, getattr(entry, "stop", self.count)
+        return entry.sample, self.count if entry.stop is None else entry.stop
 
     def _flush(self) -> np.ndarray:
         """Add the pending samples and the bytes of freed storages to the stored samples."""
@@ -405,11 +374,14 @@ class Recording:
 
     # Moments
 
-    def now(self) -> MemorySnapshot:
-        return _snapshot(self.entries(), self.total, self.moment, self.step, self.turn)
-
-    def at(self, peak: Peak) -> MemorySnapshot:
-        return _snapshot(self.entries(peak), peak.total, peak.moment, peak.step, peak.turn)
+    def at(self, peak: Peak | None = None) -> MemorySnapshot:
+        """The live bytes now, or at ``peak``."""
+        by = dict.fromkeys(CATEGORIES, 0)
+        for entry in self.entries(peak):
+            by[CATEGORIES[entry.category]] += entry.nbytes
+        then = peak or self
+        phase = PHASES[PHASE_OF_MOMENT[then.moment]]
+        return MemorySnapshot(then.total, by, phase, MOMENTS[then.moment], then.step, then.turn)
 
     def entries(self, peak: Peak | None = None) -> list[Entry]:
         """The entries that are alive now, or were alive at ``peak``."""
@@ -443,13 +415,3 @@ def _add_lifetimes(rows: np.ndarray, lifetimes: Any) -> np.ndarray:
         np.add.at(change, (index, category), sign * nbytes)
     rows[:, BY] += change.cumsum(axis=0)[:-1]
     return rows
-
-
-def _snapshot(
-    entries: list[Entry], total: int, moment: int, step: int, turn: int
-) -> MemorySnapshot:
-    by = dict.fromkeys(CATEGORIES, 0)
-    for entry in entries:
-        by[CATEGORIES[entry.category]] += entry.nbytes
-    phase = PHASES[PHASE_OF_MOMENT[moment]]
-    return MemorySnapshot(total, by, phase, MOMENTS[moment], step, turn)

@@ -137,41 +137,26 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
     of all. And no other matrix takes its outputs, nor halves or thirds of them, as attention takes
     queries, keys and values from one matrix.
     """
-    matrices = _matrices(model)
+    matrices = dict[str, list[Shape]]()  # each module's own
+    rows = set[int]()  # of the tables whose rows are shorter than that: users, items, tokens
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):  # no matrix: its rows are looked up
+            if module.num_embeddings > module.embedding_dim:
+                rows.add(module.num_embeddings)
+            continue
+        for parameter in module.parameters(recurse=False):
+            if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2:
+                matrices.setdefault(name, []).append(tuple(parameter.shape))
     last = next(reversed(matrices), None)
     widening, taken = set[int](), set[int]()
     for name, shapes in matrices.items():
         for n_out, n_in in shapes:
-            taken.add(n_in)
+            taken |= {n_in, 2 * n_in, 3 * n_in}
             at_the_end = name == last or not within(name, layers)
             # a recurrent cell has several matrices, for its gates
             if n_out > n_in and len(shapes) == 1 and at_the_end:
                 widening.add(n_out)
-    taken_by_another = set[int]()
-    for n_in in taken:
-        taken_by_another |= {n_in, 2 * n_in, 3 * n_in}
-    return frozenset((widening | _rows_of_tables(model)) - taken_by_another)
-
-
-def _rows_of_tables(model: nn.Module) -> set[int]:
-    """How many rows the tables have whose rows are shorter than that: users, items, tokens."""
-    rows = set[int]()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim:
-            rows.add(module.num_embeddings)
-    return rows
-
-
-def _matrices(model: nn.Module) -> dict[str, list[Shape]]:
-    """The shapes of each module's own matrices. An embedding has none: its rows are looked up."""
-    found = dict[str, list[Shape]]()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for parameter in module.parameters(recurse=False):
-            if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2:
-                found.setdefault(name, []).append(tuple(parameter.shape))
-    return found
+    return frozenset((widening | rows) - taken)
 
 
 def _maps(model: nn.Module) -> dict[int, int]:

@@ -38,8 +38,9 @@ import threading
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +56,7 @@ from ..names import (
     CATEGORIES,
     EVALUATION,
     MOMENTS,
+    PHASE_OF_MOMENT,
     PHASES,
     check_choice,
 )
@@ -66,18 +68,8 @@ from .causes_of_holders import SEVERAL
 from .facts import Facts
 from .holders import Holders
 from .meter import Meter, name_of
-from .moments import Pass
 from .paths import Held
-from .recording import (
-    NO_CATEGORY,
-    Entry,
-    Recording,
-    holder_of,
-    is_expanded,
-    is_result,
-    last_update_of,
-    source_of,
-)
+from .recording import Entry, Peak, Recording
 from .source_lines import source_line
 from .storages import tensors_to_watch
 from .structure import Structure
@@ -89,6 +81,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
+SOURCES = (*CATEGORIES, "")  # of NO_CATEGORY, which is -1
 NUMBER_BYTES = 8  # a Python number as a tensor: float64 or int64
 LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
 FRAMES_SHARE = 0.2  # of the time, at most: what frames cost depends on the model and the machine
@@ -152,7 +145,6 @@ class MemoryTracker:
         # what is known of the model, set when the block ends and the model is dropped
         self._structure: Structure | None = None
         self._optimized: frozenset[str] | None = None
-        self._closed = False
         # Whether an error ended the block: what would have come after it is not known then.
         self._interrupted = False
 
@@ -162,7 +154,7 @@ class MemoryTracker:
         with self._meter.lock:
             if self._state == "running":
                 self._meter.sync()
-            return self._recording.now()
+            return self._recording.at()
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -181,7 +173,11 @@ class MemoryTracker:
     @property
     def peak_by_phase(self) -> dict[str, int]:
         """The highest number of live bytes in each phase; 0 for a phase that did not occur."""
-        return dict(zip(PHASES, self._recording.phase_peaks, strict=True))
+        peaks = dict.fromkeys(PHASES, 0)
+        for moment, total in self._recording.moment_peaks.items():
+            phase = PHASES[PHASE_OF_MOMENT[moment]]
+            peaks[phase] = max(peaks[phase], total)
+        return peaks
 
     @property
     def timeline(self) -> Timeline:
@@ -195,7 +191,7 @@ class MemoryTracker:
         """Of each sample's bytes by category, those that grow from step to step, if any do."""
         if not self._may_grow():
             return None  # found without the facts, which a live plot should not wait for
-        holders = growing_holders(self._facts_of_the_peak())
+        holders = growing_holders(self._facts(self._recording.run_peak))
         return self._recording.bytes_of(holders) if holders else None
 
     def _may_grow(self) -> bool:
@@ -222,7 +218,8 @@ class MemoryTracker:
         """
         check_choice("at", at, ("peak", "now"))
         with self._meter.lock:
-            return Holders(self._holders(self._recording.run_peak if at == "peak" else None))
+            peak = self._recording.run_peak if at == "peak" else None
+            return Holders(self._holders(self._recording.entries(peak)))
 
     @property
     def steps(self) -> int:
@@ -237,61 +234,30 @@ class MemoryTracker:
         """The calls of outermost modules, in order; of a long run the latest ones."""
         with self._meter.lock:
             named = self._meter.module_names()
-            if not self._closed:
+            if self._state != "done":
                 self._meter.mark_passes()
-            found = []
-            passes = self._meter.position.passes
-            kept, inside = self._kept_at_peak(passes)
-            for done, kept_at_peak, inside_at_peak in zip(passes, kept, inside, strict=True):
-                found.append(
-                    ForwardPass(
-                        module=name_of(done.owner, named),
-                        step=done.step,
-                        with_grad=done.with_grad,
-                        used=done.used,
-                        live_before=done.live_before,
-                        live_after=done.live_after,
-                        peak=done.peak,
-                        line=source_line(done.line),
-                        # a Function of one's own counts its nodes under no_grad() too
-                        has_graph=done.with_grad and (done.last or next_sequence_nr()) > done.first,
-                        chained=done.chained,
-                        has_weights=done.has_weights,
-                        kept_at_peak=kept_at_peak,
-                        inside_at_peak=inside_at_peak,
-                        made=done.live_after - done.live_before - done.returned,
-                        turn=done.turn,
-                        differentiable=done.differentiable,
-                        for_no_optimizer=done.for_no_optimizer,
-                        waits_for_step=done.waits_for_step,
-                        used_in_turn=done.used_in_turn,
-                        training_mode=done.training_mode,
-                        number=done.number,
-                        given=done.given,
-                        row_counts=done.row_counts,
-                        second_size=done.second_size,
-                        has_tracked_weights=done.has_tracked_weights,
-                        samples=(done.first_sample, done.end_sample or self._recording.count),
-                    )
-                )
+            found = [replace(done) for done in self._meter.position.passes]
+            for done in found:
+                done.module = name_of(done.owner, named)
+                done.line = source_line(done.line)
+                done.last = done.last or next_sequence_nr()
+                done.end_sample = done.end_sample or self._recording.count
+            self._add_bytes_at_peak(found)
             return found
 
-    def _kept_at_peak(self, passes: list[Pass]) -> tuple[list[int], list[int]]:
-        """For each of the forwards, what it has made of the activations at the peak: until the
+    def _add_bytes_at_peak(self, forwards: list[ForwardPass]) -> None:
+        """Add to each of the forwards what it has made of the activations at the peak: until the
         next one begins, and until its own end. What it has returned is left out.
         """
-        first_samples = [done.first_sample for done in passes]
-        kept, inside = [0] * len(passes), [0] * len(passes)
+        first_samples = [done.first_sample for done in forwards]
         for entry in self._recording.entries(self._recording.run_peak):
             begun = bisect_right(first_samples, entry.sample)  # how many forwards before it
-            if not begun or entry.category != ACTIVATIONS or is_result(entry):
+            if not begun or entry.category != ACTIVATIONS or entry.is_result:
                 continue
-            done = passes[begun - 1]
-            kept[begun - 1] += entry.nbytes
-            runs_now = done is self._meter.position.open
-            if runs_now or entry.sample < done.end_sample:
-                inside[begun - 1] += entry.nbytes
-        return kept, inside
+            done = forwards[begun - 1]
+            done.kept_at_peak += entry.nbytes
+            if entry.sample < done.end_sample:
+                done.inside_at_peak += entry.nbytes
 
     @property
     def facts(self) -> Facts:
@@ -304,10 +270,7 @@ class MemoryTracker:
             still = sum(entry.nbytes for entry in at_peak if live.get(entry.key) is entry)
             if still > MUCH * recording.run_peak.total:
                 self._meter.walks.walk(sys._getframe(1))
-            return self._facts_of_the_peak()
-
-    def _facts_of_the_peak(self) -> Facts:
-        return self._facts(self.peak, self._recording.entries(self._recording.run_peak))
+            return self._facts(recording.run_peak)
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -415,10 +378,6 @@ class MemoryTracker:
                 self._structure = self._meter.structure()
                 self._optimized = self._meter.optimized()
                 self._meter.mark_passes()
-                self._closed = True
-                named = self._meter.module_names()
-                for entry in self._recording.past:
-                    entry.module = name_of(entry.module, named)
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -432,10 +391,7 @@ class MemoryTracker:
             ".peak)"
         )
 
-    def _holders(self, peak=None) -> list[Holder]:
-        return self._holders_of(self._recording.entries(peak))
-
-    def _holders_of(
+    def _holders(
         self, entries: Iterable[Entry], likely: dict[int, Held] | None = None
     ) -> list[Holder]:
         """``likely``: who holds what no walk has met, or met too early, by the entry's address."""
@@ -454,54 +410,48 @@ class MemoryTracker:
                     step=entry.step,
                     line=source_line(entry.line),
                     turn=entry.turn,
-                    expanded=is_expanded(entry),
+                    expanded=entry.expanded,
                     made_in=MOMENTS[entry.moment],
-                    is_result=is_result(entry),
-                    computed_from=_category_name(source_of(entry)),
-                    updated=last_update_of(entry),
-                    held=(likely or {}).get(id(entry)) or holder_of(entry),
+                    is_result=entry.is_result,
+                    computed_from=SOURCES[entry.source],
+                    updated=entry.updated,
+                    held=(likely or {}).get(id(entry)) or entry.held,
                 )
             )
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
-    def _facts(self, peak: MemorySnapshot, entries: list[Entry]) -> Facts:
-        """``entries``: the storages that were alive at ``peak``."""
-        known = [*self._recording.past, *self._recording.live.values(), *entries]
-        likely = likely_holders({id(entry): entry for entry in known}.values())
-        samples = self._recording.sample_numbers()
+    def _facts(self, peak: Peak | None = None) -> Facts:
+        """What ``diagnose`` has to know of ``peak``, or of now."""
+        recording, meter = self._recording, self._meter
+        is_done = self._state == "done"
+        entries = recording.entries(peak)
+        known = [*recording.past, *recording.live.values()]
+        likely = likely_holders({id(entry): entry for entry in (*known, *entries)}.values())
+        alive_then = {id(entry) for entry in entries}
+        others = [entry for entry in known if id(entry) not in alive_then]
+        samples = recording.sample_numbers()
         # Totals from before a reset_peak() say nothing about this peak.
-        since_reset = samples >= self._recording.restarted_at
+        since_reset = samples >= recording.restarted_at
         return Facts(
-            peak,
-            rows=self._recording.rows()[since_reset],
+            recording.at(peak),
+            rows=recording.rows()[since_reset],
             samples=samples[since_reset],
-            first_sample=self._recording.restarted_at,
-            joined=self._holders_of(self._recording.joined),
-            batch_rows=max((rows for _, rows in self._recording.batches), default=0),
-            holders=self._holders_of(entries, likely),
-            find_others=self._others(entries, likely),
+            first_sample=recording.restarted_at,
+            joined=self._holders(recording.joined),
+            batch_rows=max((rows for _, rows in recording.batches), default=0),
+            holders=self._holders(entries, likely),
+            find_others=lambda: self._holders(others, likely),  # a live plot does without them
             forwards=self.forwards,
             steps=self.steps,
-            turns=self._recording.turns,
-            moments=frozenset(MOMENTS[moment] for moment in self._recording.moments_seen),
-            ended=self._closed and not self._interrupted,
-            optimized=self._optimized if self._closed else self._meter.optimized(),
-            structure=self._structure if self._closed else self._meter.structure(),
-            recomputed=self._meter.recomputed,
-            untrained=self._meter.untrained(),
-            in_ddp=self._meter.has_ddp,
+            turns=recording.turns,
+            moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
+            ended=is_done and not self._interrupted,
+            optimized=self._optimized if is_done else meter.optimized(),
+            structure=self._structure if is_done else meter.structure(),
+            recomputed=meter.recomputed,
+            untrained=meter.untrained(),
+            in_ddp=meter.has_ddp,
         )
-
-    def _others(
-        self, at_peak: Iterable[Entry], likely: dict[int, Held]
-    ) -> Callable[[], list[Holder]]:
-        """The storages that were not alive at the peak, as far as they are known, when they are
-        asked for: a live plot does without them.
-        """
-        alive_then = {id(entry) for entry in at_peak}
-        known = [*self._recording.past, *self._recording.live.values()]
-        others = [entry for entry in known if id(entry) not in alive_then]
-        return lambda: self._holders_of(others, likely)
 
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
@@ -512,9 +462,9 @@ class MemoryTracker:
             meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            snapshot, holders = recording.now(), self._holders()
-            facts = self._facts(snapshot, recording.entries())
-            raise BudgetExceeded(self.budget, allocated, what, snapshot, holders, facts)
+            facts = self._facts()
+            holders = self._holders(recording.entries())
+            raise BudgetExceeded(self.budget, allocated, what, facts.peak, holders, facts)
         # Autograd's own threads must not talk to the front end.
         in_own_thread = threading.get_ident() == self._thread
         if self._plot is not None and self._state == "running" and in_own_thread:
@@ -543,11 +493,6 @@ class MemoryTracker:
             warnings.warn(
                 f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2
             )
-
-
-def _category_name(category: int) -> str:
-    """The category's name; an empty string for ``NO_CATEGORY``."""
-    return "" if category == NO_CATEGORY else CATEGORIES[category]
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from types import FrameType
 
 from .paths import Held, who_holds
-from .recording import Entry, Recording, holder_of
+from .recording import Entry, Recording
 
 MOST_WALKS = 10
 HIGHER = 1.2  # times the bytes of the last walk
@@ -53,7 +53,7 @@ class Walks:
         self.height = self.recording.total
         try:
             for key, held in who_holds(wanted, frame, error, everywhere).items():
-                before = holder_of(live[key])
+                before = live[key].held
                 if held.path or before is None:  # the name that it had says more than none
                     live[key].held = held
         except Exception:
@@ -72,7 +72,7 @@ def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
     bytes_of = defaultdict[tuple, Counter[Held]](Counter)
     bytes_met = Counter[tuple]()
     for entry in entries:
-        held = holder_of(entry)
+        held = entry.held
         if held is None:
             continue
         bytes_met[_made(entry)] += entry.nbytes
@@ -87,7 +87,7 @@ def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
             usual[kind] = max(majorities, key=lambda held: len(held.path))  # the exact path
     likely = {}
     for entry in entries:
-        held, of_its_kind = holder_of(entry), usual.get(_made(entry))
+        held, of_its_kind = entry.held, usual.get(_made(entry))
         if of_its_kind is None:
             continue
         in_a_variable = held is not None and not held.box and not held.graph

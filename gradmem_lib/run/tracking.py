@@ -23,6 +23,7 @@ from .. import names
 from ..compat.autograd import next_sequence_nr
 from ..compat.compiled import INSIDE_OF_COND
 from ..compat.dispatch_modes import innermost_mode
+from ..compat.tensors import plain_tensors
 from ..measure.budget import BudgetExceeded
 from ..measure.meter import Meter
 from ..measure.operations import Owner
@@ -219,10 +220,11 @@ class ScriptMeter(Meter):
     def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         super().after_step(optimizer, args, kwargs)
 
-    def sync_now(self, states: bool) -> None:
-        super().sync_now(states)
-        for name, parameter in self.models.other_parameters():
-            self.recording.tag(parameter, names.OTHER, name)
+    def sync(self, states: bool = True) -> None:
+        super().sync(states)
+        with plain_tensors():
+            for name, parameter in self.models.other_parameters():
+                self.recording.tag(parameter, names.OTHER, name)
 
     @shielded
     def walk_at_the_end(self, error: BaseException | None) -> None:
