@@ -40,7 +40,8 @@ from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpoin
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
 from .layers import Named, find_layers
 from .schedules import Schedule, first_layers, segments_for, total_layers
-from .segments import Chain, Handover, version_of
+from .second_run import version_of
+from .segments import Chain, Handover
 
 
 def checkpoint_layers(

@@ -6,12 +6,10 @@ the other rows; and a count that is not the loss's divisor.
 """
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -21,6 +19,7 @@ from ..compat.dispatch_modes import without_modes
 from .counts import check_reduction, checked_pair
 from .data_parallel import Processes, Sharded, device_of, processes_of
 from .module_state import left_as_it_was
+from .second_run import FirstRun
 from .splitting import count_rows, split
 
 CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
@@ -192,20 +191,18 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
     before = set(model.modules())
     training = [module for module in before if module.training]
     cuda = [device_of(model)] if kind == "cuda" else []
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    others = FirstRun([model]).found_again()  # the random numbers that are not torch's own
     # For every module, since the loss may call a wrapper around the model.
     hook = register_module_forward_pre_hook(note_autocast)
     # FSDP keeps what it has gathered in attributes of its own, which must not be put back.
     state = nullcontext() if is_sharded(model) else left_as_it_was(model)
     try:
-        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), state:
+        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), others, state:
             for module in before:
                 module.training = False  # a module's own eval() may do more, as loralib's merges
             yield autocasts
     finally:
         hook.remove()
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
         for module in training:
             module.training = True
         for module in model.modules():
