@@ -212,13 +212,13 @@ def _compare_losses(cls: type, config: Any) -> LogitForm | str:
             f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its "
             f"loss ({message})"
         )
-    # The two copies differ in width.
-    if not all(_close(a or 0, b or 0) for a, b in zip(forms[0], forms[-1], strict=True)):
+    # The two copies differ in width. What was found in float32 has few digits.
+    if not all(_close(a or 0, b or 0, 1e-5) for a, b in zip(forms[0], forms[-1], strict=True)):
         return f"the logits of {cls.__name__} depend on its width"
     return forms[0]
 
 
-def _close(a: float, b: float, limit: float = 1e-9) -> bool:
+def _close(a: float, b: float, limit: float) -> bool:
     return math.isclose(a, b, rel_tol=limit)
 
 
