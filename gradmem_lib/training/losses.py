@@ -127,7 +127,9 @@ def check_chunked_loss(model: nn.Module) -> LogitForm:
     """How ``model`` makes its logits. ``ValueError`` if its own loss is not ``chunked_loss``."""
     inside = inside_peft(model)
     form = _form_or_refusal(type(inside), getattr(inside, "config", None))
-    why = form if isinstance(form, str) else _model_difference(model, inside, form)
+    if isinstance(form, str):
+        raise ValueError(f"leave chunked_loss out: {form}")
+    why = _model_difference(model, inside, form)
     if why is not None:
         raise ValueError(f"leave chunked_loss out: {why}")
     return form
