@@ -173,7 +173,8 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 # before the first run, and runs again from that state. Yours drops other values in its second run. Backward then computes
 # the gradient of a network that never ran, and nothing warns you. (An optional section measures it, and exercise 4.2
 # corrects it.) Two things to watch with PyTorch's, too: **batch norm** updates its running statistics twice a step, and
-# a second run that computes other *values* goes unnoticed.
+# a second run that computes other *values* goes unnoticed, as with Python's or NumPy's random numbers. The library's
+# `checkpoint_layers` puts both back.
 #
 # ## 3 · Segments
 #

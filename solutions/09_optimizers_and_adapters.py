@@ -468,8 +468,8 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # In a 7B model, on a row of 2,048 tokens, the weights are larger than both together.
 # <!-- holds: seven(lora_rank=16, quantized_base=True, checkpointing="per-layer").peak.by_category["parameters"]
 # > 2 * 4 * 2048 * 32000 --> Lesson 05's loss in chunks takes the logits away:
-# `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it refuses a model that changes them
-# before the loss. Gemma 2 *caps* its logits, for example. An optional section writes a loss in chunks that knows caps.
+# `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it asks a tiny copy of the model for the
+# bias, the scale and the cap of its logits. Gemma 2 *caps* them, for example. An optional section writes such a loss.
 #
 # ## 9 · Under 300 MiB
 #
@@ -747,7 +747,7 @@ for name, loss_of in losses.items():
 
 # %% [markdown]
 # Theirs saves nothing without options. With options, its chunks are inside one operator, where the tracker cannot see
-# them. Neither theirs nor the course's `chunked_loss` knows caps, so `Recipe(chunked_loss=True)` refuses such models. The
+# them. Theirs knows no caps; `Recipe(chunked_loss=True)` takes the cap that the model has. The
 # library [Liger](https://arxiv.org/abs/2410.10989) writes a chunk's gradient over its logits, so one table is enough,
 # and it takes caps.
 #

@@ -11,7 +11,8 @@ from torch import Tensor
 from .layer_arguments import join_input
 from .layer_bytes import LayerBytes, layer_bytes
 from .schedules import Schedule, safe_segments
-from .segments import IN_PLACE, Chain, version_of
+from .second_run import FirstRun, version_of
+from .segments import IN_PLACE, Chain
 
 
 class Measurement:
@@ -33,7 +34,8 @@ class Measurement:
         cards = {p.device for p in weights if p.device.type == "cuda"}
         # copies cast before the layers would be alive during each layer's backward
         torch.clear_autocast_cache()
-        with torch.random.fork_rng(devices=list(cards)):
+        first = FirstRun(self.chain.layers)
+        with torch.random.fork_rng(devices=list(cards)), first.found_again():
             run()
 
     def call_layer(self, i: int, x: Any, rest: tuple, *, continues: bool) -> Any:

@@ -35,12 +35,14 @@ from torch import nn
 
 from ..compat.modules import call_override, original_call, override_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
+from ..measure.storages import tensors_in
 from .best_schedule import Measurement
 from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
 from .layers import Named, find_layers
 from .schedules import Schedule, first_layers, segments_for, total_layers
-from .segments import Chain, Handover, version_of
+from .second_run import version_of
+from .segments import Chain, Handover
 
 
 def checkpoint_layers(
@@ -174,13 +176,13 @@ class _LayerCalls:
         # Dynamo must not look into a schedule that changes while it runs.
         call = torch.compiler.disable(self.call)
         if self.owner is not None:
-            hook = _ModelPreHook(torch.compiler.disable(self.before_model))
+            hook = _Hook(torch.compiler.disable(self.before_model))
             undo.callback(self.owner.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for i, layer in enumerate(self.layers):
             undo.callback(override_call(layer, _SegmentCall(self, call, i)))
             for part in layer.children():
-                hook = _ModelPreHook(self.before_part)
-                undo.callback(part.register_forward_pre_hook(hook).remove)
+                hook = _Hook(self.after_part)
+                undo.callback(part.register_forward_hook(hook).remove)
 
     def apply_to_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
         """Apply the same schedule to a copy of the model; ``copies`` maps modules to copies."""
@@ -290,15 +292,24 @@ class _LayerCalls:
             kinds = set(getattr(model.config, "layer_types", None) or ())
             self._choose_schedule(lambda: model.forward(*args, **kwargs), same_kind=len(kinds) < 2)
 
-    def before_part(self, *args) -> None:
-        """Called before a part of a layer runs. It runs inside its layer, if that is called."""
+    def after_part(self, part: nn.Module, args: tuple, out: Any) -> None:
+        """Called after a part of a layer has run. If no layer was called by the time of backward,
+        none will be.
+        """
         if self.called or self.warned or not self._training():
+            return
+        for tensor in tensors_in((out,)):
+            if tensor.requires_grad:
+                tensor.register_hook(self._warn_if_none_was_called)
+                return
+
+    def _warn_if_none_was_called(self, gradient: Any) -> None:
+        if self.called or self.warned:
             return
         self.warned = True
         warnings.warn(
-            "the model calls parts of the layers in this list, and not the layers themselves, so "
-            "no checkpoint runs and nothing is saved: give checkpoint_layers a list whose items "
-            "the model's forward calls",
+            "give checkpoint_layers a list whose items the model's forward calls: it calls parts "
+            "of the layers in this list, and not the layers themselves, so no checkpoint runs",
             stacklevel=2,
         )
 
@@ -362,8 +373,8 @@ class _SegmentCall(CallOverride):
         return original_call, (self.calls.layers[self.index],)
 
 
-class _ModelPreHook:
-    """A forward pre-hook of the model that calls ``callback``.
+class _Hook:
+    """A hook that calls ``callback``.
 
     It is a class, since a copy of the model also copies its hooks: there it does nothing.
     """

@@ -83,11 +83,10 @@ class Replicated(Processes):
             trained = [(n, p) for n, p in self.model.module.named_parameters() if p.requires_grad]
             missing = [n for n, p in trained if p.grad is None]
             raise ValueError(
-                "backward has not reached every trained parameter "
-                f"({', '.join(missing[:3]) or 'of this micro-batch'}), and DistributedDataParallel "
-                "still waits for it, so other gradients are not averaged: freeze unused "
-                "parameters (requires_grad_(False)). If the data decide which ones are used, wrap "
-                "the model yourself, in DistributedDataParallel(find_unused_parameters=True)"
+                "freeze what the loss does not use (requires_grad_(False)) or, if the data decide, "
+                "wrap the model in DistributedDataParallel(find_unused_parameters=True): backward "
+                f"has not reached {', '.join(missing[:3]) or 'parameters of this micro-batch'}, "
+                "and DistributedDataParallel, which waits for it, has averaged no gradient"
             )
 
 

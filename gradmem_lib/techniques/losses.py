@@ -4,7 +4,7 @@ exist as a whole.
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,16 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     inputs = dict(packed_by_position(_without_labels(batch)))
     if takes_argument(model, "use_cache"):
         inputs["use_cache"] = False
-    logits = model(**inputs).logits[:, :-1]
+    logits, labels = model(**inputs).logits, batch["labels"]
+    if logits.shape[1] != labels.shape[1]:
+        raise ValueError(
+            f"take the model's own loss, model(**batch).loss: it made logits of {logits.shape[1]} "
+            f"tokens in a row, and there are {labels.shape[1]} labels. Prompt tuning, for example, "
+            "puts tokens before each row"
+        )
+    logits, labels = logits[:, :-1], labels[:, 1:]
     # bf16 has too few digits for a sum
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    labels = batch["labels"][:, 1:]
     loss = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -97,31 +103,66 @@ def packed_by_position(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in batch.items() if name != "attention_mask"}
 
 
-def loss_in_chunks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+class LogitForm(NamedTuple):
+    """What a model makes of the output of its head, z: ``scale * z``; with a cap,
+    ``cap * tanh(scale * z / cap)``.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def of(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits, and the tanh of capped ones. Takes the memory of ``z``."""
+        if self.scale != 1:
+            z *= self.scale
+        if self.cap is None:
+            return z, None
+        tanh = z.div_(self.cap).tanh_()
+        return tanh * self.cap, tanh
+
+    def gradient(self, d_logits: Tensor, tanh: Tensor | None) -> Tensor:
+        """The gradient of z, in the memory of ``d_logits``. Takes the memory of ``tanh``."""
+        if tanh is not None:
+            d_logits *= tanh.square_().neg_().add_(1)
+        if self.scale != 1:
+            d_logits *= self.scale
+        return d_logits
+
+
+PLAIN = LogitForm()
+
+
+def loss_in_chunks(model: nn.Module, batch: dict[str, Tensor], form: LogitForm = PLAIN) -> Tensor:
     """The mean cross-entropy of a causal language model on ``batch`` (as above), with the logits in
-    chunks. It takes logits as hidden states times the output matrix:
-    ``training.losses.chunked_loss`` first checks that the model does the same.
+    chunks. ``training.losses.chunked_loss`` first asks the model for its ``form``.
     """
     inputs = packed_by_position(_without_labels(batch))
     hidden = model.base_model(**inputs).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    head = model.get_output_embeddings()
     return chunked_cross_entropy(
-        hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten()
+        hidden.flatten(0, 1), head.weight, labels.flatten(), bias=head.bias, form=form
     )
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int = CHUNK_TOKENS
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tokens: int = CHUNK_TOKENS,
+    *,
+    bias: Tensor | None = None,
+    form: LogitForm = PLAIN,
 ) -> Tensor:
-    """Mean cross-entropy of ``hidden @ weight.T`` against ``labels``, with the logits of ``tokens``
-    rows at a time.
+    """Mean cross-entropy of ``hidden @ weight.T + bias`` in this ``form`` against ``labels``, with
+    the logits of ``tokens`` rows at a time.
 
-    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count.
-    Gradients are computed in forward, since a chunk's logits are not kept. torch 2.13's
-    ``F.linear_cross_entropy`` does the same in one operator, in which the bytes of a chunk cannot
-    be seen.
+    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count,
+    ``bias`` (vocab,). Gradients are computed in forward, since a chunk's logits are not kept. torch
+    2.13's ``F.linear_cross_entropy`` does the same without a form, in one operator, in which the
+    bytes of a chunk cannot be seen.
     """
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, tokens)
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (tokens, form))
 
 
 def starts_of_chunks(num_rows: int, tokens: int) -> Iterable[int]:
@@ -131,16 +172,20 @@ def starts_of_chunks(num_rows: int, tokens: int) -> Iterable[int]:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, tokens):
+    def forward(ctx, hidden, weight, bias, labels, options):
+        tokens, form = options
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        exact = torch.promote_types(dtype, torch.float32)
         with torch.autocast(kind, enabled=False):
             matrix = weight.to(dtype)
-            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-            d_hidden = torch.empty_like(hidden) if needs_hidden else None
-            d_weight = torch.zeros_like(weight) if needs_weight else None
-            total = hidden.new_zeros((), dtype=torch.float32)
+            gradients = []
+            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False):
+                gradients.append(torch.zeros_like(tensor) if needed else None)
+            total = hidden.new_zeros((), dtype=exact)
             count = (labels != IGNORED).sum()
+            if exact == torch.float64:
+                count = count.double()  # a quotient of whole numbers has float32
             for start in starts_of_chunks(len(hidden), tokens):
                 rows, target = (
                     hidden[start : start + tokens].to(dtype),
@@ -148,29 +193,46 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 )
                 counted = (target != IGNORED)[:, None]
                 target = target.clamp(min=0)[:, None]
-                log_p = (rows @ matrix.T).float().log_softmax(1)
+                logits = rows @ matrix.T
+                if bias is not None:
+                    logits += bias.to(dtype)
+                logits, tanh = form.of(logits)
+                logits = logits.to(exact)
+                log_p = logits.log_softmax(1)
+                del logits
                 total -= (log_p.gather(1, target) * counted).sum()
-                if not (needs_hidden or needs_weight):
+                if not any(ctx.needs_input_grad):
                     continue
                 d_logits = log_p.exp_()
-                d_logits.scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
+                d_logits.scatter_add_(1, target, -torch.ones_like(target, dtype=exact))
                 d_logits = d_logits.mul_(counted / count).to(dtype)
-                if needs_hidden:
-                    d_hidden[start : start + tokens] = d_logits @ matrix
-                if needs_weight and d_weight.dtype == dtype:
-                    # += would need a second gradient of the same size
-                    d_weight.addmm_(d_logits.T, rows)
-                elif needs_weight:
-                    d_weight += d_logits.T @ rows
-                del log_p, d_logits, rows
-        ctx.save_for_backward(d_hidden, d_weight)
+                _add_gradients(gradients, start, form.gradient(d_logits, tanh), rows, matrix)
+                del log_p, d_logits, tanh, rows
+        ctx.save_for_backward(*gradients)
         return total / count
 
     @staticmethod
     def backward(ctx, d_loss):
         # In place, to save memory. Therefore a second backward through the same graph is an error,
         # not a wrong gradient.
-        d_hidden, d_weight = (
-            d if d is None else d.mul_(d_loss.to(d.dtype)) for d in ctx.saved_tensors
-        )
-        return d_hidden, d_weight, None, None
+        gradients = [d if d is None else d.mul_(d_loss.to(d.dtype)) for d in ctx.saved_tensors]
+        return *gradients, None, None
+
+
+def _add_gradients(
+    gradients: list[Tensor | None], start: int, d_product: Tensor, rows: Tensor, matrix: Tensor
+) -> None:
+    """Add those of the rows from ``start`` on to the gradients of hidden states, weight and bias.
+
+    ``d_product`` (tokens, vocab): the gradient of the head's output.
+    """
+    d_hidden, d_weight, d_bias = gradients
+    if d_hidden is not None:
+        d_hidden[start : start + len(rows)] = d_product @ matrix
+    if d_weight is not None and d_weight.dtype == rows.dtype:
+        # += would need a second gradient of the same size
+        d_weight.addmm_(d_product.T, rows)
+    elif d_weight is not None:
+        d_weight += d_product.T @ rows
+    if d_bias is not None:
+        d_bias += d_product.sum(0)

@@ -6,12 +6,10 @@ the other rows; and a count that is not the loss's divisor.
 """
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -21,6 +19,7 @@ from ..compat.dispatch_modes import without_modes
 from .counts import check_reduction, checked_pair
 from .data_parallel import Processes, Sharded, device_of, processes_of
 from .module_state import left_as_it_was
+from .second_run import FirstRun
 from .splitting import count_rows, split
 
 CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
@@ -84,17 +83,14 @@ def check_pieces_add_up(
             if not error and _difference(first, [again], limit):
                 difference = DRAWS_RANDOM_NUMBERS
     if refused:
-        raise ValueError(
-            "accumulation would train another loss: "
-            f"{difference or 'another process found a difference'}"
-        )
+        difference = difference or "another process found a difference"
+        raise ValueError(f"{difference}. Accumulation would train another loss")
 
 
 DRAWS_RANDOM_NUMBERS = (
-    "the same rows have another loss each time, also in eval mode. It draws random numbers, or "
-    "changes what it reads. Whether it also compares rows cannot be seen then. Draw the numbers in "
-    "the data's collator, so that each row brings its own; or draw them only in training "
-    "(F.dropout(x, p, training=self.training)); and leave what the loss reads as it is"
+    "draw random numbers in the data's collator, or only in training "
+    "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is: the same "
+    "rows have another loss each time, also in eval mode"
 )
 
 
@@ -146,27 +142,26 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
         counts = [piece[place][1] for piece in alone]
         if (0.0, 0.0) in [piece[place] for piece in alone]:  # no loss, and no items
             return (
-                "a piece of this batch has no items, which shows nothing: give rows that all have "
-                "labels"
+                "give rows that all have labels: a piece of this batch has no items, which shows "
+                "nothing"
             )
         tolerance = limit
         if all(each.is_integer() for each in (count, *counts)):
             tolerance = 0.0  # whole numbers are not rounded
         if not math.isclose(sum(counts), count, rel_tol=tolerance):
             return (
-                f"the count of all rows is {count:g}, and those of its pieces are "
-                f"{' and '.join(f'{each:g}' for each in counts)}: count the rows that are given, "
-                "as len(labels) does, or their labels that are not -100, after the shift"
+                "count the rows that are given, as len(labels) does, or their labels that are not "
+                f"-100, after the shift: the count of all rows is {count:g}, and those of its "
+                f"pieces are {' and '.join(f'{each:g}' for each in counts)}"
             )
         # Sums of unlike signs cancel, and their rounding does not.
         scale = max(abs(loss), sum(abs(each) for each in losses))
         if not abs(sum(losses) - loss) <= limit * scale:
             return (
-                f"its sum is {loss:.6g} for all rows together, and {sum(losses):.6g} as the sum "
-                "of pieces. A loss that compares rows with each other goes through "
-                "accumulate_through_embeddings; class weights are counts "
-                "(weight[labels].sum()); several means are a list of pairs, each with its own "
-                "count"
+                "return class weights as counts (weight[labels].sum()), and several means as a "
+                "list of pairs, each with its own count; or use accumulate_through_embeddings, if "
+                f"the loss compares rows: its sum is {loss:.6g} for all rows together, and "
+                f"{sum(losses):.6g} as the sum of pieces"
             )
     return ""
 
@@ -192,20 +187,18 @@ def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
     before = set(model.modules())
     training = [module for module in before if module.training]
     cuda = [device_of(model)] if kind == "cuda" else []
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    others = FirstRun([model]).found_again()  # the random numbers that are not torch's own
     # For every module, since the loss may call a wrapper around the model.
     hook = register_module_forward_pre_hook(note_autocast)
     # FSDP keeps what it has gathered in attributes of its own, which must not be put back.
     state = nullcontext() if is_sharded(model) else left_as_it_was(model)
     try:
-        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), state:
+        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), others, state:
             for module in before:
                 module.training = False  # a module's own eval() may do more, as loralib's merges
             yield autocasts
     finally:
         hook.remove()
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
         for module in training:
             module.training = True
         for module in model.modules():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .accumulation import Accumulated
+from .second_run import FirstRun
 from .shared_statistics import warn_of_shared_statistics
 
 
@@ -40,15 +41,17 @@ def accumulate_through_embeddings(
         loss_of: ``loss_of(*tensors)`` gets each tensor of all micro-batches together, in their
             order, and returns a scalar. It may have parameters of its own, such as a temperature.
         model: what ``embed`` calls. A ``BatchNorm`` in it that is trained gives a warning, since
-            embeddings then depend on how the batch is cut.
+            embeddings then depend on how the batch is cut. What its forward writes into buffers is
+            written once.
 
     Returns the loss, and how many rows it compares.
 
     Bytes: beside the activations of one micro-batch, the embeddings of all rows and their gradients
     (2 x rows x width x bytes of a number), what the loss keeps of them (a few times rows x rows
     numbers for in-batch negatives), and the state of the random numbers before each micro-batch
-    (5,056 bytes, and 16 for each card). The second pass draws the same random numbers, so that
-    dropout leaves out the same values. Afterwards the state is the one after the first pass.
+    (5,056 bytes, and 16 for each card), and copies of the buffers that a forward writes. The second
+    pass draws the same random numbers, so that dropout leaves out the same values. Afterwards the
+    state is the one after the first pass.
 
     Raises ``TypeError`` or ``ValueError`` for returned values that cannot be right, for
     micro-batches that can be read only once, if the second pass has other embeddings than the
@@ -60,11 +63,14 @@ def accumulate_through_embeddings(
         warn_of_shared_statistics(model, between_ranks=False, stacklevel=3)
 
     # The first pass keeps no graph.
-    states, pieces = [], []
+    modules = [] if model is None else [model]
+    first_runs, pieces = [], []
     with torch.no_grad():
         for micro in micro_batches:
-            states.append(_random_state())
-            pieces.append(_as_tuple(embed(micro)))
+            first = FirstRun(modules)
+            first_runs.append((_random_state(), first))
+            with first.watched():
+                pieces.append(_as_tuple(embed(micro)))
     embeddings = _joined(pieces)
     sizes = [[len(tensor) for tensor in piece] for piece in pieces]
     del pieces
@@ -80,9 +86,8 @@ def accumulate_through_embeddings(
     # The second pass begins each backward at these gradients.
     starts = [0] * len(embeddings)
     with _random_state_kept():
-        for micro, state, lengths in zip(micro_batches, states, sizes, strict=True):
-            _set_random_state(state)
-            again = _as_tuple(embed(micro))
+        for micro, (state, first), lengths in zip(micro_batches, first_runs, sizes, strict=True):
+            again = _embedded_again(embed, micro, state, first)
             reached, grads = [], []
             for place, tensor in enumerate(again):
                 rows = slice(starts[place], starts[place] + lengths[place])
@@ -98,6 +103,15 @@ def accumulate_through_embeddings(
             # Release the graph before the next forward.
             del again, tensor, reached
     return Accumulated(loss.item(), len(embeddings[0]))
+
+
+def _embedded_again(
+    embed: Callable[[Any], Any], micro: Any, state: tuple[Tensor, list[Tensor]], first: FirstRun
+) -> tuple[Tensor, ...]:
+    """The embeddings of the second pass, from the random numbers and buffers of the first."""
+    _set_random_state(state)
+    with first.found_again():
+        return _as_tuple(embed(micro))
 
 
 NO_GRADIENT = (
@@ -197,6 +211,6 @@ def _check_same(again: Tensor, first: Tensor) -> None:
     if not same:
         raise ValueError(
             "embed returned other embeddings for the same micro-batch in the second pass, and the "
-            "gradient would be of neither: draw random numbers from torch, and leave what embed "
-            "reads as it is (a queue, a counter, an iterator)"
+            "gradient would be of neither: draw random numbers from torch, Python or NumPy, "
+            "give model=, and leave what embed reads as it is (a queue, a counter, an iterator)"
         )

@@ -6,8 +6,9 @@ Without its checks, a segment of k layers is this loop, which ``Chain.run`` hold
         x = layer(x)
 
 ``Chain.run_checkpointed`` puts the loop into ``torch.utils.checkpoint.checkpoint``, which keeps the
-input ``x`` and runs the loop again in backward. Which layers make a segment is a schedule from
-``schedules``; who calls these functions stands in ``checkpointing``.
+input ``x`` and runs the loop again in backward; ``second_run`` puts back what it has to find.
+Which layers make a segment is a schedule from ``schedules``; who calls these functions stands in
+``checkpointing``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from ..compat.modules import original_call
-from ..compat.tensors import version
 from .layer_arguments import join_input, same_arguments
 from .schedules import Schedule, total_layers
+from .second_run import checkpoint_again, version_of
 
 IN_PLACE = (
     "layer {} changes its input in place, and a checkpoint that begins there would compute it "
@@ -49,7 +49,8 @@ class Chain:
         Raises ``RuntimeError`` if the segment changes ``x`` in place.
         """
         before = version_of(x)
-        out = checkpoint(partial(self.run, segment, start, rest=rest), x, use_reentrant=False)
+        layers = self.layers[start : start + total_layers(segment)]
+        out = checkpoint_again(layers, partial(self.run, segment, start, rest=rest), x)
         if version_of(x) != before:
             raise RuntimeError(IN_PLACE.format(start))
         return out
@@ -122,12 +123,3 @@ class Handover(NamedTuple):
         if not same_arguments(rest, self.rest):
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None
-
-
-def version_of(x: Any) -> int:
-    """How often the tensor was changed in place; 0 for something else, and for a tensor of
-    ``torch.inference_mode``, which does not count it.
-    """
-    if not isinstance(x, Tensor) or x.is_inference():
-        return 0
-    return version(x)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
@@ -28,7 +27,7 @@ from ..units import check_positive_int
 from .call_overrides import CallOverride, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
 from .layers import Named, find_layers
-from .segments import version_of
+from .second_run import FirstRun, checkpoint_again, version_of
 
 CHANGED_ARGUMENT = (
     "what this {} was called with was changed in place later, and its checkpoint would compute it "
@@ -129,7 +128,7 @@ class Part(CallOverride):
                 raise RuntimeError(CHANGED_ARGUMENT.format(type(self.module).__name__))
             return run(*args, **kwargs)
 
-        return checkpoint(run_unchanged, use_reentrant=False, **options)
+        return checkpoint_again([self.module], run_unchanged, **options)
 
 
 class Tiled(CallOverride):
@@ -145,7 +144,7 @@ class Tiled(CallOverride):
         if not self.checked and not isinstance(x, FakeTensor):
             self._check_unseen(run, x)
         parts = x.chunk(self.tiles, dim=-2)
-        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
+        return torch.cat([checkpoint_again([self.module], run, part) for part in parts], dim=-2)
 
     def _check_unseen(self, run: Callable, x: Tensor) -> None:
         """Check that slices may run one by one, on a few tokens of ``x`` (..., tokens, width).
@@ -156,7 +155,8 @@ class Tiled(CallOverride):
         sample = x[..., :tokens, :]  # a view, with the strides that slices have
         sample = sample.detach().requires_grad_()
         unseen = saved_tensors_hooks(lambda t: t, lambda t: t)
-        with without_modes(), unseen, torch.random.fork_rng():
+        first = FirstRun([self.module])
+        with without_modes(), unseen, torch.random.fork_rng(), first.found_again():
             # In a new context: transformers collects a forward's outputs through a context
             # variable.
             Context().run(self._check, run, sample)

@@ -101,11 +101,9 @@ class ChangedBuffers:
         kind = type(self.model.get_submodule(name)).__name__
         module = f"model.get_submodule({name!r})" if name else "model"
         warnings.warn(
-            f"each forward in training changes buffers of {name or 'the model'} ({kind}): "
-            f"{', '.join(buffers)}. If the loss depends on them, as with a spectral norm, each "
-            "micro-batch is computed with other numbers, and the gradient is not the full batch's. "
-            "To get the full batch's where they do not depend on the rows, run one forward in "
-            f"training before the window, call {module}.eval(), and call its train() after the "
-            "window",
+            f"before a window, run one forward in training, and call {module}.eval(); call its "
+            "train() after the window. Each forward in training changes buffers "
+            f"of {name or 'the model'} ({kind}): {', '.join(buffers)}. If the loss depends on "
+            "them, as with a spectral norm, each micro-batch is computed with other numbers",
             stacklevel=stacklevel,
         )

@@ -63,11 +63,9 @@ class LossBeforeTheWindow:
         if self.processes.sums(differs)[0]:
             forget(self.model)  # ask again if it is tried again
             raise ValueError(
+                "write what the model keeps (a queue, a counter, an average of weights) after "
+                "optimizer.step(), outside of forward; or use accumulation=1 and no sharding: "
                 f"{self.how} cuts the batch, and the forwards of the first window have changed the "
-                f"loss of {type(self.model).__name__}, though no trained weight has changed: the "
-                f"same rows had the loss {self.before:.6g} before the window, and have {after:.6g} "
-                "now. A forward in training writes what the next one reads (a queue, a counter, an "
-                "average of weights), so each micro-batch reads what those before it have left. "
-                "Write it after optimizer.step(), outside of forward; or use accumulation=1 and "
-                "no sharding"
+                f"loss of {type(self.model).__name__} from {self.before:.6g} to {after:.6g} on the "
+                "same rows, though no trained weight has changed"
             )

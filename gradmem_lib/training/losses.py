@@ -4,21 +4,28 @@ the same loss.
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
-from ..compat.fake_tensors import FakeTensor
+from ..compat.fake_tensors import FakeTensor, has_numbers
 from ..compat.modules import hook_counts
 from ..compat.transformers_models import inside_peft
 from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
-from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
+from ..techniques.losses import CHUNK_TOKENS, PLAIN, LogitForm, loss_in_chunks
+from ..techniques.pieces import as_in_evaluation
 from .item_rules import Rule, count_by, labels, predicted_tokens
 from .tiny import VOCABULARY, tiny_model
+
+Numbers = tuple[float, float]
 
 
 def usual_rule(model: nn.Module) -> Rule:
@@ -57,9 +64,9 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
         found.append("answers beyond the row")
     if found:
         raise ValueError(
-            f"{how} and {' and '.join(found)}: a loss that compares rows with each other, or is "
-            "no mean over labels or rows, differs in pieces. Use accumulation=1 and no sharding, "
-            "with checkpointing to save memory; or give step a loss= that is such a mean"
+            "use accumulation=1 and no sharding, with checkpointing to save memory; or give step a "
+            f"loss= that is a mean over labels or rows: {how} cuts the batch, and with "
+            f"{' and '.join(found)} the loss is none"
         )
 
 
@@ -113,21 +120,22 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "chunked_loss takes a dict of tensors with 'labels' in it, and no flags or other "
             "labels, which could change the model's loss: leave chunked_loss out"
         )
-    check_chunked_loss(model)
-    return loss_in_chunks(inside_peft(model), batch)
+    return loss_in_chunks(inside_peft(model), batch, check_chunked_loss(model))
 
 
-def check_chunked_loss(model: nn.Module) -> None:
-    """Raise ``ValueError`` for a model whose own loss is not ``chunked_loss``."""
+def check_chunked_loss(model: nn.Module) -> LogitForm:
+    """How ``model`` makes its logits. ``ValueError`` if its own loss is not ``chunked_loss``."""
     inside = inside_peft(model)
-    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _model_difference(
-        model, inside
-    )
+    form = _form_or_refusal(type(inside), getattr(inside, "config", None))
+    if isinstance(form, str):
+        raise ValueError(f"leave chunked_loss out: {form}")
+    why = _model_difference(model, inside, form)
     if why is not None:
-        raise ValueError(f"{why}: leave chunked_loss out")
+        raise ValueError(f"leave chunked_loss out: {why}")
+    return form
 
 
-def _model_difference(model: nn.Module, inside: nn.Module) -> str | None:
+def _model_difference(model: nn.Module, inside: nn.Module, form: LogitForm) -> str | None:
     """A part of the model's loss that chunks would leave out; ``None`` if there is none.
 
     It is something that the class and the config of the model ``inside`` do not show.
@@ -136,16 +144,25 @@ def _model_difference(model: nn.Module, inside: nn.Module) -> str | None:
     hooked = any(hook_counts(head)) or "forward" in vars(head)
     if inside is not model and "forward" in vars(type(model.base_model)):
         return f"{type(model.base_model).__name__} adds something to the model's loss"  # AdaLoRA
-    if type(head) is not nn.Linear or head.bias is not None or hooked:
+    if type(head) is not nn.Linear or hooked:
         return (
-            "there is an adapter on the output layer, a bias, a hook or a forward of its own, "
-            "and chunks take its matrix alone"
+            "there is an adapter on the output layer, a hook or a forward of its own, and chunks "
+            "take its matrix and bias alone"
         )
-    own = not inside.loss_function.__module__.startswith("transformers.")
-    return "the model was given a loss_function of its own" if own else None
+    if not inside.loss_function.__module__.startswith("transformers."):
+        return "the model was given a loss_function of its own"
+    if form == PLAIN or not has_numbers(head.weight) or _asked.get(inside) == form:
+        return None
+    ids = torch.arange(8, device=head.weight.device)[None] % head.out_features
+    with as_in_evaluation(inside):
+        if not _makes(form, *_product_and_logits(inside, ids)):
+            return "the model's logits are not those of its config"
+    _asked[inside] = form
+    return None
 
 
-_refusals: dict[tuple[type, str], str | None] = {}
+_forms: dict[tuple[type, str], LogitForm | str] = {}
+_asked: WeakKeyDictionary[nn.Module, LogitForm] = WeakKeyDictionary()
 
 
 def chunked_loss_refusal(cls: type, config: Any) -> str | None:
@@ -153,49 +170,64 @@ def chunked_loss_refusal(cls: type, config: Any) -> str | None:
     ``chunked_loss``; ``None`` if they agree.
 
     It runs both, with their gradients, on a tiny copy of the model, once for each config: about a
-    second. An output layer that is more than a matrix (a bias, scaled or capped logits) gives
-    another loss, and so does a model that adds something (a router's loss). A model of which no
-    tiny copy can be made is refused too.
+    second. The copy's logits show what it makes of its head's output. A model that adds something
+    to the loss has another one (a router's loss), and so have other forms of logits. A model of
+    which no tiny copy can be made is refused too.
     """
+    answer = _form_or_refusal(cls, config)
+    return answer if isinstance(answer, str) else None
+
+
+def _form_or_refusal(cls: type, config: Any) -> LogitForm | str:
     if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
         return (
             f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
         )
     key = (cls, config.to_json_string(use_diff=False))
-    if key not in _refusals:
+    if key not in _forms:
         # Modes that watch, replace or record the caller's operations must not act on these.
         modes, autocast = without_modes(), torch.autocast("cpu", enabled=False)
         with modes, torch.enable_grad(), autocast, torch.random.fork_rng([]):
-            _refusals[key] = _compare_losses(cls, config)
-    return _refusals[key]
+            _forms[key] = _compare_losses(cls, config)
+    return _forms[key]
 
 
-def _compare_losses(cls: type, config: Any) -> str | None:
+def _compare_losses(cls: type, config: Any) -> LogitForm | str:
+    message, forms = "", []
     for heads in (2, 8):  # some models need more heads
         try:
-            own, chunks = _both_losses(cls, config, heads)
-            break
+            form, own, chunks = _both_losses(cls, config, heads)
         except Exception as error:  # the model's own code may raise anything
             message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    else:
+            continue
+        if not all(map(_close, own, chunks, (1e-5, 1e-3))):
+            return (
+                f"the loss of {cls.__name__} with this config is more than a cross-entropy of its "
+                f"head's output, scaled or capped (on a tiny copy of it {own[0]:.4f}, in chunks "
+                f"{chunks[0]:.4f})"
+            )
+        if form == PLAIN:
+            return form
+        forms.append(form)
+    if not forms:
         return (
             f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its "
             f"loss ({message})"
         )
-    if all(
-        math.isclose(a, b, rel_tol=limit)
-        for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)
-    ):
-        return None
-    return (
-        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden "
-        f"states times its output matrix (on a tiny copy of it {own[0]:.4f}, in chunks "
-        f"{chunks[0]:.4f}: a bias, scaled or capped logits, or a router's loss)"
-    )
+    # The two copies differ in width. What was found in float32 has few digits.
+    if not all(_close(a or 0, b or 0, 1e-5) for a, b in zip(forms[0], forms[-1], strict=True)):
+        return f"the logits of {cls.__name__} depend on its width"
+    return forms[0]
 
 
-def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]]:
-    """The loss and the norm of its gradient, by the model's own code and in chunks."""
+def _close(a: float, b: float, limit: float) -> bool:
+    return math.isclose(a, b, rel_tol=limit)
+
+
+def _both_losses(cls: type, config: Any, heads: int) -> tuple[LogitForm, Numbers, Numbers]:
+    """The form of the logits; and the loss and the norm of its gradient, by the model's own code
+    and in chunks.
+    """
     torch.manual_seed(0)
     model = tiny_model(cls, config, heads).train()
     head = model.get_output_embeddings()
@@ -204,8 +236,9 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
         parameter.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
     ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks
     targets = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
+    form = _form_of_logits(model, ids)
     found = []
-    for loss_of in (lambda model, batch: model(**batch).loss, loss_in_chunks):
+    for loss_of in (lambda model, batch: model(**batch).loss, partial(loss_in_chunks, form=form)):
         torch.manual_seed(1)  # dropout
         loss = loss_of(model, {"input_ids": ids, "labels": targets})
         loss.backward()
@@ -214,4 +247,60 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
         )
         found.append((loss.item(), norm.item()))
         model.zero_grad(set_to_none=True)
-    return found
+    return form, *found
+
+
+# The form of a model's logits.
+
+
+@torch.no_grad()
+def _form_of_logits(model: nn.Module, ids: Tensor) -> LogitForm:
+    asked = deepcopy(model).eval()
+    try:
+        found = _product_and_logits(asked.double(), ids)
+    except RuntimeError:  # some products of experts have no float64
+        found = _product_and_logits(asked.float(), ids)
+    return _logit_form(*found)
+
+
+def _product_and_logits(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of the head, and what ``model`` makes of it."""
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    head = model.get_output_embeddings()
+    product = F.linear(hidden, head.weight, head.bias)
+    return product.flatten(), model(input_ids=ids).logits.flatten()
+
+
+def _makes(form: LogitForm, product: Tensor, logits: Tensor) -> bool:
+    """Whether this form of ``product`` is ``logits``, up to rounding."""
+    eps = max(torch.finfo(t.dtype).eps for t in (product, logits))
+    found, _ = form.of(product.to(torch.float64, copy=True))
+    return bool((found - logits).abs().max() <= 8 * eps * logits.abs().max())
+
+
+def _logit_form(product: Tensor, logits: Tensor) -> LogitForm:
+    """The form that makes ``logits`` of ``product``; scale 1 and no cap if none does."""
+    scale = float(product @ logits.to(product.dtype) / (product @ product))
+    for form in (PLAIN, LogitForm(scale), _capped_form(product, logits)):
+        few_digits = LogitForm(*(n and float(f"{n:.6g}") for n in form))
+        for each in (few_digits, form):
+            if _makes(each, product, logits):
+                return each
+    return PLAIN
+
+
+def _capped_form(product: Tensor, logits: Tensor) -> LogitForm:
+    """The cap by which the largest number of ``product`` falls behind a smaller one."""
+    order = product.abs().argsort()
+    places = order[len(order) // 2], order[-1]
+    small, large = (float(product[place]) for place in places)
+    of_small, of_large = (float(logits[place]) for place in places)
+    low, high = 0.0, 1e3  # scale / cap, which is halved until it is exact
+    for _ in range(100):
+        middle = (low + high) / 2
+        if math.tanh(middle * large) * of_small / (math.tanh(middle * small) * of_large) > 1:
+            low = middle
+        else:
+            high = middle
+    cap = of_large / math.tanh(high * large)
+    return LogitForm(high * cap, cap)

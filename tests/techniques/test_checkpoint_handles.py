@@ -473,6 +473,34 @@ def test_a_list_whose_items_are_never_called_is_not_taken_in_silence(every):
             model(x).sum().backward()
 
 
+class _PartFirst(nn.Module):
+    """Its forward calls a part of a layer, or what all layers share, before it calls the layers."""
+
+    def __init__(self, shared: bool):
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        parts = [nn.Linear(8, 8) for _ in range(8)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(self.shared if shared else nn.LayerNorm(8), part) for part in parts
+        )
+
+    def forward(self, x):
+        x = self.layers[0][0](x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("every", [1, 4, "best"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_part_that_runs_before_its_layers_is_no_list_of_parts(shared, every):
+    model = _PartFirst(shared)
+    with warnings.catch_warnings(), checkpoint_layers(model.layers, every):
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(torch.rand(2, 8)).sum().backward()
+
+
 # In the fourth, the layer begins a segment inside a segment.
 @pytest.mark.parametrize("every", [1, [[1], 1, 1], [1, 2], [[1, 1, 1]], "best"])
 def test_a_layer_that_changes_its_input_in_place_is_refused_in_a_sentence(every):

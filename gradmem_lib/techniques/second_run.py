@@ -1,0 +1,188 @@
+"""Forwards that run twice, and what the second run has to find beside its arguments.
+
+A checkpoint runs a forward again in backward, and ``accumulate_through_embeddings`` runs one again
+with a graph. The second run must compute the same as the first, and leave no trace. So it gets the
+random numbers of the first run, and copies of the buffers that a forward writes, such as the
+running statistics of a ``BatchNorm``. torch's own random numbers are left to the caller: PyTorch's
+checkpoint takes care of them.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from ..compat.fake_tensors import has_numbers
+from ..compat.tensors import version
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# By module, and by its mode (``training``): the names of the buffers that its forward writes.
+_WRITTEN: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
+
+
+def checkpoint_again(
+    modules: Iterable[nn.Module], run: Callable, *args: Any, **options: Any
+) -> Any:
+    """``run(*args)``, which calls ``modules``, in a checkpoint: it runs again in backward.
+
+    ``options``: those of ``torch.utils.checkpoint.checkpoint``.
+    """
+    first = FirstRun(modules)
+    has_run = False
+
+    def run_or_run_again(*args: Any) -> Any:
+        nonlocal has_run
+        context = first.found_again() if has_run else first.watched()
+        has_run = True
+        with context:
+            return run(*args)
+
+    return checkpoint(run_or_run_again, *args, use_reentrant=False, **options)
+
+
+class FirstRun:
+    """What a forward of ``modules`` finds beside its arguments. To be made before it runs:
+
+        first = FirstRun([model])
+        with first.watched():
+            model(x)
+        with first.found_again():  # as often as needed
+            model(x)
+
+    ``found_again`` without a first run leaves the random numbers of the block without a trace.
+
+    Bytes: a copy of each buffer that the forward writes. Which ones these are is asked in the first
+    forward of a module, during which there is a copy of each of its buffers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self.modules = dict.fromkeys(part for module in modules for part in module.modules())
+        self.random_state = random.getstate(), np.random.get_state()
+        self.used = _UsedGenerators()
+        # By module and name: copies of buffers, and of generators among the attributes.
+        self.copies: dict[tuple[nn.Module, str], Any] = {}
+        copied: dict[int, Any] = {}  # what several modules share has one copy
+        for module in self.modules:
+            for name, value in vars(module).items():
+                if isinstance(value, _GENERATORS):
+                    self.copies[module, name] = _copy(value, copied)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The first run."""
+        copied: dict[int, Any] = {}
+        before = []
+        for module in self.modules:
+            written = _WRITTEN.setdefault(module, {}).get(module.training)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                before.append((module, name, buffer, version_of(buffer)))
+                if written is None or name in written:
+                    self.copies[module, name] = _copy(buffer, copied)
+        with self.used:
+            yield
+        asked = [module for module in self.modules if module.training not in _WRITTEN[module]]
+        for module in asked:
+            _WRITTEN[module][module.training] = set()
+        for module, name, buffer, old_version in before:
+            changed = getattr(module, name) is not buffer or version_of(buffer) != old_version
+            if module in asked and not changed:
+                changed = self._differs(module, name, buffer)
+            if changed:
+                self._note(module, name)
+
+    def _differs(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
+        """Whether the run has written a buffer through ``.data``, which changes no version. If not,
+        its copy is not needed.
+        """
+        copy = self.copies.pop((module, name))
+        if not has_numbers(buffer) or torch.equal(buffer, copy):
+            return False
+        self.copies[module, name] = copy
+        return True
+
+    def _note(self, module: nn.Module, name: str) -> None:
+        """Note a buffer that the run has written."""
+        _WRITTEN[module][module.training].add(name)
+        if (module, name) in self.copies:
+            return
+        self.copies[module, name] = getattr(module, name)
+        warnings.warn(
+            f"this forward is the first in which a {type(module).__name__} changes its buffer "
+            f"{name}, of which there is no older copy. If its output depends on the buffer, this "
+            "step's gradient is that of the new numbers. Later steps are exact",
+            stacklevel=2,
+        )
+
+    @contextmanager
+    def found_again(self) -> Iterator[None]:
+        """A second run. Afterwards, all is as just before it."""
+        copied: dict[int, Any] = {}
+        own = {(module, name): getattr(module, name) for module, name in self.copies}
+        of_torch = {generator: generator.get_state() for generator in self.used.states}
+        now = random.getstate(), np.random.get_state()
+        try:
+            _set_python_and_numpy(self.random_state)
+            for generator, state in self.used.states.items():
+                generator.set_state(state)
+            for place, value in self.copies.items():
+                setattr(*place, _copy(value, copied))
+            with self.used:
+                yield
+        finally:
+            _set_python_and_numpy(now)
+            for generator, state in (self.used.states | of_torch).items():
+                generator.set_state(state)
+            for place, value in own.items():
+                setattr(*place, value)
+
+
+class _UsedGenerators(TorchFunctionMode):
+    """Notes each ``torch.Generator`` that an operation is given, with its state before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[torch.Generator, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if not kwargs:
+            return func(*args)
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.states:
+            self.states[generator] = generator.get_state()
+        return func(*args, **kwargs)
+
+
+def _copy(value: Any, copied: dict[int, Any]) -> Any:
+    """A copy, or the one in ``copied`` that was made of the same object."""
+    if id(value) not in copied:
+        is_tensor = isinstance(value, Tensor)
+        copied[id(value)] = value.detach().clone() if is_tensor else deepcopy(value)
+    return copied[id(value)]
+
+
+def _set_python_and_numpy(state: tuple[Any, Any]) -> None:
+    of_python, of_numpy = state
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+
+
+def version_of(x: Any) -> int:
+    """How often the tensor was changed in place; 0 for something else, and for a tensor of
+    ``torch.inference_mode``, which does not count it.
+    """
+    if not isinstance(x, Tensor) or x.is_inference():
+        return 0
+    return version(x)

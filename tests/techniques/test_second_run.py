@@ -1,0 +1,238 @@
+"""A forward that runs twice is the same step to the bit: its gradients, and what it reads and
+writes beside its inputs.
+"""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib import accumulate_through_embeddings, split
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.pieces import as_in_evaluation
+from gradmem_lib.techniques.selective import checkpoint_parts
+
+OF_ALL = torch.Generator()
+SHARED = random.Random(0)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class Python(Layer):
+    def forward(self, x):
+        return self.linear(x) * (random.random() + 0.5)
+
+
+class NumPy(Layer):
+    def forward(self, x):
+        return self.linear(x) * float(np.random.rand() + 0.5)
+
+
+class SharedPython(Layer):
+    def __init__(self):
+        super().__init__()
+        self.numbers = SHARED
+
+    def forward(self, x):
+        return self.linear(x) if self.numbers.random() < 0.5 else x + self.linear(x)
+
+
+class OwnNumPy(Layer):
+    def __init__(self):
+        super().__init__()
+        self.numbers = np.random.default_rng(3)
+
+    def forward(self, x):
+        return self.linear(x) * torch.tensor(self.numbers.random(8)).to(x)
+
+
+class InAList(Layer):
+    def __init__(self):
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(3)]
+
+    def forward(self, x):
+        return self.linear(x + torch.randn(x.shape, generator=self.generators[0]))
+
+
+class OfAll(Layer):
+    def forward(self, x):
+        return self.linear(x) * torch.empty(8).uniform_(generator=OF_ALL)
+
+
+class BatchNorm(Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x):
+        return F.gelu(self.norm(self.linear(x)))
+
+
+class Spectral(Layer):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def forward(self, x):
+        return F.gelu(self.linear(x))
+
+
+class Codebook(Layer):
+    """As in vector quantization: the first forward fills it, and writes go through ``.data``."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(5, 8))
+        self.register_buffer("filled", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.filled:
+            self.codes.data.copy_(x.detach()[:5])
+            self.filled.fill_(True)
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        found = self.codes[nearest]
+        self.codes.data.mul_(0.9)
+        return self.linear(x) + self.linear(found)
+
+
+class Replaced(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.average)
+
+
+KINDS = [
+    Python, NumPy, SharedPython, OwnNumPy, InAList, OfAll, BatchNorm, Spectral, Codebook, Replaced,
+]  # fmt: skip
+WAYS = {
+    "one by one": lambda net: checkpoint_layers(net, 1),
+    "in segments": lambda net: checkpoint_layers(net, [2, 3], keep_last=False),
+    "segments of segments": lambda net: checkpoint_layers(net, [[2, 1], 2]),
+    "best": lambda net: checkpoint_layers(net, "best", keep_last=False),
+    "a part": lambda net: checkpoint_parts(nn.ModuleList(map(nn.Sequential, net)), type(net[0])),
+}
+
+
+def chain(kind):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    OF_ALL.manual_seed(7)
+    SHARED.seed(5)
+    return nn.Sequential(*(kind() for _ in range(5))).double()
+
+
+def random_states(net):
+    """What all random numbers that the layers may draw would be next."""
+    states = [random.getstate(), repr(np.random.get_state()), SHARED.getstate()]
+    states += [torch.get_rng_state().tolist(), OF_ALL.get_state().tolist()]
+    for layer in net:
+        if isinstance(layer, OwnNumPy):
+            states.append(repr(layer.numbers.bit_generator.state))
+        if isinstance(layer, InAList):
+            states.append(layer.generators[0].get_state().tolist())
+    return states
+
+
+def trained(kind, way=None):
+    """Gradients, buffers and random states after each of three steps."""
+    net, after = chain(kind), []
+    if way is not None:
+        way(net)
+    for x in torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)).double():
+        net.zero_grad()
+        net(x).square().mean().backward()
+        numbers = [*(p.grad for p in net.parameters()), *net.buffers()]
+        after.append([*(number.tolist() for number in numbers), *random_states(net)])
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.05 * parameter.grad
+    return after
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_checkpoints_is_the_step_without(kind, way):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trained(kind, way) == trained(kind)
+
+
+def test_a_second_backward_through_a_kept_graph_runs_from_the_same_state():
+    net = chain(Codebook)
+    checkpoint_layers(net, [5], keep_last=False)
+    loss = net(torch.randn(6, 8).double()).sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in net.parameters()]
+    loss.backward()
+    assert all(map(torch.equal, [p.grad for p in net.parameters()], [2 * g for g in once]))
+
+
+@pytest.mark.parametrize("kind", [Python, NumPy, OwnNumPy, InAList, OfAll])
+def test_a_question_leaves_no_random_number_drawn(kind):
+    net = chain(kind)
+    before = random_states(net)
+    with as_in_evaluation(net):
+        net(torch.randn(6, 8).double())
+    assert random_states(net) == before
+
+
+class Later(Layer):
+    """Begins to write its buffer in the second forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.counts = False
+
+    def forward(self, x):
+        if self.counts:
+            self.seen += 1
+        return self.linear(x)
+
+
+def test_a_buffer_that_is_written_later_is_written_once_and_said():
+    net = chain(Later)
+    checkpoint_layers(net, 2)
+    x = torch.randn(6, 8).double()
+    net(x).sum().backward()
+    net[1].counts = True
+    with pytest.warns(UserWarning, match="the first in which a Later changes its buffer seen"):
+        net(x).sum().backward()
+    assert net[1].seen == 1
+    net(x).sum().backward()  # no second warning
+    assert net[1].seen == 2
+
+
+@pytest.mark.parametrize("kind", [Python, NumPy, OwnNumPy, InAList, OfAll, Spectral, Replaced])
+def test_two_passes_are_one_pass_in_pieces(kind):
+    """With a loss that is a sum over rows, ``accumulate_through_embeddings`` is an accumulation."""
+    after = []
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).double()
+    for two_passes in (True, False):
+        net = chain(kind)
+        if two_passes:
+            accumulate_through_embeddings(
+                list(split(x, 2)), net, lambda rows: rows.square().sum(), model=net
+            )
+        else:
+            torch.cat([net(piece) for piece in split(x, 2)]).square().sum().backward()
+        numbers = [*net.buffers(), torch.cat([p.grad.flatten() for p in net.parameters()])]
+        after.append((numbers, random_states(net)))
+    (numbers, states), (expected, expected_states) = after
+    assert states == expected_states
+    for found, right in zip(numbers, expected, strict=True):
+        assert (found - right).norm() <= 1e-12 * right.norm()
