@@ -12,6 +12,7 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.transformers_models import inside_peft
 from ..hf_names import IGNORED_PIXEL
 from ..names import IGNORED
+from ..techniques.counts import check_count
 from ..techniques.splitting import count_rows
 
 # The rules. Each returns the number of items in a batch, or None where it does not apply.
@@ -145,10 +146,39 @@ RULES = (
     predicted_positions,
 )
 
-Rule = Callable[[nn.Module, Any], int | None]
+Rule = Callable[[nn.Module, Any], int | float | None]
 
 
-def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
+def rules_of(items: Any) -> list[Rule]:
+    """``items`` of ``step`` as rules, of which the model is asked for the right one."""
+
+    def entry(batch: Any) -> Tensor:
+        try:
+            return batch[items]
+        except (KeyError, IndexError, TypeError):
+            names = list(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ValueError(
+                f"items={items!r} is no entry of the batch: give a function of the batch, or a "
+                f"key of it ({names})"
+            ) from None
+
+    def said(model: nn.Module, batch: Any) -> int | float:
+        return check_count(items(batch), "items(batch)")
+
+    def not_ignored(model: nn.Module, batch: Any) -> int:
+        return int((entry(batch) != IGNORED).sum())
+
+    def not_ignored_after_shift(model: nn.Module, batch: Any) -> int | None:
+        found = entry(batch)
+        return int((found[:, 1:] != IGNORED).sum()) if found.dim() == 2 else None
+
+    def weights(model: nn.Module, batch: Any) -> float:
+        return entry(batch).sum().item()
+
+    return [said] if callable(items) else [not_ignored, not_ignored_after_shift, weights]
+
+
+def count_by(rule: Rule, model: nn.Module, batch: Any) -> int | float:
     """The number of items in ``batch`` by ``rule``.
 
     Where the rule does not apply, it is the number of labels if each pixel has one, and otherwise
