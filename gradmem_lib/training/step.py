@@ -174,12 +174,7 @@ def step(
     parts = list(cut_batch(batch, recipe))
     processes = processes_of(model)  # not later: a forward may leave the weights of shards gathered
 
-    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
-        with autocast(device_of(model).type, recipe):
-            value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
-        check_loss(value, asked)
-        return value
-
+    mean_loss = _mean_loss(device_of(model).type, recipe, loss)
     key = (*_identity(loss), *_identity(items), recipe.chunked_loss)
     rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, items=items, key=key)
     counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
@@ -214,6 +209,16 @@ def step(
     mark("step")
     update.step(keep_gradients)
     return torch.tensor(result.loss)
+
+
+def _mean_loss(device: str, recipe: Recipe, loss: Callable | None) -> Callable:
+    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
+        with autocast(device, recipe):
+            value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
+        check_loss(value, asked)
+        return value
+
+    return mean_loss
 
 
 def _check_given(
@@ -282,12 +287,7 @@ def check_loss_in_pieces(
         model = copy.deepcopy(model)  # a forward may count its calls, or keep something
     except RuntimeError:  # tensors with a graph
         return
-    device = device_of(model).type
-
-    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
-        with autocast(device, recipe):
-            return loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
-
+    mean_loss = _mean_loss(device_of(model).type, recipe, loss)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real step gives them
