@@ -211,13 +211,10 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
 
 def _exact_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
     """What a cast to 16 bits would round, if the optimizer keeps masters of it."""
-    found: dict[nn.Parameter, Tensor] = {}
-    if not recipe.keeps_masters or recipe.lora_rank is not None:  # LoRA freezes what it is given
-        return found
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize > recipe.weight_dtype.itemsize:
-            found[parameter] = parameter.data
-    return found
+    trained = []
+    if recipe.keeps_masters and recipe.lora_rank is None:  # LoRA freezes what it is given
+        trained = [p for p in model.parameters() if p.requires_grad]
+    return {p: p.data for p in trained if p.dtype.itemsize > 2}
 
 
 def refuse_frozen(model: nn.Module) -> None:
