@@ -94,11 +94,11 @@ class Recipe:
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name), example)
-        for name, example in (("momentum", 0.9), ("lora_dropout", 0.05)):
+        for name, share in (("momentum", 0.9), ("lora_dropout", 0.05)):
             given = getattr(self, name)
             if not _is_number(given) or not 0 <= given < 1:
                 raise ValueError(
-                    f"{name}={given!r}: give a number from 0 to below 1, such as {example}"
+                    f"{name}={given!r}: give a number from 0 to below 1, such as {share}"
                 )
         for switch in ("in_backward", "quantized_base", "chunked_loss", "float32_sums"):
             if not isinstance(getattr(self, switch), bool):
