@@ -299,8 +299,8 @@ def check_loss_in_pieces(
         pass  # nothing was shown, so a prediction goes on
 
 
-def _identity(loss: Callable | None) -> tuple:
-    """A key for ``loss``: what was found for one loss holds for all losses with the same key.
+def _identity(loss: Any) -> tuple:
+    """A key for ``loss`` or ``items``: what was found for one loss holds for all losses with the same key.
 
     A function that is defined in a loop is a new one each time, but has the same code, so its code
     stands for it. Functions of the same code are different losses if they read different functions,
