@@ -300,7 +300,7 @@ def check_loss_in_pieces(
 
 
 def _identity(loss: Any) -> tuple:
-    """A key for ``loss`` or ``items``: what was found for one loss holds for all losses with the same key.
+    """A key for ``loss`` or ``items``: what was found for one holds for all with the same key.
 
     A function that is defined in a loop is a new one each time, but has the same code, so its code
     stands for it. Functions of the same code are different losses if they read different functions,
