@@ -218,7 +218,8 @@ def _refusal(
     what = "labels or rows" if items is None else "what items= counts"
     return kind(
         "say what the loss is divided by: items=lambda batch: (batch['labels'] != -1).sum(), or "
-        f"items='targets' for the name of labels or weights. {how} cuts the batch, and the loss "
+        "items='targets' for the name of labels or weights; or the sum of the labels' weights, if "
+        f"it weighs classes. {how} cuts the batch, and the loss "
         f"of {name} is no mean over {what}: "
         f"{answer.sentence or 'another process found it'}. If it compares rows with each other or "
         "adds several means, nothing can be counted: use accumulation=1 and no sharding, with "
