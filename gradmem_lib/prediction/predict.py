@@ -136,6 +136,7 @@ def predict(
     target: str | None = None,
     batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    items: Callable[[Any], Any] | str | int | None = None,
     full: bool = False,
     ranks: int | None = None,
     rank: int = 0,
@@ -164,6 +165,7 @@ def predict(
             must not be cut.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the module's output
             does not have it.
+        items: what the loss is divided by, as in ``step``.
         full: trace every layer, even if short traces would be enough.
         ranks: the number of processes that train together by ``recipe.sharding``. The prediction is
             for one of them, ``rank``, and ``batch_size`` is the rows of that rank's step.
@@ -208,7 +210,7 @@ def predict(
     step = trace_step(question, full)
     peak = step.rows[:, TOTAL].max()
     if source.is_user_module and batch is not None and peak <= MOST_ASKED:
-        check_loss_in_pieces(source.skeleton, batch, recipe, loss)
+        check_loss_in_pieces(source.skeleton, batch, recipe, loss, items)
     return _prediction(question, step)
 
 

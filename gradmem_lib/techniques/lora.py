@@ -55,12 +55,15 @@ class LoRALinear(nn.Module):
         return self.merged_weight()
 
     def merged_weight(self) -> Tensor:
-        """Base plus addition as one new matrix in the base's shape."""
-        addition = self.scale * (self.B @ self.A)
+        """Base plus addition as one new matrix in the base's shape, added in float32 and rounded
+        once.
+        """
         base = self.base.weight
+        wide = torch.promote_types(base.dtype, torch.float32)
+        addition = self.scale * (self.B.to(wide) @ self.A.to(wide))
         if isinstance(self.base, hf_class("Conv1D")):
             addition = addition.T
-        return base + addition.to(base.dtype)
+        return (base.to(wide) + addition).to(base.dtype)
 
     @property
     def bias(self) -> Tensor | None:

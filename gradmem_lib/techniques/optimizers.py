@@ -1,8 +1,8 @@
 """AdamW with one byte for each number of its states."""
 
 import math
+from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,19 @@ class AdamW8bit(KeepsStateDtypes):
     magnitude; tensors with fewer than 4,096 numbers stay in float32; all parameters share two
     float32 tables of 256 values. The update is one operator, as in bitsandbytes, and a tracker sees
     nothing inside it. Unlike bitsandbytes' kernel, it takes up to 35 MB for a moment.
+
+    The arguments are those of ``AdamW``.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay)
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def load_state_dict(self, state_dict: dict) -> None:

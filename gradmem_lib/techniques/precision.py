@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compat.fake_tensors import has_numbers
 from .adam import AdamW, adam_step
 
 SLICE = 2**18  # numbers of a tensor that a step copies to float32 at a time
@@ -41,9 +42,10 @@ class MasterAdamW(KeepsStateDtypes):
     """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
 
     A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates
-    go to the float32 copy, and the parameter is that copy, rounded. It updates one parameter at a
-    time, so that only one float32 gradient exists; ``foreach`` and ``fused`` need all of them at
-    once.
+    go to the float32 copy, and the parameter is that copy, rounded. If
+    ``prepare`` has rounded it to bf16, the copy starts from the weights before that. It updates one
+    parameter at a time, so that only one float32 gradient exists; ``foreach`` and ``fused`` need
+    all of them at once.
     """
 
     def __init__(
@@ -61,23 +63,26 @@ class MasterAdamW(KeepsStateDtypes):
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for p in with_gradient:
-                if not self.state[p]:
-                    self.state[p] = {
-                        "step": torch.zeros((), device=p.device)
-                        if self.fused
-                        else torch.tensor(0.0),
-                        "master": (
-                            master := p.detach().to(torch.promote_types(p.dtype, torch.float32))
-                        ),
-                        "exp_avg": torch.zeros_like(master),
-                        "exp_avg_sq": torch.zeros_like(master),
-                    }
+                if "step" not in self.state[p]:
+                    self._make_state(p, self.state[p])
             if self.foreach or self.fused:
                 self._update_masters(with_gradient, group)
             else:
                 for p in with_gradient:
                     self._update_masters([p], group)
         return loss
+
+    def _make_state(self, p: Tensor, state: dict) -> None:
+        """``state`` may have a master: ``prepare`` knows the weights from before their rounding."""
+        wide = torch.promote_types(p.dtype, torch.float32)
+        master = state.get("master")
+        # Others may have been loaded or received since then.
+        if master is None or (has_numbers(p) and not torch.equal(master.to(p), p)):
+            master = p.detach()
+        state["step"] = torch.zeros((), device=p.device) if self.fused else torch.tensor(0.0)
+        state["master"] = master.to(p.device, wide)
+        state["exp_avg"] = torch.zeros_like(state["master"])
+        state["exp_avg_sq"] = torch.zeros_like(state["master"])
 
     def _update_masters(self, parameters: list[Tensor], group: dict) -> None:
         from torch.optim.adamw import adamw

@@ -12,9 +12,11 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.transformers_models import inside_peft
 from ..hf_names import IGNORED_PIXEL
 from ..names import IGNORED
+from ..techniques.counts import check_count
 from ..techniques.splitting import count_rows
 
-# The rules. Each returns the number of items in a batch, or None where it does not apply.
+Rule = Callable[[nn.Module, Any], int | float | None]
+Which = Callable[[nn.Module, Any], Tensor | None]
 
 
 def labels_of(batch: Any) -> Tensor | None:
@@ -35,19 +37,79 @@ def whole_labels(batch: Any) -> Tensor | None:
     return None if labels is None or labels.is_floating_point() else labels
 
 
-def predicted_tokens(model: nn.Module, batch: Any) -> int | None:
-    """The labels after the shift: the first token of a row is not predicted."""
-    labels = whole_labels(batch)
-    if labels is None or labels.dim() != 2:
-        return None
-    if labels.shape[1] == 1:
-        return 0  # also in a prediction, whose labels have no values
-    return int((labels[:, 1:] != IGNORED).sum())
+# Which labels or tokens count, as True and False; None where there are no such ones.
 
 
-def labels(model: nn.Module, batch: Any) -> int | None:
+def _not_ignored(model: nn.Module, batch: Any) -> Tensor | None:
     found = whole_labels(batch)
-    return None if found is None else int((found != IGNORED).sum())
+    return None if found is None else found != IGNORED
+
+
+def _not_ignored_pixels(model: nn.Module, batch: Any) -> Tensor | None:
+    """The labels that are not the config's own ignored one."""
+    found, config = labels_of(batch), getattr(model, "config", None)
+    if found is None or found.dim() != 3:
+        return None
+    for name in IGNORED_PIXEL:
+        if hasattr(config, name):
+            return found != getattr(config, name)
+    return None
+
+
+def _masked_words(model: nn.Module, batch: Any) -> Tensor | None:
+    """The labels without those that ModernBERT ignores besides -100."""
+    own = getattr(model, "sparse_pred_ignore_index", None)
+    counted = _not_ignored(model, batch)
+    if counted is None or own is None:
+        return None
+    return counted & (labels_of(batch) != own)
+
+
+def _numbers(model: nn.Module, batch: Any) -> Tensor | None:
+    """The labels of a regression that are numbers: a missing one is often nan."""
+    found = labels_of(batch)
+    if found is None or not found.is_floating_point():
+        return None
+    return ~found.isnan()
+
+
+def _shown(model: nn.Module, batch: Any) -> Tensor | None:
+    """The tokens that the attention mask shows: at these, a distillation compares logits, say."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask == 1 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _shown_labels(model: nn.Module, batch: Any) -> Tensor | None:
+    """The labels that the attention mask shows: some models count no other ones."""
+    counted, shown = _not_ignored(model, batch), _shown(model, batch)
+    if counted is None or shown is None or counted.shape != shown.shape:
+        return None
+    return counted & shown
+
+
+# The rules. Each returns the number of items in a batch, or None where it does not apply.
+
+
+def each(counted: Which) -> Rule:
+    def rule(model: nn.Module, batch: Any) -> int | None:
+        found = counted(model, batch)
+        return None if found is None else int(found.sum())
+
+    return rule
+
+
+def after_shift(counted: Which) -> Rule:
+    """The same without the first token of a row, which is not predicted."""
+
+    def rule(model: nn.Module, batch: Any) -> int | None:
+        found = counted(model, batch)
+        if found is None or found.dim() != 2:
+            return None
+        if found.shape[1] == 1:
+            return 0  # also in a prediction, whose labels have no values
+        return int(found[:, 1:].sum())
+
+    return rule
 
 
 def rows(model: nn.Module, batch: Any) -> int | None:
@@ -63,92 +125,49 @@ def elements(model: nn.Module, batch: Any) -> int | None:
     return None if found is None or found.dim() < 2 else found.numel()
 
 
-def pixels(model: nn.Module, batch: Any) -> int | None:
-    """The labels that are not the config's own ignored one."""
-    found, config = labels_of(batch), getattr(model, "config", None)
-    if found is None or found.dim() != 3:
-        return None
-    for name in IGNORED_PIXEL:
-        if hasattr(config, name):
-            return int((found != getattr(config, name)).sum())
-    return None
-
-
-def _counted_in_the_mask(batch: Any) -> Tensor | None:
-    """For each label, whether it is not -100 and the attention mask shows it."""
-    found = whole_labels(batch)
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if found is None or not isinstance(mask, Tensor) or mask.shape != found.shape:
-        return None
-    return (found != IGNORED) & (mask == 1)
-
-
-def labels_in_the_mask(model: nn.Module, batch: Any) -> int | None:
-    """The labels that the attention mask shows: some models count no other ones."""
-    counted = _counted_in_the_mask(batch)
-    return None if counted is None else int(counted.sum())
-
-
-def predicted_in_the_mask(model: nn.Module, batch: Any) -> int | None:
-    """The same after the shift: the first token of a row is not predicted."""
-    counted = _counted_in_the_mask(batch)
-    if counted is None or counted.dim() != 2:
-        return None
-    return int(counted[:, 1:].sum())
-
-
-def masked_words(model: nn.Module, batch: Any) -> int | None:
-    """The labels without those that ModernBERT ignores besides -100."""
-    found = whole_labels(batch)
-    own = getattr(model, "sparse_pred_ignore_index", None)
-    if found is None or own is None:
-        return None
-    return int(((found != IGNORED) & (found != own)).sum())
-
-
-def numbers(model: nn.Module, batch: Any) -> int | None:
-    """The labels of a regression that are numbers: a missing one is often nan."""
-    found = labels_of(batch)
-    if found is None or not found.is_floating_point():
-        return None
-    return int((~found.isnan()).sum())
-
-
-def positions(model: nn.Module, batch: Any) -> int | None:
-    """The tokens that the attention mask shows: at these, a distillation compares logits, say."""
-    mask = _mask_of(batch)
-    return None if mask is None else int((mask == 1).sum())
-
-
-def predicted_positions(model: nn.Module, batch: Any) -> int | None:
-    """The same without the first token of each row: the tokens that a policy has sampled, say."""
-    mask = _mask_of(batch)
-    return None if mask is None else int((mask[:, 1:] == 1).sum())
-
-
-def _mask_of(batch: Any) -> Tensor | None:
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-
+labels = each(_not_ignored)
+predicted_tokens = after_shift(_not_ignored)
 RULES = (
     predicted_tokens,
     labels,
-    pixels,
-    labels_in_the_mask,
-    predicted_in_the_mask,
-    masked_words,
+    each(_not_ignored_pixels),
+    each(_shown_labels),
+    after_shift(_shown_labels),
+    each(_masked_words),
     rows,
     elements,
-    numbers,
-    positions,
-    predicted_positions,
+    each(_numbers),
+    each(_shown),
+    after_shift(_shown),  # what a policy has sampled, say
 )
 
-Rule = Callable[[nn.Module, Any], int | None]
+
+def rules_of(items: Any) -> list[Rule]:
+    """``items`` of ``step`` as rules, of which the model is asked for the right one."""
+
+    def entry(batch: Any) -> Tensor:
+        try:
+            return batch[items]
+        except (KeyError, IndexError, TypeError):
+            names = list(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ValueError(
+                f"items={items!r} is no entry of the batch: give a function of the batch, or a "
+                f"key of it ({names})"
+            ) from None
+
+    def said(model: nn.Module, batch: Any) -> int | float:
+        return check_count(items(batch), "items(batch)")
+
+    def not_ignored(model: nn.Module, batch: Any) -> Tensor:
+        return entry(batch) != IGNORED
+
+    def weights(model: nn.Module, batch: Any) -> float:
+        return entry(batch).sum().item()
+
+    return [said] if callable(items) else [each(not_ignored), after_shift(not_ignored), weights]
 
 
-def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
+def count_by(rule: Rule, model: nn.Module, batch: Any) -> int | float:
     """The number of items in ``batch`` by ``rule``.
 
     Where the rule does not apply, it is the number of labels if each pixel has one, and otherwise
@@ -159,8 +178,8 @@ def count_by(rule: Rule, model: nn.Module, batch: Any) -> int:
     rules = [rule, rows]
     if found is not None and found.dim() > 2:
         rules = [rule, elements, rows]
-    for each in rules:
-        count = each(inside, batch)
+    for one in rules:
+        count = one(inside, batch)
         if count is not None:
             return count
     return 1

@@ -24,7 +24,7 @@ from ..measure.storages import tensors_in
 from ..techniques.data_parallel import Processes
 from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
 from .finite import finite_rows
-from .item_rules import RULES, Rule, has_labels
+from .item_rules import RULES, Rule, has_labels, rules_of
 from .probe import Answer, ProbeRows, ask, differs_from_itself
 from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
 
@@ -51,11 +51,15 @@ def find_rule(
     default: Rule,
     *,
     how: str,
+    items: Any = None,
     key: Any = None,
     processes: Processes | None = None,
 ) -> Rule | None:
     """The rule by which ``model``'s loss is a mean over items; ``None`` if these micro-batches
     cannot tell, since they have no labels, or no values.
+
+    With ``items``, what the user says is the only rule, or one of a few, and is asked as others
+    are. It is the answer too where rows cannot tell.
 
     It costs forwards of 1 to 4 rows without gradients, in eval mode, once for each model and
     ``key``: for one or two groups of rows (``groups_of_rows``), and for up to 17 if rows differ in
@@ -68,6 +72,7 @@ def find_rule(
         loss_of: ``loss_of(model, batch)`` returns the mean loss.
         default: the rule that is tried first.
         how: what cuts the batch, for the error.
+        items: what the user says that the loss is divided by, as in ``step``.
         key: what is found is kept for this model and key, unless it is ``None``.
         processes: all of them must call this together, and agree.
 
@@ -82,7 +87,7 @@ def find_rule(
     if not have_values(inner, micro_batches):
         return None
     ignored_labels = bool(processes.sums(have_ignored_labels(inner, micro_batches))[0])
-    rules = [default, *(rule for rule in RULES if rule is not default)]
+    rules = _candidates(default, items)
     groups = _as_many_as_others(groups_of_rows(micro_batches), processes)
     usable = bool(groups) and has_labels(groups[0])
     answer = Answer([0.0] * len(rules))
@@ -91,22 +96,30 @@ def find_rule(
     opinions = _opinions(answer, usable)
     *votes, everybody, usable_anywhere = processes.sums(*opinions, 1, usable)
     if not usable_anywhere:
-        if not groups:
+        if items is None and not groups:
             _check_uncuttable(inner, micro_batches, default, how)
-        return None  # no label anywhere, or no rows: the next window is asked
+        # No label anywhere, or no rows: the next window is asked.
+        return None if items is None else rules[0]
     agreed = [place for place, vote in enumerate(votes) if vote == everybody]
     if not agreed:
         can_ask_again = answer.error is None and not processes.groups
         others = can_ask_again and finite_rows(inner, micro_batches, loss_of)
         if others:  # the rest shows nothing
-            return find_rule(model, others, loss_of, default, how=how, key=key)
-        raise _refusal(inner, groups, loss_of, how, answer) from answer.error
+            return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
+        raise _refusal(inner, groups, loss_of, how, items, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):
         _warn_of_a_small_difference(inner, how, answer.differences[number])
     if key is not None:
         _found.setdefault(inner, {})[key] = _Found(rules[number], ignored_labels)
     return rules[number]
+
+
+def _candidates(default: Rule, items: Any) -> list[Rule]:
+    """The rules that the model is asked about."""
+    if items is not None:
+        return rules_of(items)
+    return [default, *(rule for rule in RULES if rule is not default)]
 
 
 def _found_before(
@@ -174,7 +187,7 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 
 
 def _refusal(
-    model: nn.Module, groups: list[Any], loss_of: Callable, how: str, answer: Answer
+    model: nn.Module, groups: list[Any], loss_of: Callable, how: str, items: Any, answer: Answer
 ) -> ValueError:
     """The error to raise: what was found, and what to do.
 
@@ -202,15 +215,16 @@ def _refusal(
         )
     # A loss that is not a number, as of weights that are not made yet, proves nothing.
     kind = LossIsNoMean if answer.finite else ValueError
+    what = "labels or rows" if items is None else "what items= counts"
     return kind(
-        f"{how} cuts the batch, and the loss of {name} is no mean over labels or rows: "
-        f"{answer.sentence or 'another process found it'}. Such a loss compares rows with each "
-        "other, weighs classes, adds several means, or is the mean of something else than the "
-        "batch's 'labels', its rows or its attention mask. Use accumulation=1 and no sharding, "
-        "with checkpointing to save memory. Or write the loop with accumulate_gradients: it takes "
-        "a sum with what it is divided by (a sum of weights, for example), and a list of such "
-        "pairs for several means. A loss that compares rows goes through "
-        "accumulate_through_embeddings"
+        "say what the loss is divided by: items=lambda batch: (batch['labels'] != -1).sum(), or "
+        "items='targets' for the name of labels or weights; or the sum of the labels' weights, if "
+        f"it weighs classes. {how} cuts the batch, and the loss "
+        f"of {name} is no mean over {what}: "
+        f"{answer.sentence or 'another process found it'}. If it compares rows with each other or "
+        "adds several means, nothing can be counted: use accumulation=1 and no sharding, with "
+        "checkpointing to save memory; or accumulate_gradients, which takes a list of sums with "
+        "what each is divided by; or accumulate_through_embeddings for a loss that compares rows"
     )
 
 

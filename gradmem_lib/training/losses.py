@@ -33,7 +33,7 @@ def usual_rule(model: nn.Module) -> Rule:
     return predicted_tokens if predicts_next_token(model) else labels
 
 
-def count_items(model: nn.Module, batch: Any, rule: Rule | None = None) -> int:
+def count_items(model: nn.Module, batch: Any, rule: Rule | None = None) -> int | float:
     """The number of items in the mean loss of ``batch``, by ``rule`` or by the usual one: the
     labels that are not -100, after the shift if ``model`` is a causal language model; the number of
     rows if ``labels`` is missing or holds numbers for a regression.

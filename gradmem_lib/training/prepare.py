@@ -4,10 +4,11 @@ Works on real tensors and on fake ones.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.modules import is_persistent, own_tensors
 from ..compat.transformers_models import attention_of, checkpointing_name, inside_peft
@@ -32,7 +34,7 @@ from .adapters import has_adapters
 from .losses import check_chunked_loss
 from .recipe import Recipe
 
-RATE = 1e-4
+RATE = 5e-5  # of transformers' Trainer
 
 
 class Prepared(NamedTuple):
@@ -47,26 +49,44 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    model: nn.Module, recipe: Recipe, *, lr: float | None = None, mesh: DeviceMesh | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    lr: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float = 0.0,
+    groups: Callable[[str, nn.Parameter], dict | None] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Prepared:
     """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError``
     if the two do not match.
 
-    Works on fake models too. Without ``lr``, the learning rate is that of the optimizer's row, or
-    ``RATE``. With ``recipe.sharding``, every process of the group must call it.
-    ``mesh`` is passed to ``shard``.
+    Works on fake models too. With ``recipe.sharding``, every process of the group must call it.
+
+    The optimizer is the one that ``make_trainer`` makes, with the same defaults. They are those of
+    transformers' ``Trainer``, so that a model trains alike by either, and by a ``Trainer`` of one's
+    own: a learning rate of 5e-5, no decay, betas of (0.9, 0.999). Clipping and a schedule belong to
+    the loop: ``step`` takes them, and has none by default; ``Trainer`` clips at 1.0, and its rate
+    falls to 0.
+
+    Args:
+        lr: the learning rate. ``None``: that of the optimizer's row, or else ``RATE``.
+        betas, eps: Adam's. ``None``: those of its class, (0.9, 0.999) and 1e-8.
+        weight_decay: of all parameters but biases and those of norms, as in ``Trainer``.
+        groups: ``groups(name, parameter)`` returns the settings in which a parameter differs from
+            the others, such as ``{"lr": 1e-3}``, or ``None``.
+        mesh: is passed to ``shard``.
     """
     if lr is None:
-        lr = OPTIMIZERS[recipe.optimizer].learning_rate
-    if lr is None:
-        lr = RATE
+        lr = usual_rate(recipe)
     if recipe.sharding is not None and processes_of(model).groups:
         raise ValueError(
             f"this {type(model).__name__} is trained by several processes together already: "
             "load the model again, and prepare it once"
         )
     with ExitStack() as undo:  # closed after an error
-        change_model(model, recipe)
+        exact = change_model(model, recipe)
         set_checkpointing(model, recipe, undo)
         if recipe.sharding is not None:  # after checkpoints: a recomputed layer is gathered again
             model = shard(
@@ -77,17 +97,54 @@ def prepare(
                 offload=recipe.offloads_shards,
                 layers=recipe.layers,
             )
-        trained = [p for p in model.parameters() if p.requires_grad]
+        alike = parameter_groups(model, weight_decay, groups, betas=betas, eps=eps)
         if not recipe.in_backward:
-            optimizer = make_optimizer(trained, recipe, lr, mesh)
+            optimizer = make_optimizer(alike, recipe, lr, mesh, exact)
             return Prepared(model, optimizer, undo.pop_all())
         optimizers = []
-        for parameter in trained:
-            optimizers.append(make_optimizer([parameter], recipe, lr))
-            step_and_free = partial(_step_and_free, optimizers[-1])
-            hook = parameter.register_post_accumulate_grad_hook(step_and_free)
-            undo.callback(hook.remove)
+        for group in alike:
+            for parameter in group["params"]:
+                alone = [group | {"params": [parameter]}]
+                optimizers.append(make_optimizer(alone, recipe, lr, exact=exact))
+                step_and_free = partial(_step_and_free, optimizers[-1])
+                hook = parameter.register_post_accumulate_grad_hook(step_and_free)
+                undo.callback(hook.remove)
         return Prepared(model, optimizers, undo.pop_all())
+
+
+def usual_rate(recipe: Recipe) -> float:
+    rate = OPTIMIZERS[recipe.optimizer].learning_rate
+    return RATE if rate is None else rate
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, groups: Callable | None, **common: Any
+) -> list[dict[str, Any]]:
+    """The trained parameters, those with the same settings in one group. ``common`` are settings of
+    all of them, where not ``None``; the others are those of ``prepare``.
+    """
+    common = {name: value for name, value in common.items() if value is not None}
+    decayed = _decayed_names(model) if weight_decay else set()
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in inside_wrapper(model).named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # Always said: without it, the classes of optimizers have unlike defaults.
+        settings = {"weight_decay": weight_decay if name in decayed else 0.0, **common}
+        if groups is not None:
+            settings |= groups(name, parameter) or {}
+        group = found.setdefault(str(settings), {"params": [], **settings})
+        group["params"].append(parameter)
+    return list(found.values())
+
+
+def _decayed_names(model: nn.Module) -> set[str]:
+    """The parameters that ``Trainer`` lets weight decay make smaller."""
+    with without_modes():  # imported only if needed, as in optimizer_class
+        from transformers import Trainer
+
+    names: Any = Trainer.get_decay_parameter_names  # reads nothing of the trainer
+    return set(names(None, inside_wrapper(model)))
 
 
 def left_in_eval_mode(model: nn.Module) -> list[nn.Module]:
@@ -111,10 +168,12 @@ def left_in_eval_mode(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def change_model(model: nn.Module, recipe: Recipe) -> None:
+def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
     """The permanent part of ``prepare``, in place: key-value cache off, attention, dtype, LoRA,
     4-bit base. Raises ``ValueError`` if nothing would be trained, or if LoRA is asked for on a
     model that has it already (this library's or PEFT's).
+
+    Returns the weights from before they were rounded to 16 bits, where the optimizer keeps masters.
     """
     inside_peft(model)  # refuses trained prompts
     if recipe.lora_rank is not None and has_adapters(model):
@@ -131,6 +190,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     set_attention(model, _name_in_transformers(recipe.attention))
     if recipe.chunked_loss:
         check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
+    exact = _exact_weights(model, recipe)
     if recipe.weight_dtype is not None:
         cast_weights(model, recipe.weight_dtype)
     if recipe.lora_rank is not None:
@@ -145,6 +205,15 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     if recipe.storage is not None:
         quantize_base(model, recipe.storage, recipe.dtype_of_products)
     refuse_frozen(model)
+    return exact
+
+
+def _exact_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:
+    """What a cast to 16 bits would round, if the optimizer keeps masters of it."""
+    trained = []
+    if recipe.keeps_masters and recipe.lora_rank is None:  # LoRA freezes what it is given
+        trained = [p for p in model.parameters() if p.requires_grad]
+    return {p: p.data for p in trained if p.dtype.itemsize > 2}
 
 
 def _name_in_transformers(attention: str | None) -> str | None:
@@ -223,11 +292,20 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
 
 
 def make_optimizer(
-    parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh=None
+    parameters: list[nn.Parameter] | list[dict[str, Any]],
+    recipe: Recipe,
+    lr: float,
+    mesh: DeviceMesh | None = None,
+    exact: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
 ) -> Optimizer:
-    """The optimizer that ``recipe`` names, made as its row in ``OPTIMIZERS`` says."""
+    """The optimizer that ``recipe`` names, made as its row in ``OPTIMIZERS`` says.
+
+    ``exact``: what masters start from, in place of the rounded weights. Raises ``ValueError`` for a
+    group's setting that the optimizer does not have.
+    """
     if recipe.shards_only_states:
-        on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)
+        alone = replace(recipe, sharding=None)
+        on_one = partial(make_optimizer, recipe=alone, lr=lr, exact=exact)
         return shard_optimizer_states(parameters, on_one, mesh and mesh.get_group())
     row = OPTIMIZERS[recipe.optimizer]
     made_by, settings = row.made_by, dict(row.settings)
@@ -235,7 +313,18 @@ def make_optimizer(
         made_by = row.master
     if row.takes_momentum:
         settings["momentum"] = recipe.momentum
-    return optimizer_class(made_by)(parameters, lr=lr, **settings)
+    optimizer = optimizer_class(made_by)(parameters, lr=lr, **settings)
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if value and name not in ("params", *optimizer.defaults):
+                raise ValueError(
+                    f"optimizer={recipe.optimizer!r} has no {name}: leave it out, or choose among "
+                    f"{', '.join(optimizer.defaults)}"
+                )
+        for parameter in group["params"]:
+            if parameter in exact:
+                optimizer.state[parameter]["master"] = exact[parameter]
+    return optimizer
 
 
 def optimizer_class(made_by: str) -> Callable[..., Optimizer]:

@@ -185,7 +185,7 @@ def _compare(
             )
 
 
-def _weighed(losses: Sequence[float], counts: Sequence[int | None]) -> float | None:
+def _weighed(losses: Sequence[float], counts: Sequence[int | float | None]) -> float | None:
     """The mean of ``losses`` weighed by ``counts``; ``None`` if a rule does not apply, or if there
     is nothing to count.
     """

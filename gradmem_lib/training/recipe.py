@@ -116,6 +116,12 @@ class Recipe:
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name), example)
         self._check_quantized()
+        for name, share in (("momentum", 0.9), ("lora_dropout", 0.05)):
+            given = getattr(self, name)
+            if not _is_number(given) or not 0 <= given < 1:
+                raise ValueError(
+                    f"{name}={given!r}: give a number from 0 to below 1, such as {share}"
+                )
         for switch in ("in_backward", "chunked_loss", "float32_sums"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
@@ -168,10 +174,6 @@ class Recipe:
 
     def _check_optimizer(self) -> None:
         """Refuse what the optimizer's row does not allow."""
-        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9"
-            )
         row = OPTIMIZERS[self.optimizer]
         if self.momentum and not row.takes_momentum:
             takers = [repr(name) for name, other in OPTIMIZERS.items() if other.takes_momentum]
@@ -249,10 +251,6 @@ class Recipe:
             )
 
     def _check_lora(self) -> None:
-        if not _is_number(self.lora_dropout) or not 0 <= self.lora_dropout < 1:
-            raise ValueError(
-                f"lora_dropout={self.lora_dropout!r}: give a number from 0 to below 1, such as 0.05"
-            )
         if self.lora_alpha is not None and (
             not _is_number(self.lora_alpha) or not 0 < self.lora_alpha < math.inf
         ):

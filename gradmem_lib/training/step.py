@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
@@ -35,16 +36,17 @@ from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 
 
-class _FixedScale(GradScaler):
-    """Keeps small float16 gradients above 0 with a fixed factor, where ``GradScaler`` adapts it.
+class _FixedScale:
+    """Keeps small float16 gradients above 0 with a fixed factor, where ``GradScaler`` adapts it."""
 
-    It skips no step.
-    """
+    factor = 2.0**12
 
-    def step(self, optimizer: Optimizer) -> None:
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def unscale_(self, optimizer: Optimizer) -> None:
         for grad in _gradients_of(optimizer):
             grad.div_(self.factor)
-        optimizer.step()
 
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
@@ -54,15 +56,59 @@ def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
-def _what_is_not_finite(loss: float, optimizer: Any, scaler: Any) -> str:
-    """In words, if a step would make weights nan, and no scaler skips it; otherwise empty."""
-    if scaler is not None and not isinstance(scaler, _FixedScale):
-        return ""
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if scaler is not None and not all(map(_is_finite, _gradients_of(optimizer))):
-        return "a gradient is not finite"
-    return ""
+class _Update:
+    """What happens to the gradients of a window: they are unscaled, checked and clipped, and the
+    optimizer and its scheduler step. ``scaler`` and the others are those of ``step``.
+    """
+
+    def __init__(self, optimizer: Any, recipe: Recipe, scaler: Any, clip: float | None, scheduler):
+        self.optimizer, self.scaler, self.clip = optimizer, scaler, clip
+        self.in_backward = isinstance(optimizer, list)  # then every parameter was stepped there
+        self.schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
+        self.fixed_scale = None
+        if scaler is None and recipe.scales_loss:
+            self.fixed_scale = _FixedScale()
+        if clip is not None and self.in_backward:
+            raise ValueError(
+                "leave max_grad_norm out, or in_backward=True, which steps before the norm of all "
+                "gradients is known"
+            )
+
+    def finish_gradients(self, model: nn.Module, loss: float) -> str:
+        """Unscale and clip. Returns in words what would make weights nan; empty if nothing does, or
+        if a scaler skips the step.
+        """
+        to_check: list[Tensor] = []
+        if self.fixed_scale is not None:
+            self.fixed_scale.unscale_(self.optimizer)
+            to_check = _gradients_of(self.optimizer)
+        if self.clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            to_check = [nn.utils.clip_grad_norm_(model.parameters(), self.clip)]
+        if self.scaler is not None:
+            return ""
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        return "" if all(map(_is_finite, to_check)) else "a gradient is not finite"
+
+    def step(self, keep_gradients: bool) -> None:
+        was_stepped = self.in_backward or self._step_optimizer()
+        if not self.in_backward and not keep_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
+        for scheduler in self.schedulers:
+            if scheduler is not None and was_stepped:
+                scheduler.step()
+
+    def _step_optimizer(self) -> bool:
+        """Whether it has stepped: a scaler skips it, and then lowers its scale."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -81,8 +127,11 @@ def step(
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     mark: Callable[[str], None] = lambda part: None,
+    items: Callable[[Any], Any] | str | int | None = None,
     micro_batches: int | None = None,
     scaler: GradScaler | torch.amp.GradScaler | None = None,
+    max_grad_norm: float | None = None,
+    scheduler: LRScheduler | list[LRScheduler] | None = None,
     offload: offload_activations | None = None,
     keep_gradients: bool = False,
 ) -> Tensor:
@@ -99,10 +148,17 @@ def step(
             shows. Without ``loss``, the model's output has the scalar (``output.loss``, the first
             of a tuple, or the output itself).
         mark: called with ``"forward"``, ``"backward"`` and ``"step"`` before each of them begins.
+        items: what the loss is divided by, if it is something else: a function of a batch that
+            returns a number (``lambda batch: (batch[1] != -1).sum()``), or the key of the labels
+            (those that are not -100 count, after the shift if the loss shifts them) or of weights,
+            which are added up. It is asked as the usual counts are: a wrong one is refused.
         micro_batches: stop after this many micro-batches. Predictions use it, since the others are
             alike.
         scaler: adapts the factor of float16's loss from step to step, and skips a step whose
             gradients are not finite. Without a scaler the factor is fixed, and no step is skipped.
+        max_grad_norm: make the gradients smaller if their norm, over all of them, is larger.
+        scheduler: torch's, of ``optimizer`` (a list for a list). It steps after each step that a
+            scaler has not skipped.
         offload: an ``offload_activations``, which counts the bytes that it moves. Without it, one
             is made.
         keep_gradients: leave ``.grad`` as it is after the step, for a loop that frees it later.
@@ -113,17 +169,14 @@ def step(
     such as a queue (``LossBeforeTheWindow``). After an error, no gradients are left.
     """
     _check_given(model, optimizer, batch, recipe, loss)
+    update = _Update(optimizer, recipe, scaler, max_grad_norm, scheduler)
     offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
     processes = processes_of(model)  # not later: a forward may leave the weights of shards gathered
 
-    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
-        with autocast(device_of(model).type, recipe):
-            value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
-        check_loss(value, asked)
-        return value
-
-    rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, _identity(loss))
+    mean_loss = _mean_loss(device_of(model).type, recipe, loss)
+    key = (*_identity(loss), *_identity(items), recipe.chunked_loss)
+    rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, items=items, key=key)
     counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
@@ -138,8 +191,6 @@ def step(
         mark("backward")
         return value, count
 
-    if scaler is None and recipe.scales_loss:
-        scaler = _FixedScale(2.0**12)
     with _no_gradients_after_an_error(model), closing(offload_hooks):
         result = accumulate_gradients(
             zip(parts[:micro_batches], counts, strict=True),
@@ -147,20 +198,27 @@ def step(
             total_items=sum(counts),
             reduction="mean",
             model=model,
-            scaler=scaler,
+            scaler=scaler or update.fixed_scale,
             float32_sums=recipe.float32_sums,
         )
-        what = _what_is_not_finite(result.loss, optimizer, scaler)
+        what = update.finish_gradients(model, result.loss)
         if what:
             raise not_finite(what, model, parts, mean_loss, processes)
         if loss_before is not None:
             loss_before.check()
     mark("step")
-    if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
-        _update(optimizer, scaler)
-        if not keep_gradients:
-            optimizer.zero_grad(set_to_none=True)
+    update.step(keep_gradients)
     return torch.tensor(result.loss)
+
+
+def _mean_loss(device: str, recipe: Recipe, loss: Callable | None) -> Callable:
+    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
+        with autocast(device, recipe):
+            value = loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
+        check_loss(value, asked)
+        return value
+
+    return mean_loss
 
 
 def _check_given(
@@ -188,7 +246,9 @@ def _ask(
     parts: list[Any],
     mean_loss: Callable,
     recipe: Recipe,
-    identity: tuple,
+    *,
+    items: Any,
+    key: tuple,
 ) -> tuple[Rule | None, LossBeforeTheWindow | None]:
     """Find out what the loss is a mean of, and before the first window also how large it is.
 
@@ -198,17 +258,22 @@ def _ask(
     if not how:
         return None, None
     processes, loss_before = processes_of(model), None
-    key = (*identity, recipe.chunked_loss)
     # With a list of optimizers, the weights change inside the window, and so does the loss.
     if not was_asked(model, key) and not isinstance(optimizer, list):
         loss_before = LossBeforeTheWindow(model, parts, mean_loss, how, processes)
     usual = usual_rule(model)
-    rule = find_rule(model, parts, mean_loss, usual, how=how, key=key, processes=processes)
+    rule = find_rule(
+        model, parts, mean_loss, usual, how=how, items=items, key=key, processes=processes
+    )
     return rule, loss_before
 
 
 def check_loss_in_pieces(
-    model: nn.Module, batch: Any, recipe: Recipe, loss: Callable[[nn.Module, Any], Tensor] | None
+    model: nn.Module,
+    batch: Any,
+    recipe: Recipe,
+    loss: Callable[[nn.Module, Any], Tensor] | None,
+    items: Any = None,
 ) -> None:
     """Raise ``LossIsNoMean`` if ``step`` would, by its values, refuse to cut ``batch``.
 
@@ -222,24 +287,20 @@ def check_loss_in_pieces(
         model = copy.deepcopy(model)  # a forward may count its calls, or keep something
     except RuntimeError:  # tensors with a graph
         return
-    device = device_of(model).type
-
-    def mean_loss(asked: nn.Module, micro: Any) -> Tensor:
-        with autocast(device, recipe):
-            return loss_of(asked, micro, recipe) if loss is None else loss(asked, micro)
-
+    mean_loss = _mean_loss(device_of(model).type, recipe, loss)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real step gives them
-            find_rule(model, list(cut_batch(batch, recipe)), mean_loss, usual_rule(model), how=how)
+            parts = list(cut_batch(batch, recipe))
+            find_rule(model, parts, mean_loss, usual_rule(model), how=how, items=items)
     except LossIsNoMean:
         raise
     except ValueError:
         pass  # nothing was shown, so a prediction goes on
 
 
-def _identity(loss: Callable | None) -> tuple:
-    """A key for ``loss``: what was found for one loss holds for all losses with the same key.
+def _identity(loss: Any) -> tuple:
+    """A key for ``loss`` or ``items``: what was found for one holds for all with the same key.
 
     A function that is defined in a loop is a new one each time, but has the same code, so its code
     stands for it. Functions of the same code are different losses if they read different functions,
@@ -290,14 +351,6 @@ def check_own_loss(model: nn.Module, batch: Any, recipe: Recipe) -> None:
     """
     if how := _how_cut(recipe):
         check_pieces(model, batch, how)
-
-
-def _update(optimizer: Optimizer, scaler: Any) -> None:
-    if scaler is None:
-        optimizer.step()
-        return
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:

@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +31,7 @@ from .item_rules import rows as by_rows
 from .items import find_rule
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .memory_callback import MemoryCallback
-from .prepare import change_model, make_optimizer, set_checkpointing
+from .prepare import change_model, make_optimizer, parameter_groups, set_checkpointing
 from .recipe import Recipe
 from .step import check_loss, offload_context
 from .stop_after_step import StopAfterStep
@@ -53,9 +53,14 @@ class RecipeTrainer(Trainer):
     always return a mean.
     """
 
-    def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
+    def __init__(
+        self, *given, recipe: Recipe, memory: MemoryCallback, items, groups, exact, **named
+    ):
         self.recipe = recipe
         self.memory = memory
+        self._items = items
+        self._groups = groups  # settings of a parameter, by its name
+        self._exact = exact  # weights from before they were rounded, for the masters
         self._interrupt = StopAfterStep()
         self._pending_micro_batches: list[Any] = []
         self._rule: Rule | None = None  # what counts as an item, once it was asked
@@ -93,32 +98,15 @@ class RecipeTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
-            groups = self._parameter_groups(self.model if model is None else model)
-            self.optimizer = make_optimizer(groups, self.recipe, self.args.learning_rate)
+            args, settings = self.args, {}
+            if OPTIMIZERS[self.recipe.optimizer].adam_settings:
+                settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            asked = self.model if model is None else model
+            groups = parameter_groups(asked, args.weight_decay, self._groups, **settings)
+            self.optimizer = make_optimizer(
+                groups, self.recipe, args.learning_rate, exact=self._exact
+            )
         return self.optimizer
-
-    def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The trained parameters: those that weight decay makes smaller, and the others."""
-        args = self.args
-        settings: dict[str, Any] = {}
-        if OPTIMIZERS[self.recipe.optimizer].adam_settings:
-            settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-        names = set()
-        if args.weight_decay:
-            names = set(self.get_decay_parameter_names(model))  # of matrices
-        decayed, others = [], []
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if name in names:
-                decayed.append(parameter)
-            else:
-                others.append(parameter)
-        groups = []
-        for parameters, decay in ((decayed, args.weight_decay), (others, 0.0)):
-            if parameters:
-                groups.append({"params": parameters, "weight_decay": decay, **settings})
-        return groups
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Called for each micro-batch of a step.
@@ -187,12 +175,19 @@ class RecipeTrainer(Trainer):
         for micro in micro_batches:
             check_pieces(self.model, micro, HOW)
         if self._rule is None:
-            usual = usual_rule(self.model)
-            processes = self._processes()
-            self._rule = find_rule(
-                self.model, micro_batches, self._loss_of, usual, how=HOW, processes=processes
-            )
+            self._rule = self._ask(micro_batches, HOW)
         return self._rule
+
+    def _ask(self, micro_batches: list[Any], how: str) -> Rule | None:
+        return find_rule(
+            self.model,
+            micro_batches,
+            self._loss_of,
+            usual_rule(self.model),
+            how=how,
+            items=self._items,
+            processes=self._processes(),
+        )
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return self.compute_loss(model, self._prepare_inputs(batch))
@@ -290,14 +285,7 @@ class RecipeTrainer(Trainer):
     def _ask_in_evaluation(self, inputs: Any) -> None:
         """An evaluation also works with a loss that must not be cut: it is weighed by rows."""
         try:
-            self._rule = find_rule(
-                self.model,
-                [inputs],
-                self._loss_of,
-                usual_rule(self.model),
-                how="an evaluation",
-                processes=self._processes(),
-            )
+            self._rule = self._ask([inputs], "an evaluation")
         except ValueError as error:
             self._rule_refused = True
             warnings.warn(
@@ -379,6 +367,8 @@ def make_trainer(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     output_dir: str = "out",
+    items: Callable[[Any], Any] | str | None = None,
+    groups: Callable[[str, nn.Parameter], dict | None] | None = None,
     budget: int | str | None = None,
     live: bool | None = None,
     title: str = "",
@@ -394,12 +384,16 @@ def make_trainer(
             into micro-batches. With ``auto_find_batch_size=True`` the rows become fewer until a
             step fits the card, or ``budget``.
         train_dataset, eval_dataset: rows with ``labels``, such as those of ``texts.datasets``.
+        items: what the loss is divided by, as in ``step``.
+        groups: settings of some parameters, as in ``prepare``.
         budget, live, title: for the tracker (``MemoryCallback``).
         progress: show a progress bar and the losses. ``None``: yes, except in a notebook whose
             plots do not move.
         given: all other arguments of ``Trainer`` (``data_collator``, ``compute_metrics``,
-            ``callbacks``, ...) or ``TrainingArguments`` (``max_steps``, ...; ``learning_rate`` of
-            torch's Adafactor is relative to a weight's size).
+            ``callbacks``, ...) or ``TrainingArguments`` (``max_steps``, ``max_grad_norm``,
+            ``lr_scheduler_type``, ...; ``learning_rate`` of torch's Adafactor is relative to a
+            weight's size). ``lr``, ``betas`` and ``eps`` are taken too, as by ``prepare``, with
+            which it shares the optimizer and its defaults.
 
     By default, an evaluation keeps no logits of language models and takes as many rows as a
     micro-batch: more of either would exceed the memory that the recipe was chosen for
@@ -424,7 +418,7 @@ def make_trainer(
     args = TrainingArguments(
         **training_arguments(recipe, recipe.micro_batch(batch_size), ours | given)
     )
-    change_model(model, recipe)
+    exact = change_model(model, recipe)
     own_loss = for_trainer.get("compute_loss_func") or args.label_smoothing_factor
     if recipe.chunked_loss and own_loss:
         raise ValueError(
@@ -432,8 +426,18 @@ def make_trainer(
             "label_smoothing_factor are other ones: leave chunked_loss out"
         )
     memory = MemoryCallback(budget=budget, live=live, title=title)
-    data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    trainer = RecipeTrainer(model, args, recipe=recipe, memory=memory, **data, **for_trainer)
+    trainer = RecipeTrainer(
+        model,
+        args,
+        recipe=recipe,
+        memory=memory,
+        items=items,
+        groups=groups,
+        exact=exact,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        **for_trainer,
+    )
     if not progress:
         trainer.remove_callback(PrinterCallback)
     return trainer

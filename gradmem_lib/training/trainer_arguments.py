@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..compat.transformers_models import checkpointing_name
 from ..hf_names import CHECKPOINTING_METHODS
 from ..optimizers import OPTIMIZERS
+from .prepare import usual_rate
 from .recipe import Recipe
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
@@ -81,6 +82,7 @@ def training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) 
 
     Raises ``ValueError`` if the two do not agree.
     """
+    given = _in_trainers_words(given)
     chosen = arguments(recipe, micro_batch)
     decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
     for name, value in given.items():
@@ -101,11 +103,18 @@ def training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) 
         "save_strategy": "no",
     }
     defaults["dataloader_pin_memory"] = torch.cuda.is_available()
-    row = OPTIMIZERS[recipe.optimizer]
-    if row.learning_rate is not None:
-        defaults["learning_rate"] = row.learning_rate
-    if row.trainer_package is not None:
+    defaults["learning_rate"] = usual_rate(recipe)
+    if OPTIMIZERS[recipe.optimizer].trainer_package is not None:
         # The optimizer is this library's own: without the package, Trainer would refuse that name.
         chosen["optim"] = "adamw_torch"
     accepted = {name: value for name, value in given.items() if name not in REFUSED_ARGUMENTS}
     return defaults | chosen | accepted
+
+
+def _in_trainers_words(given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with the settings of ``prepare``, which has torch's words for them."""
+    words = {"lr": "learning_rate", "eps": "adam_epsilon"}
+    found = {words.get(name, name): value for name, value in given.items()}
+    if "betas" in found:
+        found["adam_beta1"], found["adam_beta2"] = found.pop("betas")
+    return found

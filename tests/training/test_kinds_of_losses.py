@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import TrainerCallback
 
-from gradmem_lib import Recipe, accumulate_gradients, check_pieces_add_up, make_trainer, split, step
+from gradmem_lib import (
+    Recipe,
+    accumulate_gradients,
+    check_pieces_add_up,
+    make_trainer,
+    predict,
+    split,
+    step,
+)
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 6, 5, 7
 RECIPE = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
@@ -44,10 +52,10 @@ def full(model, batch, loss):
     return gradient(model)
 
 
-def stepped(model, batch, loss):
+def stepped(model, batch, loss, items=None):
     """The gradient that ``step`` puts together from 4 micro-batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step(model, optimizer, batch, RECIPE, loss=loss, keep_gradients=True)
+    step(model, optimizer, batch, RECIPE, loss=loss, items=items, keep_gradients=True)
     return gradient(model)
 
 
@@ -430,13 +438,14 @@ class LastGradient(TrainerCallback):
         self.found = gradient(model)
 
 
-def trained(model, batch, loss, folder):
+def trained(model, batch, loss, folder, items=None):
     """The gradient of the one step of ``make_trainer``'s trainer, from 4 micro-batches."""
     last = LastGradient()
     trainer = make_trainer(
         Returning(copy.deepcopy(model), loss),
         RECIPE,
         batch_size=ROWS,
+        items=items,
         train_dataset=RowsOf(batch),
         max_steps=1,
         max_grad_norm=0.0,
@@ -462,3 +471,108 @@ def test_make_trainer_refuses_what_compares_rows(kind, tmp_path):
     model, batch, loss = COMPARED[kind]
     with pytest.raises(ValueError, match=r"is no mean over labels or rows|it is 0 for a few rows"):
         trained(model, batch, loss, tmp_path)
+
+
+# Losses whose count nobody can guess, with items= that say it: one that is right, one that is not.
+def tokens(ignored, key="labels"):
+    """Steps of unlike lengths, with a label for each."""
+    hidden = torch.arange(STEPS) >= LENGTHS[:, None]
+    return {
+        "x": random(ROWS, STEPS, WIDTH),
+        key: classes(ROWS, STEPS).add(1).masked_fill(hidden, ignored) % (CLASSES + 1),
+    }
+
+
+def token_mean(ignored, key="labels", shift=0):
+    def loss(model, batch):
+        logits = model(batch["x"])[:, : STEPS - shift].flatten(0, 1)
+        return F.cross_entropy(logits, batch[key][:, shift:].flatten(), ignore_index=ignored)
+
+    return loss
+
+
+def weighed_rows(model, batch):
+    each = F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
+    return (each * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def of_shown(model, batch):
+    """A mean over what the batch's own mask shows."""
+    errors = (model(batch["x"]) - batch["y"]).square().mean(-1)
+    return (errors * batch["shown"]).sum() / batch["shown"].sum()
+
+
+def hundreds(key):
+    batch = tokens(0, key)
+    return batch | {key: torch.where(batch[key] == 0, -100, batch[key] - 1)}
+
+
+def with_rows(**more):
+    return classified() | more
+
+
+def not_zero(batch):
+    return (batch["labels"] != 0).sum()
+
+
+SHOWN = torch.arange(STEPS) < LENGTHS[:, None]
+STEPPED = {"x": random(ROWS, STEPS, WIDTH), "y": random(ROWS, STEPS, CLASSES, seed=5)}
+WEIGHED = with_rows(weight=random(ROWS, seed=6).abs() + 0.1)
+SAID = {
+    "0 is ignored": (tokens(0), token_mean(0), not_zero, lambda batch: batch["labels"].numel()),
+    "0 is ignored, after the shift": (
+        tokens(0),
+        token_mean(0, shift=1),
+        lambda batch: (batch["labels"][:, 1:] != 0).sum().item(),
+        not_zero,
+    ),
+    "labels of another name": (hundreds("y"), token_mean(-100, "y"), "y", "x"),
+    "the same after the shift": (hundreds("y"), token_mean(-100, "y", shift=1), "y", "x"),
+    "weights of rows": (WEIGHED, weighed_rows, "weight", "labels"),
+    "their sum": (WEIGHED, weighed_rows, lambda batch: batch["weight"].sum(), len),
+    "a mask": (STEPPED | {"shown": SHOWN}, of_shown, "shown", "y"),
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_count_that_is_said_is_exact_and_a_wrong_one_is_refused(kind, tmp_path):
+    batch, loss, right, wrong = SAID[kind]
+    model = mlp(CLASSES + 1 if "labels" in batch and "weight" not in batch else CLASSES)
+    expected = full(model, batch, loss)
+    assert same(stepped(copy.deepcopy(model), batch, loss, right), expected)
+    assert same(trained(model, batch, loss, tmp_path, right), expected)
+    for items, says in ((None, "labels or rows"), (wrong, "what items= counts")):
+        with pytest.raises(ValueError, match=rf"^say what .* items=.*is no mean over {says}: "):
+            stepped(copy.deepcopy(model), batch, loss, items)
+        with pytest.raises(ValueError, match=f"no mean over {says}"):
+            predict(model, batch=batch, loss=loss, recipe=RECIPE, items=items, target="cpu")
+    predict(model, batch=batch, loss=loss, recipe=RECIPE, items=right, target="cpu")
+
+
+@pytest.mark.parametrize("items", [1, lambda batch: (batch[1] != -1).sum()], ids=["key", "count"])
+def test_a_tuple_as_batch_has_a_count_too(items):
+    batch = hundreds("y")
+    pair = (batch["x"], batch["y"])
+    ignored = -100
+    if callable(items):
+        ignored = -1
+        pair = (batch["x"], batch["y"].clamp(min=-1))
+
+    def loss(model, pair):
+        return token_mean(ignored, 1)(model, {"x": pair[0], 1: pair[1]})
+
+    model = mlp()
+    assert same(stepped(copy.deepcopy(model), pair, loss, items), full(model, pair, loss))
+    with pytest.raises(ValueError, match=r"^say what the loss is divided by: items="):
+        stepped(model, pair, loss)
+
+
+def test_what_items_cannot_be_is_said():
+    batch = hundreds("y")
+    for items, says in (
+        ("targets", r"items='targets' is no entry of the batch.*\['x', 'y'\]"),
+        (lambda batch: "many", r"items\(batch\) must be a number of items"),
+        (lambda batch: -1, r"items\(batch\) was -1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            stepped(mlp(), batch, token_mean(-100, "y"), items)

@@ -34,9 +34,9 @@ def ragged(rows: int = 4):
 
 
 OWN = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=False, fused=False),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=RATE, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.0, foreach=False, fused=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.0, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.0, fused=True),
     "adafactor-torch": lambda p: torch.optim.Adafactor(
         p, lr=RELATIVE_RATE, eps=ADAFACTOR_EPS, foreach=False
     ),

@@ -1,0 +1,267 @@
+"""One recipe has one optimizer, whoever makes it: the groups of prepare and make_trainer, what a
+step does with gradients besides adding them up, and what masters start from.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from support.trainers import Classified, classifier, rows, small, trainer_for
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gradmem_lib import (
+    AdamW8bit,
+    GradScaler,
+    LoRALinear,
+    Recipe,
+    make_trainer,
+    merge_adapters,
+    prepare,
+    step,
+)
+from gradmem_lib.optimizers import OPTIMIZERS
+
+RATE, FALLING = 1e-3, 4
+LLAMA = {"layers": 1, "hidden": 32, "intermediate": 48, "vocab": 64}
+
+
+def head_faster(name, parameter):
+    return {"lr": 0.5} if "head" in name else None
+
+
+SETTINGS = {
+    "defaults": {},
+    "decay": {"weight_decay": 0.1},
+    "groups": {"weight_decay": 0.1, "groups": head_faster},
+    "rate": {"lr": 0.25},
+    "adam's": {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+}
+
+
+def groups_of(optimizer, model):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = []
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        found.append((settings, [names[parameter] for parameter in group["params"]]))
+    return found
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_prepare_and_make_trainer_make_the_same_optimizer(name, settings, tmp_path):
+    given, recipe = SETTINGS[settings], Recipe(optimizer=name, precision="bf16")
+    if "betas" in given and not OPTIMIZERS[name].adam_settings:
+        with pytest.raises(ValueError, match=f"optimizer='{name}' has no betas"):
+            prepare(small(**LLAMA), recipe, **given)
+        return
+    ours, theirs = small(**LLAMA), small(**LLAMA)
+    made = prepare(ours, recipe, **given).optimizer
+    trainer = make_trainer(
+        theirs, recipe, batch_size=2, output_dir=str(tmp_path), live=False, progress=False, **given
+    )
+    assert type(made) is type(trainer.create_optimizer())
+    assert groups_of(made, ours) == groups_of(trainer.optimizer, theirs)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: small(**LLAMA),
+        classifier,
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
+        lambda: nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+    ],
+    ids=["Llama", "BERT", "GPT-2", "own"],
+)
+def test_decay_is_for_matrices_alone(model):
+    """Found by their shapes: biases and the weights of norms are vectors."""
+    model = model()
+    recipe = Recipe(attention=None)
+    decayed, others = groups_of(prepare(model, recipe, weight_decay=0.1).optimizer, model)
+    assert (decayed[0]["weight_decay"], others[0]["weight_decay"]) == (0.1, 0.0)
+    dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    assert decayed[1] == [name for name, dim in dims.items() if dim > 1]
+    assert others[1] == [name for name, dim in dims.items() if dim == 1]
+    each = prepare(copy.deepcopy(model), Recipe(attention=None, in_backward=True), weight_decay=0.1)
+    with_decay = [o for o in each.optimizer if o.param_groups[0]["weight_decay"]]
+    assert len(with_decay) == len(decayed[1])
+
+
+def test_a_setting_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"'adamw' has no learning_rate: .*choose among lr, betas"):
+        prepare(small(**LLAMA), Recipe(), groups=lambda name, p: {"learning_rate": 1.0})
+
+
+def falling(number: int) -> float:
+    return 1 - number / FALLING
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-8bit", "sgd"])
+def test_step_trains_as_make_trainer_to_the_bit(name, tmp_path):
+    recipe = Recipe(optimizer=name, accumulation=2, attention="eager")
+    settings = {"weight_decay": 0.1, "groups": head_faster}
+    clip = 0.5
+    trainer = trainer_for(
+        theirs := small(**LLAMA),
+        recipe,
+        tmp_path,
+        in_order=True,
+        train_dataset=rows(FALLING * 8, 12, 64),
+        max_steps=FALLING,
+        max_grad_norm=clip,
+        learning_rate=RATE,
+        lr_scheduler_type="linear",
+        **settings,
+    )
+    trainer.train()
+    ours = small(**LLAMA)
+    made = prepare(ours, recipe, lr=RATE, **settings)
+    scheduler = LambdaLR(made.optimizer, falling)
+    data = rows(FALLING * 8, 12, 64)
+    for number in range(FALLING):
+        ids = torch.stack([data[8 * number + i]["input_ids"] for i in range(8)])
+        batch = {"input_ids": ids, "labels": ids}
+        step(ours, made.optimizer, batch, recipe, max_grad_norm=clip, scheduler=scheduler)
+    for (where, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q), where
+
+
+def one_weight(value: float = 1.0):
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def slope(factor: float):
+    """A loss with the gradient ``factor``."""
+    return lambda model, batch: model(torch.ones_like(batch)).mean() * factor
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("factor", "moved"), [(3.0, 0.5), (0.25, 0.25)])
+def test_gradients_are_clipped_after_they_are_unscaled(scaled, factor, moved):
+    model, recipe = one_weight(), Recipe(precision=None, optimizer="sgd", accumulation=2)
+    made = prepare(model, recipe, lr=1.0)
+    scaler = GradScaler(1024.0) if scaled else None
+    given = {"loss": slope(factor), "scaler": scaler, "max_grad_norm": 0.5}
+    step(model, made.optimizer, torch.ones(2, 1).double(), recipe, **given)
+    assert model.weight.item() == pytest.approx(1 - moved, abs=1e-6)
+
+
+def test_a_skipped_step_is_none_for_the_schedule_either():
+    model, recipe = one_weight(), Recipe(precision=None, optimizer="sgd")
+    made = prepare(model, recipe, lr=1.0)
+    scheduler, scaler = StepLR(made.optimizer, 1, 0.5), GradScaler()
+    batch = torch.ones(1, 1).double()
+    rates = []
+    for factor in (torch.inf, 1.0):
+        given = {"scaler": scaler, "scheduler": scheduler, "max_grad_norm": 1.0}
+        step(model, made.optimizer, batch, recipe, loss=slope(factor), **given)
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5]
+    assert model.weight.item() == pytest.approx(0.0, abs=1e-5)  # clipping adds 1e-6 to the norm
+    with pytest.raises(ValueError, match="lower the learning rate: a gradient is not finite"):
+        overflowing = nn.Linear(1, 1, bias=False)
+        given = {"loss": lambda m, b: (m(b) * 1e-30).sum().sqrt() * 0.0, "max_grad_norm": 1.0}
+        nn.init.zeros_(overflowing.weight)
+        step(overflowing, made.optimizer, torch.ones(1, 1), recipe, **given)
+
+
+def test_what_steps_in_backward_has_schedulers_and_no_clipping():
+    model, recipe = small(**LLAMA), Recipe(in_backward=True)
+    made = prepare(model, recipe, lr=RATE)
+    ids = torch.randint(0, 64, (1, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    schedulers = [StepLR(optimizer, 1, 0.5) for optimizer in made.optimizer]
+    step(model, made.optimizer, batch, recipe, scheduler=schedulers)
+    assert {optimizer.param_groups[0]["lr"] for optimizer in made.optimizer} == {RATE / 2}
+    with pytest.raises(ValueError, match="leave max_grad_norm out, or in_backward"):
+        step(model, made.optimizer, batch, recipe, max_grad_norm=1.0)
+
+
+MASTERS = {
+    "adamw": {},
+    "adamw-foreach": {},
+    "adamw-fused": {},
+    "in backward": {"in_backward": True},
+}
+
+
+def masters(optimizer):
+    found = {}
+    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+        for parameter, state in one.state.items():
+            found[parameter] = state["master"]
+    return found
+
+
+def stands_still(model, optimizer, recipe):
+    """A step at a rate of 0, which makes the states."""
+    ids = torch.randint(0, 64, (1, 8))
+    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_a_master_starts_from_the_weights_that_were_given(name):
+    optimizer = name if name in OPTIMIZERS else "adamw"
+    recipe = Recipe(optimizer=optimizer, precision="float32-master", **MASTERS[name])
+    model = small(**LLAMA)
+    given = {where: p.detach().clone() for where, p in model.named_parameters()}
+    made = prepare(model, recipe, lr=0.0)
+    stands_still(model, made.optimizer, recipe)
+    kept = masters(made.optimizer)
+    for where, parameter in model.named_parameters():
+        assert torch.equal(kept[parameter], given[where])
+        assert torch.equal(parameter, given[where].bfloat16())
+
+
+def test_weights_that_were_loaded_since_are_the_masters():
+    recipe = Recipe(precision="float32-master")
+    model = small(**LLAMA)
+    made = prepare(model, recipe, lr=0.0)
+    others = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
+    model.load_state_dict(others)
+    stands_still(model, made.optimizer, recipe)
+    for parameter, master in masters(made.optimizer).items():
+        assert torch.equal(master, parameter.float())
+
+
+def test_a_trainers_masters_are_the_given_weights_too(tmp_path):
+    model = classifier()
+    given = {where: p.detach().clone() for where, p in model.named_parameters()}
+    recipe = Recipe(precision="float32-master", accumulation=2)
+    trainer = trainer_for(
+        model, recipe, tmp_path, train_dataset=Classified(8), learning_rate=0.0, max_steps=1
+    )
+    trainer.train()
+    kept = masters(trainer.optimizer.optimizer)
+    trained = {where: p for where, p in model.named_parameters() if p in kept}
+    assert len(trained) > 10
+    for where, parameter in trained.items():
+        assert torch.equal(kept[parameter], given[where])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
+def test_merged_weights_are_the_nearest(dtype):
+    torch.manual_seed(0)
+    layer = LoRALinear(nn.Linear(256, 128, bias=False).bfloat16(), 8, dtype=dtype)
+    nn.init.normal_(layer.B, std=0.02)
+    wide = [t.detach().double() for t in (layer.base.weight, layer.A, layer.B)]
+    exact = wide[0] + layer.scale * wide[2] @ wide[1]
+    merged = merge_adapters(nn.Sequential(layer))[0].weight
+    # float32 is rounded to bf16 in turn: one in 65,536 may lie on the other side of the middle.
+    assert (merged != exact.bfloat16()).float().mean() < 1e-3
+
+
+def test_adamw_in_8_bits_shows_its_arguments():
+    shown = inspect.signature(AdamW8bit).parameters
+    torchs = inspect.signature(torch.optim.AdamW).parameters
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert shown[name].default == torchs[name].default
+    assert not any(one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in shown.values())

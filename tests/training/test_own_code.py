@@ -1,0 +1,160 @@
+"""Each line of the table of docs/own_code.md runs, and does what is said of it."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from support.paths import ROOT
+from support.trainers import rows, small
+from torch.optim.lr_scheduler import StepLR
+from transformers import Trainer, TrainingArguments
+
+import gradmem_lib
+from gradmem_lib import MemoryCallback, Recipe, count_targets, next_token_loss, prepare, split
+
+PAGE = (ROOT / "docs" / "own_code.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## You have a loop\n")[2].partition("\n## ")[0]
+LINES = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(.+)` \|$", SECTION, re.MULTILINE)
+LENGTHS = torch.tensor([24, 3, 17, 2, 9, 24, 5, 4])
+RECIPE = Recipe(attention="eager", accumulation=4)
+
+
+def batch():
+    ids = torch.randint(1, 64, (8, 24), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(24) >= LENGTHS[:, None], -100)}
+
+
+def of_pair(model, pair):
+    ids, labels = pair
+    logits = model(input_ids=ids).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def full_gradient(model):
+    other = copy.deepcopy(model)
+    loss, count = next_token_loss(other, batch())
+    (loss / count).backward()
+    return gradient(other)
+
+
+def names(folder):
+    """What a reader of the page has."""
+    model = small(layers=1, hidden=32, intermediate=48, vocab=64).double()
+    found = {name: getattr(gradmem_lib, name) for name in gradmem_lib.__all__}
+    count = lambda micro: count_targets(micro["labels"])  # noqa: E731
+    args = TrainingArguments(str(folder), max_steps=2, use_cpu=True, report_to="none")
+    args.gradient_accumulation_steps = 2
+    made = prepare(copy.deepcopy(model), RECIPE)
+    memory = MemoryCallback(live=False)
+    data = rows(16, 24, 64)
+    return found | {
+        "model": model,
+        "recipe": RECIPE,
+        "batch": batch(),
+        "pair": (batch()["input_ids"], batch()["labels"].clamp(min=0)),
+        "of_pair": of_pair,
+        "micro_batches": list(split(batch(), 2)),
+        "loss_and_count": lambda micro: next_token_loss(model, micro),
+        "count": count,
+        "optimizer": made.optimizer,
+        "scheduler": StepLR(made.optimizer, 1, 0.5),
+        "prepared": Accelerator(cpu=True).prepare(model),
+        "Trainer": Trainer,
+        "args": args,
+        "rows": data,
+        "memory": memory,
+        "trainer": Trainer(model, args, train_dataset=data),
+        "stepped": made.model,
+    }
+
+
+def test_a_line_for_each_kind_of_loop():
+    assert len(LINES) == 10
+    kinds = " ".join(kind for kind, _, _ in LINES)
+    assert all(
+        word in kinds for word in ("own loop", "`Trainer`", "trl", "Lightning", "accelerate")
+    )
+
+
+@pytest.mark.parametrize(("kind", "wanted", "line"), LINES, ids=[one[1] for one in LINES])
+def test_the_line_does_what_is_wanted(kind, wanted, line, tmp_path):
+    known = names(tmp_path)
+    if line.startswith(("step(", "loss = step(")):
+        known["model"] = known["stepped"]
+    model, before = known["model"], copy.deepcopy(known["model"].state_dict())
+    with known["memory"]:
+        exec(line, known)  # the page's own line
+    moved = any(not torch.equal(t, before[name]) for name, t in known["model"].state_dict().items())
+    done = {
+        "accumulate_gradients": lambda: same(gradient(model), full_gradient(model)),
+        "check_pieces_add_up": lambda: not moved,
+        "prepare": lambda: [g["weight_decay"] for g in known["optimizer"].param_groups] == [0.1, 0],
+        "step": lambda: moved and known["optimizer"].param_groups[0]["lr"] in (2.5e-5, 5e-5),
+        "Trainer": lambda: sorted(known["memory"].by_step) == [1, 2],
+        "make_trainer": lambda: known["trainer"].recipe is RECIPE,
+        "check_accumulation": lambda: not moved,
+    }
+    called = re.match(r"(?:[\w, ]+ = )?(\w+)\(", line)[1]
+    assert done[called]()
+
+
+def same(found, expected):
+    return (found - expected).norm() <= 1e-6 * expected.norm()  # the loss is in float32
+
+
+def averaged_by_accelerate(model):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    prepared = accelerator.prepare(model)
+    for micro in split(batch(), 2):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(**micro).loss)
+    return gradient(model)
+
+
+def test_averaged_means_are_another_loss():
+    model = small(layers=1, hidden=32, intermediate=48, vocab=64).double()
+    expected = full_gradient(model)
+    found = averaged_by_accelerate(model)
+    assert (found - expected).norm() > 0.1 * expected.norm()
+
+
+def test_lightning_by_hand_has_the_full_batchs_gradient(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    line = next(line for kind, _, line in LINES if kind == "Lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.automatic_optimization = model, False
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        def training_step(self, batch, number):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            exec(line, names(tmp_path) | {"loss_and_count": self.loss_and_count})
+            optimizer.step()
+
+        def loss_and_count(self, micro):
+            return next_token_loss(self.model, micro)
+
+    model = small(layers=1, hidden=32, intermediate=48, vocab=64).double()
+    expected = full_gradient(model)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = lightning.Trainer(
+        max_steps=1, accelerator="cpu", default_root_dir=str(tmp_path), **quiet
+    )
+    trainer.fit(Module(model), torch.utils.data.DataLoader([batch()], batch_size=None))
+    assert same(gradient(model), expected)
