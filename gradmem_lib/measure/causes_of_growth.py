@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from ..units import format_bytes
 from .cause import (
+    DOMINATES,
     WORTH,
     belongs_to_training,
     detached,
@@ -74,17 +75,34 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
 
     Of several such names, the one with the most bytes.
     """
+    return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
+
+
+def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """The same, of a name that grows no more: a cache that is full, the first results."""
+    found = []
+    for place, group in _by_place(free).items():
+        old = _without_the_model_in_use(group, facts)
+        steps = len(_by_step(old, facts))
+        held, _ = largest_held(old)
+        if steps >= SEVERAL and held is not None and not _is_a_window(place, group, facts):
+            words = {"by": f"`{name_of(held)}`", "rounds": steps, "unit": facts.unit}
+            found.append(Group(old, words, {"remedy": _remedy(held, old, False)}))
+    return _largest(found)
+
+
+def _by_place(free: Sequence[Holder]) -> dict[tuple, list[Holder]]:
     groups = defaultdict[tuple, list[Holder]](list)
     for holder in free:
         place = _place_of(holder)
         if place is not None:
             groups[place].append(holder)
-    most = None
-    for place, holders in groups.items():
-        found = _kept(place, holders, facts)
-        if found is not None and (most is None or total(found.holders) > total(most.holders)):
-            most = found
-    return most
+    return groups
+
+
+def _largest(groups: Iterable[Group | None]) -> Group | None:
+    found = [group for group in groups if group is not None]
+    return max(found, key=lambda group: total(group.holders), default=None)
 
 
 KEPT_BY_A_NAME = Row(
@@ -94,6 +112,16 @@ KEPT_BY_A_NAME = Row(
     WITHOUT_A_NAME,
     _kept_by_a_name,
     least=0,  # it may become more
+)
+
+
+FULL = Row(
+    "A name keeps what many steps have made",
+    "{size} of the peak's {peak} are kept by {by}: {count} tensors of {rounds} {unit}s, and no "
+    "more since then: {kinds}.",
+    WITHOUT_A_NAME,
+    _full,
+    least=DOMINATES,  # of what is there once, only the large is worth a word
 )
 
 
