@@ -9,8 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -183,8 +181,6 @@ class Meter(ParameterMeter):
                 inputs = list(tensors_in((args, kwargs)))
                 given = tensors_in((inputs, weight))
                 chained = any(tensor.grad_fn is not None for tensor in given)
-                nbytes_given = sum(x.numel() * x.element_size() for x in inputs)
-                row_counts, second_size = _row_counts(inputs), _second_size(inputs)
             self.position.begin_forward(
                 ForwardPass(
                     self.as_owner(module),
@@ -201,9 +197,6 @@ class Meter(ParameterMeter):
                     called=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                     training_mode=module.training,
                     number=self._number_of(module),
-                    given=nbytes_given,
-                    row_counts=row_counts,
-                    second_size=second_size,
                 )
             )
             if with_grad and weight is not None:
@@ -251,14 +244,11 @@ class Meter(ParameterMeter):
             return
         with self.lock:
             recording.drain()
-            returned = 0
             for storage in storages_of(out):
                 entry = recording.live.get(storage_key(storage))
-                if entry is None or entry.sample < forward.first_sample or entry.is_result:
-                    continue  # not made in this forward, or seen already
-                entry.is_result = True
-                returned += entry.nbytes
-            self.position.end_forward(recording.total, recording.count, returned)
+                if entry is not None and entry.sample >= forward.first_sample:
+                    entry.is_result = True  # made in this forward
+            self.position.end_forward(recording.total, recording.count)
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""
@@ -370,22 +360,3 @@ def compiled_error(name: str) -> RuntimeError:
         "torch.compiler.set_stance('force_eager'):`, or run the program with "
         "TORCH_COMPILE_DISABLE=1: then it runs uncompiled, and the tracker counts that"
     )
-
-
-def _row_counts(given: Iterable[torch.Tensor]) -> frozenset[int]:
-    """As in ``ForwardPass``: the rows are the first dimension of the first of these tensors."""
-    counts, rows = set[int](), None
-    for tensor in given:
-        if tensor.dim() and not tensor.is_nested and rows in (None, tensor.size(0)):
-            rows = tensor.size(0)
-            counts.update(accumulate(tensor.shape, mul))
-    return frozenset(counts)
-
-
-def _second_size(given: Iterable[torch.Tensor]) -> int:
-    """As in ``ForwardPass``: ids may be (tokens, rows), and features (tokens, rows, features)."""
-    for tensor in given:
-        if tensor.dim() and not tensor.is_nested:
-            may_have_tokens_first = tensor.dim() == (3 if tensor.is_floating_point() else 2)
-            return tensor.size(1) if may_have_tokens_first else 0
-    return 0

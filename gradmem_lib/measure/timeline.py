@@ -118,16 +118,6 @@ class ForwardPass:
     for all calls of one module. ``has_tracked_weights``: some of its weights are the tracked
     model's. ``first_sample``: the first sample of the recording that can have its bytes,
     ``end_sample`` the first one after it.
-
-    ``row_counts``: the sizes that the first dimension of a tensor with rows may have: the rows of
-    the batch, and the products with the next dimensions, such as the number of all rows' tokens.
-    ``second_size``: that of the batch's second dimension, if the rows may stand there and tokens in
-    the first one; otherwise 0.
-    ``given``: the bytes of the tensors that it was called with, as far as they stand in lists,
-    tuples and dicts. ``returned``: the bytes that it has made and returned. Three other fields are
-    bytes, and what the call has returned is in none of them. ``made``: what was left of the call
-    when it ended. ``inside_at_peak``: the activations at the run's peak that were made in the call.
-    ``kept_at_peak``: the same, and those that were made after it until the next call began.
     """
 
     owner: Any
@@ -143,9 +133,6 @@ class ForwardPass:
     module: str = ""
     chained: bool = False
     has_weights: bool = True
-    kept_at_peak: int = 0
-    inside_at_peak: int = 0
-    returned: int = 0
     turn: int = 0
     differentiable: bool = False
     called: weakref.ref[nn.Module] | None = None
@@ -154,9 +141,6 @@ class ForwardPass:
     used_in_turn: int = -1
     training_mode: bool = True
     number: int = 0
-    given: int = 0
-    row_counts: frozenset[int] = frozenset()
-    second_size: int = 0
     has_tracked_weights: bool = False
     first_sample: int = 0
     end_sample: int = 0
@@ -168,10 +152,6 @@ class ForwardPass:
         A Function of one's own counts its nodes under ``no_grad()`` too.
         """
         return self.with_grad and self.last > self.first
-
-    @property
-    def made(self) -> int:
-        return self.live_after - self.live_before - self.returned
 
     @property
     def samples(self) -> tuple[int, int]:
