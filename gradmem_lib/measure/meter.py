@@ -21,13 +21,12 @@ from ..compat.autograd import graph_task, next_sequence_nr
 from ..compat.compiled import is_compiled
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
-from ..compat.modules import has_forward_hooks
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import HOOK, SCRIPT, Recording
+from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
@@ -149,10 +148,6 @@ class Meter(ParameterMeter):
                     self.recomputed = True
             else:
                 self.note_weights(module)
-            callers = self.recording.callers[id(module)]
-            callers.add(id(self.stack[-1]) if self.stack else SCRIPT)
-            if has_forward_hooks(module):
-                callers.add(HOOK)
             self.stack.append(module)
             out = None
             try:
@@ -260,7 +255,7 @@ class Meter(ParameterMeter):
 
     def structure(self) -> Structure | None:
         """What a diagnosis has to know of the model."""
-        return Structure.of(self.model, self.recording.callers)
+        return Structure.of(self.model)
 
     def untrained(self) -> frozenset[str]:
         """The names of the parameters of other models than the tracked one, where they are known.

@@ -1,7 +1,7 @@
 """The live storages, their bytes by category, and both at every moment of a run."""
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -26,9 +26,6 @@ MAX_PENDING_LIFETIMES = 8192
 MAX_TURNS = 1024
 MAX_JOINED = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
-# In place of the addresses of modules that have called another one: the script itself has called
-# it, or a hook has seen what it was given or has returned.
-SCRIPT, HOOK = 0, -1
 EXISTED = -1  # the step of a storage that was there before its first use
 NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
@@ -129,9 +126,6 @@ class Recording:
         self._turns_apart = 1
         # Where training goes on with batches of another size: (operation, rows of the batch)
         self.batches: list[tuple[int, int]] = []
-        # By the address of each called module, those of the modules that have called it. A later
-        # module at the same address only gets more of them.
-        self.callers = defaultdict[int, set[int]](set)
         self.count = 0  # samples so far
         self.restarted_at = 0  # the first sample that `run_peak` may be
         self.run_peak, self.window_peak = Peak(), Peak()
@@ -142,11 +136,6 @@ class Recording:
         # Flat lists of ints, so that the garbage collector has nothing to traverse.
         self._rows, self._lifetimes = list[int](), list[int]()
         self._stride, self._capacity = 1, NEW * max_samples
-
-    @property
-    def past_since(self) -> int:
-        """The first sample from which on all freed storages are in ``past``."""
-        return self.past[0].stop if len(self.past) == self.past.maxlen else 0
 
     @property
     def phase(self) -> int:

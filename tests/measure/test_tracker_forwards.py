@@ -268,35 +268,6 @@ def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
     assert len(tracker.forwards) == 2 and tracker.facts.recomputed
 
 
-def chains_of(call) -> set[str]:
-    """The chains that the tracker knows of a model that ``call`` uses."""
-    net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
-    with MemoryTracker(net, live=False) as tracker:
-        call(net, torch.ones(4, 8))
-    return set(tracker.facts.structure.chains)
-
-
-def with_a_hook(net: nn.Module, x: torch.Tensor) -> None:
-    net[1].register_forward_hook(lambda *given: None)
-    net(x)
-
-
-@pytest.mark.parametrize(
-    ("call", "chains"),
-    [
-        (lambda net, x: net(x), {"", "0"}),
-        (lambda net, x: (net(x), net(x)), {"", "0"}),
-        (lambda net, x: net[0](x), {"0"}),
-        (lambda net, x: (net(x), net[1](x)), {"0"}),
-        (lambda net, x: (net(x), Outer(net[0][0])(x)), set()),
-        (with_a_hook, {"0"}),
-        (lambda net, x: None, set()),
-    ],
-)
-def test_a_chain_is_called_by_nothing_but_itself(call, chains):
-    assert chains_of(call) == chains
-
-
 def test_modules_of_other_threads():
     """The tracked model is refused there, and another one is let through, uncounted."""
     net, other, x = Net(), Net(), torch.ones(16, 8)
