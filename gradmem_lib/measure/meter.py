@@ -178,7 +178,6 @@ class Meter(ParameterMeter):
                 chained = any(tensor.grad_fn is not None for tensor in given)
             self.position.begin_forward(
                 ForwardPass(
-                    self.as_owner(module),
                     recording.step,
                     with_grad,
                     recording.total,
@@ -321,8 +320,6 @@ class Meter(ParameterMeter):
             entries += peak.freed_since
         for entry in entries:
             entry.module = name_of(entry.module, modules)
-        for done in self.position.passes:
-            done.owner = name_of(done.owner, modules)
         self.model = None
         self.stack.clear()
         self._numbers.clear()  # a class may hold a model in its methods

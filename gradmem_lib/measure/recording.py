@@ -15,7 +15,7 @@ from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .paths import Held
 from .storages import NO_STORAGE, has_memory, storages_of
-from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
+from .timeline import Holder, MemorySnapshot, largest_of_windows
 
 # A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
 # total; then bytes by category.
@@ -23,7 +23,7 @@ MOMENT, STEP, TOTAL = 2, 3, 4
 NEW, COLUMNS = 5, 5 + len(CATEGORIES)
 BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
-MAX_TURNS = 1024
+MAX_BATCHES = 1024
 MAX_JOINED = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
 EXISTED = -1  # the step of a storage that was there before its first use
@@ -122,8 +122,6 @@ class Recording:
         self.step = 0  # optimizer steps that are finished
         self.turn = 0  # see `Position`
         self.saved_numbers = 0  # Python numbers that autograd has kept since the turn began
-        self.turns: list[Turn] = []  # at most MAX_TURNS of them, spread over the run
-        self._turns_apart = 1
         # Where training goes on with batches of another size: (operation, rows of the batch)
         self.batches: list[tuple[int, int]] = []
         self.count = 0  # samples so far
@@ -263,7 +261,6 @@ class Recording:
         self.moment_peaks = {m: total + nbytes for m, total in self.moment_peaks.items()}
         self.run_peak.total += nbytes
         self.window_peak.total += nbytes
-        self.turns = [turn._replace(live=turn.live + nbytes) for turn in self.turns]
         return nbytes
 
     def record_scratch(self, nbytes: int, func: object) -> None:
@@ -276,16 +273,11 @@ class Recording:
     def begin_turn(self, turn: int) -> None:
         """The first forward of a turn begins."""
         self.turn, self.saved_numbers = turn, 0
-        if turn % self._turns_apart == 0:
-            self.turns.append(Turn(turn, self.step, self.total))
-        if len(self.turns) >= MAX_TURNS:
-            self._turns_apart *= 2
-            self.turns = [kept for kept in self.turns if kept.number % self._turns_apart == 0]
 
     def note_batch(self, rows: int) -> None:
         """Training goes on with a batch of ``rows`` rows; 0 if that is not known."""
         before = self.batches[-1][1] if self.batches else 0
-        if rows not in (0, before) and len(self.batches) < MAX_TURNS:
+        if rows not in (0, before) and len(self.batches) < MAX_BATCHES:
             self.batches.append((self.op, rows))
 
     def note_number(self) -> None:

@@ -31,8 +31,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Structure:
-    """``name``: the model's class. ``children``: the names of the modules that it consists of.
-    ``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
+    """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
     checkpoints can be put on.
 
     ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the parameters
@@ -41,8 +40,6 @@ class Structure:
     scores of all of them.
     """
 
-    name: str
-    children: frozenset[str]
     layers: frozenset[str]
     shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
@@ -55,10 +52,8 @@ class Structure:
         """What is known of ``model``."""
         if model is None:
             return None
-        children, layers = set[str](), set[str]()
+        layers = set[str]()
         for name, module in model.named_modules():
-            if name:
-                children.add(name.partition(".")[0])
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
@@ -71,8 +66,6 @@ class Structure:
             if parameter.requires_grad:
                 trained.add(name)
         return cls(
-            type(model).__name__,
-            frozenset(children),
             frozenset(layers),
             shapes,
             dtypes,

@@ -88,39 +88,27 @@ class Holder(NamedTuple):
         )
 
 
-class Turn(NamedTuple):
-    """Where a turn begins (training forwards and backwards, which a script repeats): how many
-    there were before it, how many optimizer steps, and the live bytes.
-    """
-
-    number: int
-    step: int
-    live: int
-
-
 @dataclass(eq=False, slots=True)
 class ForwardPass:
     """One call of an outermost module.
 
-    ``owner``: the module as the meter knows it, and ``module``: its name. ``with_grad``: gradients
-    were recorded. ``used``: a backward went through it. ``step``: how many optimizer steps were
-    finished. ``live_before``, ``live_after``, ``peak``: live bytes when it began and when it ended,
-    and the most in between. ``line``: the user's line that called it. ``first``, ``last``:
-    autograd's numbers for the nodes of its graph, from the first one to the one after the last.
-    ``chained``: it was given what an earlier operation with a gradient has computed.
-    ``has_weights``: the module has parameters, or calls a module that has some, which may be seen
-    only while the call runs; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how many
-    turns were finished. ``differentiable``: the backward that used it has built a graph itself.
-    ``called``: what is called, as long as it lives. ``for_no_optimizer``: it has parameters that
-    need a gradient, and no optimizer has one of them. ``waits_for_step``: an optimizer has some of
-    them, and none that has has stepped so far. ``used_in_turn``: the turn of the first backward
-    that went through it; -1 if none has. ``training_mode``: the module's mode. ``number``: the same
-    for all calls of one module. ``has_tracked_weights``: some of its weights are the tracked
-    model's. ``first_sample``: the first sample of the recording that can have its bytes,
+    ``with_grad``: gradients were recorded. ``used``: a backward went through it. ``step``: how many
+    optimizer steps were finished. ``live_before``, ``live_after``, ``peak``: live bytes when it
+    began and when it ended, and the most in between. ``line``: the user's line that called it.
+    ``first``, ``last``: autograd's numbers for the nodes of its graph, from the first one to the
+    one after the last. ``chained``: it was given what an earlier operation with a gradient has
+    computed. ``has_weights``: the module has parameters, or calls a module that has some, which may
+    be seen only while the call runs; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how
+    many turns were finished. ``differentiable``: the backward that used it has built a graph
+    itself. ``called``: what is called, as long as it lives. ``for_no_optimizer``: it has parameters
+    that need a gradient, and no optimizer has one of them. ``waits_for_step``: an optimizer has
+    some of them, and none that has has stepped so far. ``used_in_turn``: the turn of the first
+    backward that went through it; -1 if none has. ``training_mode``: the module's mode. ``number``:
+    the same for all calls of one module. ``has_tracked_weights``: some of its weights are the
+    tracked model's. ``first_sample``: the first sample of the recording that can have its bytes,
     ``end_sample`` the first one after it.
     """
 
-    owner: Any
     step: int
     with_grad: bool
     live_before: int
@@ -130,7 +118,6 @@ class ForwardPass:
     live_after: int = 0
     peak: int = 0
     used: bool = False
-    module: str = ""
     chained: bool = False
     has_weights: bool = True
     turn: int = 0

