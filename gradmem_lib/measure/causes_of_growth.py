@@ -79,13 +79,20 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
 
 
 def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """The same, of a name that grows no more: a cache that is full, the first results."""
+    """The same, of a name that may grow no more: a full cache, the first results, a deque with a
+    bound.
+    """
+    named = [holder for holder in free if holder.held is not None]
+    groups = defaultdict[str, list[Holder]](list)
+    for holder in named:
+        groups[LAYER.sub(".…", holder.held.box)].append(holder)
+    groups.pop("", None)
     found = []
-    for place, group in _by_place(free).items():
+    for group in groups.values():
         old = _without_the_model_in_use(group, facts)
         steps = len(_by_step(old, facts))
-        held, _ = largest_held(old)
-        if steps >= SEVERAL and held is not None and not _is_a_window(place, group, facts):
+        if steps >= SEVERAL:
+            held, _ = largest_held(old)
             words = {"by": f"`{name_of(held)}`", "rounds": steps, "unit": facts.unit}
             found.append(Group(old, words, {"remedy": _remedy(held, old, False)}))
     return _largest(found)
@@ -117,8 +124,7 @@ KEPT_BY_A_NAME = Row(
 
 FULL = Row(
     "A name keeps what many steps have made",
-    "{size} of the peak's {peak} are kept by {by}: {count} tensors of {rounds} {unit}s, and no "
-    "more since then: {kinds}.",
+    "{size} of the peak's {peak} are kept by {by}: {count} tensors of {rounds} {unit}s: {kinds}.",
     WITHOUT_A_NAME,
     _full,
     least=DOMINATES,  # of what is there once, only the large is worth a word
@@ -384,6 +390,10 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
         return (
             f"the cache of `{name}` keeps all its results: give it a limit, "
             f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
+        )
+    if held.kind == "window":
+        return (
+            f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
         )
     if held.kind == "attribute of a module":
         filled_by = "the forward"
