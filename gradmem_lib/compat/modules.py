@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as _modules
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -47,14 +46,6 @@ def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
 TABLES = ("_parameters", "_buffers", "_modules")
 PARTS = "_modules"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks get what ``module`` is given, or what it returns: its own, or those of all
-    modules.
-    """
-    own = module._forward_pre_hooks or module._forward_hooks
-    return bool(own or _modules._global_forward_pre_hooks or _modules._global_forward_hooks)
 
 
 def tables_of_hooks(module: nn.Module) -> list[dict[int, Callable]]:

@@ -11,8 +11,15 @@ from .cause import MUCH, Cause, largest_held, name_of
 from .causes_of_data import DATA_WAITS, ONE_LARGE_STEP, ONE_LINE
 from .causes_of_evaluation import EVALUATION_BATCH, GENERATION, RESULTS_IN_TRAINING
 from .causes_of_gradients import COPIED_GRADIENTS, FOR_NO_OPTIMIZER, GRADIENTS_WAIT
-from .causes_of_graphs import FINISHED, IDLE_CHECKPOINTS, LEFT_OVER, SECOND_DERIVATIVES, UNUSED
-from .causes_of_growth import GROWING_TENSOR, GROWTH, KEPT_BY_A_NAME
+from .causes_of_graphs import (
+    FINISHED,
+    IDLE_CHECKPOINTS,
+    LEFT_OVER,
+    SECOND_DERIVATIVES,
+    UNUSED,
+    UNUSED_SO_FAR,
+)
+from .causes_of_growth import FULL, GROWING_TENSOR, GROWTH, KEPT_BY_A_NAME
 from .causes_of_holders import BUCKETS, CYCLES, EXCEPTION
 from .causes_of_many_graphs import ADDED_UP
 from .causes_of_tensors import DOUBLE, EMBEDDING, EXPANDED, LOGITS, SCORES
@@ -31,11 +38,13 @@ ROWS: tuple[Row, ...] = (
     UNUSED,
     FINISHED,
     ADDED_UP,
+    UNUSED_SO_FAR,
     SECOND_DERIVATIVES,
     FOR_NO_OPTIMIZER,
     COPIES,
     COPIED_GRADIENTS,
     GRADIENTS_WAIT,
+    FULL,
     SECOND_MODEL,
     BUCKETS,
     DATA_WAITS,

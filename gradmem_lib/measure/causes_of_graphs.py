@@ -5,6 +5,7 @@ graphs of gradients; checkpoints that nothing recomputes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..units import format_bytes
@@ -29,9 +30,25 @@ def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Forwards that record gradients, though no backward goes through them."""
     unused = []
     for done in facts.forwards:
-        has_unused_graph = done.has_graph and not done.used
-        if has_unused_graph and (is_unused(done, facts) or _may_be_unused(done, facts)):
+        nothing_came = facts.ended and _may_be_unused(done, facts)
+        if done.has_graph and not done.used and (is_unused(done, facts) or nothing_came):
             unused.append(done)
+    return _left_by(unused, free, facts)
+
+
+def _unused_so_far(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """The same, in a run that was stopped: a backward for all of them may have been meant to come.
+
+    So it is asked after what has losses in between.
+    """
+    unused = []
+    for done in facts.forwards:
+        if done.has_graph and not done.used and _may_be_unused(done, facts):
+            unused.append(done)
+    return _left_by(unused, free, facts)
+
+
+def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) -> Group | None:
     inside = made_by(unused, free, facts)
     holders = made_by(unused, free, facts, and_after=True)
     if not holders:
@@ -79,6 +96,7 @@ UNUSED = Row(
     _unused,
     condition=f"If no graph is kept, {ONE_FORWARD}",
 )
+UNUSED_SO_FAR = replace(UNUSED, find=_unused_so_far)
 
 
 def is_unused(done: ForwardPass, facts: Facts) -> bool:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from ..units import format_bytes
 from .cause import (
+    DOMINATES,
     WORTH,
     belongs_to_training,
     detached,
@@ -74,17 +75,41 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
 
     Of several such names, the one with the most bytes.
     """
+    return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
+
+
+def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """The same, of a name that may grow no more: a full cache, the first results, a deque with a
+    bound.
+    """
+    named = [holder for holder in free if holder.held is not None]
+    groups = defaultdict[str, list[Holder]](list)
+    for holder in named:
+        groups[LAYER.sub(".…", holder.held.box)].append(holder)
+    groups.pop("", None)
+    found = []
+    for group in groups.values():
+        old = _without_the_model_in_use(group, facts)
+        steps = len(_by_step(old, facts))
+        if steps >= SEVERAL:
+            held, _ = largest_held(old)
+            words = {"by": f"`{name_of(held)}`", "rounds": steps, "unit": facts.unit}
+            found.append(Group(old, words, {"remedy": _remedy(held, old, False)}))
+    return _largest(found)
+
+
+def _by_place(free: Sequence[Holder]) -> dict[tuple, list[Holder]]:
     groups = defaultdict[tuple, list[Holder]](list)
     for holder in free:
         place = _place_of(holder)
         if place is not None:
             groups[place].append(holder)
-    most = None
-    for place, holders in groups.items():
-        found = _kept(place, holders, facts)
-        if found is not None and (most is None or total(found.holders) > total(most.holders)):
-            most = found
-    return most
+    return groups
+
+
+def _largest(groups: Iterable[Group | None]) -> Group | None:
+    found = [group for group in groups if group is not None]
+    return max(found, key=lambda group: total(group.holders), default=None)
 
 
 KEPT_BY_A_NAME = Row(
@@ -94,6 +119,15 @@ KEPT_BY_A_NAME = Row(
     WITHOUT_A_NAME,
     _kept_by_a_name,
     least=0,  # it may become more
+)
+
+
+FULL = Row(
+    "A name keeps what many steps have made",
+    "{size} of the peak's {peak} are kept by {by}: {count} tensors of {rounds} {unit}s: {kinds}.",
+    WITHOUT_A_NAME,
+    _full,
+    least=DOMINATES,  # of what is there once, only the large is worth a word
 )
 
 
@@ -356,6 +390,10 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
         return (
             f"the cache of `{name}` keeps all its results: give it a limit, "
             f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
+        )
+    if held.kind == "window":
+        return (
+            f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
         )
     if held.kind == "attribute of a module":
         filled_by = "the forward"

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..names import MOMENTS
 from .structure import Structure
-from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot, Turn
+from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
 # What stands in ``Holder.op`` where no operation made the storage: a parameter of another model was
@@ -42,11 +42,11 @@ class Facts:
     # The last results of ``torch.cat`` that were freed before now.
     joined: Sequence[Holder] = ()
 
-    # What the script did, as in ``MemoryTracker``, also before a ``reset_peak()``. ``turns``: where
-    # training forwards began after a backward. ``moments``: those that have occurred.
+    # What the script did, as in ``MemoryTracker``, also before a ``reset_peak()``. ``turns``: how
+    # many turns of forward and backward have begun. ``moments``: those that have occurred.
     forwards: Sequence[ForwardPass] = ()
     steps: int = 0
-    turns: Sequence[Turn] = ()
+    turns: int = 0
     moments: frozenset[str] = frozenset()
     recomputed: bool = False  # a forward ran again in a backward
     ended: bool = False  # the block has ended; a budget interrupts it
@@ -169,9 +169,7 @@ class Facts:
     @property
     def times(self) -> int:
         """How many steps (or turns) there were."""
-        if self.has_optimizer or not self.turns:
-            return self.steps
-        return self.turns[-1].number + 1
+        return self.steps if self.has_optimizer else self.turns
 
     @property
     def peak_time(self) -> int:

@@ -9,8 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -23,13 +21,12 @@ from ..compat.autograd import graph_task, next_sequence_nr
 from ..compat.compiled import is_compiled
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
-from ..compat.modules import has_forward_hooks
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
 from .patches import patched_torch
-from .recording import HOOK, SCRIPT, Recording
+from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
 from .structure import Structure
@@ -151,10 +148,6 @@ class Meter(ParameterMeter):
                     self.recomputed = True
             else:
                 self.note_weights(module)
-            callers = self.recording.callers[id(module)]
-            callers.add(id(self.stack[-1]) if self.stack else SCRIPT)
-            if has_forward_hooks(module):
-                callers.add(HOOK)
             self.stack.append(module)
             out = None
             try:
@@ -183,11 +176,8 @@ class Meter(ParameterMeter):
                 inputs = list(tensors_in((args, kwargs)))
                 given = tensors_in((inputs, weight))
                 chained = any(tensor.grad_fn is not None for tensor in given)
-                nbytes_given = sum(x.numel() * x.element_size() for x in inputs)
-                row_counts, second_size = _row_counts(inputs), _second_size(inputs)
             self.position.begin_forward(
                 ForwardPass(
-                    self.as_owner(module),
                     recording.step,
                     with_grad,
                     recording.total,
@@ -201,9 +191,6 @@ class Meter(ParameterMeter):
                     called=weakref.ref(module) if isinstance(weight, nn.Parameter) else None,
                     training_mode=module.training,
                     number=self._number_of(module),
-                    given=nbytes_given,
-                    row_counts=row_counts,
-                    second_size=second_size,
                 )
             )
             if with_grad and weight is not None:
@@ -251,14 +238,11 @@ class Meter(ParameterMeter):
             return
         with self.lock:
             recording.drain()
-            returned = 0
             for storage in storages_of(out):
                 entry = recording.live.get(storage_key(storage))
-                if entry is None or entry.sample < forward.first_sample or entry.is_result:
-                    continue  # not made in this forward, or seen already
-                entry.is_result = True
-                returned += entry.nbytes
-            self.position.end_forward(recording.total, recording.count, returned)
+                if entry is not None and entry.sample >= forward.first_sample:
+                    entry.is_result = True  # made in this forward
+            self.position.end_forward(recording.total, recording.count)
 
     def note_weights(self, module: nn.Module) -> None:
         """A module is called inside another one, which may hide it from its own parameters."""
@@ -270,7 +254,7 @@ class Meter(ParameterMeter):
 
     def structure(self) -> Structure | None:
         """What a diagnosis has to know of the model."""
-        return Structure.of(self.model, self.recording.callers)
+        return Structure.of(self.model)
 
     def untrained(self) -> frozenset[str]:
         """The names of the parameters of other models than the tracked one, where they are known.
@@ -336,8 +320,6 @@ class Meter(ParameterMeter):
             entries += peak.freed_since
         for entry in entries:
             entry.module = name_of(entry.module, modules)
-        for done in self.position.passes:
-            done.owner = name_of(done.owner, modules)
         self.model = None
         self.stack.clear()
         self._numbers.clear()  # a class may hold a model in its methods
@@ -370,22 +352,3 @@ def compiled_error(name: str) -> RuntimeError:
         "torch.compiler.set_stance('force_eager'):`, or run the program with "
         "TORCH_COMPILE_DISABLE=1: then it runs uncompiled, and the tracker counts that"
     )
-
-
-def _row_counts(given: Iterable[torch.Tensor]) -> frozenset[int]:
-    """As in ``ForwardPass``: the rows are the first dimension of the first of these tensors."""
-    counts, rows = set[int](), None
-    for tensor in given:
-        if tensor.dim() and not tensor.is_nested and rows in (None, tensor.size(0)):
-            rows = tensor.size(0)
-            counts.update(accumulate(tensor.shape, mul))
-    return frozenset(counts)
-
-
-def _second_size(given: Iterable[torch.Tensor]) -> int:
-    """As in ``ForwardPass``: ids may be (tokens, rows), and features (tokens, rows, features)."""
-    for tensor in given:
-        if tensor.dim() and not tensor.is_nested:
-            may_have_tokens_first = tensor.dim() == (3 if tensor.is_floating_point() else 2)
-            return tensor.size(1) if may_have_tokens_first else 0
-    return 0

@@ -103,12 +103,12 @@ class Position:
         self._of_losses.remove(self.open)
         self._of_models.append(self.open)
 
-    def end_forward(self, live: int, sample: int, returned: int) -> None:
+    def end_forward(self, live: int, sample: int) -> None:
         done, self.open = self.open, None
         if done is None:
             return
         done.last, done.live_after = next_sequence_nr(), live
-        done.end_sample, done.returned = sample, returned
+        done.end_sample = sample
         done.peak = max(done.peak, live)
         if done.with_grad and done.last > done.first:  # something in it needs a gradient
             self._unused.append(done)

@@ -1,7 +1,7 @@
 """The live storages, their bytes by category, and both at every moment of a run."""
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -15,7 +15,7 @@ from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .paths import Held
 from .storages import NO_STORAGE, has_memory, storages_of
-from .timeline import Holder, MemorySnapshot, Turn, largest_of_windows
+from .timeline import Holder, MemorySnapshot, largest_of_windows
 
 # A sample as it is kept: its number, the number of the operation, moment, finished optimizer steps,
 # total; then bytes by category.
@@ -23,12 +23,9 @@ MOMENT, STEP, TOTAL = 2, 3, 4
 NEW, COLUMNS = 5, 5 + len(CATEGORIES)
 BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
-MAX_TURNS = 1024
+MAX_BATCHES = 1024
 MAX_JOINED = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
-# In place of the addresses of modules that have called another one: the script itself has called
-# it, or a hook has seen what it was given or has returned.
-SCRIPT, HOOK = 0, -1
 EXISTED = -1  # the step of a storage that was there before its first use
 NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
@@ -125,13 +122,8 @@ class Recording:
         self.step = 0  # optimizer steps that are finished
         self.turn = 0  # see `Position`
         self.saved_numbers = 0  # Python numbers that autograd has kept since the turn began
-        self.turns: list[Turn] = []  # at most MAX_TURNS of them, spread over the run
-        self._turns_apart = 1
         # Where training goes on with batches of another size: (operation, rows of the batch)
         self.batches: list[tuple[int, int]] = []
-        # By the address of each called module, those of the modules that have called it. A later
-        # module at the same address only gets more of them.
-        self.callers = defaultdict[int, set[int]](set)
         self.count = 0  # samples so far
         self.restarted_at = 0  # the first sample that `run_peak` may be
         self.run_peak, self.window_peak = Peak(), Peak()
@@ -142,11 +134,6 @@ class Recording:
         # Flat lists of ints, so that the garbage collector has nothing to traverse.
         self._rows, self._lifetimes = list[int](), list[int]()
         self._stride, self._capacity = 1, NEW * max_samples
-
-    @property
-    def past_since(self) -> int:
-        """The first sample from which on all freed storages are in ``past``."""
-        return self.past[0].stop if len(self.past) == self.past.maxlen else 0
 
     @property
     def phase(self) -> int:
@@ -274,7 +261,6 @@ class Recording:
         self.moment_peaks = {m: total + nbytes for m, total in self.moment_peaks.items()}
         self.run_peak.total += nbytes
         self.window_peak.total += nbytes
-        self.turns = [turn._replace(live=turn.live + nbytes) for turn in self.turns]
         return nbytes
 
     def record_scratch(self, nbytes: int, func: object) -> None:
@@ -287,16 +273,11 @@ class Recording:
     def begin_turn(self, turn: int) -> None:
         """The first forward of a turn begins."""
         self.turn, self.saved_numbers = turn, 0
-        if turn % self._turns_apart == 0:
-            self.turns.append(Turn(turn, self.step, self.total))
-        if len(self.turns) >= MAX_TURNS:
-            self._turns_apart *= 2
-            self.turns = [kept for kept in self.turns if kept.number % self._turns_apart == 0]
 
     def note_batch(self, rows: int) -> None:
         """Training goes on with a batch of ``rows`` rows; 0 if that is not known."""
         before = self.batches[-1][1] if self.batches else 0
-        if rows not in (0, before) and len(self.batches) < MAX_TURNS:
+        if rows not in (0, before) and len(self.batches) < MAX_BATCHES:
             self.batches.append((self.op, rows))
 
     def note_number(self) -> None:

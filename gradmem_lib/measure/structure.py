@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -32,44 +31,32 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Structure:
-    """``name``: the model's class. ``children``: the names of the modules that it consists of.
-    ``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
-    checkpoints can be put on. ``chains``: the names of each ``nn.Sequential`` of PyTorch's own
-    layers: what a layer returns goes into the next one, and nothing else keeps it.
+    """``layers``: the names of the modules in lists (``nn.Sequential``, ``nn.ModuleList``), which
+    checkpoints can be put on.
 
     ``shapes``, ``dtypes``: of each parameter, by name. ``trained``: the names of the parameters
     that need a gradient. ``outputs``: how many features come out of the matrices at the model's
     end, such as the number of tokens that it knows, or how many rows a table of embeddings has, for
-    scores of all of them. ``maps``: the numbers for each position (pixel) that come out of a
-    convolution of size 1 at the model's end, such as the number of classes, and how many go into
-    it.
+    scores of all of them.
     """
 
-    name: str
-    children: frozenset[str]
     layers: frozenset[str]
-    chains: frozenset[str]
     shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
     trained: frozenset[str]
     outputs: frozenset[int]
     checkpoints: Checkpoints
-    maps: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module | None, callers: Mapping[int, set[int]]) -> Self | None:
-        """What is known of ``model``. ``callers``: as in ``Recording``."""
+    def of(cls, model: nn.Module | None) -> Self | None:
+        """What is known of ``model``."""
         if model is None:
             return None
-        children, layers, chains = set[str](), set[str](), set[str]()
+        layers = set[str]()
         for name, module in model.named_modules():
-            if name:
-                children.add(name.partition(".")[0])
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
                 inner = f"{name}." if name else ""
                 layers.update(inner + item for item, _ in module.named_children())
-            if isinstance(module, nn.Sequential) and _is_chain(module, callers):
-                chains.add(name)
         shapes, dtypes = dict[str, Shape](), dict[str, torch.dtype]()
         trained = set[str]()
         for name, parameter in model.named_parameters():
@@ -79,16 +66,12 @@ class Structure:
             if parameter.requires_grad:
                 trained.add(name)
         return cls(
-            type(model).__name__,
-            frozenset(children),
             frozenset(layers),
-            frozenset(chains),
             shapes,
             dtypes,
             frozenset(trained),
             _outputs(model, layers),
             _checkpoints(model),
-            _maps(model),
         )
 
     def in_layers(self, module: str) -> bool:
@@ -103,31 +86,6 @@ def within(name: str, outer: Any) -> bool:
             return True
         name = name.rpartition(".")[0]
     return False
-
-
-def _is_chain(module: nn.Sequential, callers: Mapping[int, set[int]]) -> bool:
-    """Whether it and all that is inside run as PyTorch has written it, each layer called by what
-    contains it, so that no layer's output is kept and no hook gets one.
-    """
-    if type(module).forward is not nn.Sequential.forward:
-        return False
-    if not all(_runs_as_written(part) for part in module.modules()):
-        return False
-    for part in module.modules():
-        for child in part.children():
-            called_by = callers.get(id(child), set())
-            if not called_by <= {id(part)}:
-                return False  # the script takes the layers one by one, or a hook gets their outputs
-            if isinstance(part, nn.Sequential) and not called_by:
-                return False  # nothing is known of its calls
-    return True
-
-
-def _runs_as_written(module: nn.Module) -> bool:
-    """Whether its forward is one of PyTorch's own."""
-    forward = getattr(type(module), "forward", None)  # a scripted module has none
-    file = getattr(forward, "__module__", None) or ""
-    return file.startswith("torch.nn.modules.") and "forward" not in vars(module)
 
 
 def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
@@ -157,23 +115,6 @@ def _outputs(model: nn.Module, layers: set[str]) -> frozenset[int]:
             if n_out > n_in and len(shapes) == 1 and at_the_end:
                 widening.add(n_out)
     return frozenset((widening | rows) - taken)
-
-
-def _maps(model: nn.Module) -> dict[int, int]:
-    """The outputs and the inputs of the model's last layer, if it is a convolution that computes
-    each position from this position alone, and makes more numbers of fewer. Otherwise empty.
-    """
-    last = None
-    for module in model.modules():
-        own = module.parameters(recurse=False)
-        if any(not nn.parameter.is_lazy(p) and p.dim() >= 2 for p in own):
-            last = module
-    if not isinstance(last, nn.Conv1d | nn.Conv2d | nn.Conv3d) or last.groups != 1:
-        return {}
-    of_one_position = set(last.kernel_size) == {1} and set(last.stride) == {1}
-    if not of_one_position or last.out_channels <= last.in_channels:
-        return {}
-    return {last.out_channels: last.in_channels}
 
 
 def _checkpoints(model: nn.Module) -> Checkpoints:

@@ -88,49 +88,27 @@ class Holder(NamedTuple):
         )
 
 
-class Turn(NamedTuple):
-    """Where a turn begins (training forwards and backwards, which a script repeats): how many
-    there were before it, how many optimizer steps, and the live bytes.
-    """
-
-    number: int
-    step: int
-    live: int
-
-
 @dataclass(eq=False, slots=True)
 class ForwardPass:
     """One call of an outermost module.
 
-    ``owner``: the module as the meter knows it, and ``module``: its name. ``with_grad``: gradients
-    were recorded. ``used``: a backward went through it. ``step``: how many optimizer steps were
-    finished. ``live_before``, ``live_after``, ``peak``: live bytes when it began and when it ended,
-    and the most in between. ``line``: the user's line that called it. ``first``, ``last``:
-    autograd's numbers for the nodes of its graph, from the first one to the one after the last.
-    ``chained``: it was given what an earlier operation with a gradient has computed.
-    ``has_weights``: the module has parameters, or calls a module that has some, which may be seen
-    only while the call runs; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how many
-    turns were finished. ``differentiable``: the backward that used it has built a graph itself.
-    ``called``: what is called, as long as it lives. ``for_no_optimizer``: it has parameters that
-    need a gradient, and no optimizer has one of them. ``waits_for_step``: an optimizer has some of
-    them, and none that has has stepped so far. ``used_in_turn``: the turn of the first backward
-    that went through it; -1 if none has. ``training_mode``: the module's mode. ``number``: the same
-    for all calls of one module. ``has_tracked_weights``: some of its weights are the tracked
-    model's. ``first_sample``: the first sample of the recording that can have its bytes,
+    ``with_grad``: gradients were recorded. ``used``: a backward went through it. ``step``: how many
+    optimizer steps were finished. ``live_before``, ``live_after``, ``peak``: live bytes when it
+    began and when it ended, and the most in between. ``line``: the user's line that called it.
+    ``first``, ``last``: autograd's numbers for the nodes of its graph, from the first one to the
+    one after the last. ``chained``: it was given what an earlier operation with a gradient has
+    computed. ``has_weights``: the module has parameters, or calls a module that has some, which may
+    be seen only while the call runs; a loss such as ``nn.CrossEntropyLoss`` has none. ``turn``: how
+    many turns were finished. ``differentiable``: the backward that used it has built a graph
+    itself. ``called``: what is called, as long as it lives. ``for_no_optimizer``: it has parameters
+    that need a gradient, and no optimizer has one of them. ``waits_for_step``: an optimizer has
+    some of them, and none that has has stepped so far. ``used_in_turn``: the turn of the first
+    backward that went through it; -1 if none has. ``training_mode``: the module's mode. ``number``:
+    the same for all calls of one module. ``has_tracked_weights``: some of its weights are the
+    tracked model's. ``first_sample``: the first sample of the recording that can have its bytes,
     ``end_sample`` the first one after it.
-
-    ``row_counts``: the sizes that the first dimension of a tensor with rows may have: the rows of
-    the batch, and the products with the next dimensions, such as the number of all rows' tokens.
-    ``second_size``: that of the batch's second dimension, if the rows may stand there and tokens in
-    the first one; otherwise 0.
-    ``given``: the bytes of the tensors that it was called with, as far as they stand in lists,
-    tuples and dicts. ``returned``: the bytes that it has made and returned. Three other fields are
-    bytes, and what the call has returned is in none of them. ``made``: what was left of the call
-    when it ended. ``inside_at_peak``: the activations at the run's peak that were made in the call.
-    ``kept_at_peak``: the same, and those that were made after it until the next call began.
     """
 
-    owner: Any
     step: int
     with_grad: bool
     live_before: int
@@ -140,12 +118,8 @@ class ForwardPass:
     live_after: int = 0
     peak: int = 0
     used: bool = False
-    module: str = ""
     chained: bool = False
     has_weights: bool = True
-    kept_at_peak: int = 0
-    inside_at_peak: int = 0
-    returned: int = 0
     turn: int = 0
     differentiable: bool = False
     called: weakref.ref[nn.Module] | None = None
@@ -154,9 +128,6 @@ class ForwardPass:
     used_in_turn: int = -1
     training_mode: bool = True
     number: int = 0
-    given: int = 0
-    row_counts: frozenset[int] = frozenset()
-    second_size: int = 0
     has_tracked_weights: bool = False
     first_sample: int = 0
     end_sample: int = 0
@@ -168,10 +139,6 @@ class ForwardPass:
         A Function of one's own counts its nodes under ``no_grad()`` too.
         """
         return self.with_grad and self.last > self.first
-
-    @property
-    def made(self) -> int:
-        return self.live_after - self.live_before - self.returned
 
     @property
     def samples(self) -> tuple[int, int]:

@@ -37,7 +37,6 @@ import sys
 import threading
 import time
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -51,7 +50,6 @@ from torch.optim import Optimizer
 from ..compat.autograd import next_sequence_nr
 from ..display import has_viewer, pictures
 from ..names import (
-    ACTIVATIONS,
     BETWEEN_STEPS,
     CATEGORIES,
     EVALUATION,
@@ -233,31 +231,14 @@ class MemoryTracker:
     def forwards(self) -> list[ForwardPass]:
         """The calls of outermost modules, in order; of a long run the latest ones."""
         with self._meter.lock:
-            named = self._meter.module_names()
             if self._state != "done":
                 self._meter.mark_passes()
             found = [replace(done) for done in self._meter.position.passes]
             for done in found:
-                done.module = name_of(done.owner, named)
                 done.line = source_line(done.line)
                 done.last = done.last or next_sequence_nr()
                 done.end_sample = done.end_sample or self._recording.count
-            self._add_bytes_at_peak(found)
             return found
-
-    def _add_bytes_at_peak(self, forwards: list[ForwardPass]) -> None:
-        """Add to each of the forwards what it has made of the activations at the peak: until the
-        next one begins, and until its own end. What it has returned is left out.
-        """
-        first_samples = [done.first_sample for done in forwards]
-        for entry in self._recording.entries(self._recording.run_peak):
-            begun = bisect_right(first_samples, entry.sample)  # how many forwards before it
-            if not begun or entry.category != ACTIVATIONS or entry.is_result:
-                continue
-            done = forwards[begun - 1]
-            done.kept_at_peak += entry.nbytes
-            if entry.sample < done.end_sample:
-                done.inside_at_peak += entry.nbytes
 
     @property
     def facts(self) -> Facts:
@@ -443,7 +424,7 @@ class MemoryTracker:
             find_others=lambda: self._holders(others, likely),  # a live plot does without them
             forwards=self.forwards,
             steps=self.steps,
-            turns=recording.turns,
+            turns=recording.turn + 1,
             moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
             ended=is_done and not self._interrupted,
             optimized=self._optimized if is_done else meter.optimized(),

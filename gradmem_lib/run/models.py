@@ -108,7 +108,7 @@ class FoundModels:
             self.found = alive
             self._known = [self._stored_knowledge_at_peak(), Knowledge(since=self.recording.count)]
         now = self._known[-1]
-        now.structure = Structure.of(self, self.recording.callers)
+        now.structure = Structure.of(self)
         now.untrained = frozenset(name for name, _ in self.other_parameters())
 
     def knowledge_at_peak(self) -> Knowledge:

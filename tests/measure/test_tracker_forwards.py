@@ -36,11 +36,6 @@ class Takes(nn.Module):
         return None
 
 
-def inside(x: torch.Tensor, width: int = 64) -> int:
-    """The bytes that a training forward of ``Net`` keeps beside its result."""
-    return x.size(0) * width * 4
-
-
 def test_what_is_alive_around_each_call():
     """The bytes before and after, and the most in between, as the test reads them itself; also
     where something was dropped right before, and inside at the very end.
@@ -63,9 +58,8 @@ def test_what_is_alive_around_each_call():
     found = [(p.live_before, p.live_after, p.peak) for p in tracker.forwards]
     found[0] = (found[0][0] + x.nbytes, *found[0][1:])  # its batch came with the call
     assert found == seen
-    train, evaluation, again = tracker.forwards
-    assert train.made == inside(x) + x.nbytes and again.made == inside(x)
-    assert evaluation.made == 0 and evaluation.peak > evaluation.live_after
+    _, evaluation, _ = tracker.forwards
+    assert evaluation.peak > evaluation.live_after
     assert [p.with_grad for p in tracker.forwards] == [True, False, True]
     assert [p.has_graph for p in tracker.forwards] == [True, False, True]
     assert [p.used for p in tracker.forwards] == [True, False, True]
@@ -87,19 +81,18 @@ def test_what_a_call_frees_when_it_returns_is_not_alive_after_it():
     with MemoryTracker(live=False) as tracker:
         out = Drops()(torch.ones(100))
     [done] = tracker.forwards
-    assert done.live_after == done.live_before + out.nbytes and done.made == 0
+    assert done.live_after == done.live_before + out.nbytes
 
 
-def test_a_result_counts_where_it_is_first_returned():
+def test_a_result_is_what_a_call_has_made_and_returned():
     same, x = nn.Identity(), torch.ones(9, requires_grad=True)
     with MemoryTracker(live=False) as tracker:
         out = nn.ReLU()(x)
+        passed_on = x * 2
         same(out)
-        same([out, out])
-    made, *passed_on = tracker.forwards
-    assert made.made == x.nbytes  # counted when it was first read
-    assert [p.made for p in passed_on] == [0, 0]
-    assert [h.is_result for h in tracker.holders("now") if h.op.startswith("aten.relu")] == [True]
+        same([passed_on, passed_on])
+    results = {h.op: h.is_result for h in tracker.holders("now")}
+    assert results["aten.relu"] and not results["aten.mul.Tensor"]
 
 
 def test_no_result_of_a_call_that_raises():
@@ -114,29 +107,8 @@ def test_no_result_of_a_call_that_raises():
             fails(x)
         net(x)
     raised, after = tracker.forwards
-    assert raised.live_after and raised.made > inside(x)
-    assert after.live_before == raised.live_after and after.made == inside(x)
-
-
-@pytest.mark.parametrize(
-    ("given", "nbytes", "row_counts", "second_size"),
-    [
-        ((torch.ones(6, 8),), 192, {6, 48}, 0),
-        ((torch.ones(6, 4, 8),), 768, {6, 24, 192}, 4),
-        ((torch.zeros(6, 4, dtype=torch.long),), 192, {6, 24}, 4),
-        ((torch.tensor(1.0), torch.ones(6, 8)), 196, {6, 48}, 0),
-        ((torch.ones(6, 8), torch.ones(6, 2), torch.ones(5, 3)), 300, {6, 48, 12}, 0),
-        (([torch.ones(6, 8)], {"mask": torch.ones(6, 4)}), 288, {6, 48, 24}, 0),
-        ((3,), 0, set(), 0),
-    ],
-)
-def test_what_a_call_is_given(given, nbytes, row_counts, second_size):
-    with MemoryTracker(live=False) as tracker:
-        Takes()(*given)
-        Takes()(named=given)
-    for done in tracker.forwards:
-        assert done.given == nbytes
-        assert done.row_counts == row_counts and done.second_size == second_size
+    assert raised.live_after and after.live_before == raised.live_after
+    assert not any(h.is_result for h in tracker.holders("now"))
 
 
 def test_a_loss_is_what_is_given_a_models_output_and_has_no_weights():
@@ -296,35 +268,6 @@ def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
     assert len(tracker.forwards) == 2 and tracker.facts.recomputed
 
 
-def chains_of(call) -> set[str]:
-    """The chains that the tracker knows of a model that ``call`` uses."""
-    net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
-    with MemoryTracker(net, live=False) as tracker:
-        call(net, torch.ones(4, 8))
-    return set(tracker.facts.structure.chains)
-
-
-def with_a_hook(net: nn.Module, x: torch.Tensor) -> None:
-    net[1].register_forward_hook(lambda *given: None)
-    net(x)
-
-
-@pytest.mark.parametrize(
-    ("call", "chains"),
-    [
-        (lambda net, x: net(x), {"", "0"}),
-        (lambda net, x: (net(x), net(x)), {"", "0"}),
-        (lambda net, x: net[0](x), {"0"}),
-        (lambda net, x: (net(x), net[1](x)), {"0"}),
-        (lambda net, x: (net(x), Outer(net[0][0])(x)), set()),
-        (with_a_hook, {"0"}),
-        (lambda net, x: None, set()),
-    ],
-)
-def test_a_chain_is_called_by_nothing_but_itself(call, chains):
-    assert chains_of(call) == chains
-
-
 def test_modules_of_other_threads():
     """The tracked model is refused there, and another one is let through, uncounted."""
     net, other, x = Net(), Net(), torch.ones(16, 8)
@@ -373,14 +316,13 @@ def test_nothing_stays_after_the_block():
     wrapped(net, x).sum().backward()
     SGD(net.parameters(), lr=0.1).step()
     assert len(tracker.forwards) == counted and tracker.steps == 0
-    assert [p.module for p in tracker.forwards] == ["Net", "first"]
     gone = weakref.ref(net)
     out, kept = out.detach(), kept.detach()
     del net
     gc.collect()
     assert gone() is None
     names = {h.module for h in tracker.holders() if h.category == "activations"}
-    assert "first" in names and tracker.forwards[1].module == "first"
+    assert "first" in names
 
 
 def test_a_replaced_weight_is_found_at_the_next_call_and_at_the_end():

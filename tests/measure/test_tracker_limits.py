@@ -169,7 +169,7 @@ def test_the_message_has_every_figure():
     snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
     layers = frozenset(f"model.layers.{i}" for i in range(3))
     none = frozenset()
-    structure = Structure("Model", none, layers, none, {}, {}, none, none, Checkpoints())
+    structure = Structure(layers, {}, {}, none, none, Checkpoints())
     facts = Facts(snapshot, holders=everything, structure=structure)
     # Without activations 400 bytes are left, and without what else belongs to the batch 300.
     error = BudgetExceeded(400, 60, "mul", snapshot, everything, facts)

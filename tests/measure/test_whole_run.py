@@ -309,7 +309,7 @@ def test_a_forward_pass_says_whether_its_graph_was_used(how, used):
             out.sum().backward()
     (forward,) = tracker.forwards
     assert (forward.with_grad, forward.used) == (how != "evaluated", used)
-    assert forward.module == "Linear" and forward.step == 0
+    assert forward.step == 0
     assert forward.live_after - forward.live_before >= out.nbytes
 
 
