@@ -87,7 +87,8 @@ REFUSED: dict[tuple[str, str], str] = {
             "switch_transformers",
         )
     },
-    **{(family, "accumulated"): "a loss that compares rows" for family in ("siglip", "clip")},
+    # A loss that compares rows.
+    **{(family, "accumulated"): "return_loss=True" for family in ("siglip", "clip")},
     **{(family, recipe): "give batch=" for family in ("wav2vec2", "hubert") for recipe in RECIPES},
 }
 
