@@ -66,7 +66,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
         raise ValueError(
             "use accumulation=1 and no sharding, with checkpointing to save memory; or give step a "
             f"loss= that is a mean over labels or rows: {how} cuts the batch, and with "
-            f"{' and '.join(found)} the loss is none"
+            f"{' and '.join(found)} the loss is no such mean"
         )
 
 

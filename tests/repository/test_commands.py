@@ -109,7 +109,8 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
         "cpu",
     ]
     code, out, error = command(capsys, *words)
-    assert code == 0 and "Fits, fastest first" in out and "make_trainer(" in out
+    assert code == 0 and "Fits" in out and "make_trainer(" in out
+    assert "fastest" not in out  # no speed of a CPU is known
     assert "predicted" not in error  # no terminal
     with monkeypatch.context() as patch:
         patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -240,7 +241,7 @@ def test_command_plan_takes_pictures_without_a_length(capsys, tmp_path):
     # On a slow machine it says what takes so long, and how far it is.
     assert code == 0 and (not err or err.startswith("reading the model and trying its recipes"))
     assert "global batch 4 rows" in out and "A row: pixel_values 3 x 32 x 32" in out
-    assert "ViTForImageClassification(config)" in out and "us/row" in out
+    assert "ViTForImageClassification(config)" in out and "us/row" not in out
     code, out, err = command(capsys, "plan", str(tmp_path), *asked, "--json")
     assert "estimated_seconds_per_row" in json.loads(out)["fits"][0]
     tiny_config("whisper").save_pretrained(tmp_path)

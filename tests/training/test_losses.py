@@ -443,7 +443,7 @@ def test_a_loss_that_pieces_do_not_have_is_refused(model, batch, says):
         }
     if says is None:
         return check_pieces(model, batch, "accumulation=2")
-    with pytest.raises(ValueError, match=f"accumulation=2 and {says}"):
+    with pytest.raises(ValueError, match=f"accumulation=2 cuts the batch, and with {says}"):
         check_pieces(model, batch, "accumulation=2")
 
 
