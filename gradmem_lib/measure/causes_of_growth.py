@@ -446,8 +446,8 @@ def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:
         if holder.nbytes > old.nbytes and _same_code(holder, old):
             holders.append(holder)  # the longer one, which is being made
     newest = holders[-1]
-    as_long = [holder for holder in alike if holder.nbytes == newest.nbytes]
-    if any(holder.samples[0] > newest.samples[0] for holder in as_long):
+    later = [holder for holder in alike if holder.samples[0] > newest.samples[0]]
+    if later and later[0].nbytes == newest.nbytes:
         return None  # a window of the last rows, which is full
     unit = facts.unit
     changes: dict[str, Any] = {"growing": [*rising[1:], *holders]}
