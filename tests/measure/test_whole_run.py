@@ -242,9 +242,10 @@ def test_calls_of_losses_push_out_no_calls_of_a_model():
         for _ in range(KEPT_PASSES + 20):
             criterion(first, x)
         second = net(x)
-    of_models = [done for done in tracker.forwards if done.has_weights]
+    forwards = tracker.forwards
+    of_models = [done for done in forwards if done.has_weights]
     assert len(of_models) == 2 and second.shape == first.shape
-    assert tracker.forwards[0] == of_models[0] and tracker.forwards[-1] == of_models[1]
+    assert forwards[0] is of_models[0] and forwards[-1] is of_models[1]
 
 
 def test_a_backward_is_known_though_its_samples_were_thinned_out(monkeypatch):
