@@ -96,7 +96,9 @@ def test_options_are_in_order_of_time_but_for_those_that_count_as_equal(tight):
 def test_refusals_say_what_is_missing_in_bytes(tight):
     text = tight.next_faster.why_not()
     assert "more than there is" in text and "activations" in text
-    assert str(tight.next_faster) in str(tight) and "estimates" in str(tight)
+    assert str(tight.next_faster) in str(tight) and "estimates" not in str(
+        tight
+    )  # for a CPU, no time
     assert tight._repr_html_().startswith("<pre>")
 
 
