@@ -51,7 +51,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
         given = {key: value for key, value in batch.items() if value is not None}
     found = []
     if given.get("return_loss"):
-        found.append("return_loss=True")
+        found.append("return_loss=True (a loss that compares rows)")
     if "num_items_in_batch" in given:
         found.append("num_items_in_batch")
     if getattr(config, "ctc_loss_reduction", None) == "sum":
