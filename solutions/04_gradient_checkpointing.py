@@ -173,8 +173,7 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 # before the first run, and runs again from that state. Yours drops other values in its second run. Backward then computes
 # the gradient of a network that never ran, and nothing warns you. (An optional section measures it, and exercise 4.2
 # corrects it.) Two things to watch with PyTorch's, too: **batch norm** updates its running statistics twice a step, and
-# a second run that computes other *values* goes unnoticed, as with Python's or NumPy's random numbers. The library's
-# `checkpoint_layers` puts both back.
+# a second run that computes other *values* goes unnoticed.
 #
 # ## 3 · Segments
 #
@@ -670,8 +669,8 @@ SafeCheckpoint = check("4.2", SafeCheckpoint)
 #
 # A Function has a node in the graph only if one of its arguments requires a gradient. Write
 # `from_frozen(embedding, layers, ids)`: the output of `layers` on `embedding(ids)`, with each layer in a
-# **reentrant** checkpoint. All layers must get the gradients that they would get without checkpoints, also those with
-# dropout, and the embedding must get none.
+# **reentrant** checkpoint. All layers must get the gradients of a step without checkpoints, also with dropout, and
+# the embedding none.
 #
 # <details><summary>Hint 1: what is missing</summary>
 #

@@ -469,7 +469,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # <!-- holds: seven(lora_rank=16, quantized_base=True, checkpointing="per-layer").peak.by_category["parameters"]
 # > 2 * 4 * 2048 * 32000 --> Lesson 05's loss in chunks takes the logits away:
 # `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it asks a tiny copy of the model for the
-# bias, the scale and the cap of its logits. Gemma 2 *caps* them, for example. An optional section writes such a loss.
+# bias, the scale and the cap of its logits. An optional section writes such a loss.
 #
 # ## 9 · Under 300 MiB
 #
