@@ -518,6 +518,7 @@ def needs(id, answer, parts, digits=1):
     return f"`{answer}` needs {weighed.needs / 2**30:.{digits}f} GiB: {', '.join(held)}"
 
 
+# %% tags=["solution-only"]
 def rows(id):
     one = puzzle(id)
     return f"{one.rows} rows of {one.tokens:,} tokens"
@@ -579,6 +580,7 @@ tries = (
 first, second, third, fourth = [weigh("11.0", one) for one in tries]
 words = vocabulary("Llama-3.2-1B")
 plain, twice = weigh("11.4", lora | eight), weigh("11.4", lora | again | eight)
+# %% tags=["solution-only"]
 one_row = weigh("11.5", qlora | eight)
 pieces = [weigh("11.7", lora | again | chunks | {"accumulation": n}) for n in (4, 1)]
 mistral = known_model("Mistral-7B")[1]
