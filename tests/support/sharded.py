@@ -91,14 +91,11 @@ def trained(
     def mark(part: str) -> None:
         if part == "step":
             weights = [p for p in model.parameters() if p.requires_grad]
-            if clip:
-                torch.nn.utils.clip_grad_norm_(weights, clip, foreach=False)
             seen.extend(whole(p.grad).clone() for p in weights if p.grad is not None)
 
+    given = {"mark": mark, "loss": exact_loss, "max_grad_norm": clip or None}
     with undo:
-        losses = [
-            step(model, optimizer, batch, recipe, mark=mark, loss=exact_loss) for _ in range(steps)
-        ]
+        losses = [step(model, optimizer, batch, recipe, **given) for _ in range(steps)]
     return {
         "gradients": seen,
         "weights": [whole(p.detach()) for p in model.parameters()],
