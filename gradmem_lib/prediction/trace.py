@@ -21,6 +21,7 @@ from ..compat.fake_tensors import NO_VALUES
 from ..compat.transformers_models import attention_by_values, attention_of
 from ..names import is_flash
 from ..techniques.data_parallel import Processes
+from ..techniques.second_run import watched_modules
 from ..training.prepare import prepare, set_attention
 from ..training.step import (
     autocast,
@@ -163,8 +164,9 @@ def _where(error: BaseException) -> str:
 class _FakeStep:
     """The step that a question asks for, on fake tensors. It exists while its block runs.
 
-    ``is_steady``: in the recorded step, every trained parameter got a gradient, and modules held
-    the same tensors before and after it. Then the next step is like it. ``changes_views``: the
+    ``is_steady``: in the recorded step, every trained parameter got a gradient, modules held the
+    same tensors before and after it, and no checkpoint met a module for the first time. Then the
+    next step is like it. ``changes_views``: the
     recorded step changed views in place, so that its trace is right only with ``views``.
     """
 
@@ -321,7 +323,7 @@ class _FakeStep:
                 for parameter in group["params"]:
                     trained += 1
                     parameter.register_post_accumulate_grad_hook(lambda p: with_gradient.add(id(p)))
-        held = _module_tensors(self.model)
+        held, watched = _module_tensors(self.model), watched_modules(self.model)
         offloaded_before = getattr(self.offload_hooks, "bytes", 0)
         chunks = FewChunks(recorder.marks)
         recorder.views = self.views
@@ -334,7 +336,11 @@ class _FakeStep:
             self.run(micro_batches, recorder)
         self.changes_views = recorder.changes_views
         offloaded = getattr(self.offload_hooks, "bytes", 0) - offloaded_before
-        self.is_steady = len(with_gradient) == trained and held == _module_tensors(self.model)
+        self.is_steady = (
+            len(with_gradient) == trained
+            and held == _module_tensors(self.model)
+            and watched == watched_modules(self.model)
+        )
         # 2: what is offloaded is also reloaded
         trace = recorder.trace(2 * offloaded + recorder.offload_traffic_bytes)
         return _with_left_out(trace, chunks)

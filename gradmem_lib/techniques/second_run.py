@@ -51,6 +51,12 @@ def checkpoint_again(
     return checkpoint(run_or_run_again, *args, use_reentrant=False, **options)
 
 
+def watched_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` whose buffers have been copied once, in their first forward."""
+    parts = [part for part in model.modules() if part in _WRITTEN]
+    return [part for part in parts if next(part.buffers(recurse=False), None) is not None]
+
+
 class FirstRun:
     """What a forward of ``modules`` finds beside its arguments. To be made before it runs:
 

@@ -275,6 +275,7 @@ def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
         torch.manual_seed(0)
         space = run(text, tmp_path, config=config_of(name), train_dataset=Rows(name))
     model, gradients = whole_batch(name)
+    rate = transformers.TrainingArguments("out").learning_rate
     assert len(gradients) > 10 and space["loss"] == pytest.approx(
         model(**Rows(name).rows).loss.item(), rel=1e-5
     )
@@ -282,7 +283,7 @@ def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
     for parameter, before in model.named_parameters():
         assert found[parameter].grad is None
         if parameter in gradients:
-            after = before.detach() - 1e-4 * gradients[parameter]
+            after = before.detach() - rate * gradients[parameter]
             torch.testing.assert_close(
                 found[parameter].detach(), after, rtol=1e-6, atol=1e-8, msg=parameter
             )

@@ -89,18 +89,14 @@ def packages() -> Iterator[Finding]:
     """Every package that the library declares for the course, in the version that is installed."""
     try:
         declared = metadata.requires("gradmem") or []
-    except metadata.PackageNotFoundError:
-        what = "the course's own package is not installed in this Python"
-        if absent := _absent_packages():
-            what += f", nor are {', '.join(absent)}"
-        advice = "in the course's folder, run `make lab`, or `pip install -r requirements.txt`"
-        yield Finding("missing", what, advice)
-        return
-    try:
         from packaging.requirements import Requirement
+    except metadata.PackageNotFoundError:
+        advice = "in the course's folder, run `make lab`, or `pip install -r requirements.txt`"
+        yield _nothing_to_judge_by("the course's own package is not installed here", advice)
+        return
     except ImportError:
-        what = "packaging is not installed: without it, no version of a package can be judged"
-        yield Finding("missing", what, _install("packaging"))
+        what = "packaging, which judges versions, is not installed here"
+        yield _nothing_to_judge_by(what, _install("packaging"))
         return
     for requirement in map(Requirement, declared):
         # The library's own name stands for another of its extras; ``jupyterlab`` below says what
@@ -110,6 +106,11 @@ def packages() -> Iterator[Finding]:
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
             yield package(requirement.name, _version(requirement.name), requirement.specifier)
+
+
+def _nothing_to_judge_by(what: str, advice: str) -> Finding:
+    absent = _absent_packages()
+    return Finding("missing", what + (f", nor are {', '.join(absent)}" if absent else ""), advice)
 
 
 def _absent_packages() -> list[str]:
