@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..units import format_bytes
-from .paths import Held
+from .paths import NOBODY, Held
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
 
@@ -123,7 +123,7 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held | None, int]:
     """What holds the most of the bytes, and how many; ``None`` if no holder is known."""
     nbytes = Counter[Held]()
     for holder in holders:
-        if holder.held is not None:
+        if holder.held not in (None, NOBODY):
             nbytes[holder.held] += holder.nbytes
     return nbytes.most_common(1)[0] if nbytes else (None, 0)
 

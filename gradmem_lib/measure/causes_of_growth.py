@@ -26,7 +26,7 @@ from .cause import (
 from .causes_of_holders import SEVERAL
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
-from .paths import Held
+from .paths import NOBODY, Held
 from .rows import Group, Row, cause_of
 from .source_lines import source_line
 from .timeline import Holder
@@ -37,7 +37,6 @@ COLLECTED = "An evaluation collects its results"
 GROWS = 0.001
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
 SAMPLE = 100  # freed storages that are looked at, spread over all
-NOBODY = Held("")
 STATES = ".state["  # in a path: an optimizer's
 HISTORY = 5
 LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
@@ -54,6 +53,11 @@ WITHOUT_A_NAME = (
     "look where the results of this line go: a list, a sum, a hook or a cache keeps them. Keep "
     "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
     "has zeros between its rows: take it of one row after another, and reduce each at once."
+)
+OF_CPP = (
+    "no list and no variable of Python's keeps them. Look at what this line calls: a "
+    "torch.autograd.Function that puts its own output on ctx is never freed (ctx.y = y; "
+    "ctx.save_for_backward(y) is right), and a library may have a queue or a buffer."
 )
 OF_A_LONGER_ONE = (
     "keep only numbers of it, or put the pieces into a list off the card, "
@@ -135,10 +139,10 @@ def _place_of(holder: Holder) -> tuple | None:
     """What may keep tensors of many steps: a name of a list, or of a tensor with its graph; or what
     has no name that was found, by the line that makes it.
     """
-    held = holder.held
-    if held is None and holder.line is not None and not belongs_to_training(holder):
+    held = holder.held or NOBODY
+    if not held.path and holder.line is not None and not belongs_to_training(holder):
         return holder.line, holder.op, holder.dtype
-    if held is None or (held.kind == "window" and not held.graph):
+    if held.kind == "window" and not held.graph:
         return None
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
@@ -164,7 +168,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
     if is_empty_later and 2 * total(copies) > total(group):
         return None  # copies of a round, which are averaged at its end
-    has_a_name = group[0].held is not None
+    has_a_name = (group[0].held or NOBODY).path
     if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
         return None  # later steps did not need more
     if len(by_step) < SEVERAL:
@@ -212,7 +216,10 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
     }
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
     changes["needed_in"] = "round" if any(map(belongs_to_training, old)) else unit
-    if held is not None:
+    if held is None or not held.path:
+        was_looked_for = all(holder.held is not None for holder in old)
+        changes["remedy"] = OF_CPP if was_looked_for else WITHOUT_A_NAME
+    else:
         words["by"] = f"`{name_of(held)}`"
         changes["remedy"] = _remedy(held, old, unit == "forward")
         if _is_history(held):

@@ -41,8 +41,8 @@ CYCLES = Row(
     "Reference cycles keep tensors",
     "{size} of the peak's {peak} have no name any more: objects that refer to one another hold "
     "them, until Python's collector runs, and bytes of tensors do not make it run.",
-    "let no object refer to itself (weakref.ref for the way back), or call gc.collect() at the end "
-    "of a step.",
+    "let no object refer to itself (weakref.ref for the way back; in a torch.autograd.Function, "
+    "ctx.save_for_backward(y) in place of ctx.y = y), or call gc.collect() at the end of a step.",
     _in_cycles,
     least=MUCH,
 )

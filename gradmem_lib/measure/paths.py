@@ -88,6 +88,9 @@ class Held(NamedTuple):
         return f"the graph of {place}" if self.graph else place
 
 
+NOBODY = Held("")  # no name was found, though all that may have been were looked at
+
+
 class Edge(NamedTuple):
     """``words`` lead from an object to ``value``; ``kind`` is that of the owner, or nothing.
 
@@ -120,6 +123,9 @@ def who_holds(
         walk.search([*_names_of_modules(own=True), *own])
         walk.in_script = False
         walk.search(of_libraries)
+        if not everywhere and walk.is_complete and not walk.has_enough():
+            for key in wanted:
+                walk.claim(key, NOBODY)
         if everywhere and not walk.has_enough():
             walk.search_in_circles()
         if everywhere and not walk.has_enough():

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from types import FrameType
 
-from .paths import Held, who_holds
+from .paths import NOBODY, Held, who_holds
 from .recording import Entry, Recording
 
 MOST_WALKS = 10
@@ -36,15 +36,19 @@ class Walks:
             return
         allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
         if self.spent + self.last <= allowed:
-            self.walk(frame)
+            self.walk(frame, in_a_step=True)
 
     def walk(
         self,
         frame: FrameType | None,
         error: BaseException | None = None,
         everywhere: bool = False,
+        in_a_step: bool = False,
     ) -> None:
-        """Note who holds each large storage now. If a walk fails, there is no other one."""
+        """Note who holds each large storage now. If a walk fails, there is no other one.
+
+        ``in_a_step``: the functions that train are running, so that their variables are there.
+        """
         began = time.perf_counter()
         live = self.recording.live
         least = SMALL * self.recording.total
@@ -53,9 +57,13 @@ class Walks:
         self.height = self.recording.total
         try:
             for key, held in who_holds(wanted, frame, error, everywhere).items():
-                before = live[key].held
-                if held.path or before is None:  # the name that it had says more than none
-                    live[key].held = held
+                entry = live[key]
+                if held.path:
+                    entry.held = held
+                elif in_a_step and held is NOBODY:
+                    entry.held = NOBODY  # the name that it had is another tensor's now
+                elif everywhere and not (entry.held or NOBODY).path:
+                    entry.held = held  # else the name that it had says more than none
         except Exception:
             self.count = MOST_WALKS
         self.last = time.perf_counter() - began
