@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# *20 minutes. You need: a PyTorch training loop you could write yourself.*
+# *20 minutes: sections 1 to 5, with exercise 0.1. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
-# the card (the GPU) you own. You will build each technique by hand, and watch what it does to real memory. A laptop
+# the card (the GPU) you own. You will build each technique by hand, and watch real memory. A laptop
 # without a GPU is enough: the bytes are real there too.
 #
 # The course begins with an error that somebody met on a card:
@@ -40,7 +40,7 @@
 # The minutes at the top of a lesson allow you 130 words of text a minute, 40 words of code, a minute for each guess and
 # each claim, and one and a half times what an exercise states. Optional parts are counted apart.
 #
-# Run the cells from top to bottom, each with Shift+Enter. The next cell tests whether everything works here.
+# Run the cells from top to bottom, each with Shift+Enter. The next one tests your setup.
 
 # %% tags=["nbval-ignore-output"]
 from gradmem_lib import doctor

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *59 minutes, and 80 more for optional exercises and sections. You need: lesson 00, and a PyTorch training loop that you
-# could write yourself.*
+# *59 minutes: sections 1 to 7, with exercises 1.1 and 1.2. 80 more are optional. You need: lesson 00, and a PyTorch
+# training loop that you could write yourself.*
 #
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can
 #

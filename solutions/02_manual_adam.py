@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 02 · Adam by hand
 #
-# *60 minutes, and 27 more for optional exercises and sections. You need: lesson 01.*
+# *60 minutes: sections 1 to 9, with exercises 2.1 to 2.4. 27 more are optional. You need: lesson 01.*
 #
-# Half of lesson 01's residents belong to the optimizer. Now you write it, line by line, from gradient descent to AdamW,
-# and watch its bytes. After this lesson you can
+# Half of lesson 01's residents belong to the optimizer. Now you write it, from gradient descent to AdamW,
+# and watch its bytes. After it you can
 #
-# - write Adam and AdamW, and say what each line is for;
+# - write Adam and AdamW, and say what each line does;
 # - say how many bytes its states take, and *when* they appear;
 # - explain why Adam's moments stall in bf16, with exact numbers;
 # - name PyTorch's variant whose step needs a copy of the model.

@@ -13,14 +13,14 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes, and 85 more for optional exercises and sections. You need: lesson 01, and the training loop of
-# lesson 00.*
+# *60 minutes: sections 1 to 9, with exercises 3.2 to 3.4. 85 more are optional. You need: lesson 01, and the training
+# loop of lesson 00.*
 #
-# The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is
-# two lines of code, and one of them is usually wrong. After this lesson you can
+# The batch you want does not fit. So you cut it into pieces, run them one by one, and step once. That is
+# two lines of code, and one of them is usually wrong. After it you can
 #
 # - say which bytes follow the micro-batch and which do not;
-# - divide by the right number, so that the result is exactly the full batch's gradient;
+# - divide by the right number, so that the result is the full batch's gradient;
 # - put stepping, zeroing, clipping and logging in their places, to the last incomplete window;
 # - find out whether your trainer gets it right, and fix it.
 

@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 04 · Gradient checkpointing
 #
-# *60 minutes, and 55 more for optional exercises and sections. You need: lesson 01, and a rough idea of
-# `torch.autograd.Function` (you will write one).*
+# *60 minutes: sections 1 to 7, with exercises 4.1, 4.5 and 4.6. 55 more are optional. You need: lesson 01, and a rough
+# idea of `torch.autograd.Function` (you will write one).*
 #
-# Why does forward store so much? Because backward will need it. But most of it could be computed again, from much less.
+# Why does forward store so much? Backward will need it. But most of it could be computed again, from much less.
 # This trade of work for memory is called gradient checkpointing. Its famous rule, a checkpoint every √n layers, is
-# wrong for most models that people train. After this lesson you can
+# wrong for most models that people train. After it you can
 #
 # - write a checkpoint yourself, and say what PyTorch's does better;
 # - find the best segments for *your* model, and know when √n is not it;

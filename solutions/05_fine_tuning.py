@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *60 minutes, and 86 more for optional exercises and sections. You need: lessons 01, 03 and 04.*
+# *60 minutes: sections 1 to 12, with exercises 5.2 and 5.6. 86 more are optional. You need: lessons 01, 03 and 04.*
 #
 # You have one task, and a card that is too small for it. You will change a real fine-tuning run of Hugging Face's
 # `Trainer`, one technique at a time, until it needs less than a quarter of the memory.

@@ -13,7 +13,8 @@
 # %% [markdown]
 # # 06 · Before you rent the card
 #
-# *60 minutes, and 53 more for optional exercises and sections. You need: lessons 01, 03 and 04, and the techniques of lesson 05.*
+# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 54 more are optional. You need: lessons 01, 03 and 04,
+# and the techniques of lesson 05.*
 #
 # A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
 # enough? If a run has failed, begin with what you see:
@@ -38,8 +39,8 @@
 # - halve the memory of a model and a loop that you wrote yourself;
 # - say what a 7B needs on which card, and which technique comes next.
 #
-# No card was at hand. Our figures for CUDA are **predicted**, by the rules of PyTorch's allocator and kernels. Section 5
-# compares such predictions with what others measured.
+# No card was at hand. Our figures for CUDA are **predicted**, by the rules of PyTorch's allocator and kernels. An
+# optional section compares such predictions with what others measured.
 
 # %%
 import textwrap
@@ -431,25 +432,7 @@ print("The next faster one does not fit:", found.next_faster)
 claims.show("C55")
 
 # %% [markdown]
-# ## 5 · What others measured
-#
-# Others have published what their runs needed on real cards. The next picture has their figures, and beside each what this
-# library computes for the same run. Where their software does something else than a `Recipe`, `benchmarks/published.py`
-# names it and computes it.
-
-# %%
-from gradmem_lib.course import published
-
-published.show()
-
-# %% [markdown]
-# Most rows are within one per cent, and the worst, torchtune's LoRA, is
-# {{100 * max(row.predicted / row.published - 1 for row in published.rows()):.1f}} % too high.
-# <!-- holds: max(published.rows(), key=lambda row: abs(row.predicted / row.published - 1)).run == "LoRA" -->
-# <!-- holds: sorted(abs(row.predicted / row.published - 1) for row in published.rows())[len(published.rows()) // 2] < 0.01 -->
-# Ask of any published figure what it counts.
-#
-# ## 6 · What comes next?
+# ## 5 · What comes next?
 #
 # `show_decisions` draws a chart, one row a technique: the parts of a peak that it can shrink, in which phase, and its
 # price. Here it is for section 1's run of SmolLM2, with the peak that each technique could reach at best, and a tick
@@ -524,7 +507,7 @@ for name, option in options.items():
 # "none" means that no technique alone is enough. Then take the cheapest one that shrinks a large part, and ask again.
 # Section 4 takes smaller steps.
 #
-# ## 7 · What you can now do
+# ## 6 · What you can now do
 #
 # - **Read the error**: allocated is tensors, unallocated is pieces, the rest of the process is the context. It shows
 #   the first request too many.
@@ -816,9 +799,27 @@ def train_t5(model, optimizer, batch):
 train_t5 = check("6.4", train_t5)
 
 # %% [markdown]
+# ## Optional: what others measured
+#
+# Others have published what their runs needed on real cards. The next picture has their figures, and beside each what this
+# library computes for the same run. Where their software does something else than a `Recipe`, `benchmarks/published.py`
+# names it and computes it.
+
+# %%
+from gradmem_lib.course import published
+
+published.show()
+
+# %% [markdown]
+# Most rows are within one per cent, and the worst, torchtune's LoRA, is
+# {{100 * max(row.predicted / row.published - 1 for row in published.rows()):.1f}} % too high.
+# <!-- holds: max(published.rows(), key=lambda row: abs(row.predicted / row.published - 1)).run == "LoRA" -->
+# <!-- holds: sorted(abs(row.predicted / row.published - 1) for row in published.rows())[len(published.rows()) // 2] < 0.01 -->
+# Ask of any published figure what it counts.
+#
 # ## Optional: nine runs of 2022
 #
-# The oldest rows of section 5 are from 2022, when the documentation of transformers fine-tuned BERT-large on a V100 in
+# The oldest of these rows are from 2022, when the documentation of transformers fine-tuned BERT-large on a V100 in
 # nine ways. Here they are in MiB: what a step needs today, one column for each thing that was different, and what is left
 # over.
 
@@ -832,7 +833,7 @@ print(bert_large.table())
 # does not. Claims C13, C14 and C24 of the ledger rest on these runs.
 
 # %% [markdown]
-# ## More practice
+# ## Optional: more practice
 
 # %% [markdown]
 # ### Exercise 6.5 · a 7B on a card of 24 GB

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 07 · Mixed precision
 #
-# *57 minutes, and 17 more for optional exercises and sections. You need: lesson 01, and the terms of lessons 02 and
-# 03.*
+# *58 minutes: sections 1 to 8, with exercises 7.1 and 7.3 to 7.5. 17 more are optional. You need: lesson 01, and the
+# terms of lessons 02 and 03.*
 #
 # "Train in 16 bits, it takes half the memory." Which half, and what happens to the numbers? In this lesson you lose
 # gradients, updates and sums, and build the repairs. After it you can

@@ -13,10 +13,11 @@
 # %% [markdown]
 # # 08 · Recompute or move
 #
-# *59 minutes, and 30 more for optional exercises and sections. You need: lessons 01, 04 and 06.*
+# *59 minutes: sections 1 to 6, with exercises 8.1 and 8.3 to 8.5. 30 more are optional. You need: lessons 01, 04 and
+# 06.*
 #
 # Activations do not fit. A checkpoint forgets them and computes them again. They could also leave the card, wait
-# somewhere else and come back. Which of the two is cheaper, for which tensors, and on which card? After this lesson you can
+# somewhere else and come back. Which is cheaper, for which tensors, and on which card? After it you can
 #
 # - write a checkpoint that repeats the cheap operations and keeps the costly ones;
 # - write hooks that move activations away, and say when moving is faster than computing again;

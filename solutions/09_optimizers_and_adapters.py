@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *57 minutes, and 50 more for optional exercises and sections. You need: lessons 02 and 05, and the dtypes of lesson
-# 07.*
+# *56 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 51 more are optional. You need: lessons 02 and
+# 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
 # weights. What does each choice save, and what does it do to the update? After this lesson you can
@@ -814,7 +814,7 @@ def galore_step(p, state, rank, every, lr, scale):
 galore_step = check("9.9", galore_step)
 
 # %% [markdown]
-# ## More practice
+# ## Optional: more practice
 
 # %% [markdown]
 # ### Exercise 9.2 · a second moment from row and column sums

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes, and 49 more for optional exercises and sections. You need: lessons 03 and 04, the dtypes of lesson 07,
-# and LoRA in 4 bits from lesson 09.*
+# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 50 more are optional. You need: lessons
+# 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
 # what do they send to each other? Here each card is a process on your CPU, which runs the same PyTorch code as on
@@ -1031,7 +1031,7 @@ _ = run_ranks(by_layers, *torch.randn(2, 8, 64), everyone=True)
 # These ways are combined, in a mesh with one dimension for each: for example tensor parallel inside a machine, a
 # pipeline over a few machines, and FSDP over the rest.
 #
-# ## More practice
+# ## Optional: more practice
 #
 # ### Exercise 10.5 · uneven rows over uneven ranks
 #

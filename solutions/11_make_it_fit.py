@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 11 · Make it fit
 #
-# *60 minutes, and 8 more for optional exercises and sections. You need: lesson 06, and the techniques of lessons 07 to
-# 10.*
+# *59 minutes: sections 1 to 11, with puzzles 11.1, 11.3 to 11.8 and 11.10 to 11.12. 9 more are optional. You need: lesson
+# 06, and the techniques of lessons 07 to 10.*
 #
 # Here is a model, and here is a card. Does it fit, and which way of training it is the fastest that fits? You have seen
 # every technique, so this lesson teaches no new one. It is a game of twelve puzzles, two of them optional, from easy to
@@ -449,7 +449,7 @@ print(yours.code)
 #
 # You came with a run that was out of memory. Now you know why, before the first step. Go and train something.
 #
-# ## More practice
+# ## Optional: more practice
 #
 # ### Exercise 11.2 · every weight of GPT-2 XL
 #

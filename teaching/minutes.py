@@ -27,7 +27,7 @@ FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 EXERCISE_LINE = re.compile(r"[●○]{3} · (\d+) minutes(.*)")
 STUB = re.compile(r"# your (code|value) here|^check\(", re.MULTILINE)
-STATED = re.compile(r"^\*(\d+) minutes(?:, and (\d+) more for optional exercises)?", re.MULTILINE)
+STATED = re.compile(r"^\*(\d+) minutes(?:[^*]*?\. (\d+) more are optional)?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def cells_of(source: Path) -> list:
 
 def of_cells(cells: list[tuple[str, str]]) -> Minutes:
     """Of some cells of a lesson, each a kind ("code", "markdown") and its text."""
-    needed, more = _without_optional_sections(cells)
+    needed, more = without_optional_sections(cells)
     needed_texts, more_texts = _prose(needed), _prose(more)
     guesses, claims = _calls(needed)
     more_guesses, more_claims = _calls(more)
@@ -84,7 +84,7 @@ def of_cells(cells: list[tuple[str, str]]) -> Minutes:
     )
 
 
-def _without_optional_sections(cells: list[tuple[str, str]]) -> tuple[list, list]:
+def without_optional_sections(cells: list[tuple[str, str]]) -> tuple[list, list]:
     """The cells of sections that are needed, and those of optional ones.
 
     A cell of prose may end one section and begin the next.

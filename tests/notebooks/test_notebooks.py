@@ -14,7 +14,8 @@ from pathlib import Path
 import build_notebooks as builder
 import nbformat
 import pytest
-from minutes import minutes
+from lesson_facts import Lesson
+from minutes import cells_of, minutes, without_optional_sections
 from support.paths import ROOT
 
 OFFLINE = ROOT / "tests" / "offline"
@@ -141,6 +142,36 @@ def test_a_lesson_takes_the_minutes_that_it_states(path):
     assert found.total <= found.stated[0] <= most
     assert found.optional == found.stated[1]
     assert found.cells <= MOST_CELLS
+
+
+MAIN_PATH = re.compile(
+    r"sections 1 to (\d+), with (?:exercises?|puzzles) ([\d., a-z]+?)\. (?:\d+ more|You need)"
+)
+
+
+@every(SOURCES)
+def test_a_lesson_opens_with_its_main_path(path):
+    opening = " ".join(cells_of(path)[0].source.split())
+    last, exercises = MAIN_PATH.search(opening).groups()
+    parts = [(cell.cell_type, cell.source) for cell in cells_of(path)]
+    needed, _ = without_optional_sections(parts)
+    text = "\n".join(text for kind, text in needed if kind == "markdown")
+    headings = re.findall(r"^## (\d+) · ", text, re.MULTILINE)
+    assert headings == [str(i + 1) for i in range(int(last))]
+    optional = {exercise.id for exercise in Lesson(path).exercises if exercise.optional}
+    on_it = set(re.findall(r"^### Exercise (\d+\.\d+) ", text, re.MULTILINE)) - optional
+    assert set(one_by_one(exercises)) == on_it
+
+
+def one_by_one(words: str) -> list[str]:
+    """ "3.2 to 3.4 and 3.7" as "3.2", "3.3", "3.4" and "3.7"."""
+    found = []
+    for part in re.split(r", | and ", words):
+        first, _, last = part.partition(" to ")
+        lesson, _, number = first.partition(".")
+        to = (last or first).partition(".")[2]
+        found += [f"{lesson}.{i}" for i in range(int(number), int(to) + 1)]
+    return found
 
 
 @every(SOURCES)
