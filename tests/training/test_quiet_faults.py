@@ -118,24 +118,6 @@ def test_a_loss_without_a_hash_is_taken():
 # What is left after an error.
 
 
-class FailsAtTheSecond(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        if self.training and (x == rows()["x"][-1]).all(1).any():
-            raise MemoryError("the second micro-batch does not fit")
-        return self.linear(x)
-
-
-def test_no_gradients_are_left_after_an_error():
-    model = FailsAtTheSecond()
-    with pytest.raises(MemoryError):
-        step(model, sgd(model), rows(), IN_TWO, loss=cross_entropy)
-    assert all(weight.grad is None for weight in model.parameters())
-
-
 def test_nothing_stays_installed_if_an_optimizer_cannot_be_made():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)])
     recipe = Recipe(precision=None, attention=None, checkpointing=2)
