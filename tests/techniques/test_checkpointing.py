@@ -92,26 +92,26 @@ def test_collected_hidden_states_are_right_with_their_gradients(family):
     model, batch = made(family), batch_for(family)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
 
-    def hidden(asked=True):
+    def hidden(**asked):
         torch.manual_seed(7)
-        states = model(**inputs, output_hidden_states=asked).hidden_states
+        states = model(**inputs, **asked).hidden_states
         sum((s * i).sin().sum() for i, s in enumerate(states, 1)).backward()
         found = {name: p.grad for name, p in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         return torch.stack([s.detach() for s in states]), found
 
     model.config.use_cache = False
-    expected = hidden()
+    expected = hidden(output_hidden_states=True)
     assert len(expected[0]) == N + 1
     for every in (1, 3, [4, 2], [[2, 2], 2], "best"):
         with checkpoint_layers(model, every):
-            same(hidden(), expected)
+            same(hidden(output_hidden_states=True), expected)
             same(step(family, model, batch), step(family, model, batch))
-    model.config.output_hidden_states = True
-    with checkpoint_layers(model, 3):
-        same(hidden(None), expected)
     with checkpoint_layers(next(m for m in model.modules() if isinstance(m, nn.ModuleList)), 3):
         # without the model, through the hooks that transformers puts on layers
+        same(hidden(output_hidden_states=True), expected)
+    model.config.output_hidden_states = True
+    with checkpoint_layers(model, 3):
         same(hidden(), expected)
 
 
