@@ -13,7 +13,6 @@ from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 SENT_TO_RANKS = (
-    "test_best_schedule",
     "test_predict_ranks",
     "test_ranks",
     "test_sharding",

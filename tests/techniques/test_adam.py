@@ -5,7 +5,6 @@ counted exactly.
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -60,16 +59,6 @@ def distance(ones, others) -> float:
 
 
 @both
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_float64_equals_torch_after_100_steps(ours, theirs, weight_decay):
-    mine = train(ours(parameters(), lr=0.01, weight_decay=weight_decay))
-    for foreach in (False, True):
-        its = train(theirs(parameters(), lr=0.01, weight_decay=weight_decay, foreach=foreach))
-        assert distance(mine, its) <= 1e-12
-    assert distance(mine, parameters()) > 0.01  # it did go somewhere
-
-
-@both
 def test_what_is_not_given_is_as_in_torch(ours, theirs):
     mine, its = ours(parameters()), theirs(parameters())
     assert {name: its.defaults[name] for name in mine.defaults} == mine.defaults
@@ -89,16 +78,12 @@ def test_lower_precision_is_as_close_to_the_plain_loop_as_foreach_is(ours, their
     assert [p.dtype for p in mine] == [dtype, dtype]
 
 
-@both
-def test_float16_and_complex_numbers(ours, theirs):
-    for dtype in (torch.float16, torch.complex64):
-        settings = dict(lr=0.01, weight_decay=0.1, eps=1e-4)
-        mine = train(ours(parameters(dtype=dtype), **settings), steps=20)
-        its = train(theirs(parameters(dtype=dtype), **settings, foreach=False), steps=20)
-        assert distance(mine, its) <= 1e-6
-        assert all(
-            torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in mine
-        )
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64], ids=str)
+def test_float16_and_complex_numbers(dtype):
+    settings = dict(lr=0.01, weight_decay=0.1, eps=1e-4)
+    mine = train(AdamW(parameters(dtype=dtype), **settings), steps=20)
+    its = train(torch.optim.AdamW(parameters(dtype=dtype), **settings, foreach=False), steps=20)
+    assert all(p.isfinite().all() for p in mine) and distance(mine, its) <= 1e-6
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,23 +120,14 @@ def test_groups_have_their_own_settings_and_follow_a_scheduler(ours, theirs):
     schedulers = [
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers
     ]
-    for start in range(0, 30, 10):
+    for start in (0, 30, 60):
         for optimizer in optimizers:
-            train(optimizer, 10, start=start)
+            train(optimizer, 30, start=start)
         for scheduler in schedulers:
             scheduler.step()
-    mine, its = (train(optimizer, 5, start=30) for optimizer in optimizers)
+    mine, its = (train(optimizer, 5, start=90) for optimizer in optimizers)
     assert distance(mine, its) <= 1e-12
     assert optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
-
-
-def test_a_group_may_be_added_later():
-    first, second, _ = parameters()
-    optimizer = AdamW([first])
-    optimizer.add_param_group({"params": [second], "lr": 0.5})
-    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
-    with pytest.raises(TypeError, match="dict"):
-        optimizer.add_param_group([second])
 
 
 @both
@@ -170,9 +146,10 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_gets_no_state(ours, th
     assert (optimizer.state[used]["step"], optimizer.state[unused]["step"]) == (2, 1)
 
 
-def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
+def test_a_step_with_a_closure_updates_in_place_and_leaves_no_graph():
     (p,) = parameters([(3,)])
-    optimizer = Adam([p])
+    optimizer = Adam([p], weight_decay=0.5)
+    before, pointer = p.detach().clone(), p.data_ptr()
 
     def closure():
         optimizer.zero_grad()
@@ -180,21 +157,9 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
         loss.backward()
         return loss
 
-    before = p.detach().clone()
     assert optimizer.step(closure).item() == pytest.approx(float((before * before).sum()))
-    assert not torch.equal(p, before)
-
-
-def test_a_step_leaves_no_graph_and_updates_in_place():
-    (p,) = parameters([(3,)])
-    pointer, p.grad = p.data_ptr(), torch.ones_like(p)
-    grad = p.grad.clone()
-    optimizer = Adam([p], weight_decay=0.5)
-    optimizer.step()
-    assert p.data_ptr() == pointer and p.is_leaf and p.requires_grad
-    assert torch.equal(p.grad, grad), (
-        "weight decay must not change the gradient that others may read"
-    )
+    assert p.data_ptr() == pointer and p.is_leaf and not torch.equal(p, before)
+    assert torch.equal(p.grad, 2 * before), "weight decay must not change what others may read"
     assert not any(state.requires_grad for state in optimizer.state[p].values())
 
 
@@ -208,40 +173,31 @@ def shape_of(state_dict) -> dict:
     }
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_checkpoints_go_both_ways_and_training_continues_as_if_nothing_happened(
-    ours, theirs, dtype
-):
+@pytest.mark.parametrize(
+    ("ours", "theirs", "dtype", "limit"),
+    [(*PAIRS[0], torch.float64, 1e-12), (*PAIRS[1], torch.bfloat16, 0)],
+    ids=["Adam", "AdamW"],
+)
+def test_checkpoints_go_both_ways_and_training_continues(ours, theirs, dtype, limit):
     def fresh(kind, values=None):
         params = [nn.Parameter(v.clone()) for v in values] if values else parameters(dtype=dtype)
         extra = {"foreach": False} if kind is theirs else {}
         # Other settings than the checkpoint's: they must come from the checkpoint.
         return kind(params, lr=0.5 if values else 0.01, weight_decay=0.1, **extra)
 
-    straight = train(fresh(theirs), 50)
+    never_stopped = fresh(theirs)
+    expected = train(never_stopped, 50)
     for first, second in [(ours, theirs), (theirs, ours), (ours, ours)]:
         begun = fresh(first)
         values = train(begun, 20)
         saved = copy.deepcopy(begun.state_dict())
+        assert shape_of(saved) == shape_of(never_stopped.state_dict())
+        assert list(saved["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+        assert saved["state"][0]["step"] == 20
         continued = fresh(second, values)
         continued.load_state_dict(saved)
         assert shape_of(continued.state_dict()) == shape_of(saved)
-        assert distance(train(continued, 30, start=20), straight) <= (
-            1e-12 if dtype == torch.float64 else 0
-        )
-
-
-def test_the_state_has_the_names_and_kinds_that_torch_uses():
-    mine, its = (
-        AdamW(parameters(dtype=torch.bfloat16)),
-        torch.optim.AdamW(parameters(dtype=torch.bfloat16)),
-    )
-    train(mine, 3), train(its, 3)
-    assert shape_of(mine.state_dict()) == shape_of(its.state_dict())
-    assert list(mine.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
-    step = mine.state_dict()["state"][0]["step"]
-    assert step.dtype == torch.float32 and step.shape == () and step.item() == 3
+        assert distance(train(continued, 30, start=20), expected) <= limit
 
 
 def test_weight_decay_survives_a_change_of_class_as_it_does_in_torch():
@@ -256,13 +212,6 @@ def test_weight_decay_survives_a_change_of_class_as_it_does_in_torch():
             mine, theirs = kind(parameters()), its(parameters(), foreach=False)
             mine.load_state_dict(copy.deepcopy(saved)), theirs.load_state_dict(copy.deepcopy(saved))
             assert distance(train(mine, 5), train(theirs, 5)) <= 1e-12
-
-
-def test_a_pickled_optimizer_continues():
-    optimizer = AdamW(parameters())
-    train(optimizer, 5)
-    other = pickle.loads(pickle.dumps(optimizer))
-    assert distance(train(other, 5, start=5), train(optimizer, 5, start=5)) == 0
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
@@ -324,104 +273,24 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     assert torch.equal(first, torch.ones(3)) and not optimizer.state
 
 
-def test_what_is_no_parameter_is_refused():
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        Adam(torch.ones(2))
-    with pytest.raises(ValueError, match="empty parameter list"):
-        Adam([])
-    with pytest.raises(ValueError, match="leaf"):
-        Adam([torch.ones(2, requires_grad=True) * 2])
-
-
 # Bytes.
 
 
-def network(dtype) -> nn.Sequential:
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_are_two_numbers_a_parameter_and_a_step_makes_one_temporary(ours, theirs, dtype):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 96), nn.Linear(96, 8)).to(dtype)
-
-
-def step_bytes(make, dtype=torch.float32, steps=2) -> tuple[dict[str, int], int, list[int]]:
-    """Bytes after the last step, by category; what that step needed on top of them; the bytes of
-    each parameter.
-    """
-    net = network(dtype)
-    optimizer = make(net.parameters())
+    net = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 96), nn.Linear(96, 8)).to(dtype)
+    sizes = [p.nbytes for p in net.parameters()]
+    optimizer = ours(net.parameters(), weight_decay=0.1)
     for p in net.parameters():
         p.grad = torch.full_like(p, 1e-2)
-    for _ in range(steps - 1):
-        optimizer.step()
     with MemoryTracker(net, optimizer, live=False) as tracker:
-        optimizer.step()
-    on_top = tracker.peak.total - tracker.current.total
-    return tracker.current.by_category, on_top, [p.nbytes for p in net.parameters()]
-
-
-@both
-@pytest.mark.parametrize(
-    ("dtype", "per_parameter"), [(torch.float32, 8), (torch.bfloat16, 4)], ids=str
-)
-def test_states_take_two_numbers_a_parameter_and_a_counter_a_tensor(
-    ours, theirs, dtype, per_parameter
-):
-    n = sum(p.numel() for p in network(dtype).parameters())
-    for make in (ours, lambda params: theirs(params, foreach=False)):
-        for steps in (1, 2):
-            now, _, sizes = step_bytes(make, dtype, steps)
-            assert now["optimizer"] == per_parameter * n + 4 * len(sizes)
+        for step in (1, 2):
+            optimizer.step()
+            now = tracker.current.by_category
+            assert now["optimizer"] == 2 * sum(sizes) + 4 * len(sizes)
             assert (now["temporaries"], now["other"]) == (0, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_makes_one_temporary_as_large_as_the_largest_parameter(dtype):
-    for make in (AdamW, Adam, lambda params: Adam(params, weight_decay=0.1)):
-        _, on_top, sizes = step_bytes(make, dtype)
-        assert on_top == max(sizes)
-        _, on_top, sizes = step_bytes(make, dtype, steps=1)
-        # less: the last states are made after the largest temporary is gone
-        assert on_top <= max(sizes)
-
-
-def test_what_torchs_three_variants_need_on_top():
-    _, plain, sizes = step_bytes(lambda params: torch.optim.AdamW(params, foreach=False))
-    _, foreach, _ = step_bytes(lambda params: torch.optim.AdamW(params, foreach=True))
-    _, fused, _ = step_bytes(lambda params: torch.optim.AdamW(params, fused=True))
-    # Plain: the root, the root over its correction, and what is left of the parameter before.
-    before = [0, *sizes[:-1]]
-    assert plain == max(2 * size + previous for size, previous in zip(sizes, before, strict=True))
-    assert foreach == sum(sizes)
-    assert fused == 0
-
-
-def test_the_tracker_calls_states_by_their_name_as_they_appear():
-    net = network(torch.float32)
-    optimizer = AdamW(net.parameters())
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        net(torch.randn(4, 64)).sum().backward()
-        optimizer.step()
-        tracker.reset_peak()
-    assert tracker.current.by_category["optimizer"] == sum(
-        8 * p.numel() + 4 for p in net.parameters()
-    )
-    grown = tracker.timeline.by_category["optimizer"]
-    assert grown == sorted(grown) and len(set(grown)) > 3, "states appear parameter by parameter"
-    assert {
-        holder.module for holder in tracker.largest_at_peak(20) if holder.category == "optimizer"
-    } >= {
-        "0.weight",
-        "1.weight",
-    }
-
-
-def test_a_grad_scaler_unscales_before_the_step():
-    mine, its = (parameters(dtype=torch.float32) for _ in range(2))
-    for params, optimizer in [(mine, AdamW(mine)), (its, torch.optim.AdamW(its, foreach=False))]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = sum((p * p).sum() for p in params) * (float("inf") if step == 1 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert optimizer.state[params[0]]["step"] == 3
-    assert distance(mine, its) == 0
+            on_top = tracker.window_peak().total - tracker.current.total
+            # in the first, the last states are made after the largest temporary is gone
+            assert on_top == max(sizes) if step == 2 else on_top <= max(sizes)

@@ -9,14 +9,15 @@ import pytest
 import torch
 import transformers
 from support.families import OLDER, tiny_config
-from support.nightly import ALL
+from support.nightly import ALL, each
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.compat.fake_ranks import fake_process_group
+from gradmem_lib.course import models
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.schedules import extra_forwards
 
 LAYERS = 4
@@ -70,7 +71,7 @@ def peaks(model, every, ids):
     return found, handle
 
 
-@pytest.mark.parametrize("family", ["olmo2", "bert", "clip"])
+@pytest.mark.parametrize("family", ["olmo2", "clip"])
 def test_while_best_measures_autocast_keeps_no_casts(family):
     config = tiny_config(family)
     config.num_hidden_layers, config.use_cache = 5, False
@@ -89,7 +90,7 @@ def test_while_best_measures_autocast_keeps_no_casts(family):
 SETTINGS = list(itertools.product(((1, 8), (4, 48)), (True, False)))
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", each(2, MODELS))
 def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family):
     """Few tokens and many, trained and frozen: two of the four in turn, and every night all."""
     model, turn = language_model(family), list(MODELS).index(family) % 2
@@ -179,49 +180,12 @@ def t5():
     )
 
 
-def bart():
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(**_two_lists(), max_position_embeddings=32)
-    )
-
-
-def whisper():
-    return transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            **_two_lists(),
-            max_source_positions=20,
-            max_target_positions=32,
-            num_mel_bins=8,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        )
-    )
-
-
-def _two_lists():
-    return dict(
-        vocab_size=50,
-        d_model=16,
-        encoder_layers=3,
-        decoder_layers=4,
-        encoder_attention_heads=2,
-        # where each layer is drawn for, other numbers are drawn for its dropout
-        dropout=0.0 if OLDER else 0.2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-    )
-
-
-@pytest.mark.parametrize("make", [t5, bart, whisper])
-def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
+def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients():
     torch.manual_seed(0)
-    model = make().train()
+    model = t5().train()
     model.config.use_cache = False
     ids = torch.randint(3, 50, (3, 8))
-    inputs = {"input_features": torch.randn(3, 8, 40)} if make is whisper else {"input_ids": ids}
+    inputs = {"input_ids": ids}
 
     def step(every):
         found = None
@@ -237,7 +201,7 @@ def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
 
     expected, plain, _ = step(None)
     peak = {}
-    for every in (1, "best", "per-layer") if make is t5 else (1, "best", 2, "sqrt"):
+    for every in (1, "best", "per-layer"):
         found, peak[every], handle = step(every)
         assert len(expected) == len(found)
         assert all(map(torch.equal, expected, found)), every
@@ -246,12 +210,10 @@ def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
     assert peak["best"] <= peak[1] < plain
     with pytest.raises(ValueError, match="several lists"):
         checkpoint_layers(model, [2, 1])
-    if make is t5:  # its first layer makes the position bias of the others
-        with (
-            checkpoint_layers(model, 2),
-            pytest.raises(RuntimeError, match="more than their hidden state"),
-        ):
-            model(**inputs, labels=ids)
+    # Its first layer makes the position bias of the others.
+    several = pytest.raises(RuntimeError, match="more than their hidden state")
+    with checkpoint_layers(model, 2), several:
+        model(**inputs, labels=ids)
 
 
 def half(model, how):
@@ -271,30 +233,6 @@ def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
     model = language_model("llama")
     with half(model, how), pytest.raises(RuntimeError, match="three times"):
         checkpoint_layers(model, 1)
-
-
-@pytest.mark.skipif(OLDER, reason="has no such option")
-def test_transformers_checkpointing_of_half_the_layers_is_refused_afterwards_too():
-    model, ids = language_model("llama"), torch.randint(0, 500, (1, 8))
-    with checkpoint_layers(model, [1, 1, 2]):
-        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
-        with pytest.raises(RuntimeError, match="three times"):
-            model(input_ids=ids, labels=ids)
-
-
-@pytest.mark.parametrize("every", ["best", [2, 1, 1]])
-def test_adapters_on_a_frozen_base_train_the_same(every):
-    model, ids = language_model("llama"), torch.randint(0, 500, (2, 8))
-    add_lora(model, 4)
-
-    def gradients():
-        model.zero_grad(set_to_none=True)
-        model(input_ids=ids, labels=ids).loss.backward()
-        return [p.grad for p in model.parameters() if p.requires_grad]
-
-    expected = gradients()
-    with checkpoint_layers(model, every):
-        assert all(map(torch.equal, expected, gradients()))
 
 
 def test_compiled_models_are_right_and_compiled_layers_refused():
@@ -324,40 +262,26 @@ def test_compiled_models_are_right_and_compiled_layers_refused():
     torch.compiler.reset()
 
 
-def fsdp_runs_layers_again() -> bool:
-    """On each rank: spread layers, also in schedules, have the gradients of a plain step."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    mesh, rank, calls = dist.init_device_mesh("cpu", (2,)), dist.get_rank(), []
-
-    def run(every, before):
+@pytest.mark.parametrize("before", [True, False])
+def test_best_is_refused_on_layers_that_fsdp_spreads_and_others_run_again(before):
+    """In test_sharding.py the gradients are compared between real processes."""
+    with fake_process_group(2, 0) as mesh:
         model = models.tiny_llama(layers=4, hidden=32, heads=2, intermediate=48, vocab=64)
+        ids, calls = torch.randint(0, 64, (2, 8)), []
         for layer in model.model.layers:
             layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
-        if before and every:
-            checkpoint_layers(model, every)
-        for part in (*model.model.layers, model):
-            fully_shard(part, mesh=mesh)
-        if not before and every:
-            checkpoint_layers(model, every)
-        calls.clear()
-        ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+        def spread():
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh)
+
+        if not before:
+            spread()
+        handle = checkpoint_layers(model, [[1, 1], 2] if before else [2, 2])
+        if before:
+            spread()
         model(input_ids=ids, labels=ids).loss.backward()
-        return [p.grad.full_tensor() for p in model.parameters()]
-
-    expected = run(None, False)
-    for before in (False, True):
-        for every, again in ((1, 4), ([2, 2], 2), ([[1, 1], 2], 3)):
-            assert all(map(torch.equal, run(every, before), expected)), every
-            assert len(calls) == 4 + again, (every, len(calls))
-        with pytest.raises(RuntimeError, match="spread"):
-            run("best", before)
-    return True
-
-
-@pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this PyTorch is built without processes"
-)
-def test_layers_that_fsdp_spreads_over_two_processes_run_again_with_the_same_gradients():
-    assert run_ranks(fsdp_runs_layers_again) == [True, True]
+        assert len(calls) == 4 + extra_forwards(handle.segments, handle.keep_last)
+        handle.remove()
+        with checkpoint_layers(model, "best"), pytest.raises(RuntimeError, match="spread"):
+            model(input_ids=ids, labels=ids)

@@ -6,16 +6,14 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from support.checkpointed import PLAIN, N, batch_for, block, layers_of, made, same, step, untouched
+from support.checkpointed import N, batch_for, block, made, same, step, untouched
 from support.families import tiny_config
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradmem_lib.course.material import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.techniques.layer_arguments import without_cache
 from gradmem_lib.techniques.layers import find_layers
 
 
@@ -36,23 +34,18 @@ def test_each_list_of_layers_has_the_innermost_model_around_it():
     def layers(inside: int = 0) -> nn.ModuleList:
         return nn.ModuleList([Layer(inside), Layer(inside)])
 
-    plain = nn.ModuleList([nn.Linear(2, 2)])
-    encoder, decoder = (
-        Holds(blocks=layers(), plain=plain),
-        Holds(blocks=layers(3), none=nn.ModuleList()),
-    )
+    encoder = Holds(blocks=layers(), plain=nn.ModuleList([nn.Linear(2, 2)]))
+    decoder = Holds(blocks=layers(3), none=nn.ModuleList())
     pair = Holds(encoder=encoder, decoder=decoder, last=layers())
     found = find_layers(Holds(pair=pair))
     owners = {"pair.encoder.blocks": encoder, "pair.decoder.blocks": decoder, "pair.last": pair}
-    assert found.keys() == owners.keys(), "and no list inside a layer of another"
-    for name, (several, owner) in found.items():
-        assert owner is owners[name] and several == list(Holds(pair=pair).get_submodule(name))
+    assert {name: owner for name, (_, owner) in found.items()} == owners
+    assert found["pair.last"][0] == list(pair.last)
     alone = nn.Module()
     alone.blocks = layers()
     assert find_layers(alone) == {"blocks": (list(alone.blocks), None)}
     assert find_layers(alone.blocks) == {"layers": (list(alone.blocks), None)}
-    itself = Holds(blocks=layers())
-    assert find_layers(itself)["blocks"][1] is itself
+    assert find_layers(encoder)["blocks"][1] is encoder
 
 
 def test_remove_gives_every_layer_its_own_forward_back_and_may_be_repeated():
@@ -70,12 +63,13 @@ def test_remove_gives_every_layer_its_own_forward_back_and_may_be_repeated():
     assert untouched(model)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_an_interrupted_step_passes_through_and_the_next_one_is_right(error, when):
+@pytest.mark.parametrize(
+    ("error", "stop_at"), [(KeyboardInterrupt, 3), (ValueError, N + 1)], ids=["forward", "backward"]
+)
+def test_an_interrupted_step_passes_through_and_the_next_one_is_right(error, stop_at):
     model, batch = made("gpt2"), batch_for("gpt2")
     expected = step("gpt2", model, batch)
-    stop_at, calls = N + 1 if when == "backward" else 3, 0
+    calls = 0
 
     def hook(module, args):
         nonlocal calls
@@ -92,21 +86,6 @@ def test_an_interrupted_step_passes_through_and_the_next_one_is_right(error, whe
         model.zero_grad(set_to_none=True)
         same(step("gpt2", model, batch), expected)
     assert untouched(model)
-
-
-def test_backward_may_come_after_the_schedule_is_taken_off():
-    for family in ("llama", "modulelist"):
-        model, batch = made(family), batch_for(family)
-        expected = step(family, model, batch)
-        torch.manual_seed(7)
-        with checkpoint_layers(layers_of(family, model), [[2, 1], 2, 1]):
-            out = (
-                model(batch).square().sum()
-                if family in PLAIN
-                else model(**batch, use_cache=False).loss
-            )
-        out.backward()
-        same((out.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
 
 
 def test_a_second_schedule_on_the_same_layers_is_refused():
@@ -156,24 +135,7 @@ def test_eval_and_no_grad_run_as_if_nothing_were_there():
         assert calls == 2 * N, "in eval mode nothing runs again"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_generate_is_unaffected_also_in_training_mode(family):
-    model = made(family).eval()
-    ids = torch.randint(2, 50, (2, 5))
-
-    def generated():
-        return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-
-    expected = generated()
-    with checkpoint_layers(model, 3):
-        assert torch.equal(generated(), expected)
-        model.train()
-        step(family, model, batch_for(family))
-        model.eval()
-        assert torch.equal(generated(), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_key_value_cache_is_left_out_in_training_with_one_warning(family):
     model, batch = made(family), batch_for(family)
     expected = step(family, model, batch)
@@ -214,21 +176,6 @@ def test_a_copy_is_a_plain_model(every, tmp_path):
             same(step("llama", other, batch), expected)
             other.config.output_hidden_states = True
     same(step("llama", model, batch), expected)
-
-
-def test_saved_pretrained_and_state_dict_load_into_a_plain_model(tmp_path):
-    model, batch = made("gpt2"), batch_for("gpt2")
-    expected = step("gpt2", model, batch)
-    with checkpoint_layers(model, "sqrt"):
-        model.save_pretrained(tmp_path)
-        state = copy.deepcopy(model.state_dict())
-    plain = made("gpt2")
-    plain.load_state_dict(state)
-    same(step("gpt2", plain, batch), expected)
-    same(
-        step("gpt2", transformers.GPT2LMHeadModel.from_pretrained(tmp_path).train(), batch),
-        expected,
-    )
 
 
 def test_layers_called_out_of_order_or_with_something_else_are_refused():
@@ -294,41 +241,14 @@ class Bare(nn.Module):
         self.stack = nn.ModuleList([nn.Linear(2, 2)])
 
 
-def bart():
-    config = transformers.BartConfig(
-        vocab_size=50,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=32,
-    )
-    return transformers.BartForConditionalGeneration(config)
-
-
 @pytest.mark.parametrize(
     ("given", "every", "error", "says"),
     [
-        (lambda: models.chain(4), 0, ValueError, "at least 1"),
-        (lambda: models.chain(4), -2, ValueError, "at least 1"),
-        (lambda: models.chain(4), True, ValueError, "every=True"),
-        (lambda: models.chain(4), 2.0, ValueError, "every=2.0"),
-        (lambda: models.chain(4), None, ValueError, "every=None"),
-        (lambda: models.chain(4), "root", ValueError, "sqrt"),
         (lambda: models.chain(4), [2, 1], ValueError, "3 layers, and there are 4"),
         (lambda: models.chain(4), [2, 3], ValueError, "5 layers, and there are 4"),
-        (lambda: models.chain(4), [4, 0], ValueError, "at least 1"),
-        (lambda: models.chain(4), [], ValueError, "at least 1"),
-        (lambda: models.chain(4), [2, [2, []]], ValueError, "at least 1"),
-        (lambda: models.chain(4), ["2", 2], ValueError, "segment lengths"),
         (lambda: nn.Sequential(), 1, ValueError, "no layers"),
-        (lambda: nn.ModuleList(), 1, ValueError, "no layers"),
         (lambda: nn.Linear(2, 2), 1, ValueError, "no ModuleList of .* was found"),
         (Bare, 1, ValueError, "Give the nn.Sequential or nn.ModuleList"),
-        (bart, [2], ValueError, "model.encoder.layers, model.decoder.layers"),
         (lambda: [nn.Linear(2, 2)], 1, TypeError, "nn.ModuleList"),
         (
             lambda: (lambda layer: nn.Sequential(layer, layer))(nn.Linear(2, 2)),
@@ -345,27 +265,6 @@ def test_what_cannot_be_checkpointed_is_refused_with_a_sentence(given, every, er
     assert not isinstance(model, nn.Module) or untouched(model)
 
 
-def test_encoder_and_decoder_can_each_have_their_own():
-    model = bart().train()
-    model.config.use_cache = False
-    ids = torch.randint(3, 50, (2, 6))
-
-    def run():
-        torch.manual_seed(2)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
-        return loss.detach(), found
-
-    expected = run()
-    with (
-        checkpoint_layers(model.model.encoder.layers, 1),
-        checkpoint_layers(model.model.decoder.layers, 1),
-    ):
-        same(run(), expected)
-
-
 def test_a_layer_without_a_positional_argument_is_refused_or_found_by_its_name():
     class Named(nn.Module):
         def __init__(self):
@@ -379,12 +278,7 @@ def test_a_layer_without_a_positional_argument_is_refused_or_found_by_its_name()
     x = torch.randn(2, 4, requires_grad=True)
     with checkpoint_layers(layers, [2], keep_last=False):
         y = layers[1](hidden_states=layers[0](hidden_states=x))
-        expected = F.linear(
-            F.linear(x, layers[0].linear.weight, layers[0].linear.bias),
-            layers[1].linear.weight,
-            layers[1].linear.bias,
-        )
-        assert torch.equal(y, expected)
+        assert torch.equal(y, layers[1].linear(layers[0].linear(x)))
         y.sum().backward()
         with pytest.raises(TypeError, match="first argument"):
             layers[0](x=x)
@@ -421,17 +315,6 @@ def test_arguments_are_the_same_where_they_are_views_of_the_same_elements_or_equ
         for other in ({"which": 1}, {"more": 0.25}):
             with pytest.raises(RuntimeError, match="other arguments"):
                 run(**other)
-
-
-def test_an_empty_cache_is_left_out_and_none_is_to_be_made():
-    cache, mask = transformers.DynamicCache(), torch.ones(1)
-    given = ("x", cache), {"past_key_values": cache, "use_cache": True, "mask": mask}
-    assert without_cache(*given) == (
-        ("x", None),
-        {"past_key_values": None, "use_cache": False, "mask": mask},
-        True,
-    )
-    assert without_cache(("x",), {}) == (("x",), {}, False)
 
 
 def test_the_first_k_of_several_lists_are_the_first_lists_first():
@@ -491,7 +374,7 @@ class _PartFirst(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("every", [1, 4, "best"])
+@pytest.mark.parametrize("every", [4, "best"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_part_that_runs_before_its_layers_is_no_list_of_parts(shared, every):
     model = _PartFirst(shared)

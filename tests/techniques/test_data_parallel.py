@@ -163,11 +163,6 @@ def sharded():
     return found
 
 
-def equal_to_the_full_batch(windows):
-    for name, (far, loss, items) in windows.items():
-        assert far <= 1e-12 and abs(loss) <= 1e-12 and items == 0, name
-
-
 def test_a_process_on_its_own_sums_nothing_up():
     for alone in (Processes(), processes_of(None), processes_of(torch.nn.Linear(1, 1))):
         assert type(alone) is Processes and alone.sums(1, 2.5) == [1, 2.5]
@@ -278,23 +273,22 @@ def test_a_model_says_how_it_is_trained():
         assert processes_of(model).divisor == 5.0
 
 
-def test_two_processes_with_unequal_shares_get_the_full_batchs_gradient():
-    found = run_ranks(replicated)[0]
+def in_two_processes():
+    return replicated(), sharded()
+
+
+def test_two_processes_get_the_full_batchs_gradient_replicated_and_sharded():
+    found, parts = run_ranks(in_two_processes)[0]
     assert found.pop("syncs") == 1  # one bucket, sent with the last micro-batch alone
     assert "was not told the model" in found.pop("without model")
     assert 'reduction="sum"' in found.pop("no gradient to send with")
-    assert len(found) == 5
-    equal_to_the_full_batch(found)
-
-
-def test_sharded_over_two_processes_it_is_the_full_batchs_gradient():
-    found = run_ranks(sharded)[0]
-    assert "1 of 2 processes have another micro-batch" in found.pop("unequally many")
-    assert "have gradients from before" in found.pop("before")
-    assert "call fully_shard on the whole model too" in found.pop("layers alone")
-    assert "give the whole to FullyShardedDataParallel" in found.pop("wrapped inside")
-    assert len(found) == 8
-    equal_to_the_full_batch(found)
+    assert "1 of 2 processes have another micro-batch" in parts.pop("unequally many")
+    assert "have gradients from before" in parts.pop("before")
+    assert "call fully_shard on the whole model too" in parts.pop("layers alone")
+    assert "give the whole to FullyShardedDataParallel" in parts.pop("wrapped inside")
+    assert (len(found), len(parts)) == (5, 8)
+    for name, (far, loss, items) in (found | parts).items():
+        assert far <= 1e-12 and abs(loss) <= 1e-12 and items == 0, name
 
 
 def test_a_process_that_fails_is_reported():

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradmem_lib import (
     MemoryTracker,
@@ -18,7 +19,8 @@ from gradmem_lib import (
     split,
     step,
 )
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.compat.fake_ranks import fake_process_group
+from gradmem_lib.course import models
 
 PIECES, TOKENS = 16, 8
 
@@ -74,23 +76,6 @@ def test_each_sum_is_rounded_once(dtype):
     # Rounding to the nearest number is off by half a gap at most.
     assert ((found - expected).abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
     assert error(found, expected) < 0.6 * plain
-
-
-def test_the_error_is_that_of_one_large_batch():
-    """Against float64: what is left is the error of computing in bf16."""
-    model = small()
-    exact = copy.deepcopy(model).double()
-    loss, count = next_token_loss(exact, batch())
-    (loss / count).backward()
-    right = gradient(exact)
-    loss, count = next_token_loss(model, batch())
-    (loss / count).backward()
-    one_batch = error(gradient(model), right)
-    model.zero_grad()
-    in_16_bits = error(accumulated(model), right)
-    model.zero_grad()
-    in_32_bits = error(accumulated(model, float32_sums=True), right)
-    assert in_32_bits <= 1.1 * one_batch < in_16_bits
 
 
 def test_float32_weights_and_frozen_ones_are_left_as_they_are():
@@ -169,21 +154,10 @@ def test_what_cannot_be_is_refused():
         accumulate_gradients([1], lambda m: m, model=model, float32_sums=True)
     with pytest.raises(ValueError, match="give model="):
         accumulate_gradients([1], lambda m: m, total_items=1, float32_sums=True)
+    with fake_process_group(2, 0) as mesh:
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group())
+        with pytest.raises(ValueError, match="several processes train together"):
+            accumulate_gradients([1], lambda m: m, total_items=1, model=ddp, float32_sums=True)
     for other in ({"in_backward": True}, {"sharding": "ddp"}):
         with pytest.raises(ValueError, match="float32_sums=True adds up the gradients"):
             Recipe(precision="bf16", float32_sums=True, **other)
-
-
-def in_two_processes():
-    from torch.nn.parallel import DistributedDataParallel
-
-    ddp = DistributedDataParallel(small())
-    try:
-        accumulate_gradients([1], lambda m: m, total_items=1, model=ddp, float32_sums=True)
-    except ValueError as error:
-        return str(error)
-
-
-def test_several_processes_are_refused():
-    for said in run_ranks(in_two_processes, ranks=2):
-        assert "several processes train together" in said

@@ -1,6 +1,7 @@
 """What a forward changes besides its result is put back after a question."""
 
 from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -43,28 +44,22 @@ class KeepsMuch(nn.Module):
         return *tensors, self.calls, list(self.seen), {*self.masks}, {*self.widths}
 
 
-def test_what_a_forward_keeps_is_as_before():
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_what_a_forward_keeps_is_as_before(error):
     model = KeepsMuch()
     model(torch.randn(3, 8))
     before, names, last = model.kept(), {*vars(model)}, model.last
     tensors = model.queue, model.running
-    with left_as_it_was(model):
+    with pytest.raises(error) if error else nullcontext(), left_as_it_was(model):
         model(torch.randn(2, 8))
         assert model.kept() != before
         model.added = 1
         del model.masks
+        if error:
+            raise error
     assert model.kept() == before
     assert ({*vars(model)}, model.last) == (names, last)
     assert model.queue is tensors[0] and model.running is tensors[1]
-
-
-def test_it_is_as_before_after_an_error_too():
-    model = KeepsMuch()
-    before = model.kept()
-    with pytest.raises(KeyboardInterrupt), left_as_it_was(model):
-        model(torch.randn(2, 8))
-        raise KeyboardInterrupt
-    assert model.kept() == before
 
 
 def test_no_more_is_copied_than_twice_the_trained_weights():

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from support.checkpointed import FAMILIES, batch_for, made, same, step
-from support.families import OLDER
+from support.families import tiny_config
 from support.nightly import each
 from support.oracle import allocator_peak
 from support.predicted import assert_same, config, example_batch, model_class, predict, tracked
@@ -55,20 +54,7 @@ def chain() -> nn.Module:
     )
 
 
-def saved_bytes(run, stays) -> tuple[int, torch.Tensor]:
-    """What autograd saves in ``run()``, by PyTorch's own hooks: each storage once, all of them
-    alive at the end.
-    """
-    kept = {}
-    with saved_tensors_hooks(
-        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t
-    ):
-        out = run()
-    own = {t.untyped_storage().data_ptr() for t in stays}
-    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own), out
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(2, FAMILIES))
 def test_gradients_are_the_same_to_the_bit_and_nothing_is_left(family, tmp_path):
     model, batch = made(family), batch_for(family)
     expected = step(family, model, batch)
@@ -83,29 +69,17 @@ def test_gradients_are_the_same_to_the_bit_and_nothing_is_left(family, tmp_path)
             assert not left(tmp_path)
 
 
-def test_as_many_bytes_lie_in_files_as_autograd_saves(tmp_path):
-    model, x = chain(), torch.randn(8, 16)
-    expected, out = saved_bytes(lambda: model(x).square().sum(), model.parameters())
-    with offload_activations(tmp_path) as moved:
-        out = model(x).square().sum()
-    assert moved.bytes == on_disk(tmp_path) == expected
-    assert moved.tensors == len(files(tmp_path))
-    out.backward()
-    assert not left(tmp_path)
-
-
 ALL = Recipe(offload="activations", precision="autocast-bf16", accumulation=2)
 INPUTS = Recipe(offload="boundaries", checkpointing="per-layer", precision="bf16", accumulation=4)
 MATRIX = [
     ("llama", 3, ALL),
     ("llama", 10, Recipe(offload="activations")),
     ("llama", 10, INPUTS),
-    ("llama", 3, Recipe(offload="boundaries", checkpointing="best")),
     ("gqa", 3, Recipe(offload="activations", checkpointing=2, lora_rank=2)),
+    ("llama", 3, Recipe(offload="boundaries", checkpointing="best")),
     ("tied", 10, Recipe(offload="boundaries", checkpointing=2, chunked_loss=True)),
     ("qwen3", 3, Recipe(offload="activations", checkpointing="attention")),
     ("gemma", 3, Recipe(offload="activations", in_backward=True, optimizer="adamw-8bit")),
-    ("gpt2", 10, ALL),
     ("gpt2", 3, Recipe(offload="activations", checkpointing="elementwise")),
     ("bert", 3, Recipe(offload="activations", attention="eager", accumulation=8)),
     ("vit", 3, INPUTS),
@@ -113,7 +87,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layers", "recipe"), each(2, MATRIX))
+@pytest.mark.parametrize(("family", "layers", "recipe"), each(3, MATRIX))
 def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recipe):
     cfg = config(family, layers)
     predicted = predict(cfg, batch_size=8, seq_len=16, recipe=recipe, target="cpu")
@@ -141,17 +115,75 @@ def test_a_module_moves_what_its_config_does():
     assert there.offload_traffic_bytes == here.offload_traffic_bytes > 0
 
 
-def loss_of(model, x):
-    return model(x).square().sum()
+def test_as_many_bytes_lie_in_files_as_autograd_saves(tmp_path):
+    """By PyTorch's own hooks: each storage once, all of them alive at the end."""
+    model, x, kept = chain(), torch.randn(8, 16), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), id):
+        out = model(x).square().sum()
+    expected = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+    for how in ("backward", "dropped", "closed"):
+        with offload_activations(tmp_path) as moved:
+            out = model(x).square().sum()
+        assert moved.bytes == on_disk(tmp_path) == expected
+        assert moved.tensors == len(files(tmp_path))
+        if how == "backward":
+            out.backward()
+        if how == "closed":
+            moved.close()
+            with pytest.raises(RuntimeError, match="Run the forward again"):
+                out.backward()
+        del out
+        assert not left(tmp_path)
 
 
-def test_after_an_exception_the_files_are_gone_though_the_loss_is_kept(tmp_path):
-    """As a notebook keeps it, in a variable or in the last traceback."""
-    with pytest.raises(ArithmeticError), offload_activations(tmp_path):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_no_file_and_no_hook(error, tmp_path, monkeypatch):
+    """Though the loss is kept, as a notebook keeps it in a variable or in the last traceback."""
+    with pytest.raises(error), offload_activations(tmp_path):
         loss = chain()(torch.ones(4, 16)).sum()
         assert on_disk(tmp_path) > 0
-        raise ArithmeticError
+        raise error
     assert loss.requires_grad and not list(tmp_path.iterdir())
+    assert saved_tensor_hooks() is None
+    # In backward.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
+    model, optimizer, _ = prepare(model, ALL)
+    ids, seen = torch.randint(0, 64, (4, 8)), []
+
+    def stop(grad):
+        seen.append(files(tmp_path))
+        raise error
+
+    handle = model.model.layers[1].mlp.down_proj.weight.register_hook(stop)
+    with pytest.raises(error):
+        train_step(model, optimizer, {"input_ids": ids, "labels": ids}, ALL)
+    assert seen[0] and not list(tmp_path.iterdir())
+    handle.remove()
+    model.zero_grad()
+    train_step(model, optimizer, {"input_ids": ids, "labels": ids}, ALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
+    frozen, head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+    x = torch.randn(3, 8, requires_grad=True)
+    with offload_activations(tmp_path) as moved:
+        out = nn.functional.linear(frozen(x), head.weight) * head.weight[:3]
+        nn.functional.linear(out, head.weight.T).sum().backward()
+    # What two products with trained weights take, and the product that is multiplied.
+    assert moved.bytes == 3 * 3 * 8 * 4
+    model, x = nn.Module(), torch.randn(3, 3, requires_grad=True)
+    model.register_buffer("scale", torch.randn(3, 3))
+    sparse, empty = torch.eye(3).to_sparse(), torch.empty(0, 3, requires_grad=True)
+    for given, moves in ((model, 0), (None, 1)):
+        with offload_activations(tmp_path, model=given) as moved:
+            loss = (x * model.scale).sum() + torch.sparse.mm(sparse, x).sum()
+            loss = loss + (empty * empty).sum()
+        assert moved.tensors == moves
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, model.scale + 1)
 
 
 def test_what_stays_goes_with_its_last_name_and_waits_for_no_collection(tmp_path):
@@ -165,55 +197,6 @@ def test_what_stays_goes_with_its_last_name_and_waits_for_no_collection(tmp_path
             assert before - tracker.current.total == x.nbytes
         finally:
             gc.enable()
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_forward_leaves_no_file_and_no_hook(error, tmp_path):
-    model = chain()
-    model.append(nn.Identity()).register_forward_pre_hook(lambda *given: None)
-    model[-1].forward = lambda x: (_ for _ in ()).throw(error("stop"))
-    with pytest.raises(error), offload_activations(tmp_path) as moved:
-        model(torch.randn(8, 16))
-    assert moved.bytes and not list(tmp_path.iterdir())
-    assert saved_tensor_hooks() is None
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_backward_leaves_no_file(error, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model, recipe = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64), ALL
-    model, optimizer, _ = prepare(model, recipe)
-    layer, seen = model.model.layers[1].mlp.down_proj.weight, []
-
-    def stop(grad):
-        seen.append(files(tmp_path))
-        raise error("stop")
-
-    handle, ids = layer.register_hook(stop), torch.randint(0, 64, (4, 8))
-    with pytest.raises(error):
-        train_step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
-    assert seen[0] and not list(tmp_path.iterdir())
-    handle.remove()
-    model.zero_grad()
-    train_step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_backward_after_the_files_are_gone_says_so(tmp_path):
-    model = chain()
-    with offload_activations(tmp_path) as moved:
-        loss = loss_of(model, torch.randn(8, 16))
-    moved.close()
-    with pytest.raises(RuntimeError, match="Run the forward again"):
-        loss.backward()
-
-
-def test_a_loss_that_is_dropped_takes_its_files_along(tmp_path):
-    with offload_activations(tmp_path):
-        loss = loss_of(chain(), torch.randn(8, 16))
-    assert files(tmp_path)
-    del loss
-    assert not left(tmp_path)
 
 
 def test_twice_through_one_graph_and_through_its_gradient(tmp_path):
@@ -250,32 +233,6 @@ def test_one_storage_moves_once_and_again_when_it_has_changed(tmp_path):
     assert torch.allclose(x.grad, kept.cos() + (2 * kept).exp() - (2 * kept).sin())
 
 
-def test_parameters_stay_tied_frozen_and_in_views(tmp_path):
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    head = nn.Linear(8, 8)
-    x = torch.randn(3, 8, requires_grad=True)
-    with offload_activations(tmp_path) as moved:
-        out = nn.functional.linear(frozen(x), head.weight) * head.weight[:3]
-        nn.functional.linear(out, head.weight.T).sum().backward()
-    found = moved.bytes
-    assert (
-        found == 3 * 3 * 8 * 4
-    )  # what two products with trained weights take, and the product that is multiplied
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="pins and copies there")
-@pytest.mark.skipif(OLDER, reason="has no such option")
-def test_transformers_own_offload_is_an_error_without_an_accelerator():
-    """Since 5.17. It pins memory of the host for the checkpoints' inputs, whatever the model's
-    device.
-    """
-    model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64).train()
-    model.activation_checkpointing_enable(offload=True)
-    ids = torch.randint(0, 64, (4, 16))
-    with pytest.raises(RuntimeError, match="pin_memory=True requires"):
-        model(input_ids=ids, labels=ids, use_cache=False)
-
-
 @pytest.mark.parametrize("what", ACTIVATION_OFFLOADS)
 def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -299,13 +256,12 @@ def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
     assert trainer.offload_hooks.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_chunks_that_count_their_changes_apart_come_back_each_as_it_was(kind, tmp_path):
+def test_chunks_that_count_their_changes_apart_come_back_each_as_it_was(tmp_path):
     """A GRU changes the chunks of one storage in place, one after another, and each has a version
     of its own.
     """
     torch.manual_seed(0)
-    model, x = kind(4, 5, 2, bidirectional=True), torch.randn(3, 2, 4)
+    model, x = nn.GRU(4, 5, 2, bidirectional=True), torch.randn(3, 2, 4)
     found = []
     for block in (nullcontext(), offload_activations(tmp_path, model=model)):
         with block:
@@ -392,24 +348,13 @@ class Squared(nn.Module):
         return (h * h * h.sin()).mean()
 
 
-T5 = transformers.T5Config(
-    vocab_size=128,
-    d_model=64,
-    d_kv=16,
-    d_ff=96,
-    num_layers=2,
-    num_heads=4,
-    decoder_start_token_id=0,
-)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "by hand"])
+@pytest.mark.parametrize("name", ["llama", "t5", "by hand"])
 def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
-    recipe, cfg = Recipe(offload="activations"), T5 if name == "t5" else None
+    recipe = Recipe(offload="activations")
     if name == "by hand":
         model, batch = Squared(), torch.randn(64, 16)
     else:
-        cfg = cfg or config(name, 2)
+        cfg = tiny_config(name) if name == "t5" else config(name, 2)
         cfg.use_cache = False
         model = model_class(cfg)(cfg)
         batch = example_batch(model, 8, 16)
@@ -420,20 +365,6 @@ def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
     taken = allocator_peak(lambda: train_step(run.model, run.optimizer, batch, recipe), before=2)
     # the last step's loss
     assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)
-
-
-def test_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
-    model, x = nn.Module(), torch.randn(3, 3, requires_grad=True)
-    model.register_buffer("scale", torch.randn(3, 3))
-    sparse, empty = torch.eye(3).to_sparse(), torch.empty(0, 3, requires_grad=True)
-    for given, moves in ((model, 0), (None, 1)):
-        with offload_activations(tmp_path, model=given) as moved:
-            loss = (
-                (x * model.scale).sum() + torch.sparse.mm(sparse, x).sum() + (empty * empty).sum()
-            )
-        assert moved.tensors == moves
-        (found,) = torch.autograd.grad(loss, x)
-        assert torch.equal(found, model.scale + 1)
 
 
 def test_nothing_but_what_was_moved_is_held_when_it_comes_back(tmp_path):

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradmem_lib import accumulate_gradients, check_pieces_add_up, split
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.course.machine.thread_ranks import on_ranks
 from gradmem_lib.techniques.pieces import as_in_evaluation, rounding
 
 WEIGHT = torch.tensor([0.3, 1.0, 4.7], dtype=torch.float64)
@@ -34,18 +35,6 @@ def class_weights(model, micro):
     return loss, WEIGHT[micro["labels"]].sum()
 
 
-def row_weights(model, micro):
-    each = F.cross_entropy(model(micro["x"]), micro["labels"], reduction="none")
-    weight = micro["weight"]
-    return (each * weight).sum() / weight.sum(), weight.sum()
-
-
-def some_ignored(model, micro):
-    labels = torch.where(micro["labels"] == 1, -100, micro["labels"])
-    loss = F.cross_entropy(model(micro["x"]), labels, ignore_index=-100)
-    return loss, (labels != -100).sum()
-
-
 def smoothed(model, micro):
     loss = F.cross_entropy(model(micro["x"]), micro["labels"], label_smoothing=0.2)
     return loss, len(micro["labels"])
@@ -62,7 +51,7 @@ def two_means(model, micro):
     return [class_weights(model, micro), (logits.square().mean(1).mean(), len(logits))]
 
 
-RIGHT = [class_weights, row_weights, some_ignored, smoothed, cancelling, two_means]
+RIGHT = [class_weights, smoothed, cancelling, two_means]
 
 # Wrong ones.
 
@@ -77,8 +66,12 @@ def in_batch_negatives(model, micro):
     return F.cross_entropy(a @ b.T / 0.05, torch.arange(len(a))), len(a)
 
 
-def decorrelated(model, micro):
-    return model(micro["x"]).var(0, unbiased=False).sum(), len(micro["x"])
+def stacked(model, micro):
+    """The first half chosen, the second rejected: rows cannot be cut from such a stack."""
+    scores = model(micro["x"])[:, 0]
+    half = len(scores) // 2
+    each = -F.logsigmoid(scores[:half] - scores[half : 2 * half])
+    return each.sum() / max(half, 1), half
 
 
 def two_means_as_one(model, micro):
@@ -111,7 +104,7 @@ def of_python(model, micro):
 WRONG = {
     weights_by_rows: r"weight\[labels\]\.sum.* its sum is .* for all rows together",
     in_batch_negatives: "accumulate_through_embeddings",
-    decorrelated: "its sum is",
+    stacked: r"would train another loss$",
     two_means_as_one: "a list of pairs",
     count_of_another: r"the count of all rows is 2, and those of its pieces are 2 and 2",
     no_pair: "TypeError: loss_and_count must return two things",
@@ -178,16 +171,11 @@ def test_what_is_not_is_refused_in_a_sentence_and_nothing_changes(loss, reductio
     def loss_and_count(micro):
         return reduced(loss, reduction)(model, micro)
 
-    with pytest.raises(ValueError, match=WRONG[loss]):
+    with pytest.raises(ValueError, match=WRONG[loss]) as raised:
         check_pieces_add_up(model, batch, loss_and_count, reduction=reduction)
+    if loss is drops_out:
+        assert "accumulate_through_embeddings" not in str(raised.value)
     assert state(model) == before
-
-
-def test_a_refusal_of_noise_does_not_say_that_rows_are_compared():
-    model, batch = model_and_batch()
-    with pytest.raises(ValueError) as raised:
-        check_pieces_add_up(model, batch, lambda m: drops_out(model, m), reduction="mean")
-    assert "accumulate_through_embeddings" not in str(raised.value)
 
 
 def test_three_forwards_without_a_graph_in_eval_mode():
@@ -208,117 +196,32 @@ def test_a_batch_that_shows_nothing_is_refused():
     model, batch = model_and_batch()
     with pytest.raises(ValueError, match="give at least two rows"):
         check_pieces_add_up(model, next(split(batch, 1)), lambda m: smoothed(model, m))
-    batch["labels"][-1] = 1  # the one that is ignored
+    batch["labels"][-1] = -100
+
+    def of_labels(micro):
+        loss = F.cross_entropy(model(micro["x"]), micro["labels"])
+        return loss, (micro["labels"] != -100).sum()
+
     with pytest.raises(ValueError, match="give rows that all have labels"):
-        check_pieces_add_up(model, batch, lambda m: some_ignored(model, m), reduction="mean")
+        check_pieces_add_up(model, batch, of_labels, reduction="mean")
     with pytest.raises(ValueError, match="reduction='none'"):
         check_pieces_add_up(model, batch, lambda m: smoothed(model, m), reduction="none")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_weights_are_not_refused(dtype):
-    model, batch = model_and_batch()
-    model.to(dtype)
-
-    def loss_and_count(micro):
-        logits = model(micro["x"].to(dtype)).float()
-        return F.cross_entropy(logits, micro["labels"], weight=WEIGHT.float(), reduction="sum"), (
-            WEIGHT[micro["labels"]].sum()
-        )
-
-    check_pieces_add_up(model, batch, loss_and_count)
-
-
-def preferences():
-    """A policy, its reference, and pairs of a chosen and a rejected text of unequal lengths."""
-    sizes = dict(layers=1, hidden=16, heads=2, vocab=31, dtype=torch.float64)
-    policy, reference = models.tiny_gpt2(seed=0, **sizes), models.tiny_gpt2(seed=1, **sizes)
-    generator = torch.Generator().manual_seed(0)
-    pairs = {}
-    for name, lengths in (("chosen", (9, 3, 6, 12)), ("rejected", (4, 12, 7, 5))):
-        ids = torch.randint(0, 31, (4, 12), generator=generator)
-        seen = torch.arange(12) < torch.tensor(lengths)[:, None]
-        pairs |= {name: ids, f"{name}_labels": ids.masked_fill(~seen, -100)}
-    return policy, reference.requires_grad_(False), pairs
-
-
-def log_p(model, ids, labels):
-    """Of each row, the sum over its tokens: (rows,)."""
-    found = model(ids).logits[:, :-1].log_softmax(-1)
-    targets = labels[:, 1:]
-    picked = found.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return (picked * (targets != -100)).sum(-1)
-
-
-def dpo(policy, reference, micro):
-    """Rafailov et al. 2023, equation 7, for each pair."""
-
-    def margin(model):
-        chosen = log_p(model, micro["chosen"], micro["chosen_labels"])
-        return chosen - log_p(model, micro["rejected"], micro["rejected_labels"])
-
-    return -F.logsigmoid(0.5 * (margin(policy) - margin(reference)))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_preferences_are_a_mean_over_pairs(size):
-    policy, reference, pairs = preferences()
-    dpo(policy, reference, pairs).mean().backward()
-    expected = gradient(policy)
-
-    def loss_and_count(micro):
-        each = dpo(policy, reference, micro)
-        return each.sum(), len(each)
-
-    check_pieces_add_up(policy, pairs, loss_and_count)
-    found = accumulate_gradients(split(pairs, size), loss_and_count)
-    assert found.items == 4
-    assert (gradient(policy) - expected).norm() <= 1e-12 * expected.norm()
-    assert all(p.grad is None for p in reference.parameters())
-
-
-def test_preferences_in_one_stack_are_no_rows_of_their_own():
-    """The first half chosen, the second rejected, as some trainers stack them: rows cannot be cut
-    from it.
-    """
-    policy, _, pairs = preferences()
-    stacked = {
-        "ids": torch.cat([pairs["chosen"], pairs["rejected"]]),
-        "labels": torch.cat([pairs["chosen_labels"], pairs["rejected_labels"]]),
-    }
-
-    def loss_and_count(micro):
-        each = log_p(policy, micro["ids"], micro["labels"])
-        half = len(each) // 2
-        found = -F.logsigmoid(0.5 * (each[:half] - each[half : 2 * half]))
-        return found.sum(), half
-
-    with pytest.raises(ValueError, match=r"would train another loss$"):
-        check_pieces_add_up(policy, stacked, loss_and_count)
-
-
-def in_two_processes():
-    """Rank 1 alone finds a difference."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, batch = model_and_batch()
-    ddp = DistributedDataParallel(model)
-    loss = [smoothed, weights_by_rows][dist.get_rank()]
-    said = []
-    for each in (smoothed, loss):
-        try:
-            check_pieces_add_up(ddp, batch, lambda m, each=each: each(ddp, m), reduction="mean")
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
 def test_all_processes_refuse_together():
-    for rank, said in enumerate(run_ranks(in_two_processes, ranks=2)):
-        assert said[0] == ""
-        assert ["another process found", "its sum is"][rank] in said[1]
+    """Rank 1 alone finds a difference."""
+
+    def asked(rank):
+        model, batch = model_and_batch()
+        ddp = DistributedDataParallel(model)
+        check_pieces_add_up(ddp, batch, lambda m: smoothed(ddp, m), reduction="mean")
+        loss = [smoothed, weights_by_rows][rank]
+        with pytest.raises(ValueError) as raised:
+            check_pieces_add_up(ddp, batch, lambda m: loss(ddp, m), reduction="mean")
+        return str(raised.value)
+
+    first, second = on_ranks(asked, 2)
+    assert "another process found" in first and "its sum is" in second
 
 
 def test_autocast_inside_of_the_loss_rounds_more():
@@ -339,9 +242,13 @@ def test_autocast_inside_of_the_loss_rounds_more():
 def test_a_whole_number_of_items_is_compared_exactly():
     model = nn.Linear(4, 4).bfloat16()  # whose losses may differ by 0.8 %
 
+    def loss_and_count(x):
+        return model(x).float().square().sum(), x.shape[0] * 512
+
     def shifted_once(x):
         return model(x).float().square().sum(), x.shape[0] * 512 - 1
 
+    check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), loss_and_count)
     with pytest.raises(ValueError, match=r"2047.*1535 and 511"):
         check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), shifted_once)
 
@@ -360,17 +267,14 @@ class MakesAPart(nn.Module):
         return self.part(self.linear(x))
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_module_that_a_forward_makes_is_not_kept(training):
+def test_a_module_that_a_forward_makes_is_not_kept():
     """It was made for the rows of a question, and has its mode: the training makes its own."""
-    model = nn.Sequential(MakesAPart()).train(training)
+    model = nn.Sequential(MakesAPart())
     with as_in_evaluation(model):
         model(torch.ones(1, 2))
-    assert all(module.training == training for module in model.modules())
     assert len([*model.modules()]) == 3
     model(torch.ones(1, 2))
-    assert all(module.training == training for module in model.modules())
-    assert len([*model.modules()]) == 5
+    assert len([*model.modules()]) == 5 and all(module.training for module in model.modules())
 
 
 def test_a_loss_that_is_not_finite_is_said_first():

@@ -38,7 +38,7 @@ def temporaries(keeps):
     return X + 2 * max(1, keeps - 1) * X + 8
 
 
-@pytest.mark.parametrize(("n", "keeps"), each(2, itertools.product([16, 33, 64], [1, 2, 5])))
+@pytest.mark.parametrize(("n", "keeps"), each(4, itertools.product([16, 33, 64], [1, 2, 5]), 1))
 def test_the_predicted_peak_is_the_measured_one_to_the_byte(n, keeps):
     a = (keeps - 1) * X
     schedules = ["sqrt", "best", 1, 3, 7, n, [n - 3, 3], [3, n - 3], best_segments(n, a, X, 0.5)]
@@ -57,13 +57,6 @@ def test_the_predicted_peak_is_the_measured_one_to_the_byte(n, keeps):
     assert (
         schedule_peak([n], a, X, temporaries=temporaries(keeps)) == peak_of_chain(n, None, keeps)[0]
     )
-
-
-def test_a_kept_last_segment_has_the_same_peak_as_one_that_runs_again():
-    for every in ("sqrt", 1, 5, [7, 5, 4], [[4, 3], 5, [3, 1]]):
-        for keeps in (1, 2, 5):
-            peaks = [peak_of_chain(16, every, keeps, keep_last)[0] for keep_last in (True, False)]
-            assert peaks[0] == peaks[1], (every, keeps)
 
 
 def test_segments_in_segments_of_layers_without_internals_need_what_a_forward_takes_in_passing():
@@ -91,12 +84,6 @@ def test_the_figures_for_64_layers_that_keep_five_boundaries():
     )
     assert best <= 36
     assert boundaries(best_segments(64, 4 * X, X, 2.0)) < 22
-
-
-def test_the_root_is_the_best_segment_length_where_a_layer_keeps_its_input_alone():
-    peaks = {k: peak_of_chain(64, k, keeps=1)[0] for k in (1, 2, 4, 8, 16, 32, 64)}
-    assert min(peaks, key=peaks.get) == 8
-    assert peak_of_chain(64, "sqrt", keeps=1)[0] == peaks[8]
 
 
 def test_a_loss_with_an_expanded_gradient_spares_the_last_layer_one_boundary():
@@ -167,17 +154,6 @@ def test_an_autocast_copy_of_a_weight_is_counted_inside_each_layer():
     assert handle.boundary == [4 * 32 * 4] + [4 * 32 * 2] * 3
 
 
-def test_a_budget_that_stops_a_checkpointed_step_leaves_no_trace():
-    net = models.chain(16, width=WIDTH, keeps=5)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    weights = sum(p.nbytes for p in net.parameters())
-    with checkpoint_layers(net, [3, 2, 2, 2, 2, 2, 1, 1, 1]):
-        tracker = MemoryTracker(net, budget=weights + 20 * X, live=False)
-        with pytest.raises(BudgetExceeded), tracker:
-            weighted(net(x)).sum().backward()
-    assert untouched(net)
-
-
 def test_best_fits_a_budget_from_the_very_first_step():
     net = models.chain(64, width=WIDTH, keeps=5)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -188,19 +164,7 @@ def test_best_fits_a_budget_from_the_very_first_step():
         tracker = MemoryTracker(net, budget=budget, live=False)
         with checkpoint_layers(net, every), pytest.raises(BudgetExceeded), tracker:
             weighted(net(x)).sum().backward()
-
-
-def test_the_tracker_sees_what_runs_again_as_activations_in_backward_and_names_the_layer():
-    net = models.chain(8, width=WIDTH, keeps=5)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with checkpoint_layers(net, [8], keep_last=False), MemoryTracker(net, live=False) as tracker:
-        weighted(net(x)).sum().backward()
-    assert tracker.peak.phase == "backward"
-    assert tracker.peak.by_category["activations"] >= 8 * 4 * X
-    owners = {
-        h.module.split(".")[0] for h in tracker.largest_at_peak(100) if h.category == "activations"
-    }
-    assert {str(i) for i in range(8)} <= owners
+        assert untouched(net)
 
 
 def test_chain_refuses_numbers_below_one():

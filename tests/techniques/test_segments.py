@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointed import sum_all
+from support.nightly import ALL, each
 
 from gradmem_lib import Recipe
 from gradmem_lib.techniques.layer_bytes import LayerBytes
@@ -85,23 +86,8 @@ def slow_extra(segments, keep_last=True):
 GRID = [(0, 1), (1, 4), (1, 2), (1, 1), (5, 1), (23, 1), (3, 0)]  # a, x
 
 
-@pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 0.75, 1.0])
-@pytest.mark.parametrize("n", range(1, 13))
-def test_the_best_schedule_is_the_best_of_all(n, fraction):
-    schedules = [s for s in all_flat(n) if slow_extra(s) <= fraction * n]
-    for a, x in GRID:
-        found = best_segments(n, a, x, fraction, temporaries=2)
-        key = (slow_peak(found, [a] * n, [x] * n, 2), slow_extra(found), x * (len(found) - 1))
-        # the library's own peak here, for speed; it is compared with slow_peak below
-        best = min(
-            (schedule_peak(s, a, x, temporaries=2), extra_forwards(s), x * (len(s) - 1))
-            for s in schedules
-        )
-        assert key == best, (a, x, found)
-
-
 @pytest.mark.parametrize("fraction", [1.5, 2.0, 3.0])
-@pytest.mark.parametrize("n", range(1, 8))
+@pytest.mark.parametrize("n", each(3, range(1, 8)))
 def test_with_more_than_one_extra_forward_it_is_the_best_of_all_nested_ones(n, fraction):
     for a, x in GRID:
         found = best_segments(n, a, x, fraction)
@@ -124,42 +110,9 @@ def test_peak_and_extra_forwards_agree_with_their_slow_twins_on_every_schedule()
             assert extra_forwards(s, keep_last=False) == slow_extra(s, keep_last=False)
 
 
-whole = st.integers(0, 40)
-wide = st.integers(0, 400)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.data(), st.sampled_from([whole, wide]), st.integers(1, 9), st.floats(0, 1))
-def test_the_best_schedule_of_unequal_layers_is_the_best_of_all(data, number, n, fraction):
-    sizes = st.lists(number, min_size=n, max_size=n)
-    a, x, t = data.draw(sizes), data.draw(sizes), data.draw(sizes)
-    found = best_segments(n, a, x, fraction, temporaries=t)
-    assert extra_forwards(found) <= fraction * n + 1e-9
-
-    def key(segments):
-        starts = list(itertools.accumulate([0, *segments[:-1]]))
-        kept = sum(x[start] for start in starts[:-1])
-        return schedule_peak(segments, a, x, temporaries=t), extra_forwards(segments), kept
-
-    assert key(found) == min(
-        key(s) for s in all_flat(n) if extra_forwards(s) <= fraction * n + 1e-9
-    )
-
-
 def test_unequal_layers_get_plain_segments_however_many_forwards_are_allowed():
     a = list(range(1, 13))
     assert best_segments(12, a, 1, 3.0) == best_segments(12, a, 1, 1.0)
-
-
-def test_long_segments_come_first_and_more_work_buys_a_lower_peak():
-    peaks = []
-    for extra in (0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0):
-        segments = best_segments(64, 4, 1, extra)
-        peaks.append(schedule_peak(segments, 4, 1))
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
-    flat = best_segments(64, 4, 1)
-    assert flat == sorted(flat, reverse=True) and flat[0] >= 4 and flat[-1] == 1
-    assert any(isinstance(item, list) for item in best_segments(64, 4, 1, 2.0))
 
 
 def test_a_peak_in_real_bytes_is_exact_and_does_not_overflow():
@@ -188,22 +141,17 @@ def test_uniform_segments_have_a_short_last_one():
     [
         lambda: uniform_segments(0, 3),
         lambda: uniform_segments(9, 0),
-        lambda: uniform_segments(9, True),
         lambda: best_segments(0, 1, 1),
         lambda: best_segments(4, [1, 1], 1),
         lambda: best_segments(4, -1, 1),
         lambda: best_segments(9, 0.4, 0.1),
         lambda: best_segments(4, math.nan, 1),
         lambda: best_segments(4, 1, 1, -0.5),
-        lambda: best_segments(4, 1, 1, math.inf),
         lambda: best_segments(4, 1, 1, "all"),
         lambda: best_segments(4, 1, 1, 0.5, keep_last=False),
         lambda: best_segments(4, 1, 1, tail=-1),
-        lambda: best_segments(4, "5 x", 1),
         lambda: schedule_peak([2, 0], 1, 1),
-        lambda: schedule_peak([], 1, 1),
         lambda: schedule_peak([2, []], 1, 1),
-        lambda: schedule_peak([2.0], 1, 1),
         lambda: extra_forwards([2, "3"]),
     ],
 )
@@ -212,10 +160,11 @@ def test_numbers_that_are_no_schedule_are_refused_with_a_sentence(call):
         call()
 
 
-sizes = st.integers(0, 30)
+EXAMPLES = 200 if ALL else 40
+sizes = st.integers(0, 30) | st.integers(0, 400)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(
     st.data(),
     st.integers(1, 10),
@@ -223,14 +172,14 @@ sizes = st.integers(0, 30)
     st.sampled_from([0, 0.4, 1.0]),
     st.integers(0, 300),
 )
-def test_with_a_tail_the_best_schedule_is_the_best_of_all(data, n, keep_last, fraction, tail):
+def test_the_best_schedule_is_the_best_of_all(data, n, keep_last, fraction, tail):
     a, x, t = (data.draw(st.lists(sizes, min_size=n, max_size=n)) for _ in range(3))
     fraction = fraction if keep_last else 1.0
     found = best_segments(n, a, x, fraction, temporaries=t, tail=tail, keep_last=keep_last)
 
-    def by_moments(segments):
-        """The bytes at each layer's backward and after the last layer, added up from what
-        is there.
+    def key(segments):
+        """The bytes at each layer's backward and after the last layer, added up from what is
+        there; then the extra forwards, and the bytes of boundaries.
         """
         starts = list(itertools.accumulate([0, *segments[:-1]]))
         moments = []
@@ -238,21 +187,17 @@ def test_with_a_tail_the_best_schedule_is_the_best_of_all(data, n, keep_last, fr
             held = sum(x[s] for s in starts[:i])
             for j in range(start, start + length):
                 moments.append(held + sum(a[start : j + 1]) + sum(x[start : j + 1]) + t[j])
-        after = sum(x[s] for s in starts[:-1])
-        last = starts[-1]
-        moments.append(tail + after + (sum(a[last:]) + sum(x[last:]) if keep_last else x[last]))
-        return max(moments)
+        kept, last = sum(x[s] for s in starts[:-1]), starts[-1]
+        moments.append(tail + kept + (sum(a[last:]) + sum(x[last:]) if keep_last else x[last]))
+        return max(moments), extra_forwards(segments, keep_last), kept if keep_last else 0
 
-    assert by_moments(found) == schedule_peak(
-        found, a, x, temporaries=t, tail=tail, keep_last=keep_last
-    )
     allowed = [s for s in all_flat(n) if extra_forwards(s, keep_last) <= fraction * n + 1e-9]
-    assert (by_moments(found), extra_forwards(found, keep_last)) == min(
-        (by_moments(s), extra_forwards(s, keep_last)) for s in allowed
-    )
+    assert key(found) == min(map(key, allowed))
+    peak = schedule_peak(found, a, x, temporaries=t, tail=tail, keep_last=keep_last)
+    assert peak == key(found)[0]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(sizes, sizes, sizes, sizes), min_size=1, max_size=9), st.integers(0, 400))
 def test_safe_segments_are_never_above_one_a_layer_in_any_moment(given, tail):
     layers = [LayerBytes(*four, True) for four in given]

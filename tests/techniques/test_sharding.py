@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import sharded_trainer
+from support.nightly import each
 from support.sharded import distances, far, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -36,17 +37,15 @@ def cases(ways: list[dict], families=("llama",), hows=tuple(SHARDING)) -> dict[s
 
 
 PIECES = {"accumulation": 2}
+EVERYWHERE = [
+    {"lora_rank": 2},
+    {"checkpointing": "per-layer"},
+    QLORA | {"checkpointing": "per-layer"},
+]
 TWO = (
-    cases([PIECES])
+    cases([PIECES, {"clip": 1e-3}])
     | cases([PIECES], ("gpt2", "t5", "mixtral"), ("ddp", "fsdp"))
-    | cases(
-        [
-            {"clip": 1e-3},
-            {"lora_rank": 2},
-            {"checkpointing": "per-layer"},
-            QLORA | {"checkpointing": "per-layer"},
-        ]
-    )
+    | dict(each(2, cases(EVERYWHERE).items(), 1))
     | cases(
         [
             {"checkpointing": (1, 1)},
@@ -103,69 +102,6 @@ def test_without_a_process_group_the_sentence_says_torchrun():
         shard(nn.Sequential(nn.Linear(2, 2)), "fsdp")
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"sharding": "zero3"}, "did you mean 'fsdp'"),
-        ({"sharding": "tp"}, "choose one of 'ddp', 'zero1', 'zero2', 'fsdp'"),
-        ({"sharding": "ddp", "in_backward": True}, "choose sharding='fsdp'"),
-        (
-            {"sharding": "fsdp", "chunked_loss": True},
-            "leave it out with sharding='fsdp', and raise accumulation",
-        ),
-        ({"sharding": "fsdp", "optimizer": "adafactor"}, "some of the rows"),
-        ({"sharding": "zero2", "optimizer": "adamw-8bit"}, "choose sharding='zero1'"),
-        (
-            {"sharding": "fsdp", "precision": "float32-master", "lora_rank": 2},
-            "or None and a model in bf16",
-        ),
-        ({"sharding": "fsdp", "checkpointing": "best"}, "choose checkpointing='per-layer'"),
-        (
-            {"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"},
-            "rounded its own way",
-        ),
-        ({"sharding": "zero2", "offload": "parameters"}, "choose sharding='fsdp'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields, says):
-    with pytest.raises(ValueError, match=says):
-        Recipe(**fields)
-
-
-def unused(yourself: bool):
-    """Two steps of a model with a layer that no forward reaches."""
-    model = nn.ModuleDict({"used": nn.Linear(3, 3), "spare": nn.Linear(3, 3)})
-    model.forward = lambda x: model["used"](x).sum()
-    if yourself:
-        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        parallel, optimizer, _ = prepare(model, Recipe(sharding="ddp"))
-    try:
-        for _ in range(2):
-            step(parallel, optimizer, torch.full((2, 3), 1.0 + dist.get_rank()), Recipe())
-    except ValueError as error:
-        return str(error)
-    return model["used"].weight.detach()
-
-
-def test_a_layer_that_no_forward_reaches_is_refused_before_the_step_or_found_by_ddp():
-    said, _ = run_ranks(unused, False)
-    assert "spare.weight, spare.bias" in said and "find_unused_parameters=True" in said
-    one, other = run_ranks(unused, True)
-    assert torch.equal(one, other)
-
-
-def test_make_trainer_on_two_ranks_learns_what_one_process_learns(tmp_path):
-    """In float32 a micro-batch's share of the labels is rounded."""
-    alone, _ = sharded_trainer.trained(tmp_path, 8, {})
-    (one, wrapper), (other, _) = run_ranks(
-        sharded_trainer.trained, tmp_path, 4, {"accumulation": 2, "sharding": "ddp"}
-    )
-    assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
-    assert (one - alone).norm() <= 1e-6 * alone.norm()
-
-
 def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch):
     model = sharded_trainer.model_of("llama", torch.float32)
     for fields, more, says in [
@@ -190,8 +126,7 @@ def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(tmp_path):
     """torch.distributed.checkpoint, weights and states: sharded, and with a 4-bit base."""
     for fields in ({}, QLORA) if os.environ.get("GRADMEM_ALL") else ({},):
         folder, sharded = str(tmp_path / f"{len(fields)}"), fields | {"sharding": "fsdp"}
-        never_stopped, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 2, False, False)
-        run_ranks(sharded_trainer.resumed, folder, sharded, 1, False, True)
+        never_stopped, *_ = run_ranks(sharded_trainer.saved, folder, sharded)
         four, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 1, True, False, ranks=4)
         assert far(four, never_stopped) <= CLOSE
         assert far(sharded_trainer.resumed(folder, fields, 1, True, False), never_stopped) <= CLOSE
@@ -222,13 +157,6 @@ def overflowed(how: str):
     return factors, torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("how", SHARDING if os.environ.get("GRADMEM_ALL") else ["fsdp"])
-def test_all_ranks_skip_a_step_that_overflowed_on_one(how):
-    (factors, one), (others, other) = run_ranks(overflowed, how)
-    assert factors == others == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
-    assert torch.equal(one, other) and one.isfinite().all()
-
-
 def rounded_by_chance():
     recipe = Recipe(precision="bf16", optimizer="adamw-stochastic", sharding="zero1")
     model, optimizer, _ = prepare(sharded_trainer.model_of("llama", torch.float32), recipe, lr=1e-2)
@@ -238,8 +166,40 @@ def rounded_by_chance():
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_weights_rounded_by_chance_stay_the_same_on_all_ranks():
-    assert torch.equal(*run_ranks(rounded_by_chance))
+def unused(yourself: bool):
+    """Two steps of a model with a layer that no forward reaches."""
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "spare": nn.Linear(3, 3)})
+    model.forward = lambda x: model["used"](x).sum()
+    if yourself:
+        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        parallel, optimizer, _ = prepare(model, Recipe(sharding="ddp"))
+    try:
+        for _ in range(2):
+            step(parallel, optimizer, torch.full((2, 3), 1.0 + dist.get_rank()), Recipe())
+    except ValueError as error:
+        return str(error)
+    return model["used"].weight.detach()
+
+
+def in_one_start(hows):
+    skipped = [overflowed(how) for how in hows]
+    return skipped, rounded_by_chance(), unused(yourself=True), unused(yourself=False)
+
+
+def test_all_ranks_skip_a_step_that_overflowed_on_one_and_stay_the_same():
+    """Also where weights are rounded by chance, and where a layer is reached by no forward: this is
+    refused before the step, or found by DDP.
+    """
+    hows = SHARDING if os.environ.get("GRADMEM_ALL") else ["fsdp"]
+    one, other = run_ranks(in_one_start, hows)
+    for (factors, weights), (factors_there, weights_there) in zip(one[0], other[0], strict=True):
+        assert factors == factors_there == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
+        assert torch.equal(weights, weights_there) and weights.isfinite().all()
+    assert torch.equal(one[1], other[1])
+    assert torch.equal(one[2], other[2])
+    assert "spare.weight, spare.bias" in one[3] and "find_unused_parameters=True" in one[3]
 
 
 def said_by_shard() -> list[str]:
@@ -296,26 +256,6 @@ def test_what_cannot_be_sharded_is_told_so():
     assert "return_loss=True" in pairs
 
 
-def mistaken(how: str) -> list[str]:
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
-    batch, recipe, said = torch.ones(2, 4), Recipe(sharding=how, attention=None), []
-    early = torch.optim.SGD(model.parameters(), 0.1)
-    for given in (lambda: model, lambda: shard(model, how)):
-        try:
-            step(given(), early, batch, recipe, loss=lambda m, x: m(x).mean())
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("how", SHARDING)
-def test_a_step_refuses_ranks_that_would_train_alone_and_an_optimizer_from_before(how):
-    for alone, early in run_ranks(mistaken, how):
-        assert "that prepare(model, recipe) returned" in alone
-        assert ("that prepare(model, recipe) returned" in early) == (how in ("zero2", "fsdp"))
-
-
 class Block(nn.Module):
     """A layer with a trained weight, one in another dtype that is frozen or not, and what it
     computed with.
@@ -349,8 +289,7 @@ def found_in(model, named=()):
     return {"layers": (list(model.layers), None)}
 
 
-@pytest.mark.parametrize("how", ["zero2", "fsdp"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("how", "dtype"), [("zero2", torch.bfloat16), ("fsdp", None)])
 def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
     monkeypatch.setattr(sharding, "find_layers", found_in)
     with fake_process_group(2, 1) as mesh:

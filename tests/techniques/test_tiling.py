@@ -30,8 +30,10 @@ def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [x.grad, *(p.grad.clone() for p in module.parameters())]
 
 
-@pytest.mark.parametrize("shape", [(TOKENS, WIDTH), (ROWS, TOKENS, WIDTH), (ROWS, 1, WIDTH)])
-@pytest.mark.parametrize("tiles", [1, 4, 7, 100])
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [((TOKENS, WIDTH), 7), ((ROWS, TOKENS, WIDTH), 4), ((ROWS, 1, WIDTH), 100), ((8, WIDTH), 1)],
+)
 def test_gradients_are_the_same(shape, tiles):
     module, x = mlp(), torch.randn(shape)
     expected = gradients(module, x)
@@ -62,32 +64,6 @@ def test_one_slice_exists_inside_at_a_time():
     assert most[0] == plain and less[0] == 2 * less[1] == 4 * less[2] > inside
     # input, output and the gradient between them
     assert plain - 2 * less[0] < 3 * ROWS * TOKENS * WIDTH * 4
-
-
-def test_a_model_with_tiles_is_predicted_with_them():
-    model = models.tiny_llama(layers=3, hidden=64, heads=4, intermediate=256, vocab=128)
-    for layer in model.model.layers:
-        for part in find_parts(layer, "mlp"):
-            tiled(part, 4)
-    assert_predicted(model, example_batch(model, 4, 64))
-
-
-@pytest.mark.parametrize(
-    "around", [partial(checkpoint_layers, every=1), partial(checkpoint_parts, part="elementwise")]
-)
-def test_in_layers_that_run_again(around):
-    model = models.tiny_llama(layers=3, hidden=64, heads=4, intermediate=256, vocab=128)
-    model.config.use_cache = False
-    batch = example_batch(model, 2, 16)
-    model(**batch).loss.backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    with around(model):
-        for layer in model.model.layers:
-            tiled(layer.mlp, 4)
-        for _ in range(2):
-            model.zero_grad()
-            model(**batch).loss.backward()
-            torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
 class Summed(nn.Module):
@@ -192,15 +168,13 @@ def test_a_number_of_tiles_is_whole(tiles):
         tiled(mlp(), tiles)
 
 
-def test_tiles_and_checkpoints_are_put_on_once():
-    module = mlp()
-    with tiled(module, 2), pytest.raises(RuntimeError, match="checkpointed already"):
-        tiled(module, 2)
-
-
-def test_a_first_step_may_be_inside_a_checkpointed_layer():
-    model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
-    batch = example_batch(model, 2, 16)
+@pytest.mark.parametrize(
+    "around", [partial(checkpoint_layers, every=1), partial(checkpoint_parts, part="elementwise")]
+)
+def test_in_layers_that_run_again(around):
+    model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=256, vocab=128)
+    model.config.use_cache = False
+    batch = example_batch(model, 4, 64)
 
     def step() -> tuple[list[torch.Tensor], int]:
         model.zero_grad()
@@ -209,13 +183,18 @@ def test_a_first_step_may_be_inside_a_checkpointed_layer():
         kept = max(tracker.timeline.by_category["activations"])
         return [p.grad.clone() for p in model.parameters()], kept
 
-    with checkpoint_layers(model, 1):
+    with around(model):
         expected, whole = step()
         for layer in model.model.layers:
-            tiled(layer.mlp, 4)
-        found, cut = step()
-    torch.testing.assert_close(found, expected)
-    assert cut < whole
+            for part in find_parts(layer, "mlp"):
+                tiled(part, 4)
+                with pytest.raises(RuntimeError, match="checkpointed already"):
+                    tiled(part, 2)
+        for _ in range(2):
+            found, cut = step()
+            torch.testing.assert_close(found, expected)
+            assert cut < whole
+    assert_predicted(model, batch)
 
 
 def test_what_a_model_collects_of_its_routers_is_of_its_own_tokens_alone():

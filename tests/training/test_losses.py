@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from support.nightly import each
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict, prepare, step
@@ -36,42 +37,23 @@ def batch_of(ids):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("Mixtral", {"output_router_logits": True}),
-        ("Qwen2Moe", {"output_router_logits": True}),
-    ],
-)
-def test_more_than_a_cross_entropy_is_refused(name, options):
-    cls, config = causal(name, **options)
-    assert "more than a cross-entropy" in chunked_loss_refusal(cls, config)
-    model = tiny_model(cls, config)
-    ids = torch.randint(3, VOCABULARY, (2, 40))
-    with pytest.raises(ValueError, match=r"leave chunked_loss out: .*more than a cross-entropy"):
-        chunked_loss(model, batch_of(ids))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Llama", {}),
-        ("GPT2", {}),
-        ("Qwen2", {}),
-        ("Gemma", {}),
-        ("Mixtral", {}),
-        ("Mamba", {}),
-        ("Granite", {"logits_scaling": 1.0}),
-        # with a bias, scaled, or capped
-        ("Phi", {}),
-        ("GPTJ", {}),
-        ("Granite", {"logits_scaling": 6.0}),
-        ("GraniteMoe", {"logits_scaling": 6.0}),
-        ("Cohere", {}),
-        ("Cohere2", {}),
-        ("FalconH1", {"lm_head_multiplier": 0.02}),
-        ("RecurrentGemma", {}),
-        ("Gemma2", {}),
-        ("Gemma2", {"final_logit_softcapping": 7.0}),
-    ],
+    each(
+        2,
+        [
+            ("Llama", {}),
+            ("GPT2", {}),
+            ("Mixtral", {}),
+            ("Mamba", {}),
+            # with a bias, scaled, or capped
+            ("Phi", {}),
+            ("GPTJ", {}),
+            ("GraniteMoe", {"logits_scaling": 6.0}),
+            ("Cohere2", {}),
+            ("FalconH1", {"lm_head_multiplier": 0.02}),
+            ("RecurrentGemma", {}),
+            ("Gemma2", {"final_logit_softcapping": 7.0}),
+        ],
+    ),
 )
 def test_what_is_equal_is_taken(name, options):
     """In float64, loss and gradient are those of the model's own logits."""
@@ -97,13 +79,12 @@ def test_what_is_equal_is_taken(name, options):
     assert torch.nn.utils.get_total_norm(difference) <= limit * norm
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("name", ["Phi", "GPTJ", "Gemma2", "Cohere", "Granite"])
-def test_bytes_of_chunks_are_predicted(name, chunked):
+@pytest.mark.parametrize("name", each(2, ["Phi", "Gemma2", "Cohere"], 1))
+def test_bytes_of_chunks_are_predicted(name):
     cls, config = causal(name)
     config = tiny.tiny_config(cls, config)
     config.vocab_size = 2000
-    recipe = Recipe(precision="bf16", chunked_loss=chunked)
+    recipe = Recipe(precision="bf16", chunked_loss=True)
     if name == "Gemma2":  # which has no fused attention
         recipe = replace(recipe, attention="eager")
     predicted = predict(config, batch_size=2, seq_len=300, recipe=recipe, target="cpu")
@@ -150,6 +131,15 @@ def test_what_is_no_language_model_and_what_has_flags_is_refused():
     ids = torch.randint(3, VOCABULARY, (2, 10))
     with pytest.raises(ValueError, match="no flags"):
         chunked_loss(model, batch_of(ids) | {"output_router_logits": True})
+    with pytest.raises(ValueError, match="other labels"):
+        chunked_loss(model, batch_of(ids) | {"shift_labels": ids})
+    with pytest.raises(ValueError, match="Linear is none"):
+        recipe = Recipe(chunked_loss=True)
+        predict(torch.nn.Linear(2, 2), batch=torch.ones(2, 2), recipe=recipe, target="cpu")
+    cls, config = causal("Mixtral", output_router_logits=True)
+    assert "more than a cross-entropy" in chunked_loss_refusal(cls, config)
+    with pytest.raises(ValueError, match=r"leave chunked_loss out: .*more than a cross-entropy"):
+        chunked_loss(tiny_model(cls, config), batch_of(ids))
 
 
 def with_a_cap(model):
@@ -188,20 +178,6 @@ def test_what_was_changed_on_a_model_is_not_lost_in_chunks(change, says):
         chunked_loss(model, batch_of(ids))
 
 
-def test_chunks_of_labels_that_lie_elsewhere_and_of_no_language_model_are_refused():
-    model = tiny_model(*causal("Llama"))
-    ids = torch.randint(3, VOCABULARY, (2, 40))
-    with pytest.raises(ValueError, match="other labels"):
-        chunked_loss(model, batch_of(ids) | {"shift_labels": ids})
-    with pytest.raises(ValueError, match="Linear is none"):
-        predict(
-            torch.nn.Linear(2, 2),
-            batch=torch.ones(2, 2),
-            recipe=Recipe(chunked_loss=True),
-            target="cpu",
-        )
-
-
 class Renamed(transformers.LlamaForCausalLM):
     """A name that says nothing."""
 
@@ -232,7 +208,6 @@ def test_labels_that_usually_count(model, counted):
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
 
 
-SMALL = {"vocab_size": 60, "d_model": 32}
 HEADS = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -247,84 +222,34 @@ PAIR = {
 }
 
 
+PIXELS = {
+    "num_encoder_blocks": 1,
+    "depths": [1],
+    "hidden_sizes": [8],
+    "sr_ratios": [2],
+    "patch_sizes": [3],
+    "strides": [2],
+    "num_attention_heads": [1],
+    "mlp_ratios": [2],
+    "decoder_hidden_size": 16,
+}
+HEARD = {
+    "text_config": HEADS | {"num_key_value_heads": 2, "model_type": "qwen2"},
+    "audio_config": PAIR | {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16},
+    "audio_token_index": 59,
+}
+PADDED = {"sparse_pred_ignore_index": 0, "pad_token_id": 0}
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("XLNetLMHeadModel", SMALL | {"n_layer": 1, "n_head": 2, "d_inner": 32}),
-        ("BartForCausalLM", SMALL | PAIR),
-        ("BertGenerationDecoder", HEADS | {"is_decoder": True}),
         ("BertForSequenceClassification", HEADS | {"num_labels": 1}),
-        (
-            "ModernBertForMaskedLM",
-            HEADS | {"sparse_prediction": True, "sparse_pred_ignore_index": 0, "pad_token_id": 0},
-        ),
-        ("ModernBertForMaskedLM", HEADS | {"sparse_pred_ignore_index": 0, "pad_token_id": 0}),
-        ("ElectraForPreTraining", HEADS),
+        ("ModernBertForMaskedLM", HEADS | PADDED | {"sparse_prediction": True}),
         ("BioGptForTokenClassification", HEADS | {"num_labels": 60}),
-        (
-            "Wav2Vec2ForCTC",
-            HEADS
-            | {
-                "conv_dim": (8,),
-                "conv_stride": (40,),
-                "conv_kernel": (40,),
-                "num_feat_extract_layers": 1,
-                "ctc_loss_reduction": "mean",
-                "num_conv_pos_embeddings": 4,
-                "num_conv_pos_embedding_groups": 2,
-            },
-        ),
-        (
-            "Qwen2AudioForConditionalGeneration",
-            {
-                "text_config": HEADS | {"num_key_value_heads": 2, "model_type": "qwen2"},
-                "audio_config": PAIR
-                | {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16},
-                "audio_token_index": 59,
-            },
-        ),
-        (
-            "BlipForQuestionAnswering",
-            {
-                "text_config": HEADS
-                | {
-                    "encoder_hidden_size": 32,
-                    "bos_token_id": 1,
-                    "sep_token_id": 2,
-                    "pad_token_id": 0,
-                },
-                "vision_config": HEADS | {"image_size": 16, "patch_size": 8},
-            },
-        ),
-        (
-            "SegformerForSemanticSegmentation",
-            {
-                "num_labels": 1,
-                "num_encoder_blocks": 1,
-                "depths": [1],
-                "hidden_sizes": [8],
-                "sr_ratios": [2],
-                "patch_sizes": [3],
-                "strides": [2],
-                "num_attention_heads": [1],
-                "mlp_ratios": [2],
-                "decoder_hidden_size": 16,
-            },
-        ),
-        (
-            "SegformerForSemanticSegmentation",
-            {
-                "num_encoder_blocks": 1,
-                "depths": [1],
-                "hidden_sizes": [8],
-                "sr_ratios": [2],
-                "patch_sizes": [3],
-                "strides": [2],
-                "num_attention_heads": [1],
-                "mlp_ratios": [2],
-                "decoder_hidden_size": 16,
-            },
-        ),
+        ("Qwen2AudioForConditionalGeneration", HEARD),
+        ("SegformerForSemanticSegmentation", PIXELS | {"num_labels": 1}),
+        ("SegformerForSemanticSegmentation", PIXELS),
     ],
 )
 def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
@@ -345,18 +270,8 @@ def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
         batch["labels"] = torch.where(batch["labels"] == -100, 0, ids).masked_fill(ids < 9, -100)
     elif name.startswith("Bert") and "num_labels" in options:
         batch["labels"] = torch.tensor([1.0, -100.0, 2.0, 3.0])
-    elif name.startswith(("Electra", "BioGpt")):
-        hidden = batch["labels"] == -100
-        batch |= {
-            "attention_mask": (~hidden).long(),
-            "labels": ids % 2 if name.startswith("Electra") else ids,
-        }
-    elif name.startswith("Qwen2Audio"):
+    elif name.startswith(("BioGpt", "Qwen2Audio")):
         batch |= {"attention_mask": (batch["labels"] != -100).long(), "labels": ids}
-    elif name.startswith("Blip"):
-        batch |= {"pixel_values": torch.randn(4, 3, 16, 16), "decoder_input_ids": ids}
-    elif name.startswith("Wav2Vec2"):
-        batch = {"input_values": torch.randn(4, 2000), "labels": batch["labels"]}
     elif name.startswith("Segformer"):
         rows = torch.arange(16)[:, None] > 4 * torch.arange(4)[:, None, None]
         labels = torch.randint(0, 2, (4, 16, 16)).masked_fill(rows, 255)
@@ -380,79 +295,43 @@ def made(cls, **options):
     return model
 
 
+PLAIN, ROUTED = torch.nn.Linear(2, 2), "output_router_logits"
+
+
 @pytest.mark.parametrize(
-    ("model", "batch", "says"),
+    ("cls", "options", "batch", "says"),
     [
-        (torch.nn.Linear(2, 2), {"return_loss": True}, "return_loss=True"),
+        ("Linear", {}, {"return_loss": True}, "return_loss=True"),
+        ("Linear", {}, {"return_loss": False}, None),
+        ("Wav2Vec2ForCTC", {"ctc_loss_reduction": "sum"}, {}, "ctc_loss_reduction='sum'"),
+        ("Wav2Vec2ForCTC", {"ctc_loss_reduction": "mean"}, {}, None),
+        ("BertForQuestionAnswering", {}, (3, 4), "answers beyond the row"),
+        ("BertForQuestionAnswering", {}, (4, 3), "answers beyond the row"),
+        ("BertForQuestionAnswering", {}, (3, 3), None),
+        ("LlamaForCausalLM", {}, {"num_items_in_batch": 9}, "num_items_in_batch"),
+        ("MixtralForCausalLM", {ROUTED: True}, {}, f"{ROUTED}=True"),
+        ("MixtralForCausalLM", {ROUTED: False}, {ROUTED: True}, f"{ROUTED}=True"),
+        ("MixtralForCausalLM", {ROUTED: True}, {ROUTED: False}, None),
         (
-            made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="sum"),
+            "Qwen3VLMoeForConditionalGeneration",
+            {"text_config": SimpleNamespace(output_router_logits=True)},
             {},
-            "ctc_loss_reduction='sum'",
+            f"{ROUTED}=True",
         ),
-        (made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="mean"), {}, None),
-        (
-            made(transformers.BertForQuestionAnswering),
-            {"start_positions": 3, "end_positions": 4},
-            "answers beyond the row",
-        ),
-        (
-            made(transformers.BertForQuestionAnswering),
-            {"start_positions": 4, "end_positions": 3},
-            "answers beyond the row",
-        ),
-        (
-            made(transformers.BertForQuestionAnswering),
-            {"start_positions": 3, "end_positions": 3},
-            None,
-        ),
-        (made(transformers.LukeForMaskedLM), {"labels": True, "entity_labels": None}, None),
-        (made(transformers.LlamaForCausalLM), {"num_items_in_batch": 9}, "num_items_in_batch"),
-        (
-            made(transformers.MixtralForCausalLM, output_router_logits=True),
-            {},
-            "output_router_logits=True",
-        ),
-        (
-            made(transformers.MixtralForCausalLM, output_router_logits=False),
-            {"output_router_logits": True},
-            "output_router_logits=True",
-        ),
-        (
-            made(transformers.MixtralForCausalLM, output_router_logits=True),
-            {"output_router_logits": False},
-            None,
-        ),
-        (
-            made(
-                transformers.Qwen3VLMoeForConditionalGeneration,
-                text_config=SimpleNamespace(output_router_logits=True),
-            ),
-            {},
-            "output_router_logits=True",
-        ),
-        (torch.nn.Linear(2, 2), {"image_labels": True}, None),
-        (made(transformers.MarianMTModel), {}, None),
-        (torch.nn.Linear(2, 2), {"return_loss": False}, None),
-        (torch.nn.Linear(2, 2), torch.ones(2, 2), None),
     ],
 )
-def test_a_loss_that_pieces_do_not_have_is_refused(model, batch, says):
-    if isinstance(batch, dict):
-        batch = {"input_ids": torch.zeros(2, 4)} | {
-            k: torch.tensor([0, v]) if k.endswith("_positions") else v for k, v in batch.items()
-        }
-    if says is None:
-        return check_pieces(model, batch, "accumulation=2")
-    with pytest.raises(ValueError, match=f"accumulation=2 cuts the batch, and with {says}"):
-        check_pieces(model, batch, "accumulation=2")
-
-
-def test_answers_beyond_a_row_of_embeddings_are_seen_too():
-    batch = {name: torch.tensor([0, 4]) for name in ("start_positions", "end_positions")}
-    model = made(transformers.BertForQuestionAnswering)
-    check_pieces(model, batch | {"inputs_embeds": torch.zeros(2, 5, 8)}, "accumulation=2")
-    with pytest.raises(ValueError, match="answers beyond the row"):
-        check_pieces(model, batch | {"inputs_embeds": torch.zeros(2, 4, 8)}, "accumulation=2")
+def test_a_loss_that_pieces_do_not_have_is_refused(cls, options, batch, says):
+    model = made(getattr(transformers, cls), **options) if cls != "Linear" else PLAIN
+    if isinstance(batch, tuple):
+        first, last = (torch.tensor([0, place]) for place in batch)
+        batch = {"start_positions": first, "end_positions": last}
+    for rows in ({"input_ids": torch.zeros(2, 4)}, {"inputs_embeds": torch.zeros(2, 4, 8)}):
+        if says is None:
+            check_pieces(model, rows | batch, "accumulation=2")
+            continue
+        with pytest.raises(ValueError, match=f"accumulation=2 cuts the batch, and with {says}"):
+            check_pieces(model, rows | batch, "accumulation=2")
+    check_pieces(PLAIN, torch.ones(2, 2), "accumulation=2")
 
 
 @pytest.mark.parametrize(
@@ -461,18 +340,12 @@ def test_answers_beyond_a_row_of_embeddings_are_seen_too():
         (4096, 32, 2, 16),
         (4096, 32, 8, 4),
         (768, 12, 2, 6),
-        (1024, None, 2, 8),
         (80, 10, 2, 5),
         # one head is left, where fewer divide nothing
         (768, 12, 8, 12),
-        (80, 5, 2, 5),
         (48, 2, 8, 2),
-        (144, 4, 2, 4),
         (32, None, 2, 1),
-        (75, 5, 2, 1),
-        (64, 3, 2, 1),
         (64, 5, 2, 1),
-        (40, 4, 2, 1),
         (4096, 1, 2, 1),
     ],
 )
@@ -504,15 +377,11 @@ def test_a_tiny_copy_is_small_where_sizes_cost_and_else_as_it_was():
     }
     assert {name: getattr(found, name) for name in expected} == expected
     assert not hasattr(found, "quantization_config")
-    config = transformers.MixtralConfig(
-        num_hidden_layers=1, num_experts_per_tok=1, max_position_embeddings=9
-    )
+    small = {"num_hidden_layers": 1, "num_experts_per_tok": 1, "max_position_embeddings": 9}
+    config = transformers.MixtralConfig(**small)
     found = tiny.tiny_config(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-    assert (found.num_hidden_layers, found.num_experts_per_tok, found.max_position_embeddings) == (
-        1,
-        1,
-        128,
-    )
+    kept = small | {"max_position_embeddings": 128}
+    assert {name: getattr(found, name) for name in kept} == kept
 
 
 def test_a_tiny_copy_is_of_the_part_that_the_class_is_for():

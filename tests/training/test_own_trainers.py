@@ -102,8 +102,7 @@ class Own(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-@pytest.mark.parametrize("kind", [OfRows, OfTokens])
-@pytest.mark.parametrize("data", [Rows, Streamed])
+@pytest.mark.parametrize(("kind", "data"), [(OfRows, Streamed), (OfTokens, Rows)])
 def test_a_loss_that_is_the_same_in_pieces_passes_and_nothing_changes(kind, data, tmp_path):
     trainer = trainer_of(kind, tmp_path, data=data())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -160,8 +159,9 @@ def gradient_of(trainer):
     return found[: len(list(trainer.model.parameters()))]
 
 
-@pytest.mark.parametrize("scaled", [None, False, True])
-@pytest.mark.parametrize("by", ["", "current", "args"])
+@pytest.mark.parametrize(
+    ("scaled", "by"), [(None, ""), (True, ""), (None, "current"), (True, "current"), (True, "args")]
+)
 def test_what_is_divided_by_the_micro_batches_is_judged_as_it_trains(scaled, by, tmp_path):
     trainer = trainer_of(Divides, tmp_path)
     trainer.loss_is_scaled_for_ga, trainer.by = scaled, by

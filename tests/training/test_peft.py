@@ -22,7 +22,6 @@ from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.techniques.lora import LoRALinear, add_lora, replace_module
 from gradmem_lib.techniques.quantized import quantize_base
 from gradmem_lib.training.adapters import adapters_of, save_adapters
-from gradmem_lib.training.losses import chunked_loss
 from gradmem_lib.training.prepare import prepare
 
 peft = pytest.importorskip("peft")
@@ -38,9 +37,8 @@ def logits(model, ids):
         return model.eval()(input_ids=ids, **pair).logits
 
 
-@pytest.mark.parametrize("base", [small, gpt2])
-def test_what_save_model_writes_is_loaded_by_peft(base, tmp_path):
-    fresh = base()
+def test_what_save_model_writes_is_loaded_by_peft(tmp_path):
+    fresh = gpt2()
     model = copy.deepcopy(fresh)
     trainer = trainer_for(model, Recipe(lora_rank=4), tmp_path, learning_rate=0.05)
     trainer.train()
@@ -60,7 +58,7 @@ def test_what_save_model_writes_is_loaded_by_peft(base, tmp_path):
     assert type(loaded) is peft.PeftModelForCausalLM
     ids = rows(2).ids
     assert torch.allclose(logits(loaded, ids), logits(model, ids), atol=1e-5)
-    assert not torch.allclose(logits(base(), ids), logits(model, ids), atol=1e-2)
+    assert not torch.allclose(logits(gpt2(), ids), logits(model, ids), atol=1e-2)
 
 
 def random_additions(model):
@@ -83,12 +81,11 @@ def of_several_ranks(model):
     ("cfg", "change"),
     [
         (lambda: config("llama"), of_several_ranks),
-        (lambda: config("bert"), lambda model: add_lora(model, 3)),
         (lambda: config("vit"), lambda model: add_lora(model, 3)),
         (lambda: tiny_config("t5"), lambda model: add_lora(model, 3)),
         (lambda: tiny_config("mixtral"), lambda model: add_lora(model, 3)),
     ],
-    ids=["llama", "bert", "vit", "t5", "mixtral"],
+    ids=["llama", "vit", "t5", "mixtral"],
 )
 def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     torch.manual_seed(0)
@@ -193,9 +190,7 @@ def wrapped(base=small, kind="LoraConfig", dtype=torch.float32, **options):
 
 BATCH = {"input_ids": torch.randint(0, 512, (4, 16)), "labels": torch.randint(0, 512, (4, 16))}
 TAKEN = {
-    "plain": Recipe(precision=None),
-    "per layer": Recipe(precision=None, checkpointing="per-layer", optimizer="adamw-8bit"),
-    "segments": Recipe(precision="bf16", checkpointing=2, optimizer="adamw-fused"),
+    "segments": Recipe(precision="bf16", checkpointing=2, optimizer="adamw-8bit"),
     "chunks": Recipe(precision="autocast-bf16", chunked_loss=True, accumulation=2),
     "in backward": Recipe(precision=None, in_backward=True),
 }
@@ -208,18 +203,6 @@ def test_a_peft_model_is_predicted_to_the_byte(name):
         predict(model, batch=BATCH, recipe=TAKEN[name], target="cpu"),
         tracked(model, BATCH, TAKEN[name]),
     )
-
-
-def test_our_adapters_need_what_pefts_need():
-    recipe, peaks = Recipe(precision=None), []
-    for model in (wrapped(dtype=torch.bfloat16, lora_alpha=8), small().to(torch.bfloat16)):
-        if model.__class__.__module__.startswith("peft"):
-            peaks.append(tracked(model, BATCH, recipe).peak)
-        else:
-            add_lora(model, 4)
-            assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-            peaks.append(tracked(model, BATCH, recipe).peak)
-    assert peaks[0] == peaks[1]
 
 
 OPTIONS = [
@@ -251,8 +234,11 @@ def ours_and_theirs(dtype, options):
     return ours, theirs, recipe
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=["names", "all-linear"])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [(OPTIONS[0], torch.float32), (OPTIONS[1], torch.bfloat16)],
+    ids=["names", "all-linear"],
+)
 def test_alpha_dropout_and_targets_are_pefts(options, dtype):
     ours, theirs, recipe = ours_and_theirs(dtype, options)
     found = []
@@ -303,7 +289,6 @@ def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
     [
         ({"lora_rank": 4, "lora_dropout": 1.0}, "lora_dropout=1.0: give a number from 0"),
         ({"lora_rank": 4, "lora_dropout": True}, "lora_dropout=True: give a number from 0"),
-        ({"lora_rank": 4, "lora_alpha": 0}, "lora_alpha=0: give a positive number"),
         ({"lora_rank": 4, "lora_alpha": float("nan")}, "lora_alpha=nan: give a positive"),
         ({"lora_alpha": 8}, "lora_alpha=8 without a rank"),
         ({"lora_dropout": 0.1}, r"lora_dropout=0.1 without a rank"),
@@ -313,9 +298,6 @@ def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
 def test_options_that_cannot_be_are_refused(given, says):
     with pytest.raises(ValueError, match=says):
         Recipe(**given)
-
-
-def test_all_linear_is_the_default():
     assert Recipe(lora_rank=4, lora_targets="all-linear") == Recipe(lora_rank=4)
 
 
@@ -330,13 +312,6 @@ def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):
     wanted = logits(model, ids)
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
     assert torch.allclose(logits(merge_adapters(model), ids), wanted, atol=1e-5)
-
-
-def test_chunks_have_the_loss_of_a_peft_model():
-    model = wrapped()
-    model.train()
-    own, chunks = model(**BATCH).loss, chunked_loss(model, BATCH)
-    torch.testing.assert_close(own, chunks)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from support.families import OLDER
 from torch import nn
-from transformers import BertConfig, BertForPreTraining, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.optimization import Adafactor
 
-from gradmem_lib import MemoryTracker, Recipe
+from gradmem_lib import Recipe
 from gradmem_lib.course.material import models
 from gradmem_lib.optimizers import ADAFACTOR_EPS, BLOCK, RELATIVE_RATE
 from gradmem_lib.techniques.optimizers import SMALLEST_8BIT, AdamW8bit
@@ -35,8 +35,12 @@ def ragged(rows: int = 4):
 
 OWN = {
     "adamw": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.0, foreach=False, fused=False),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.0, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.0, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(
+        p, RATE, weight_decay=0.0, foreach=True, fused=False
+    ),
+    "adamw-fused": lambda p: torch.optim.AdamW(
+        p, RATE, weight_decay=0.0, foreach=False, fused=True
+    ),
     "adafactor-torch": lambda p: torch.optim.Adafactor(
         p, lr=RELATIVE_RATE, eps=ADAFACTOR_EPS, foreach=False
     ),
@@ -45,14 +49,14 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", OWN)
-def test_two_steps_are_those_of_a_plain_loop(name, accumulation):
-    recipe = Recipe(
-        optimizer=name, momentum=0.9 if name == "sgd" else 0.0, accumulation=accumulation
-    )
+def test_two_steps_are_those_of_a_plain_loop(name):
+    recipe = Recipe(optimizer=name, momentum=0.9 if name == "sgd" else 0.0, accumulation=4)
     plain, ours = llama().train(), llama()
     optimizer, made = OWN[name](plain.parameters()), prepare(ours, recipe)
+    for variant in ("foreach", "fused"):  # none is left to torch
+        chosen = made.optimizer.defaults.get(variant)
+        assert chosen == optimizer.defaults.get(variant)
     for batch in (ragged(), ragged()):
         logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -70,37 +74,6 @@ def test_two_steps_are_those_of_a_plain_loop(name, accumulation):
             else torch.allclose(p, q, atol=1e-5)
         ), where
     assert all(p.grad is None for p in ours.parameters())
-
-
-def test_the_three_adamws_are_told_apart_by_what_a_step_allocates():
-    def most(name):
-        weights = [nn.Parameter(torch.ones(1_000)) for _ in range(10)]  # of 4,000 bytes
-        optimizer = make_optimizer(weights, Recipe(optimizer=name), RATE)
-        for _ in range(2):
-            for weight in weights:
-                weight.grad = torch.ones_like(weight)
-            with MemoryTracker(optimizer=optimizer, live=False) as tracker:
-                optimizer.step()
-        return max(tracker.timeline.by_category["temporaries"])
-
-    assert most("adamw-fused") == 0
-    assert 4_000 <= most("adamw") <= 12_000  # of one weight at a time, with what the last one left
-    assert most("adamw-foreach") >= 40_000  # of all at once
-
-
-@pytest.mark.parametrize(
-    ("name", "foreach", "fused"),
-    [
-        ("adamw", False, False),
-        ("adamw-foreach", True, False),
-        ("adamw-fused", False, True),
-        ("adafactor-torch", False, None),
-        ("sgd", False, None),
-    ],
-)
-def test_the_variant_is_never_left_to_torch(name, foreach, fused):
-    made = make_optimizer([nn.Parameter(torch.ones(1))], Recipe(optimizer=name), RATE)
-    assert (made.defaults["foreach"], made.defaults.get("fused")) == (foreach, fused)
 
 
 def test_states_take_the_bytes_that_they_are_said_to_take():
@@ -132,30 +105,6 @@ def test_states_take_the_bytes_that_they_are_said_to_take():
     assert held("adamw-8bit") == 8 * few + 2 * many + 2 * 40 * 4 + 2 * 256 * 4
     assert held("sgd") == 0 and held("sgd", momentum=0.9) == 2 * both
     assert held("adafactor-torch") == 2 * (few // 10 + 10 + many // 10 + 10)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
-    """The first and last of a block, of the tensor and of one that is not a whole number of
-    blocks.
-    """
-    for n in (5, SMALLEST_8BIT, SMALLEST_8BIT + 3):
-        start = torch.linspace(-1, 1, n)
-        ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-        eight = AdamW8bit([ours], lr=1e-2, weight_decay=decay)
-        plain = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=decay, foreach=False)
-        numbers = torch.Generator().manual_seed(n)
-        for _ in range(3):
-            # Of one size, so that 8 bits hold them well. Element 0 has its own sign each time.
-            ours.grad = torch.randn(n, generator=numbers).sign() * (
-                1 + torch.rand(n, generator=numbers)
-            )
-            theirs.grad = ours.grad.clone()
-            eight.step()
-            plain.step()
-        moved, expected = ours.detach() - start, theirs.detach() - start
-        assert (moved - expected).abs().max() < 2e-3 and expected.abs().max() > 0.01
-        assert abs(moved[0] - expected[0]) < 2e-3 and abs(moved[-1] - expected[-1]) < 2e-3
 
 
 def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
@@ -192,18 +141,6 @@ def test_float32_masters_are_adamw_in_float32_rounded():
     assert torch.equal(ours.detach(), theirs.detach().bfloat16()) and not torch.equal(
         ours.detach(), start
     )
-
-
-def test_float16_gradients_are_unscaled_before_the_step():
-    """SGD shows what reaches it: with the scale left on, a step is 4,096 times as long."""
-    plain, ours = llama().train(), llama()
-    batch, recipe = ragged(), Recipe(precision="autocast-fp16", optimizer="sgd", accumulation=2)
-    before = [p.detach().clone() for p in ours.parameters()]
-    made = prepare(ours, recipe, lr=1.0)
-    plain(**batch).loss.backward()
-    step(made.model, made.optimizer, batch, recipe)
-    for old, new, p in zip(before, ours.parameters(), plain.parameters(), strict=True):
-        assert (old - new.detach() - p.grad).norm() <= 0.02 * p.grad.norm()
 
 
 def test_gradients_too_small_for_float16_arrive():
@@ -246,7 +183,6 @@ class Difference(nn.Module):
         return ((self.weight * x - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     ("batch", "weight"),
     [
@@ -255,8 +191,8 @@ class Difference(nn.Module):
         ({"x": torch.ones(2), "y": torch.zeros(2)}, 3 - 0.1 * 2 * 3),
     ],
 )
-def test_batches_of_every_kind(batch, weight, accumulation):
-    recipe = Recipe(optimizer="sgd", accumulation=accumulation, attention=None)
+def test_batches_of_every_kind(batch, weight):
+    recipe = Recipe(optimizer="sgd", accumulation=2, attention=None)
     made = prepare(Difference(), recipe, lr=0.1)
     step(made.model, made.optimizer, batch, recipe)
     assert made.model.weight.item() == pytest.approx(weight)
@@ -274,16 +210,9 @@ def test_with_the_loss_in_chunks_the_output_layer_is_not_called(chunked):
 
 
 def test_a_recipe_for_several_processes_wants_what_prepare_returned():
-    model = nn.Linear(2, 2)
-    for optimizer in ([], torch.optim.SGD(model.parameters())):
-        with pytest.raises(ValueError, match=r"that prepare\(model, recipe\) returned"):
-            step(
-                model,
-                optimizer,
-                torch.ones(2, 2),
-                Recipe(sharding="ddp"),
-                loss=lambda m, x: m(x).mean(),
-            )
+    model, recipe = nn.Linear(2, 2), Recipe(sharding="ddp")
+    with pytest.raises(ValueError, match=r"that prepare\(model, recipe\) returned"):
+        step(model, [], torch.ones(2, 2), recipe, loss=lambda m, x: m(x).mean())
 
 
 def test_parts_of_a_layer_run_again_until_it_is_undone():
@@ -306,16 +235,6 @@ def test_what_is_no_loss_is_named():
         step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
 
 
-def test_a_micro_batch_without_labels_does_not_make_the_loss_a_not_a_number():
-    batch, recipe = ragged(), Recipe(accumulation=4, optimizer="sgd")
-    batch["labels"][2] = -100
-    expected = llama().train()(**batch).loss.item()
-    made = prepare(llama(), recipe)
-    assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(
-        expected, rel=1e-5
-    )
-
-
 def test_rows_that_are_compared_with_each_other_are_not_cut():
     model, batch = nn.Linear(2, 2), {"pixel_values": torch.ones(4, 2), "return_loss": True}
     with pytest.raises(
@@ -326,31 +245,6 @@ def test_rows_that_are_compared_with_each_other_are_not_cut():
         assert step(
             model, [], batch, recipe, loss=lambda m, b: m(b["pixel_values"]).mean()
         ).isfinite()
-
-
-def test_half_of_a_loss_over_pairs_and_words_is_another_loss():
-    """What the refusal above is for: the sum over pieces, weighed by words, has another gradient
-    than the whole.
-    """
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        vocab_size=32,
-    )
-    model, batch = BertForPreTraining(config).eval(), {"input_ids": torch.randint(3, 32, (4, 8))}
-    # 16 words, then 2
-    labels = batch["input_ids"].masked_fill(torch.arange(32).view(4, 8) > 17, -100)
-    batch |= {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 1, 1])}
-    whole = model(**batch).loss
-    pieces = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2)]
-    words = [(piece["labels"] != -100).sum() for piece in pieces]
-    weighed = sum(model(**piece).loss * n for piece, n in zip(pieces, words, strict=True)) / sum(
-        words
-    )
-    assert abs(weighed - whole) > 1e-4 * whole
 
 
 class Older(LlamaForCausalLM):
@@ -462,23 +356,21 @@ def test_stepping_in_backward_leaves_no_gradient():
 @pytest.mark.parametrize(("rows", "sizes"), [(7, [2, 2, 2, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1])])
 def test_a_last_batch_that_does_not_come_out_even_is_exact(rows, sizes):
     torch.manual_seed(0)
-    model = nn.Linear(6, 5).double()
-    x = torch.randn(rows, 6, dtype=torch.float64)
-    labels = torch.arange(rows) % 5
-    torch.nn.functional.cross_entropy(model(x), labels).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = []
+    model, seen = nn.Linear(6, 5).double(), []
+    batch = {"x": torch.randn(rows, 6, dtype=torch.float64), "labels": torch.arange(rows) % 5}
 
     def loss(asked, micro):
         if torch.is_grad_enabled():
             seen.append(len(micro["x"]))
-        return torch.nn.functional.cross_entropy(asked(micro["x"]), micro["labels"])
+        return F.cross_entropy(asked(micro["x"]), micro["labels"])
 
+    loss(model, batch).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    seen.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     recipe = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
-    batch = {"x": x, "labels": labels}
     step(model, optimizer, batch, recipe, loss=loss, keep_gradients=True)
     assert seen == sizes
     for parameter, full in zip(model.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, full, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(parameter.grad, full, rtol=1e-12, atol=1e-14)

@@ -18,9 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe, make_trainer
-from gradmem_lib.course import run_ranks
-from gradmem_lib.course.material import models
+from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training import trainer as of_trainer
 
@@ -54,22 +52,6 @@ def test_what_a_recipe_cannot_keep_to_is_refused(name, value, says, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("matrices", [True, False])
-def test_norms_and_biases_do_not_decay(matrices, tmp_path):
-    model = models.tiny_gpt2(layers=1, hidden=64, heads=2, vocab=512, positions=SEQ)
-    if not matrices:
-        for p in model.parameters():
-            p.requires_grad_(p.dim() == 1)
-    optimizer = trainer_for(model, Recipe(), tmp_path, weight_decay=0.1).create_optimizer()
-    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(decay) == len(trained) and all(
-        decay[p] == (0.1 if p.dim() == 2 else 0.0) for p in trained
-    )
-    optimizer = trainer_for(small(), Recipe(), tmp_path).create_optimizer()
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
-
-
 @pytest.mark.parametrize(
     ("kernel", "moves", "seen"), [(False, False, True), (True, False, False), (True, True, True)]
 )
@@ -88,37 +70,6 @@ def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match=r"2 cards are in sight.*CUDA_VISIBLE_DEVICES=0"):
         trainer_for(small(), Recipe(), tmp_path)
-
-
-def test_gradients_are_those_of_lesson_threes_loop(tmp_path, monkeypatch):
-    """Once for each step, over all of its micro-batches; and one without any label is a sentence,
-    not a nan.
-    """
-    calls, own = [], of_trainer.accumulate_gradients
-
-    def seen(micro_batches, *given, **named):
-        calls.append(len(micro_batches))
-        return own(micro_batches, *given, **named)
-
-    monkeypatch.setattr(of_trainer, "accumulate_gradients", seen)
-    data = rows(10)
-    trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=data, max_steps=2).train()
-    assert calls == [4, 1]  # the second has what the epoch has left
-    unlabelled = [row | {"labels": torch.full((SEQ,), -100)} for row in (data[i] for i in range(8))]
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=unlabelled).train()
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_step_has_the_bytes_of_its_prediction_but_for_other(accumulation, tmp_path):
-    """``Trainer`` holds a few numbers, and all micro-batches, which a plain loop does not."""
-    recipe = Recipe(accumulation=accumulation)
-    trainer = trainer_for(small(), recipe, tmp_path)
-    trainer.train()
-    predicted = predict(
-        small(), batch_size=8, seq_len=SEQ, recipe=recipe, target="cpu"
-    ).peak.by_category
-    assert trainer.memory.by_step[2].by_category | {"other": 0} == predicted | {"other": 0}
 
 
 def test_what_happens_between_steps_is_in_no_steps_peak(tmp_path):
@@ -241,73 +192,12 @@ def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
     assert trainer._train_batch_size == 7
 
 
-class Unequal(torch.utils.data.Dataset):
-    """Rows with unequal numbers of labels."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        ids = torch.arange(1, 13) * (i + 3) % 31
-        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) >= 2 + i, -100)}
-
-
-def tiny():
-    return models.tiny_llama(layers=1, hidden=16, heads=2, intermediate=32, vocab=31)
-
-
-def gradient_and_loss(folder: str):
-    seen = []
-
-    class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-
-    trainer = make_trainer(
-        tiny(),
-        Recipe(accumulation=2, optimizer="sgd"),
-        batch_size=4,
-        train_dataset=Unequal(),
-        max_steps=1,
-        output_dir=folder,
-        live=False,
-        progress=False,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        callbacks=[Look()],
-    )
-    trainer.train()
-    return seen[0], trainer.state.log_history[0]["loss"]
-
-
-def test_a_trainer_in_two_processes_takes_the_full_batchs_gradient(tmp_path):
-    rows, alone = [Unequal()[i] for i in range(8)], tiny().train()
-    loss = alone(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
-    loss.backward()
-    full = torch.cat([p.grad.flatten() for p in alone.parameters()])
-    for gradient, logged in run_ranks(gradient_and_loss, str(tmp_path)):
-        assert (gradient - full).norm() <= 1e-5 * full.norm()
-        assert logged == pytest.approx(loss.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_loss_that_is_not_finite_makes_no_step(accumulation, tmp_path):
-    model = tiny()
+def test_a_loss_that_is_not_finite_makes_no_step(tmp_path):
+    model, data = small(), rows()
     with torch.no_grad():
-        model.get_input_embeddings().weight[Unequal()[5]["input_ids"][0]] = torch.nan
+        model.get_input_embeddings().weight[data.ids[5, 0]] = torch.nan
     before = copy.deepcopy(model.state_dict())
-    trainer = make_trainer(
-        model,
-        Recipe(accumulation=accumulation, optimizer="sgd"),
-        batch_size=8,
-        train_dataset=Unequal(),
-        max_steps=1,
-        output_dir=str(tmp_path),
-        live=False,
-        progress=False,
-    )
+    trainer = trainer_for(model, Recipe(accumulation=2), tmp_path, in_order=True)
     with pytest.raises(ValueError, match=r"look for rows .*so none was made"):
         trainer.train()
-    torch.testing.assert_close(
-        model.state_dict(), before, rtol=0, atol=0, equal_nan=True, check_dtype=True
-    )
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)

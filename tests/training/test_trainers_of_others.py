@@ -1,12 +1,11 @@
 """Trainers that others write on ``Trainer``: preferences with a reference model, precomputed
 log-probabilities, samples that are drawn inside a step. ``MemoryCallback`` watches and changes no
-bit. trl's own trainers are tried where trl is installed.
+bit.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from support.trainers import small
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from gradmem_lib import MemoryCallback, MemoryTracker, check_accumulation, diagnose
+from gradmem_lib import MemoryCallback, MemoryTracker, diagnose
 
 SECOND_MODELS = ("The weights are there more than once", "A second model is in memory")
 PROMPT, REST, VOCABULARY = 4, 8, 512
@@ -121,8 +120,7 @@ def trained(kind, tmp_path, watch, accumulation, precompute=False):
     return weights.found, watched
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", [OfPreferences, OfSamples])
+@pytest.mark.parametrize(("kind", "accumulation"), [(OfPreferences, 1), (OfSamples, 4)])
 def test_a_trainer_of_ones_own_is_watched_to_the_bit(kind, accumulation, tmp_path):
     plain, _ = trained(kind, tmp_path, None, accumulation)
     for watch in (MemoryCallback, MemoryTracker):
@@ -142,90 +140,3 @@ def test_the_remedy_for_a_reference_model_takes_its_weights_away(tmp_path):
     causes = [cause for cause in found[False][2].causes if cause.name in SECOND_MODELS]
     assert found[True][1] <= found[False][1] - 0.9 * causes[0].nbytes
     assert not [cause for cause in found[True][2].causes if cause.name in SECOND_MODELS]
-
-
-# The same with trl itself, which the course does not install.
-
-
-def words(count, seed):
-    drawn = random.Random(seed)
-    return " ".join(f"w{drawn.randrange(40)}" for _ in range(count))
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<s>", "</s>", "<unk>"]
-    known = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(40))])}
-    inside = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-    inside.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pad, begin, end, unknown = special
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inside, pad_token=pad, bos_token=begin, eos_token=end, unk_token=unknown
-    )
-
-
-def of_trl(name, trl, folder, accumulation, callbacks, **settings):
-    prompts = [{"prompt": words(4 + i, i), "chosen": " " + words(2 + i, 50 + i)} for i in range(8)]
-    rows = [row | {"rejected": " " + words(3, 90 + i)} for i, row in enumerate(prompts)]
-    more, given = {}, {}
-    torch.manual_seed(0)
-    model = small(layers=2)
-    if name == "SFT":
-        rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
-    if name == "DPO":
-        given["ref_model"] = copy.deepcopy(model)
-    if name == "GRPO":
-        rows = [{"prompt": row["prompt"]} for row in rows]
-        given["reward_funcs"] = lambda completions, **more: [float(len(c)) for c in completions]
-        more = {"num_generations": 4, "max_completion_length": 4}
-    arguments = getattr(trl, f"{name}Config")(
-        str(folder),
-        per_device_train_batch_size=4 // accumulation,
-        gradient_accumulation_steps=accumulation,
-        max_steps=2,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        **more,
-        **settings,
-    )
-    from datasets import Dataset
-
-    return getattr(trl, f"{name}Trainer")(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
-        **given,
-    )
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
-def test_trl_is_watched_to_the_bit(name, accumulation, tmp_path):
-    trl = pytest.importorskip("trl")
-    plain, watched = Weights(), Weights()
-    trainer = of_trl(name, trl, tmp_path, accumulation, [plain])
-    torch.manual_seed(5)
-    trainer.train()
-    with MemoryCallback(live=False) as memory:
-        trainer = of_trl(name, trl, tmp_path, accumulation, [watched, memory])
-        torch.manual_seed(5)
-        trainer.train()
-    assert torch.equal(watched.found, plain.found)
-    assert sorted(memory.by_step) == [1, 2]
-    assert "Losses are added up" not in str(diagnose(memory))
-
-
-def test_of_trls_losses_the_sum_of_two_means_is_refused(tmp_path):
-    trl = pytest.importorskip("trl")
-    check_accumulation(of_trl("SFT", trl, tmp_path, 4, []))
-    check_accumulation(of_trl("DPO", trl, tmp_path, 4, []))
-    two = of_trl("DPO", trl, tmp_path, 4, [], loss_type=["sigmoid", "sft"])
-    with pytest.raises(ValueError, match="trains another loss with DPOTrainer"):
-        check_accumulation(two)

@@ -42,17 +42,6 @@ def hidden_words():
     return {"x": words(), "mask": mask}, loss
 
 
-def lengths_of_rows():
-    lengths = torch.full((ROWS,), TOKENS)
-    lengths[9], lengths[11] = 2, 3
-
-    def loss(model, batch):
-        shown = torch.arange(TOKENS) < batch["length"][:, None]
-        return model(batch["x"])[shown].pow(2).mean()
-
-    return {"x": words(), "length": lengths}, loss
-
-
 def ignored_pixels():
     target = classes()[:, None].repeat(1, TOKENS)
     target[9, 2:] = 255
@@ -62,29 +51,6 @@ def ignored_pixels():
         return F.cross_entropy(scores, batch["target"].flatten(), ignore_index=255)
 
     return {"x": words(), "target": target}, loss
-
-
-def negative_labels():
-    target = classes()[:, None].repeat(1, TOKENS)
-    target[10, 1:] = -1
-
-    def loss(model, batch):
-        scores = model(batch["x"]).flatten(0, 1)
-        return F.cross_entropy(scores, batch["target"].flatten(), ignore_index=-1)
-
-    return {"x": words(), "target": target}, loss
-
-
-def weighted_class():
-    target = classes(3)
-    target[9] = 3
-    weights = torch.tensor([1.0, 1.0, 1.0, 7.0]).double()
-
-    def loss(model, batch):
-        x, target = batch
-        return F.cross_entropy(model(x).mean(1), target, weight=weights)
-
-    return (words(), target), loss
 
 
 def weighted_class_in_the_middle():
@@ -126,10 +92,7 @@ def part_for_hard_rows():
 
 NO_MEANS = [
     hidden_words,
-    lengths_of_rows,
     ignored_pixels,
-    negative_labels,
-    weighted_class,
     weighted_class_in_the_middle,
     missing_targets,
     part_for_hard_rows,

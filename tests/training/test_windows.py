@@ -92,8 +92,7 @@ class Stream(torch.utils.data.IterableDataset):
         return (row(i) for i in range(self.rows))
 
 
-@pytest.mark.parametrize("rows", [4, 5, 6, 7])
-@pytest.mark.parametrize("accumulation", [2, 3])
+@pytest.mark.parametrize(("rows", "accumulation"), [(4, 2), (5, 2), (7, 3)])
 def test_a_streamed_window_ends_with_its_epoch(rows, accumulation, tmp_path):
     epoch = [[*range(i, min(i + accumulation, rows))] for i in range(0, rows, accumulation)]
     expected, look = plain([*epoch, *epoch]), Look()
@@ -113,8 +112,7 @@ def test_a_streamed_window_ends_with_its_epoch(rows, accumulation, tmp_path):
         assert logged == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("counted", ["all", "non_padding"])
-def test_a_window_that_is_filled_up_counts_no_tokens_for_it(counted, tmp_path):
+def test_a_window_that_is_filled_up_counts_no_tokens_for_it(tmp_path):
     rows, tokens = 5, 12
     trainer = make_trainer(
         tiny(),
@@ -122,7 +120,7 @@ def test_a_window_that_is_filled_up_counts_no_tokens_for_it(counted, tmp_path):
         batch_size=3,
         train_dataset=Stream(rows),
         **settings(tmp_path, max_steps=2),
-        include_num_input_tokens_seen=counted,
+        include_num_input_tokens_seen="all",
     )
     trainer.train()
     assert trainer.state.num_input_tokens_seen == rows * tokens
@@ -143,7 +141,7 @@ class Rows(torch.utils.data.Dataset):
         return found
 
 
-@pytest.mark.parametrize("empty", [(0, 1), (2, 3), (4, 5), (0, 1, 2, 3)])
+@pytest.mark.parametrize("empty", [(4, 5), (0, 1, 2, 3)])
 def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path):
     windows = [(0, 1), (2, 3), (4, 5)]
     expected = plain([window for window in windows if window[0] not in empty])
@@ -166,8 +164,7 @@ def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2, 7])
+@pytest.mark.parametrize(("accumulation", "chunked"), [(1, True), (2, False), (7, True)])
 def test_eval_loss_is_one_number(accumulation, chunked, tmp_path):
     total, count = summed(tiny(torch.float64), [0, 2, 3, 4, 5, 6])
     trainer = make_trainer(
