@@ -348,3 +348,13 @@ def test_states_are_cut_over_the_mesh(own_mesh):
         assert [len(group["params"]) for group in cut.optim.param_groups] == [1] and type(
             cut.optim
         ) is torch.optim.SGD
+
+
+def test_make_trainer_on_two_ranks_learns_what_one_process_learns(tmp_path):
+    """In float32 a micro-batch's share of the labels is rounded."""
+    alone, _ = sharded_trainer.trained(tmp_path, 8, {})
+    (one, wrapper), (other, _) = run_ranks(
+        sharded_trainer.trained, tmp_path, 4, {"accumulation": 2, "sharding": "ddp"}
+    )
+    assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
+    assert (one - alone).norm() <= 1e-6 * alone.norm()
