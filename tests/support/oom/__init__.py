@@ -45,7 +45,6 @@ ONE_TENSOR = "One tensor is most of the peak"
 ONE_LINE = "One line makes most of the peak"
 WAIT = "Gradients wait during the next forward"
 EXCEPTION = "An exception keeps the variables of its functions"
-FULL = "A name keeps what many steps have made"
 
 
 class Program(NamedTuple):
