@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import oom_programs as programs
-from support import oom_programs_around as around
-from support import oom_programs_reported as reported
+from support import oom
+from support.oom import evaluations, graphs, growth
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
@@ -17,13 +16,13 @@ SIZE = 4 * 512 * 64  # bytes of an output in these programs
 
 
 def test_the_band_is_what_the_program_keeps():
-    timeline = programs.outputs_in_a_list().timeline
+    timeline = growth.outputs_in_a_list().timeline
     band = timeline.growing[:, CATEGORIES.index("activations")]
     assert np.array_equal(band, timeline.growing.sum(axis=1))
     seen = sorted(set(band.tolist()))
-    assert seen == [SIZE * kept for kept in range(programs.STEPS)]
+    assert seen == [SIZE * kept for kept in range(oom.STEPS)]
     # Each step adds one output, in its own forward.
-    for step in range(programs.STEPS - 1):
+    for step in range(oom.STEPS - 1):
         of_step = band[np.array(timeline.steps) == step]
         assert (of_step[0], of_step[-1]) == (SIZE * step, SIZE * (step + 1))
 
@@ -31,11 +30,11 @@ def test_the_band_is_what_the_program_keeps():
 @pytest.mark.parametrize(
     "program",
     [
-        programs.detached_losses_in_a_list,
-        programs.metrics_with_their_graph,
-        programs.batches_in_a_list,
-        programs.logits_in_a_list,
-        programs.second_list_of_outputs,
+        growth.losses_in_a_list,
+        growth.metrics_with_their_graph,
+        growth.batches_in_a_list,
+        evaluations.logits_in_a_list,
+        evaluations.second_list_of_outputs,
     ],
 )
 def test_the_band_has_as_many_bytes_as_the_cause(program):
@@ -48,11 +47,8 @@ def test_the_band_has_as_many_bytes_as_the_cause(program):
     assert (shown.growing.sum(axis=1) == at_peak.sum()).any()
 
 
-@pytest.mark.parametrize(
-    "program", [around.history_in_one_tensor, reported.predictions_joined_in_each_step]
-)
-def test_a_tensor_that_a_longer_one_replaces_has_a_band(program):
-    tracker = program()
+def test_a_tensor_that_a_longer_one_replaces_has_a_band():
+    tracker = growth.predictions_joined_in_each_step()
     timeline = tracker.timeline
     band = timeline.growing.sum(axis=1)
     # While a longer one is made, the shorter one is there as well.
@@ -67,12 +63,12 @@ def test_a_tensor_that_a_longer_one_replaces_has_a_band(program):
 
 
 def test_what_is_freed_after_the_peak_leaves_the_band():
-    timeline = programs.second_list_of_outputs().timeline
+    timeline = evaluations.second_list_of_outputs().timeline
     assert timeline.growing[-1].sum() == 0
 
 
 @pytest.mark.parametrize(
-    "program", [programs.ordinary_training, programs.numbers_in_a_list, programs.the_last_outputs]
+    "program", [graphs.ordinary_training, growth.numbers_in_a_list, growth.the_last_outputs]
 )
 def test_there_is_no_band_where_nothing_grows(program):
     timeline = program().timeline

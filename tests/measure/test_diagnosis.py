@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import oom_programs as programs
-from support import oom_programs_around as around
-from support import oom_programs_mistaken as mistaken
+from support import oom
+from support.nightly import each
+from support.oom import growth, tensors, weights
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
@@ -60,7 +60,7 @@ def tracked(recipe: Recipe, rows: int, tokens: int, layers: int = 3) -> MemoryTr
     return tracker
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", each(2, STARTS))
 def test_no_real_technique_comes_below_its_bound_and_none_that_cannot_helps(start):
     recipe, rows, tokens = STARTS[start]
     plain = tracked(recipe, rows, tokens)
@@ -126,9 +126,8 @@ def test_a_prediction_and_an_error_are_diagnosed_as_well():
 
 
 def test_sgd_is_not_offered_to_a_run_that_uses_it():
-    for program in (mistaken.momentum_sgd, around.one_hot_targets):
-        assert SGD in diagnose(program()).cannot_help
-    assert SGD in diagnose(programs.losses_in_a_list()).helps  # AdamW
+    assert SGD in diagnose(weights.momentum_sgd()).cannot_help
+    assert SGD in diagnose(growth.losses_in_a_list()).helps  # AdamW
 
 
 @pytest.mark.parametrize("weights", [2.2, 2.8, 3.6])
@@ -149,7 +148,7 @@ def test_sgd_is_offered_while_adam_makes_its_first_states(weights):
 
 
 def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
-    found = diagnose(mistaken.classes_of_frames())
+    found = diagnose(tensors.classes_of_frames())
     assert CHUNKS in found.cannot_help
     assert "sum over tokens" not in str(found)
 
@@ -171,8 +170,8 @@ def validation(net: nn.Module, optimizer) -> None:
 @pytest.mark.parametrize("what", [ordinary_steps, validation])
 def test_after_a_reset_only_what_follows_counts(what):
     """As in a tracker that begins there."""
-    net = programs.Net()
-    optimizer = programs.adamw(net)
+    net = oom.Net()
+    optimizer = oom.adamw(net)
     ordinary_steps(net, optimizer)
     with MemoryTracker(net, optimizer, live=False) as begun_later:
         what(net, optimizer)

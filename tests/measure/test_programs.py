@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 from support import programs_layers, programs_loops, programs_methods, programs_swaps
+from support.nightly import each
 from support.oracle import allocator_peak, without_collections
 from support.programs import PROGRAMS
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradmem_lib import MemoryTracker
 
-assert (
-    programs_methods and programs_layers and programs_loops and programs_swaps
-)  # they fill PROGRAMS
+FILES = (programs_methods, programs_layers, programs_loops, programs_swaps)  # they fill PROGRAMS
 
 # Bytes that a program takes only under a dispatch mode, whichever, and the tracker is one
 # (isTensorSubclassLike in torch 2.13). Autograd adds gradients up in place unless a mode is on: the
@@ -38,12 +36,8 @@ UNDER_A_MODE = {
 SHOWN = set(UNDER_A_MODE) - {"bidirectional_lstm_on_packed_rows"}
 # Its other backward also rounds otherwise: how far its weights may be off, after three steps.
 ROUNDED = {"product_of_a_row": 1e-6}
-# Every fourth program, and those that differ under a mode: each difference is a figure of its own.
-CHOSEN = [
-    name
-    for n, name in enumerate(PROGRAMS)
-    if n % 4 == 0 or name in UNDER_A_MODE or os.environ.get("GRADMEM_ALL")
-]
+# Every third program, and those that differ under a mode: each difference is a figure of its own.
+CHOSEN = dict.fromkeys([*each(3, PROGRAMS), *UNDER_A_MODE])
 # An operation makes a tensor of a Python number, outside of every dispatch.
 NUMBERS = 16
 
@@ -60,17 +54,16 @@ def there_already(but: dict[int, int]) -> list[torch.Tensor]:
     the storages of ``but``.
     """
     gc.collect()
-    every = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), torch.Tensor) and type(each) is not FakeTensor
-    ]
-    plain = [
-        part
-        for t in every
-        for part in ([t] if t.layout == torch.strided else [t._indices(), t._values()])
-    ]
-    return [t for t in plain if t.device.type == "cpu" and t.untyped_storage()._cdata not in but]
+    found = []
+    for tensor in gc.get_objects():
+        is_tensor = issubclass(type(tensor), torch.Tensor) and type(tensor) is not FakeTensor
+        if not is_tensor or tensor.device.type != "cpu":
+            continue
+        parts = [tensor]
+        if tensor.layout != torch.strided:
+            parts = [tensor._indices(), tensor._values()]
+        found += [part for part in parts if part.untyped_storage()._cdata not in but]
+    return found
 
 
 def storages(tensors) -> dict[int, int]:
@@ -99,20 +92,10 @@ def allocated(name: str, mode=None) -> int:
         return allocator_peak(step, before=2)
 
 
-def every_program(**wrong: str):
-    """A test for each program; those of ``wrong`` (name=reason) fail, until they no longer do."""
-    marks = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in wrong.items()}
-    return pytest.mark.parametrize(
-        "name",
-        [pytest.param(name, marks=marks[name]) if name in marks else name for name in CHOSEN],
-    )
+every_program = pytest.mark.parametrize("name", CHOSEN)
 
 
-def test_there_are_as_many_as_we_say():
-    assert len(PROGRAMS) >= 60
-
-
-@every_program()
+@every_program
 def test_the_peak_is_the_allocators(name):
     (tracker, found), expected = tracked(name), allocated(name)
     if name in UNDER_A_MODE:
@@ -126,29 +109,30 @@ def test_the_peak_is_the_allocators(name):
 
 def states(value):
     """The tensors in an optimizer's state, however deep they lie."""
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from states(each)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from states(inner)
 
 
-@every_program()
+@every_program
 def test_what_stays_after_a_step_is_parameters_states_and_the_rest(name):
     torch.manual_seed(0)
     model, optimizers, step = PROGRAMS[name]()
     with MemoryTracker(model, optimizers, live=False) as tracker:
         step()
         step()
-    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-    kept = {
-        kind: sum(sizes.values())
-        for kind, sizes in {
-            "parameters": storages(model.parameters()),
-            "optimizer": storages(t for o in optimizers for t in states(dict(o.state))),
-            "gradients": storages(p.grad for p in model.parameters() if p.grad is not None),
-        }.items()
+    if not isinstance(optimizers, list):
+        optimizers = [optimizers]
+    tensors = {
+        "parameters": model.parameters(),
+        "optimizer": states([dict(optimizer.state) for optimizer in optimizers]),
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
     }
+    kept = {kind: sum(storages(of_kind).values()) for kind, of_kind in tensors.items()}
     assert {kind: tracker.current.by_category[kind] for kind in kept} == kept
     assert tracker.current.by_category["temporaries"] == 0
 
@@ -163,7 +147,7 @@ def weights_after(name: str, track: bool) -> list[torch.Tensor]:
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 
-@every_program()
+@every_program
 def test_the_results_are_the_same_to_the_bit(name):
     alone, under_a_tracker = weights_after(name, track=False), weights_after(name, track=True)
     assert len(alone) == len(under_a_tracker) > 0

@@ -13,8 +13,7 @@ from collections import deque
 
 import pytest
 import torch
-from support import oom_programs as programs
-from support import oom_programs_of_loops as loops
+from support.oom import graphs, growth, weights
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.compat.tensors import storage_key
@@ -247,12 +246,12 @@ def test_names_that_the_script_asks_for_stay_in_their_dict():
 @pytest.mark.parametrize(
     "program",
     [
-        programs.losses_in_a_list,
-        programs.sampling_with_gradients,
-        programs.deepcopy_at_save,
-        loops.outputs_of_the_step_before,
-        loops.errors_that_are_kept,
-        loops.inner_steps,
+        growth.losses_in_a_list,
+        graphs.sampling_with_gradients,
+        weights.deepcopy_at_save,
+        graphs.outputs_of_the_step_before,
+        growth.errors_that_are_kept,
+        graphs.inner_steps,
     ],
     ids=lambda program: program.__name__,
 )

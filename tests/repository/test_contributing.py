@@ -1,4 +1,4 @@
-"""CONTRIBUTING names files that are there, and its map has every room."""
+"""CONTRIBUTING and the recorded durations name files that are there, and the map has every room."""
 
 import re
 
@@ -6,12 +6,16 @@ from support.paths import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MUTANTS = (ROOT / "tests" / "mutants.md").read_text(encoding="utf-8")
+DURATIONS = (ROOT / "tests" / "durations.json").read_text(encoding="utf-8")
+NAMED = TEXT + MUTANTS + DURATIONS
 # Of the repository's root: "solutions/NN_name.py" stands for one file of a kind, and is no path.
 STARTS = ("gradmem_lib", "tests", "tools", "teaching", "solutions", "benchmarks", "site", "docs")
 PATHS = sorted(
     {
         path.rstrip("/.")
-        for path in re.findall(rf"(?<![\w/.-])(?:{'|'.join(STARTS)})/[\w./-]*", TEXT + MUTANTS)
+        for path in re.findall(
+            rf"(?<![\w/.-])(?:{'|'.join(STARTS)})/[\w./-]*", TEXT + MUTANTS + DURATIONS
+        )
     }
 )
 
@@ -28,11 +32,13 @@ def test_every_path_that_is_named_exists():
 
 def test_the_map_has_every_room():
     library = ROOT / "gradmem_lib"
-    rooms = [folder for home in (library, library / "course") for folder in home.iterdir()]
-    for room in rooms:
-        if (room / "__init__.py").exists() and room.name != "course":
-            named = room.relative_to(ROOT).as_posix()
-            assert f"| `{named}/` |" in TEXT, named
+    missing = []
+    for home in (library, library / "course"):
+        for init in home.glob("*/__init__.py"):
+            room = init.parent.relative_to(ROOT).as_posix()
+            if room != "gradmem_lib/course" and f"| `{room}/` |" not in TEXT:
+                missing.append(room)
+    assert not missing
 
 
 def test_every_command_that_is_named_is_in_the_makefile():

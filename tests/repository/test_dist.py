@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import ALL
 from support.paths import ROOT
 
 from gradmem_lib import __main__ as command
@@ -116,7 +117,7 @@ def test_the_wheel_finds_what_it_carries_away_from_the_repository(built, tmp_pat
         assert arrived.read_bytes() == (ROOT / name).read_bytes()
 
 
-@pytest.mark.skipif(not os.environ.get("GRADMEM_ALL"), reason="installs PyTorch: every night")
+@pytest.mark.skipif(not ALL, reason="installs PyTorch: every night")
 @pytest.mark.timeout(3600)
 def test_an_empty_environment_takes_the_course_from_the_wheel_alone(built, tmp_path):
     clean = {
@@ -332,7 +333,7 @@ STEPS += [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200 if ALL else 15, deadline=None)
 @given(st.lists(st.sampled_from(STEPS), max_size=14))
 def test_whatever_happens_a_learners_work_stays_and_the_newest_version_is_there(
     tmp_path_factory, steps

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
 from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
-from torch.nn.utils import parametrizations, parametrize, prune, rnn
+from torch.nn.utils import parametrizations, parametrize, rnn
 from torch.optim import SGD, SparseAdam
 
 # Layers.
@@ -26,12 +26,10 @@ class Last(nn.Module):
         return self.head(self.net(x)[0][:, -1])
 
 
-for kind in (nn.RNN, nn.LSTM, nn.GRU):
-
-    def recurrent(kind=kind):
-        return classifier(Last(kind(32, 64, num_layers=2, batch_first=True)), batch(16, 20, 32))
-
-    program(recurrent, name=kind.__name__.lower())
+@program
+def lstm():
+    net = nn.LSTM(32, 64, num_layers=2, batch_first=True)
+    return classifier(Last(net), batch(16, 20, 32))
 
 
 @program
@@ -45,19 +43,6 @@ def bidirectional_lstm_on_packed_rows():
         return F.cross_entropy(head(out.mean(1)), y)
 
     return usual(nn.ModuleList([net, head]), loss)
-
-
-@program
-def lstm_cell_through_time():
-    cell, head, x = nn.LSTMCell(32, 64), nn.Linear(64, 1), batch(20, 16, 32)
-
-    def loss():
-        h = c = torch.zeros(16, 64)
-        for now in x:
-            h, c = cell(now, (h, c))
-        return head(h).square().mean()
-
-    return usual(nn.ModuleList([cell, head]), loss)
 
 
 @program
@@ -96,23 +81,6 @@ def convolutions_with_batch_norm():
 
 
 @program
-def u_net():
-    down, up, x = nn.Conv2d(3, 16, 3, 2, 1), nn.ConvTranspose2d(16, 3, 4, 2, 1), batch(8, 3, 32, 32)
-    return usual(nn.ModuleList([down, up]), lambda: F.mse_loss(up(down(x).relu()) + x, x))
-
-
-@program
-def transformer_encoder():
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    model = nn.Sequential(
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        nn.Flatten(),
-        nn.Linear(1024, 10),
-    )
-    return classifier(model, batch(16, 16, 64))
-
-
-@program
 def transformer_with_a_mask():
     model, a, b = (
         nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
@@ -121,20 +89,6 @@ def transformer_with_a_mask():
     )
     mask = nn.Transformer.generate_square_subsequent_mask(12)
     return usual(model, lambda: model(a, b, tgt_mask=mask).square().mean())
-
-
-@program
-def attention_by_hand():
-    model, x, y = nn.Linear(64, 192), batch(8, 32, 64), batch(8, 32, 64)
-
-    def loss():
-        q, k, v = model(x).chunk(3, -1)
-        scores = (q @ k.transpose(1, 2) / 8).masked_fill(
-            torch.ones(32, 32).triu(1).bool(), -torch.inf
-        )
-        return F.mse_loss(scores.softmax(-1) @ v, y)
-
-    return usual(model, loss)
 
 
 @program
@@ -225,7 +179,6 @@ def ctc():
 
 PARAMETRIZED = {
     "spectral_norm": parametrizations.spectral_norm,
-    "weight_norm": parametrizations.weight_norm,
     "orthogonal": parametrizations.orthogonal,
 }
 for name, method in PARAMETRIZED.items():
@@ -248,24 +201,6 @@ def own_parametrization():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
     parametrize.register_parametrization(model[0], "weight", Symmetric())
     return classifier(model, batch(32, 64))
-
-
-@program
-def pruned():
-    model = mlp(128, 256, 10)
-    prune.l1_unstructured(model[0], "weight", 0.5)
-    return classifier(model, batch(64, 128))
-
-
-@program
-def fake_quantization():
-    model, x, y = nn.Linear(128, 10), batch(64, 128), labels(64)
-
-    def loss():
-        weight = torch.fake_quantize_per_tensor_affine(model.weight, 0.01, 0, -128, 127)
-        return F.cross_entropy(F.linear(x, weight, model.bias), y)
-
-    return usual(model, loss)
 
 
 # Operators of autograd, hooks, and functional transforms.

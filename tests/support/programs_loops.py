@@ -9,33 +9,26 @@ import torch
 import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Adagrad, Adam, AdamW, NAdam, RMSprop, Rprop
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, RMSprop
+from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
 
 # Loops: accumulation, clipping, evaluation, loaders, precisions.
 
 
-def clipped(clip):
+@program
+def clipping_by_norm():
     model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
     optimizer = adamw(model)
 
     def step():
         F.cross_entropy(model(x), y).backward()
-        clip(model.parameters())
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     return model, optimizer, step
-
-
-program(lambda: clipped(lambda p: clip_grad_norm_(p, 1.0)), name="clipping_by_norm_foreach")
-program(lambda: clipped(lambda p: clip_grad_norm_(p, 1.0, foreach=False)), name="clipping_by_norm")
-program(
-    lambda: clipped(lambda p: clip_grad_value_(p, 0.1, foreach=False)), name="clipping_by_value"
-)
 
 
 @program
@@ -130,13 +123,6 @@ def closure_in_the_step():
 
 
 @program
-def schedule_of_the_learning_rate():
-    model, optimizer, step = classifier(mlp(128, 256, 10), batch(64, 128))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    return model, optimizer, lambda: (step(), schedule.step())
-
-
-@program
 def autocast_bf16():
     model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
 
@@ -184,19 +170,6 @@ def bf16_weights_with_a_float32_copy():
 
 
 # Less memory.
-
-
-@program
-def checkpointed():
-    model, x = nn.Sequential(*(mlp(128, 512, 128) for _ in range(4))), batch(64, 128)
-
-    def loss():
-        out = x
-        for block in model:
-            out = checkpoint(block, out, use_reentrant=False, preserve_rng_state=False)
-        return out.square().mean()
-
-    return usual(model, loss)
 
 
 @program
@@ -248,13 +221,9 @@ def frozen_base_with_lora():
 
 
 OPTIMIZERS = {
-    "adam_amsgrad": lambda p: Adam(p, amsgrad=True, foreach=False),
     "adamw_foreach": lambda p: AdamW(p, foreach=True),
     "adamw_fused": lambda p: AdamW(p, fused=True),
-    "adagrad": lambda p: Adagrad(p, foreach=False),
     "rmsprop_centered": lambda p: RMSprop(p, momentum=0.9, centered=True, foreach=False),
-    "rprop": lambda p: Rprop(p, foreach=False),
-    "nadam": lambda p: NAdam(p, foreach=False),
     "adafactor": lambda p: torch.optim.Adafactor(p, foreach=False),
     "muon": lambda p: torch.optim.Muon(p),
 }
@@ -291,16 +260,5 @@ def saved_in_the_step():
     def step():
         train()
         torch.save({"model": model.state_dict(), "whole": model}, io.BytesIO())
-
-    return model, optimizer, step
-
-
-@program
-def average_made_in_the_step():
-    model, optimizer, train = classifier(mlp(128, 256, 10), batch(64, 128))
-
-    def step():
-        train()
-        AveragedModel(model).update_parameters(model)
 
     return model, optimizer, step

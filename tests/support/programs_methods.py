@@ -49,22 +49,6 @@ def wasserstein_gan_with_gradient_penalty():
 
 
 @program
-def variational_autoencoder():
-    model, x = (
-        nn.ModuleDict({"encode": mlp(128, 256, 64), "decode": mlp(32, 256, 128)}),
-        batch(64, 128),
-    )
-
-    def loss():
-        mean, log_var = model["encode"](x).chunk(2, dim=1)
-        z = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
-        kl = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
-        return F.mse_loss(model["decode"](z), x) + kl
-
-    return usual(model, loss)
-
-
-@program
 def vector_quantized_autoencoder():
     model = nn.ModuleDict({"e": mlp(128, 64), "book": nn.Embedding(32, 64), "d": mlp(64, 128)})
     x = batch(64, 128)
@@ -77,19 +61,6 @@ def vector_quantized_autoencoder():
             + F.mse_loss(q, z.detach())
             + F.mse_loss(z, q.detach())
         )
-
-    return usual(model, loss)
-
-
-@program
-def diffusion():
-    model, x, keep = mlp(129, 256, 128), batch(64, 128), torch.linspace(0.99, 0.01, 100)
-
-    def loss():
-        t = torch.randint(0, 100, (64,))
-        noise = torch.randn_like(x)
-        noisy = keep[t, None].sqrt() * x + (1 - keep[t, None]).sqrt() * noise
-        return F.mse_loss(model(torch.cat([noisy, t[:, None] / 100], 1)), noise)
 
     return usual(model, loss)
 
@@ -114,23 +85,6 @@ def normalizing_flow():
 
 
 @program
-def ema_by_hand():
-    model = mlp(128, 256, 10)
-    average = copy.deepcopy(model).requires_grad_(False)
-    x, y, optimizer = batch(64, 128), labels(64), adamw(model)
-
-    def step():
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for a, p in zip(average.parameters(), model.parameters(), strict=True):
-                a.lerp_(p, 0.01)
-
-    return nn.ModuleList([model, average]), optimizer, step
-
-
-@program
 def ema_by_averaged_model():
     model = mlp(128, 256, 10)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
@@ -141,47 +95,6 @@ def ema_by_averaged_model():
         average.update_parameters(model)
 
     return nn.ModuleList([model, average]), optimizer, both
-
-
-@program
-def sharpness_aware():
-    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
-
-    def step():
-        F.cross_entropy(model(x), y).backward()
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            moves = [p.grad * (0.05 / norm) for p in model.parameters()]
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.add_(move)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-@program
-def lbfgs():
-    model, x, y = mlp(64, 64, 10), batch(64, 64), labels(64)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3, history_size=4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    def step():
-        optimizer.step(closure)
-        optimizer.zero_grad()
-
-    return model, optimizer, step
 
 
 @program
@@ -253,26 +166,7 @@ def reptile():
     return model, optimizer, step
 
 
-@program
-def hessian_vector_product():
-    model, x, y = mlp(64, 128, 10), batch(64, 64), labels(64)
-
-    def loss():
-        slopes = torch.autograd.grad(
-            F.cross_entropy(model(x), y), list(model.parameters()), create_graph=True
-        )
-        return sum((g * torch.ones_like(g)).sum() for g in slopes)
-
-    return usual(model, loss)
-
-
 # Comparisons, rewards, several heads.
-
-
-@program
-def siamese_with_triplets():
-    model, a, b, c = mlp(128, 256, 64), batch(64, 128), batch(64, 128), batch(64, 128)
-    return usual(model, lambda: F.triplet_margin_loss(model(a), model(b), model(c)))
 
 
 @program
@@ -305,18 +199,6 @@ def momentum_contrast_with_a_queue():
         query.queue = torch.cat([k, query.queue[:-64]])
 
     return nn.ModuleList([query, key]), optimizer, step
-
-
-@program
-def policy_gradient():
-    model, x = mlp(16, 128, 4), batch(128, 16)
-
-    def loss():
-        chosen = torch.distributions.Categorical(logits=model(x))
-        action = chosen.sample()
-        return -(chosen.log_prob(action) * torch.randn(128)).mean()
-
-    return usual(model, loss)
 
 
 @program
@@ -377,18 +259,3 @@ def two_heads_backward_twice():
         optimizer.zero_grad()
 
     return model, optimizer, step
-
-
-@program
-def multiple_optimizers():
-    model, x = mlp(128, 256, 10), batch(64, 128)
-    first, second = adamw(model[0]), SGD(model[2].parameters(), 0.1, momentum=0.9, foreach=False)
-    y = labels(64)
-
-    def step():
-        F.cross_entropy(model(x), y).backward()
-        for optimizer in (first, second):
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return model, [first, second], step

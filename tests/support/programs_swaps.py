@@ -94,20 +94,6 @@ def line_search():
 
 
 @program
-def each_parameter_steps_in_backward():
-    model, x, y = mlp(64, 128, 10), batch(32, 64), labels(32)
-    optimizers = {p: SGD([p], 0.1, momentum=0.9, foreach=False) for p in model.parameters()}
-
-    def step_now(p):
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step_now)
-    return model, list(optimizers.values()), lambda: F.cross_entropy(model(x), y).backward()
-
-
-@program
 def views_written_in_place():
     model, x = mlp(64, 128, 64), batch(32, 64)
 

@@ -1,0 +1,629 @@
+"""Graphs that nobody uses, or that stay longer than their backward.
+
+Each program returns its tracker, and does with ``remedied=True`` what the diagnosis tells it to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from support.oom import (
+    ADDED_UP,
+    COPIED,
+    EXPANDED,
+    FOR_NOBODY,
+    GROWS,
+    IDLE,
+    LEFT,
+    LOGITS,
+    STAY,
+    TWICE,
+    UNUSED,
+    WAIT,
+    Net,
+    adamw,
+    has,
+    llama,
+    rows,
+    sgd,
+    stepped,
+    trained,
+    trained_with,
+    trains,
+    updated,
+)
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from gradmem_lib import MemoryTracker
+
+
+@has(UNUSED)
+def validation_before_the_backward(remedied=False):
+    """The training's own graph is alive at the peak as well, and it is used."""
+    net, x, y = Net(), torch.randn(512, 64), torch.randn(512, 64)
+    more = torch.randn(512, 64)
+
+    def loss(i):
+        loss = F.mse_loss(net(x), y)
+        with torch.set_grad_enabled(not remedied):
+            net(more)
+        return loss
+
+    return trains(net, loss, steps=2)
+
+
+@has(UNUSED)
+def validation_with_a_loss_module(remedied=False):
+    net, x, y = Net(), torch.randn(64, 64), torch.randint(64, (64,))
+    criterion, large = nn.CrossEntropyLoss(), torch.randn(2048, 64)
+    target = torch.randint(64, (2048,))
+    optimizer = adamw(net)
+
+    def step(i):
+        stepped(criterion(net(x), y), optimizer)
+        with torch.set_grad_enabled(not remedied):
+            criterion(net(large), target).item()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has(UNUSED)
+def sampling_with_gradients(remedied=False):
+    """A denoiser that is called again and again with its own output."""
+    net, x = Net(), torch.randn(512, 64)
+    with MemoryTracker(net, live=False) as tracker, torch.set_grad_enabled(not remedied):
+        for _ in range(10):
+            x = x - 0.1 * net(x)
+    return tracker
+
+
+@has()
+def ordinary_training():
+    return trained_with(lambda *given: None, 3)
+
+
+@has()
+def frozen_second_forward():
+    """A forward with gradients on, in which nothing needs one."""
+    net, other = Net(), Net().requires_grad_(False)
+    x, y, optimizer = torch.randn(512, 64), torch.randn(512, 64), adamw(net)
+    with MemoryTracker(nn.ModuleList([net, other]), optimizer, live=False) as tracker:
+        for _ in range(3):
+            stepped(F.mse_loss(net(x), y) + 0 * F.mse_loss(other(x), y), optimizer)
+    return tracker
+
+
+@has(UNUSED)
+def samples_that_stay(remedied=False):
+    """Sampling after an epoch. Its last result, and its graph, are there in the next epoch."""
+    net, x = Net(), torch.randn(64, 64)
+    kept = []
+    optimizer = adamw(net)
+
+    def step(i):
+        stepped(net(x).square().mean(), optimizer)
+        if i == 2:
+            with torch.set_grad_enabled(not remedied):
+                sample = torch.randn(256, 64)
+                for _ in range(10):
+                    sample = sample - 0.1 * net(sample)
+                kept.append(sample)
+
+    return trained(net, optimizer, step, steps=6)
+
+
+@has(UNUSED, COPIED)
+def targets_of_a_copy(remedied=False):
+    """A copy of the network makes targets. Its graph is detached in the loss, and kept until then.
+
+    ``remedied``: it has none.
+    """
+    net, x = Net(), torch.randn(512, 64)
+    other = copy.deepcopy(net)
+
+    def loss(i):
+        with torch.set_grad_enabled(not remedied):
+            target = other(x)
+        return F.mse_loss(net(x), target.detach())
+
+    return trains(net, loss, adamw, steps=2)
+
+
+@has()
+def queue_of_features():
+    """The latest features, detached. The forwards that made them keep nothing else."""
+    net, x, queue = Net(), torch.randn(128, 64), deque(maxlen=4)
+    optimizer = sgd(net)
+
+    def step(i):
+        updated(net(x).square().mean(), optimizer)
+        queue.append(net(x).detach())
+
+    return trained(net, optimizer, step)
+
+
+@has(UNUSED, WAIT)
+def predictions_of_a_function(remedied=False):
+    """The model is a function, and no module is ever called."""
+    weights = [torch.randn(64, 256, requires_grad=True), torch.randn(256, 64, requires_grad=True)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, foreach=False)
+
+    def model(x):
+        return (x @ weights[0]).relu() @ weights[1]
+
+    with MemoryTracker(optimizer=optimizer, live=False) as tracker:
+        for _ in range(4):
+            updated(model(torch.randn(64, 64)).square().mean(), optimizer)
+        with torch.set_grad_enabled(not remedied):
+            predictions = [model(torch.randn(128, 64)).argmax(-1) for _ in range(2)]
+            scores = [model(torch.randn(128, 64)) for _ in range(4)]
+    assert len(predictions) + len(scores) == 6
+    return tracker
+
+
+@has(UNUSED)
+def queue_of_keys(remedied=False):
+    """MoCo's queue of the last keys. ``remedied``: made under no_grad()."""
+    net, keys_of = Net(), Net()
+    optimizer = sgd(net)
+    queue = deque(maxlen=6)
+
+    def step(i):
+        x = torch.randn(256, 64)
+        with torch.set_grad_enabled(not remedied):
+            queue.append(keys_of(x))
+        wanted = torch.stack(list(queue)).detach().mean(0)
+        updated(F.mse_loss(net(x), wanted), optimizer)
+
+    return trained(nn.ModuleList([net, keys_of]), optimizer, step, steps=16)
+
+
+@has(ADDED_UP)
+def losses_added_up(remedied=False):
+    net = Net()
+    optimizer = adamw(net)
+    batches = [(torch.randn(256, 64), torch.randn(256, 64)) for _ in range(6)]
+
+    def step(i):
+        summed = 0
+        for x, y in batches:
+            loss = F.mse_loss(net(x), y) / 6
+            if remedied:
+                loss.backward()
+            else:
+                summed = summed + loss
+            del loss
+        if not remedied:
+            summed.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=2)
+
+
+@has(EXPANDED)
+def recurrent_cell():
+    """Backward through time: each call continues the one before."""
+    cell, x = nn.GRUCell(64, 64), torch.randn(256, 64)
+
+    def loss(i):
+        state = torch.zeros(256, 64)
+        for _ in range(6):
+            state = cell(x, state)
+        return state.square().mean()
+
+    return trains(cell, loss, steps=2)
+
+
+@has()
+def two_views():
+    """One loss that compares two outputs."""
+    net, x = Net(), torch.randn(256, 64)
+
+    def loss(i):
+        first = net(x)
+        second = net(x + 0.1)
+        return F.mse_loss(first, second)
+
+    return trains(net, loss)
+
+
+@has(ADDED_UP)
+def tasks_added_up(remedied=False):
+    """Meta-learning: the gradients of each task have a graph, and all losses are added up."""
+    net = Net(128)
+    optimizer = sgd(net)
+
+    def loss_of(x):
+        parameters = dict(net.named_parameters())
+        inner = functional_call(net, parameters, x).square().mean()
+        gradients = torch.autograd.grad(inner, parameters.values(), create_graph=True)
+        fast = {}
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            fast[name] = parameter - 0.1 * gradient
+        return functional_call(net, fast, x).square().mean() / 6
+
+    def step(i):
+        summed = 0
+        for _ in range(6):
+            loss = loss_of(torch.randn(64, 64))
+            if remedied:
+                loss.backward()
+            else:
+                summed = summed + loss
+            del loss
+        if not remedied:
+            summed.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has()
+def experts():
+    """Each call is of another module, and one loss takes them all."""
+    parts = nn.ModuleList([Net(64) for _ in range(5)])
+    x = torch.randn(512, 64)
+    return trains(parts, lambda i: torch.stack([part(x) for part in parts]).square().mean(), adamw)
+
+
+@has()
+def crops_of_one_image():
+    """One loss compares all outputs: nothing is computed between the calls."""
+    net, crops = Net(), [torch.randn(256, 64) for _ in range(5)]
+
+    def loss(i):
+        outputs = [net(crop) for crop in crops]
+        return torch.stack(outputs).std(dim=0).mean()
+
+    return trains(net, loss, adamw)
+
+
+class _OwnSquare(torch.autograd.Function):
+    """Counts a node of a graph at each call, also where no graph is recorded."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class _OwnLoss(Net):
+    def forward(self, x):
+        return _OwnSquare.apply(super().forward(x)).mean()
+
+
+@has(COPIED)
+def scores_of_a_reference_first():
+    """One line scores for the reference model, for the old weights and for the training: only the
+    last has a graph, and each micro-batch has its own backward.
+    """
+    net, reference = _OwnLoss(4096), _OwnLoss(4096)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    def score(model, x):
+        return model(x)
+
+    def step(i):
+        x = torch.randn(2 if i else 64, 64)  # the peak is in the first step
+        with torch.no_grad():
+            far = score(reference, x) - score(net, x)
+        for _ in range(2):
+            (score(net, x) + far).backward()
+        optimizer.step()
+
+    return trained(net, optimizer, step, steps=2)
+
+
+@has(GROWS, UNUSED)
+def rollouts_with_graph():
+    """Log-probabilities of a rollout go into a buffer, and keep the graph of their forward."""
+    policy, buffer = Net(), []
+
+    def loss(i):
+        states = torch.randn(16, 64)
+        for _ in range(4):
+            buffer.append(policy(states).log_softmax(-1)[:, 0])
+        return policy(states).square().mean()
+
+    return trains(policy, loss, adamw, steps=6)
+
+
+@has(LOGITS)
+def outputs_of_a_decoder():
+    """A cell and a head are called in turns, and one loss takes all outputs."""
+    cell, head = nn.GRUCell(32, 32), nn.Linear(32, 128)
+    net, x = nn.ModuleList([cell, head]), torch.randn(64, 32)
+
+    def loss(i):
+        state, outputs = torch.zeros(64, 32), []
+        for _ in range(6):
+            state = cell(x, state)
+            outputs.append(head(state))
+        return torch.stack(outputs).logsumexp(-1).mean()
+
+    return trains(net, loss, steps=2)
+
+
+@has(STAY)
+def adversaries(remedied=False):
+    """A GAN. ``remedied``: the discriminator's loss does not go through the generator."""
+    generator, discriminator = nn.Linear(16, 64), nn.Sequential(Net(), nn.Linear(64, 1))
+    optimizers = [adamw(generator), adamw(discriminator)]
+
+    def step(i):
+        fake = generator(torch.randn(1024, 16))
+        real = torch.randn(1024, 64)
+        shown = fake.detach() if remedied else fake
+        loss = discriminator(real).mean() - discriminator(shown).mean()
+        loss.backward(retain_graph=not remedied)
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator(fake).mean().backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+
+    return trained(nn.ModuleList([generator, discriminator]), optimizers, step, steps=3)
+
+
+@has()
+def adversaries_detached():
+    return adversaries(remedied=True)
+
+
+@has()
+def gradient_penalty():
+    """A gradient that has a graph, through which the loss goes back."""
+    critic = Net()
+    optimizer = adamw(critic)
+
+    def step(i):
+        x = torch.randn(256, 64, requires_grad=True)
+        gradient = torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0]
+        loss = critic(torch.randn(256, 64)).mean() + gradient.norm(dim=1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return trained(critic, optimizer, step, steps=3)
+
+
+@has(STAY, says=".item()")
+def entropy_added_up(remedied=False):
+    """Micro-batches with a backward each, and a sum of their entropies for the log."""
+    net = Net()
+    optimizer = sgd(net)
+
+    def step(i):
+        summed = 0
+        for _ in range(8):
+            outputs = net(torch.randn(64, 64))
+            outputs.square().mean().backward()
+            shares = outputs.softmax(-1)
+            value = -(shares * shares.log()).sum()
+            summed = summed + (value.item() if remedied else value)
+            del outputs, shares, value
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has(STAY, says="hidden.detach()")
+def windows_through_time(remedied=False):
+    """Truncated backpropagation through time whose state is not detached."""
+    model = nn.ModuleDict({"cell": nn.GRU(16, 64, batch_first=True), "out": nn.Linear(64, 50)})
+    optimizer = sgd(model)
+
+    def step(i):
+        hidden = torch.zeros(1, 8, 64)
+        for _ in range(8):
+            states, hidden = model["cell"](torch.randn(8, 32, 16), hidden)
+            if remedied:
+                hidden = hidden.detach()
+            model["out"](states).square().mean().backward(retain_graph=not remedied)
+            del states
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(model, optimizer, step, steps=2)
+
+
+@has(STAY, says="argmax(-1)")
+def outputs_of_micro_batches(remedied=False):
+    """Accumulation that keeps each micro-batch's outputs, without their graphs, for a metric."""
+    net = Net(64)
+    optimizer = sgd(net)
+
+    def step(i):
+        outputs = []
+        for _ in range(16):
+            output = net(torch.randn(256, 64))
+            output.square().mean().backward()
+            outputs.append(output.argmax(-1).sum().item() if remedied else output.detach())
+            del output
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has(STAY, FOR_NOBODY)
+def epochs_over_features(remedied=False):
+    """PPO: several updates of a head on features whose graph is kept for nothing."""
+    body, head = Net(), nn.Linear(64, 4)
+    optimizer = sgd(head)
+
+    def step(i):
+        features = body(torch.randn(512, 64))
+        if remedied:
+            features = features.detach()
+        for _ in range(4):
+            head(features).square().mean().backward(retain_graph=not remedied)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return trained(nn.ModuleList([body, head]), optimizer, step, steps=3)
+
+
+def checkpointed(model, steps=2):
+    ids = rows(4, 128)
+    return trains(model, lambda i: model(input_ids=ids, labels=ids).loss, adamw, steps=steps)
+
+
+@has(IDLE, LOGITS)
+def checkpointing_in_eval_mode(remedied=False):
+    model = llama(layers=4)
+    model.gradient_checkpointing_enable()
+    model.train(remedied)
+    return checkpointed(model)
+
+
+class Reentrant(nn.Module):
+    """Checkpoints by the reentrant method, on inputs that need no gradient."""
+
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=use_reentrant)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, input_ids, labels):
+        x = F.one_hot(input_ids % 64, 64).float()
+        for layer in self.layers:
+            x = self._gradient_checkpointing_func(layer, x)
+        return SimpleNamespace(loss=self.head(x).square().mean())
+
+
+@has(IDLE)
+def reentrant_on_frozen_inputs(remedied=False):
+    return checkpointed(Reentrant(not remedied))
+
+
+@has(LOGITS)
+def reentrant_in_transformers():
+    """It gives the layers' input a gradient itself."""
+    model = llama(layers=4)
+    model.model.embed_tokens.requires_grad_(False)
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    return checkpointed(model)
+
+
+class IgnoresTheSwitch(nn.Module):
+    def __init__(self, uses_it: bool):
+        super().__init__()
+        self.uses_it, self.gradient_checkpointing = uses_it, True
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)
+        )
+
+    def forward(self, input_ids, labels):
+        x = F.one_hot(input_ids % 64, 64).float()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.uses_it else layer(x)
+        return SimpleNamespace(loss=x.square().mean())
+
+
+@has(IDLE)
+def ignored_switch(remedied=False):
+    return checkpointed(IgnoresTheSwitch(remedied))
+
+
+@has(LOGITS)
+def working_checkpoints():
+    return checkpointing_in_eval_mode(remedied=True)
+
+
+@has()
+def curvature_by_signs():
+    """Hutchinson's diagonal of the Hessian, an ordinary second derivative. Expected was that its
+    graphs are named, but no line of it can go: only a smaller batch helps.
+    """
+    net, x = Net(), torch.randn(512, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        parameters = list(net.parameters())
+        loss = net(x).square().mean()
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        signs = [2 * torch.randint_like(gradient, 2) - 1 for gradient in gradients]
+        torch.autograd.grad(gradients, parameters, signs)
+        optimizer.step()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has(TWICE)
+def inner_steps(remedied=False):
+    """Meta-learning: the loss goes through all steps of an inner training."""
+    net, x = Net(64), torch.randn(64, 64)
+
+    def loss(i):
+        fast = dict(net.named_parameters())
+        for _ in range(6):
+            inner = functional_call(net, fast, x).square().mean()
+            gradients = torch.autograd.grad(inner, list(fast.values()), create_graph=not remedied)
+            changed = zip(fast.items(), gradients, strict=True)
+            fast = {name: weight - 0.1 * gradient for (name, weight), gradient in changed}
+        return functional_call(net, fast, x).square().mean()
+
+    return trains(net, loss, steps=2)
+
+
+class ReturnsItsStates(nn.Module):
+    """The states need no graph: the loss takes the logits alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> dict:
+        h = self.body(x)
+        states = [h.detach().clamp(min=threshold) for threshold in (0.1, 0.2, 0.3, 0.4)]
+        return {"logits": self.head(h), "states": states}
+
+
+@has(LEFT)
+def outputs_of_the_step_before(remedied=False):
+    """A model that returns what its layers have computed. ``remedied``: the variable is deleted."""
+    net, x = ReturnsItsStates(), torch.randn(256, 64)
+    optimizer = sgd(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            out = net(x)
+            updated(out["logits"].square().mean(), optimizer)
+            if remedied:
+                del out
+    return tracker
+
+
+@has()
+def features_of_a_hook():
+    """A hook that stores each layer's output by name: the next forward replaces one by one."""
+    net = nn.Sequential(*[Net(64) for _ in range(6)])
+    features = {}
+    for name, layer in net.named_children():
+
+        def keep(module, inputs, output, name=name):
+            features[name] = output
+
+        layer.register_forward_hook(keep)
+
+    def loss(i):
+        loss = net(torch.randn(1024, 64)).square().mean()
+        return loss + 0.01 * features["2"].abs().mean()
+
+    return trains(net, loss)

@@ -1,0 +1,377 @@
+"""Bytes of more and more steps: lists, sums, hooks and caches that keep what a step has made.
+
+Each program returns its tracker, and does with ``remedied=True`` what the diagnosis tells it to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import torch
+import torch.nn.functional as F
+from support.oom import (
+    COPIED,
+    EVALUATION,
+    EXCEPTION,
+    FIRST_STEP,
+    GROWS,
+    IN_EACH_STEP,
+    SCORES,
+    UNUSED,
+    Net,
+    adamw,
+    has,
+    sgd,
+    stepped,
+    trained,
+    trained_with,
+    trains,
+    updated,
+)
+from torch import nn
+
+from gradmem_lib import MemoryTracker
+
+
+@has(GROWS)
+def losses_in_a_list(remedied=False):
+    kept = []
+
+    def keep(i, net, x, y, out, loss):
+        kept.append(loss.item() if remedied else loss)
+
+    return trained_with(keep)
+
+
+@has(GROWS)
+def outputs_in_a_list(remedied=False):
+    kept = []
+
+    def keep(i, net, x, y, out, loss):
+        kept.append(out.mean().item() if remedied else {"loss": loss.item(), "outputs": out})
+
+    return trained_with(keep)
+
+
+@has(GROWS)
+def metrics_with_their_graph(remedied=False):
+    """A metric that is not in the loss."""
+    net, x, y, kept = Net(), torch.randn(512, 64), torch.randn(512, 64), []
+    optimizer = adamw(net)
+
+    def step(i):
+        out = net(x)
+        metric = (out - y).square().mean(dim=0)
+        stepped(F.mse_loss(out, y), optimizer)
+        kept.append(metric.tolist() if remedied else metric)
+
+    return trained(net, optimizer, step)
+
+
+@has(GROWS)
+def batches_in_a_list(remedied=False):
+    """Targets for a plot at the end."""
+    kept = []
+
+    def keep(i, net, x, y, out, loss):
+        kept.append(y.mean().item() if remedied else y.clone())
+
+    return trained_with(keep)
+
+
+@has()
+def numbers_in_a_list():
+    kept = []
+    return trained_with(lambda i, net, x, y, out, loss: kept.append(loss.item()))
+
+
+@has()
+def the_last_outputs():
+    """A window for a moving average: it ends to grow after three steps."""
+    kept = deque(maxlen=3)
+    return trained_with(lambda i, net, x, y, out, loss: kept.append(out.detach()))
+
+
+@has()
+def the_best_outputs():
+    kept = {}
+    return trained_with(lambda i, net, x, y, out, loss: kept.update(best=out.detach()))
+
+
+@has(GROWS, COPIED)
+def weights_of_each_epoch(remedied=False):
+    kept = []
+
+    def keep(i, net, *given):
+        if not remedied:
+            kept.append(copy.deepcopy(net.state_dict()))
+
+    return trained_with(keep)
+
+
+@has(GROWS)
+def gradients_of_each_step(remedied=False):
+    """The gradients themselves, which zero_grad() drops only from the parameters."""
+    net, x, kept = Net(), torch.randn(64, 64), []
+    optimizer = adamw(net)
+
+    def step(i):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        kept.append([p.grad.norm().item() if remedied else p.grad for p in net.parameters()])
+        optimizer.step()
+
+    return trained(net, optimizer, step)
+
+
+@has(GROWS)
+def hidden_state_carried(remedied=False):
+    cell, head, x = nn.GRUCell(32, 64), nn.Linear(64, 32), torch.randn(64, 32)
+    hidden = torch.zeros(64, 64)
+
+    def step(i):
+        nonlocal hidden
+        if remedied:
+            hidden = hidden.detach()
+        hidden = cell(x, hidden)
+        head(hidden).square().mean().backward(retain_graph=not remedied)
+
+    return trained(nn.ModuleList([cell, head]), None, step)
+
+
+@has()
+def window_in_one_tensor():
+    """A tensor of constant length that is replaced in each step."""
+    window = torch.zeros(1024, 64)
+
+    def keep(i, net, x, y, out, loss):
+        nonlocal window
+        window = torch.cat([window[512:], out.detach()])
+
+    return trained_with(keep, steps=20)
+
+
+@has()
+def longer_and_longer_batches():
+    net = Net()
+
+    def loss(i):
+        x = torch.randn(64 * (i + 1), 64)
+        return net(x).square().mean()
+
+    return trains(net, loss, adamw)
+
+
+@has()
+def gradients_that_stay():
+    """``set_to_none=False``: the same gradients in all steps, from the first one on."""
+    net, x = Net(), torch.randn(64, 64)
+    optimizer = adamw(net)
+
+    def step(i):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return trained(net, optimizer, step)
+
+
+class CatMetric:
+    """A metric that joins the values of all batches at the end, and that nobody resets."""
+
+    def __init__(self, remedied: bool):
+        self.remedied, self.values = remedied, []
+
+    def update(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist() if self.remedied else value)
+
+
+@has(GROWS, EVALUATION, line="metric.update(", says=".detach().cpu()")
+def metric_over_epochs(remedied=False):
+    """Epochs of training and validation, with one metric for all of them."""
+    net, x, held_out = Net(64), torch.randn(64, 64), torch.randn(512, 64)
+    metric = CatMetric(remedied)
+    optimizer = sgd(net)
+
+    def epoch(i):
+        updated(net(x).square().mean(), optimizer)
+        with torch.no_grad():
+            for part in held_out.split(128):
+                metric.update(net(part).softmax(-1))
+
+    return trained(net, optimizer, epoch, steps=6)
+
+
+@has(GROWS, COPIED, IN_EACH_STEP, line="members.append(copy.deepcopy(net))", says=".cpu()")
+def snapshot_ensemble(remedied=False):
+    """Models of several epochs vote together."""
+    net, x = Net(512), torch.randn(16, 64)
+    optimizer = sgd(net)
+    members = []
+
+    def epoch(i):
+        updated(net(x).square().mean(), optimizer)
+        if not remedied:
+            members.append(copy.deepcopy(net))
+        with torch.no_grad():
+            for member in members:
+                member(x)
+
+    return trained(net, optimizer, epoch, steps=5)
+
+
+@has()
+def summed_losses():
+    """A sum of losses with their graphs: each graph is free after its backward, so all is well."""
+    net, x = Net(), torch.randn(512, 64)
+    optimizer = sgd(net)
+    total = 0
+
+    def step(i):
+        nonlocal total
+        loss = net(x).square().mean()
+        updated(loss, optimizer)
+        total = total + loss
+
+    return trained(net, optimizer, step, steps=8)
+
+
+class KeepsMasks(nn.Module):
+    """Attention with a cache of masks, one for each length."""
+
+    def __init__(self, remedied: bool):
+        super().__init__()
+        self.remedied, self.masks = remedied, {}
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.shape[1]
+        if tokens not in self.masks:
+            if self.remedied:
+                self.masks.clear()
+            self.masks[tokens] = torch.full((1, tokens, tokens), -1e9).triu(1)
+        q, k, v = self.project(x).chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.masks[tokens])
+
+
+@has(GROWS, SCORES)
+def masks_of_all_lengths(remedied=False):
+    net = KeepsMasks(remedied)
+    return trains(net, lambda i: net(torch.randn(2, 90 + 7 * i % 20, 16)).square().mean(), steps=12)
+
+
+@has(GROWS, FIRST_STEP)
+def models_of_all_folds(remedied=False):
+    """Cross-validation. No model is given, since each fold has its own."""
+    kept, x = [], torch.randn(16, 64)
+    with MemoryTracker(live=False) as tracker:
+        for _ in range(4):
+            net = Net(256)
+            optimizer = adamw(net)
+            for _ in range(2):
+                updated(net(x).square().mean(), optimizer)
+            if not remedied:
+                kept.append((net, optimizer))
+    return tracker
+
+
+@has()
+def first_examples():
+    """Outputs of the first three steps, for a picture at the end."""
+    net, x, kept = Net(), torch.randn(256, 64), []
+
+    def loss(i):
+        out = net(x)
+        if i < 3:
+            kept.append(out.detach())
+        return out.square().mean()
+
+    return trains(net, loss, adamw, steps=12)
+
+
+@has(GROWS, says="one row after another")
+def jacobian_of_a_batch(remedied=False):
+    """The derivative of each row's output by every row's input: most of it is zeros."""
+    net, x = Net(64), torch.randn(32, 64)
+    with MemoryTracker(net, live=False) as tracker:
+        if remedied:
+            for row in x:
+                torch.autograd.functional.jacobian(net, row).square().sum()
+        else:
+            torch.autograd.functional.jacobian(net, x).square().sum()
+    return tracker
+
+
+@has(GROWS)
+def running_average_of_a_metric(remedied=False):
+    """The metric has a graph of its own, and no backward goes through it."""
+    net, x, y = Net(), torch.randn(256, 64), torch.randn(256, 64)
+    average = torch.zeros(())
+
+    def loss(i):
+        nonlocal average
+        output = net(x)
+        metric = (output - y).square().mean(dim=0)
+        average = 0.9 * average + 0.1 * (metric.detach().cpu().clone() if remedied else metric)
+        loss = F.mse_loss(output, y)
+        del output, metric
+        return loss
+
+    return trains(net, loss)
+
+
+@has(GROWS, FIRST_STEP, says="history_size")
+def history_of_lbfgs(remedied=False):
+    """``remedied``: history_size=2."""
+    net, x = Net(128), torch.randn(16, 64)
+    optimizer = torch.optim.LBFGS(
+        net.parameters(), lr=1e-3, max_iter=1, history_size=2 if remedied else 100
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    return trained(net, optimizer, lambda i: optimizer.step(closure), steps=20)
+
+
+@has(GROWS)
+def predictions_joined_in_each_step(remedied=False):
+    """A metric on the card whose state is one tensor."""
+    net, x, y = Net(64), torch.randn(256, 64), torch.randn(256, 64)
+    optimizer = sgd(net)
+    predictions = torch.empty(0, 64)
+
+    def step(i):
+        nonlocal predictions
+        output = net(x)
+        updated(F.mse_loss(output, y), optimizer)
+        new = output.detach()
+        predictions = torch.cat([predictions, new[:0] if remedied else new])
+
+    return trained(net, optimizer, step, steps=10)
+
+
+@has(EXCEPTION, UNUSED)
+def errors_that_are_kept(remedied=False):
+    """A large batch is tried, fails after its forward, and a smaller one follows."""
+    net, errors = Net(), []
+    optimizer = adamw(net)
+
+    def run(n):
+        out = net(torch.randn(n, 64))
+        if n > 64:
+            raise ValueError("too large")
+        updated(out.square().mean(), optimizer)
+
+    def step(i):
+        for n in (256, 64):
+            try:
+                run(n)
+            except ValueError as error:
+                errors.append(str(error) if remedied else error)
+
+    return trained(net, optimizer, step, steps=6)

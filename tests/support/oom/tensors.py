@@ -1,0 +1,573 @@
+"""Data, batches, and one kind of tensor that is large.
+
+Each program returns its tracker, and does with ``remedied=True`` what the diagnosis tells it to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import torch
+import torch.nn.functional as F
+from support.oom import (
+    COPIED,
+    DATA,
+    DOUBLE,
+    EVALUATION,
+    EXPANDED,
+    LEFT,
+    LOGITS,
+    ONE_LINE,
+    ONE_STEP,
+    ONE_TENSOR,
+    SCORES,
+    TABLE,
+    WIDE,
+    Net,
+    adamw,
+    has,
+    llama,
+    rows,
+    sgd,
+    stepped,
+    trained,
+    trains,
+    updated,
+)
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+from gradmem_lib import MemoryTracker
+
+
+@has(DATA)
+def data_set_on_the_device(remedied=False):
+    data, net = torch.randn(20_000, 64), Net()
+
+    def loss(i):
+        x = torch.randn(64, 64) if remedied else data[torch.randint(20_000, (64,))]
+        return F.mse_loss(net(x), x)
+
+    return trains(net, loss, adamw, steps=4)
+
+
+@has(DATA)
+def empty_replay_buffer(remedied=False):
+    """It is made at once for all steps, and filled row by row. ``remedied``: off the card."""
+    net = Net(64)
+    optimizer = sgd(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        buffer = None if remedied else torch.zeros(20_000, 64)
+        for i in range(6):
+            if remedied:
+                x = torch.randn(i + 1, 64)
+            else:
+                buffer[i] = torch.randn(64)
+                x = buffer[: i + 1]
+            stepped(net(x).square().mean(), optimizer)
+    return tracker
+
+
+@has(ONE_TENSOR)
+def one_batch_for_all_steps():
+    net, x = nn.Linear(64, 8), torch.randn(4096, 64)
+    return trains(net, lambda i: net(x).square().mean())
+
+
+@has(DATA, line="torch.randn(512, 64)", says="one batch at a time")
+def prefetched_batches(remedied=False):
+    """A loader that is eight batches ahead. ``remedied``: one ahead."""
+    net = Net(64)
+    ahead = deque(torch.randn(512, 64) for _ in range(0 if remedied else 8))
+
+    def loss(i):
+        ahead.append(torch.randn(512, 64))
+        x = ahead.popleft()
+        return net(x).square().mean()
+
+    return trains(net, loss, steps=12)
+
+
+@has()
+def sines_in_a_list():
+    """Pieces that are joined in each step are no data that waits, though a list has them."""
+    net, x = nn.Linear(36, 4), torch.randn(4096, 3)
+
+    def loss():
+        sines = [f(2**k * x) for k in range(6) for f in (torch.sin, torch.cos)]
+        return net(torch.cat(sines, dim=-1)).square().mean()
+
+    return trains(net, lambda i: loss())
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.body = nn.Embedding(100, 64), Net()
+
+    def forward(self, ids):
+        return self.body(self.table(ids))
+
+
+@has(ONE_STEP)
+def one_long_row(remedied=False, lengths=(32, 30, 40, 28, 400, 33, 31, 30)):
+    net = Embeds()
+
+    def loss(i):
+        length = min(lengths[i], 40) if remedied else lengths[i]
+        return net(torch.randint(0, 100, (8, length))).square().mean()
+
+    return trains(net, loss, adamw, steps=len(lengths))
+
+
+@has()
+def rows_of_many_lengths():
+    return one_long_row(lengths=(200, 330, 250, 400, 280, 310))
+
+
+@has(TABLE)
+def large_table(remedied=False):
+    net = nn.Embedding(20_000, 64, sparse=remedied)
+    return trains(net, lambda i: net(torch.randint(0, 20_000, (64,))).square().mean())
+
+
+@has(EXPANDED)
+def distances_of_all_pairs(remedied=False):
+    net, x = Net(64), torch.randn(256, 64)
+
+    def loss(i):
+        rows = net(x)
+        if remedied:
+            distances = torch.cdist(rows, rows)
+        else:
+            distances = (rows[:, None] - rows[None]).square().sum(dim=-1)
+        return distances.mean()
+
+    return trains(net, loss, adamw)
+
+
+@has()
+def large_images():
+    """What layers make, and an upsampling to twice the size, are no such tensors."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Upsample(scale_factor=2), nn.Conv2d(32, 3, 3)
+    )
+    return trains(net, lambda i: net(torch.rand(2, 3, 32, 32)).square().mean(), adamw)
+
+
+@has(EXPANDED)
+def distances_under_a_checkpoint(remedied=False):
+    """Distances of all pairs, which a checkpoint makes again in backward. ``remedied``: for a few
+    rows at a time.
+    """
+    net, x = Net(1024), torch.randn(256, 64)
+
+    def near(part, z):
+        return (part[:, None] - z[None]).square().sum(-1).neg().exp().sum()
+
+    def loss(i):
+        z = net(x)
+        pieces = z.split(2) if remedied else [z]
+        loss = sum(checkpoint(near, piece, z, use_reentrant=False) for piece in pieces)
+        return loss
+
+    return trains(net, loss, steps=2)
+
+
+@has()
+def augmented_batch():
+    """Rows that are repeated and then changed are different rows."""
+    net, images = Net(64), torch.randn(16, 64)
+
+    def loss(i):
+        x = images.repeat(16, 1)
+        x = x + 0.1 * torch.randn_like(x)
+        return net(x).square().mean()
+
+    return trains(net, loss)
+
+
+@has(EXPANDED, says="view_as")
+def targets_of_another_shape(remedied=False):
+    """(rows, 1) - (rows,) is a matrix of all pairs."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    x, y = torch.randn(512, 64), torch.randn(512)
+
+    def loss(i):
+        output = net(x)
+        return (output - (y.view_as(output) if remedied else y)).square().mean()
+
+    return trains(net, loss, steps=2)
+
+
+class Segments(nn.Module):
+    """Classes for each of 16 × 16 places of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 32, 3, padding=1, stride=4)
+        self.head = nn.Conv2d(32, 32, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images).relu())
+
+
+@has(EXPANDED, says="gather")
+def one_hot_masks(remedied=False):
+    """A dice loss, whose one-hot masks are int64. ``remedied``: ``gather``."""
+    net, images = Segments(), torch.randn(4, 3, 64, 64)
+    labels = torch.randint(0, 32, (4, 16, 16))
+
+    def loss(i):
+        shares = net(images).softmax(1)
+        if remedied:
+            shared = shares.gather(1, labels[:, None]).sum()
+        else:
+            masks = F.one_hot(labels, 32).permute(0, 3, 1, 2).float()
+            shared = (shares * masks).sum()
+        return -shared
+
+    return trains(net, loss, steps=2)
+
+
+@has(EXPANDED, says="smaller size")
+def upsampled_scores(remedied=False):
+    """Scores of 16 × 16 places at the size of the image. ``remedied``: the loss at 16 × 16."""
+    net, images = Segments(), torch.randn(4, 3, 64, 64)
+    labels = torch.randint(0, 32, (4, 64, 64))
+    optimizer = sgd(net)
+
+    def step(i):
+        scores, wanted = net(images), labels
+        if remedied:
+            wanted = labels[:, ::4, ::4]
+        else:
+            scores = F.interpolate(scores, size=(64, 64), mode="bilinear")
+        updated(F.cross_entropy(scores, wanted), optimizer)
+
+    return trained(net, optimizer, step, steps=2)
+
+
+class OwnConvolution(nn.Module):
+    """A convolution over the patches of each place. ``remedied``: ``F.conv2d``."""
+
+    def __init__(self, remedied: bool):
+        super().__init__()
+        self.remedied = remedied
+        self.weight = nn.Parameter(torch.randn(8, 8 * 49) / 20)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.remedied:
+            return F.conv2d(images, self.weight.view(8, 8, 7, 7), padding=3)
+        patches = F.unfold(images, 7, padding=3)
+        return (self.weight @ patches).view(images.shape)
+
+
+@has(EXPANDED, says="F.conv2d")
+def patches_of_images(remedied=False):
+    net, images = OwnConvolution(remedied), torch.randn(4, 8, 32, 32)
+    return trains(net, lambda i: net(images).square().mean(), steps=2)
+
+
+class Messages(nn.Module):
+    """A layer over a graph. ``remedied``: a sparse matrix sums up the neighbours."""
+
+    def __init__(self, edges: torch.Tensor, remedied: bool):
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+        self.edges, self.remedied = edges, remedied
+        ones = torch.ones(edges.shape[1])
+        self.matrix = torch.sparse_coo_tensor(
+            edges.flip(0), ones, (128, 128), check_invariants=True
+        ).coalesce()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.project(x)
+        if self.remedied:
+            return torch.sparse.mm(self.matrix, h).tanh()
+        source, target = self.edges
+        messages = h[source]
+        return torch.zeros_like(h).index_add(0, target, messages * messages.new_ones(1)).tanh()
+
+
+@has(EXPANDED, says="torch.sparse.mm")
+def messages_of_edges(remedied=False):
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randint(0, 128, (2, 8192), generator=generator)
+    net, x = Messages(pairs, remedied), torch.randn(128, 64)
+    return trains(net, lambda i: net(x).square().mean(), steps=2)
+
+
+@has(EXPANDED, EVALUATION, says="device='cpu'")
+def volume_of_windows(remedied=False):
+    """The scores of a whole volume, summed up window by window. ``remedied``: not on the card."""
+    net = nn.Conv3d(1, 8, 3, padding=1)
+    volume = torch.randn(1, 1, 16, 16, 128)
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        scores = None if remedied else torch.zeros(1, 8, 16, 16, 128)
+        for start in range(0, 128, 16):
+            part = net(volume[..., start : start + 16])
+            if not remedied:
+                scores[..., start : start + 16] += part
+    return tracker
+
+
+@has(EXPANDED)
+def gradients_of_each_row(remedied=False):
+    """Gradients of each row by vmap. ``remedied``: of a few rows at a time."""
+    net, x = Net(128), torch.randn(64, 64)
+    weights = {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+    def loss_of(weights, row):
+        return functional_call(net, weights, (row,)).square().mean()
+
+    of_rows = vmap(grad(loss_of), in_dims=(None, 0))
+    with MemoryTracker(net, live=False) as tracker:
+        pieces = x.split(4) if remedied else [x]
+        squares = torch.zeros(())
+        for piece in pieces:
+            gradients = of_rows(weights, piece)
+            squares += sum(gradient.square().sum() for gradient in gradients.values())
+            del gradients
+    return tracker
+
+
+@has(LOGITS)
+def large_vocabulary(remedied=False):
+    from gradmem_lib import Recipe, prepare, step
+
+    recipe = Recipe(chunked_loss=remedied, optimizer="sgd")
+    made = prepare(llama(), recipe)
+    ids = rows(8, 128)
+    with MemoryTracker(made.model, made.optimizer, live=False) as tracker:
+        for _ in range(2):
+            step(made.model, made.optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    return tracker
+
+
+class Wide(nn.Module):
+    """A hidden layer that is wider than its input, as logits are; but it is no loss's input."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x):
+        return self.narrow(self.widen(x).relu())
+
+
+@has()
+def wide_hidden_layer():
+    net = Wide()
+    with MemoryTracker(net, live=False) as tracker:
+        net(torch.randn(256, 64)).sum().backward()
+    return tracker
+
+
+@has(LOGITS, says="a few rows at a time")
+def classes_of_frames(remedied=False):
+    """CTC, which sums over all alignments of a row: no frame has a loss of its own. ``remedied``:
+    one row at a time.
+    """
+    net = nn.ModuleDict({"body": nn.Linear(16, 256), "head": nn.Linear(256, 600)})
+    sound, labels = torch.randn(16, 64, 16), torch.randint(1, 600, (16, 12))
+
+    def loss_of(features, labels):
+        scores = net["head"](features).log_softmax(-1).transpose(0, 1)  # (frames, rows, classes)
+        frames = torch.full((len(labels),), 64)
+        tokens = torch.full((len(labels),), 12)
+        return F.ctc_loss(scores, labels, frames, tokens, reduction="sum") / 16
+
+    def loss(i):
+        features = net["body"](sound).relu()
+        if remedied:
+            parts = zip(features.split(1), labels.split(1), strict=True)
+            loss = sum(checkpoint(loss_of, *part, use_reentrant=False) for part in parts)
+        else:
+            loss = loss_of(features, labels)
+        return loss
+
+    return trains(net, loss, steps=2)
+
+
+@has(LOGITS, COPIED)
+def vocabulary_beside_a_reference(remedied=False):
+    """The last layer of an ``nn.Sequential`` makes logits. The second model is small beside them.
+
+    ``remedied``: a row at a time, checkpointed.
+    """
+    net = nn.Sequential(nn.Embedding(1024, 32), nn.Linear(32, 32), nn.Linear(32, 1024))
+    reference = copy.deepcopy(net).requires_grad_(False)
+
+    def score(layers, hidden, ids):
+        return layers[-1](hidden).log_softmax(-1).gather(-1, ids[..., None])
+
+    def scores(layers, ids):
+        if not remedied:
+            return layers(ids).log_softmax(-1).gather(-1, ids[..., None])
+        parts = []
+        for row in ids:
+            hidden = layers[1](layers[0](row))
+            parts.append(checkpoint(score, layers, hidden, row, use_reentrant=False))
+        return torch.stack(parts)
+
+    def loss(i):
+        ids = torch.randint(0, 1024, (32, 8))
+        with torch.no_grad():
+            expected = scores(reference, ids)
+        return (scores(net, ids) - expected).exp().mean()
+
+    return trains(net, loss, steps=2)
+
+
+class Positions(nn.Module):
+    """Attention over as many tokens as its table of positions has rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.project = nn.Embedding(256, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions.weight
+        scores = (self.project(x) @ x.mT).softmax(-1)
+        return scores @ x
+
+
+@has(SCORES)
+def attention_with_a_table_of_positions():
+    net, x = Positions(), torch.randn(4, 256, 16)
+    return trains(net, lambda i: net(x).square().mean(), steps=2)
+
+
+def trained_llama(model):
+    ids = rows(2, 192, 128)
+    return trains(model, lambda i: model(input_ids=ids, labels=ids).loss, steps=2)
+
+
+@has(SCORES, says="attn_implementation='sdpa'")
+def stored_scores(remedied=False):
+    model = llama(vocab=128)
+    model.set_attn_implementation("sdpa" if remedied else "eager")
+    return trained_llama(model)
+
+
+@has(SCORES, says="runs already")
+def scores_that_are_dropped(remedied=False):
+    model = llama(vocab=128)
+    model.set_attn_implementation("sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0 if remedied else 0.1
+    return trained_llama(model)
+
+
+@has()
+def square_images():
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+    with MemoryTracker(net, live=False) as tracker:
+        net(torch.randn(8, 3, 32, 32)).softmax(1).sum().backward()
+    return tracker
+
+
+@has(SCORES)
+def own_softmax(remedied=False):
+    """Attention whose weights are normalized by hand."""
+    project, x = nn.Linear(64, 192), torch.randn(4, 256, 64)
+
+    def loss(i):
+        q, k, v = project(x).chunk(3, dim=-1)
+        if remedied:
+            out = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+        else:
+            weights = (q @ k.mT / 8).exp()
+            out = weights / weights.sum(dim=-1, keepdim=True) @ v
+        return out.square().mean()
+
+    return trains(project, loss, adamw)
+
+
+@has(EXPANDED, LEFT)
+def segmented_images():
+    """Square images, with one number for each class. Its variables live until the next step."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 1))
+    optimizer = sgd(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            x, y = torch.randn(2, 3, 32, 32), torch.randint(0, 16, (2, 32, 32))
+            shares = net(x).softmax(1)
+            target = F.one_hot(y, 16).permute(0, 3, 1, 2).float()
+            updated(1 - (shares * target).sum() / shares.sum(), optimizer)
+    return tracker
+
+
+@has(SCORES, says="give it four")
+def attention_of_three_dimensions(remedied=False):
+    """PyTorch's own attention, whose inputs have no dimension for heads."""
+    project, x = nn.Linear(16, 48), torch.randn(4, 96, 16)
+
+    def loss(i):
+        q, k, v = project(x).chunk(3, dim=-1)
+        if remedied:
+            q, k, v = q[:, None], k[:, None], v[:, None]
+        return F.scaled_dot_product_attention(q, k, v).square().mean()
+
+    return trains(project, loss, steps=2)
+
+
+@has(DOUBLE)
+def targets_in_float64(remedied=False):
+    """Numbers of numpy, whose dtype is float64."""
+    net, x = Net(64), torch.randn(512, 64)
+
+    def loss(i):
+        y = torch.rand(512, 64, dtype=torch.float64)
+        if remedied:
+            y = y.float()
+        return (net(x) - y).tanh().square().mean()
+
+    return trains(net, loss, steps=2)
+
+
+@has(WIDE)
+def all_in_float64():
+    net, x = Net(64).double(), torch.randn(512, 64, dtype=torch.float64)
+    return trains(net, lambda i: net(x).square().mean(), steps=2)
+
+
+@has(ONE_TENSOR)
+def dense_neighbours(remedied=False):
+    """A matrix of all pairs of nodes, almost all of them zeros."""
+    nodes = 400
+    neighbours = torch.zeros(nodes, nodes)
+    neighbours[torch.randint(0, nodes, (800,)), torch.randint(0, nodes, (800,))] = 1
+    if remedied:
+        neighbours = neighbours.to_sparse()
+    net, x = nn.Linear(8, 8), torch.randn(nodes, 8)
+    return trains(net, lambda i: (neighbours @ net(x)).square().mean(), steps=4)
+
+
+class MasksAreGiven(nn.Module):
+    """Attention with a mask from the batch, or a causal one."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = self.project(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+@has(ONE_LINE)
+def masks_of_the_collate(remedied=False):
+    """A mask for each row of a batch, all of them equal. ``remedied``: is_causal=True."""
+    net = MasksAreGiven()
+
+    def loss(i):
+        x, mask = torch.randn(8, 256, 16), None
+        if not remedied:
+            mask = torch.stack([torch.ones(256, 256).tril().log() for _ in range(8)])[:, None]
+        return net(x, mask).square().mean()
+
+    return trains(net, loss)

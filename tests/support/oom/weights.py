@@ -1,0 +1,562 @@
+"""Weights, gradients and states that are there more than once, or wider than they need to be.
+
+Each program returns its tracker, and does with ``remedied=True`` what the diagnosis tells it to.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import torch
+import torch.nn.functional as F
+from support.oom import (
+    COPIED,
+    FIRST_STEP,
+    FOR_NOBODY,
+    GRADIENTS,
+    ONE_LINE,
+    SECOND,
+    WAIT,
+    WIDE,
+    Net,
+    adamw,
+    has,
+    sgd,
+    stepped,
+    trained,
+    trains,
+    updated,
+)
+from torch import nn
+from torch.func import functional_call
+
+from gradmem_lib import MemoryTracker
+
+
+def trained_beside(make, after=None, net=None, steps=2, remedied=False):
+    net = Net(2048) if net is None else net
+    optimizer, x, y = sgd(net), torch.randn(16, 64), torch.randn(16, 64)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        kept = make(net)
+        for _ in range(steps):
+            stepped(F.mse_loss(net(x), y), optimizer)
+            if after is not None:
+                after(kept, net)
+        del kept
+    return tracker
+
+
+@has(COPIED)
+def deepcopy_at_save(remedied=False):
+    def make(net):
+        best = copy.deepcopy(net)
+        return None if remedied else best
+
+    return trained_beside(make)
+
+
+@has(COPIED)
+def reference_model(remedied=False):
+    net, x, y = Net(2048), torch.randn(16, 64), torch.randn(16, 64)
+    reference = copy.deepcopy(net).requires_grad_(False)
+    optimizer = sgd(net)
+    if remedied:
+        expected = reference(x)
+        del reference
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(2):
+            if not remedied:
+                with torch.no_grad():
+                    expected = reference(x)
+            stepped(F.mse_loss(net(x), y) + F.mse_loss(net(x), expected), optimizer)
+    return tracker
+
+
+@has(COPIED)
+def checkpoint_after_resume(remedied=False):
+    net = Net(2048)
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+
+    def make(net):
+        loaded = torch.load(file)
+        net.load_state_dict(loaded)
+        return None if remedied else loaded
+
+    return trained_beside(make, net=net)
+
+
+@has()
+def copy_of_one_layer():
+    return trained_beside(lambda net: copy.deepcopy(net.body[0]))
+
+
+@has()
+def gradients_kept_for_logging():
+    """Norms of gradients are numbers."""
+    norms = []
+
+    def after(kept, net):
+        norms.append([p.norm().item() for p in net.parameters()])
+
+    return trained_beside(lambda net: None, after)
+
+
+@has(FIRST_STEP)
+def data_like_a_weight():
+    """A data set with the shape of the largest weight is no copy of the weights."""
+    net, data = nn.Linear(64, 512), torch.randn(512, 64)
+    return trains(net, lambda i: net(data[8 * i : 8 * (i + 1)]).square().mean(), adamw, steps=4)
+
+
+@has(COPIED, line="before = copy.deepcopy", says="parameter.detach().cpu()")
+def rate_finder(remedied=False):
+    """A search for a learning rate, which restores the model and the optimizer afterwards."""
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        updated(net(x).square().mean(), optimizer)
+        if not remedied:
+            before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+        for _ in range(4):
+            updated(net(x).square().mean(), optimizer)
+        if not remedied:
+            net.load_state_dict(before[0])
+    return tracker
+
+
+@has()
+def targets_like_a_weight(bias=False):
+    """As many rows as features: inputs, targets and the weight have one shape."""
+    net = nn.Linear(256, 256, bias=bias)
+    x, y = torch.randn(256, 256), torch.randn(256, 256)
+    return trains(net, lambda i: F.mse_loss(net(x), y))
+
+
+@has()
+def batches_like_a_weight():
+    """The same with a batch that each step makes."""
+    net = nn.Linear(256, 256)
+
+    def loss(i):
+        x, y = torch.randn(256, 256), torch.randn(256, 256)
+        return F.mse_loss(net(x), y)
+
+    return trains(net, loss)
+
+
+class SharpnessAware:
+    """SAM (arXiv:2010.01412): a step up along the gradient, whose gradient is then used."""
+
+    def __init__(self, net: nn.Module, keeps: str):
+        self.weights, self.optimizer, self.keeps = list(net.parameters()), sgd(net), keeps
+        self.kept = {}
+
+    def up(self) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.weights]).norm()
+        with torch.no_grad():
+            for p in self.weights:
+                if self.keeps == "weights":
+                    self.kept[p] = p.clone()
+                    p.add_(0.05 * p.grad / norm)
+                elif self.keeps == "perturbation":
+                    self.kept[p] = 0.05 * p.grad / norm
+                    p.add_(self.kept[p])
+                else:
+                    p.add_(0.05 * p.grad / norm)
+        self.optimizer.zero_grad()
+
+    def down(self) -> None:
+        with torch.no_grad():
+            for p, kept in self.kept.items():
+                if self.keeps == "weights":
+                    p.data = kept
+                else:
+                    p.sub_(kept)
+        self.kept.clear()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@has(GRADIENTS)
+def sharpness_aware(remedied=False, keeps="perturbation"):
+    """``remedied``: what it keeps is not on the card."""
+    net, x = Net(1024), torch.randn(64, 64)
+    sam = SharpnessAware(net, "nothing" if remedied else keeps)
+
+    def step(i):
+        net(x).square().mean().backward()
+        sam.up()
+        net(x).square().mean().backward()
+        sam.down()
+
+    return trained(net, sam.optimizer, step, steps=3)
+
+
+@has(COPIED)
+def sharpness_aware_with_weights(remedied=False):
+    return sharpness_aware(remedied, keeps="weights")
+
+
+class Adapted(nn.Module):
+    """A frozen weight of 512 × 512, and an adapter of rank 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(512, 512, bias=False)
+        self.base.requires_grad_(False)
+        self.a = nn.Parameter(0.01 * torch.randn(4, 512))
+        self.b = nn.Parameter(torch.zeros(512, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+@has(COPIED, WIDE)
+def merged_adapters(remedied=False):
+    """``remedied``: merged in place."""
+    net, x = nn.Sequential(*[Adapted() for _ in range(4)]), torch.randn(16, 512)
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        net(x)
+        merged = []
+        for layer in net:
+            if remedied:
+                layer.base.weight.addmm_(layer.b, layer.a)
+            else:
+                merged.append(layer.base.weight + layer.b @ layer.a)
+        if merged:
+            for weight in merged:
+                x = x @ weight.T
+        else:
+            net(x)
+    return tracker
+
+
+@has(COPIED, FIRST_STEP)
+def states_of_a_checkpoint_in_float32(remedied=False):
+    """The same in bf16: load_state_dict has to copy the states, and the checkpoint's stay.
+    ``remedied``: one tensor at a time, as from the host.
+    """
+    x = torch.randn(16, 64)
+    net = Net(1024)
+    optimizer = adamw(net)
+    updated(net(x).square().mean(), optimizer)
+    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    del net, optimizer
+
+    def load(net, optimizer, loaded):
+        if not remedied:
+            net.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+            return
+        with torch.no_grad():
+            for i, (name, parameter) in enumerate(net.named_parameters()):
+                parameter.copy_(loaded["model"].pop(name))
+                states = loaded["optimizer"]["state"].pop(i)
+                for key in list(states):
+                    state = states.pop(key)
+                    kept = state.clone() if key == "step" else state.bfloat16()
+                    optimizer.state[parameter][key] = kept
+                    del state
+
+    net = Net(1024).bfloat16()
+    optimizer = adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        load(net, optimizer, saved)
+        for _ in range(2):
+            updated(net(x.bfloat16()).square().mean(), optimizer)
+    return tracker
+
+
+@has()
+def states_of_a_checkpoint_before():
+    """The loaded states become the optimizer's own: load_state_dict copies none of them."""
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = adamw(net)
+    updated(net(x).square().mean(), optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    net = Net(1024)
+    optimizer = adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        optimizer.load_state_dict(saved)
+        for _ in range(2):
+            updated(net(x).square().mean(), optimizer)
+    return tracker
+
+
+@has()
+def curvature():
+    """A second derivative along random signs, which have the shapes of the weights."""
+    net, x = Net(256), torch.randn(64, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        parameters = list(net.parameters())
+        gradients = torch.autograd.grad(net(x).square().mean(), parameters, create_graph=True)
+        signs = [2 * torch.randint_like(parameter, 2) - 1 for parameter in parameters]
+        curved = torch.autograd.grad(gradients, parameters, signs)
+        for parameter, gradient, curve in zip(parameters, gradients, curved, strict=True):
+            parameter.grad = (gradient / (curve.abs() + 1)).detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=2)
+
+
+@has()
+def best_weights_by_reference():
+    """A state dict that is kept is no copy: its tensors are the model's."""
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = sgd(net)
+    best = []
+
+    def step(i):
+        updated(net(x).square().mean(), optimizer)
+        best[:] = [net.state_dict()]
+
+    return trained(net, optimizer, step, steps=4)
+
+
+@has(ONE_LINE)
+def noise_of_the_weights_shapes():
+    """Evolution: random numbers for all weights, made again in each step."""
+    net, x = Net(1024), torch.randn(16, 64)
+    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+        for _ in range(4):
+            noise = [2 * torch.randn_like(parameter) for parameter in net.parameters()]
+            for parameter, change in zip(net.parameters(), noise, strict=True):
+                parameter += change
+            net(x)
+    return tracker
+
+
+@has(SECOND)
+def teacher(remedied=False):
+    student, x = Net(), torch.randint(0, 4096, (4, 8))
+    other = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 512)).requires_grad_(False)
+    if remedied:
+        other = other.to(torch.bfloat16)
+
+    def loss(i):
+        with torch.no_grad():
+            other(x)
+        return student(torch.randn(8, 64)).sum()
+
+    return trains(student, loss, steps=2)
+
+
+@has()
+def small_helper_module():
+    """A loss with a weight of its own."""
+    net, scale = Net(), nn.Linear(64, 1)
+    return trains(net, lambda i: scale(net(torch.randn(512, 64))).sum(), steps=2)
+
+
+@has(FIRST_STEP)
+def first_step(remedied=False, steps=2, given=False):
+    net = Net(4096)
+    optimizer = sgd(net) if remedied else adamw(net)
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+
+    def run():
+        stepped(F.mse_loss(net(x), y), optimizer)
+
+    if given:
+        run()
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        for _ in range(steps):
+            run()
+    return tracker
+
+
+@has()
+def a_later_step():
+    """The states are there already."""
+    return first_step(given=True)
+
+
+def momentum_sgd():
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    def step(i):
+        updated(net(x).square().mean(), optimizer)
+
+    return trained(net, optimizer, step, steps=2)
+
+
+@has(WIDE)
+def double_weights(remedied=False):
+    net = Net(4096) if remedied else Net(4096).double()
+    x = torch.randn(8, 64, dtype=net.body[0].weight.dtype)
+    with MemoryTracker(net, live=False) as tracker:
+        for _ in range(2):
+            net(x).sum().backward()
+            net.zero_grad()
+    return tracker
+
+
+@has(WIDE)
+def frozen_float32(remedied=False):
+    net = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64), nn.Linear(64, 2))
+    net[0].requires_grad_(False)
+    net[2].requires_grad_(False)
+    x = torch.randn(8, 64)
+    if remedied:
+        net, x = net.bfloat16(), x.bfloat16()
+    with MemoryTracker(net, live=False) as tracker:
+        for _ in range(2):
+            net(x).sum().backward()
+    return tracker
+
+
+@has()
+def frozen_bf16():
+    return frozen_float32(remedied=True)
+
+
+@has(GRADIENTS, line="copies.append(", says="running sum")
+def gradients_of_micro_batches(remedied=False):
+    """The noise of the gradient, from a copy for each micro-batch. ``remedied``: a running sum."""
+    net, x = Net(512), torch.randn(16, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        copies, squares = [], 0.0
+        for _ in range(6):
+            net(x).square().mean().backward()
+            gradients = [parameter.grad for parameter in net.parameters()]
+            if remedied:
+                squares += sum(gradient.norm().item() ** 2 for gradient in gradients)
+            else:
+                copies.append([gradient.clone() for gradient in gradients])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=2)
+
+
+@has(GRADIENTS)
+def norm_of_all_gradients(remedied=False):
+    """``remedied``: of one gradient after another."""
+    net, x = Net(2048), torch.randn(16, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        gradients = [p.grad for p in net.parameters()]
+        if remedied:
+            torch.stack([gradient.norm() for gradient in gradients]).norm()
+        else:
+            torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        optimizer.step()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has(GRADIENTS)
+def gradients_in_two_dtypes(remedied=False):
+    """Weights in bf16, and float32 copies that the optimizer trains."""
+    net, x = Net(2048).bfloat16(), torch.randn(16, 64).bfloat16()
+    masters = [p.detach().float().requires_grad_() for p in net.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1, foreach=False)
+
+    def step(i):
+        net(x).float().square().mean().backward()
+        for master, parameter in zip(masters, net.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            if remedied:
+                parameter.grad = None
+        optimizer.step()
+        net.zero_grad()
+        optimizer.zero_grad()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has()
+def gradients_that_are_clipped():
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has()
+def members_by_functional_call():
+    """The module's own parameters are not used: an optimizer has others, that stand in for them."""
+    net, x = Net(), torch.randn(512, 64)
+    members = [{n: p.detach().clone() for n, p in net.named_parameters()} for _ in range(2)]
+    parameters = [p.requires_grad_() for member in members for p in member.values()]
+    optimizer = torch.optim.SGD([*parameters, next(net.parameters())], lr=0.1, foreach=False)
+
+    def step(i):
+        loss = sum(functional_call(net, member, x).square().mean() for member in members)
+        stepped(loss, optimizer)
+
+    return trained(net, optimizer, step, steps=3)
+
+
+@has(FOR_NOBODY)
+def teacher_without_detach(remedied=False):
+    teacher, student = Net(512), Net(32)
+    x = torch.randn(2048, 64)
+
+    def loss(i):
+        with torch.set_grad_enabled(not remedied):
+            expected = teacher(x)
+        return F.mse_loss(student(x), expected)
+
+    return trains(student, loss, adamw)
+
+
+@has(FOR_NOBODY)
+def head_alone_in_the_optimizer(remedied=False):
+    body, head = Net(1024), nn.Linear(64, 2)
+    if remedied:
+        body.requires_grad_(False)
+    x = torch.randn(64, 64)
+    optimizer = adamw(head)
+
+    def step(i):
+        stepped(head(body(x)).square().mean(), optimizer)
+
+    return trained(nn.Sequential(body, head), optimizer, step, steps=3)
+
+
+@has(WIDE)
+def frozen_body():
+    return head_alone_in_the_optimizer(remedied=True)
+
+
+@has(WAIT, says="right after optimizer.step()")
+def gradients_until_the_backward(remedied=False, squares=40):
+    """zero_grad() stands just before backward, so the forward runs beside the old gradients."""
+    net, x = Net(1024), torch.randn(128, 64)
+    targets = torch.randn(128, 64)
+    optimizer = sgd(net)
+
+    def loss_of(output):
+        return torch.stack([(output - k * targets).square() for k in range(squares)]).mean()
+
+    def step(i):
+        if remedied:
+            optimizer.zero_grad()
+        output = net(x)
+        with torch.no_grad():
+            loss_of(output)  # for the log
+        loss = output.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return trained(net, optimizer, step, steps=3)
