@@ -44,6 +44,7 @@ TWICE = "Gradients keep graphs of their own"
 ONE_TENSOR = "One tensor is most of the peak"
 ONE_LINE = "One line makes most of the peak"
 WAIT = "Gradients wait during the next forward"
+FULL = "A name keeps what many steps have made"
 EXCEPTION = "An exception keeps the variables of its functions"
 
 

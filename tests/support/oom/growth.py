@@ -15,9 +15,11 @@ from support.oom import (
     EVALUATION,
     EXCEPTION,
     FIRST_STEP,
+    FULL,
     GROWS,
     IN_EACH_STEP,
     SCORES,
+    SECOND,
     UNUSED,
     Net,
     adamw,
@@ -375,3 +377,40 @@ def errors_that_are_kept(remedied=False):
                 errors.append(str(error) if remedied else error)
 
     return trained(net, optimizer, step, steps=6)
+
+
+@has(GROWS, line="square", says="ctx.save_for_backward(y)")
+def outputs_on_a_context(remedied=False):
+    """Each was held by a variable of the step that made it, and is held by no name later."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.square()
+            if not remedied:
+                ctx.y = y
+            ctx.save_for_backward(x, y)
+            return y
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, _ = ctx.saved_tensors
+            return 2 * x * gradient
+
+    net, x = Net(), torch.randn(512, 64)
+    return trains(net, lambda i: Square.apply(net(x)).mean(), adamw, steps=10)
+
+
+@has(FULL, EVALUATION, SECOND, line="body", says="features")
+def features_that_are_kept_once_made():
+    """Of a frozen model, for each batch of a data set: full after the first epoch."""
+    frozen, head, features = Net(1024), nn.Linear(1024, 8), {}
+    batches = [torch.randn(128, 64) for _ in range(6)]
+
+    def loss(i):
+        if i % 6 not in features:
+            with torch.no_grad():
+                features[i % 6] = frozen.body[:2](batches[i % 6])
+        return head(features[i % 6]).square().mean()
+
+    return trains(head, loss, sgd, steps=18)
