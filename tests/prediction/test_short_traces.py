@@ -54,10 +54,10 @@ def assert_equal(short, full) -> None:
         4,
         [
             ("whisper", (12, 12), {"checkpointing": "per-layer"}, (6, 7, 7)),
-            ("bart", (12, 12), {}, (6, 7, 7)),
+            ("gemma2", (16,), {"attention": "eager"}, (4, 6)),
             ("whisper", (4, 12), {"optimizer": "adamw-8bit", "precision": "bf16"}, (7, 8)),
             ("whisper", (12, 4), {}, (7, 8)),
-            ("gemma2", (16,), {"attention": "eager"}, (4, 6)),
+            ("bart", (12, 12), {}, (6, 7, 7)),
             ("marian", (14, 8), {"optimizer": "adafactor-torch", "precision": "bf16"}, (6, 7, 7)),
             (
                 "pegasus",
@@ -66,12 +66,8 @@ def assert_equal(short, full) -> None:
                 (6, 7, 7),
             ),
             ("t5", (13, 12), {}, (6, 7, 7)),
-            (
-                "bart",
-                (16, 9),
-                {"checkpointing": "sqrt"},
-                (),
-            ),  # segments of lists of different lengths
+            # segments of lists of different lengths
+            ("bart", (16, 9), {"checkpointing": "sqrt"}, ()),
         ],
     ),
 )
