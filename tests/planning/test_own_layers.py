@@ -21,32 +21,26 @@ from support.own_models import (
     WIDTH,
     Block,
     Diffusion,
-    Picture,
     UNet,
     class_loss,
     noise_loss,
+    rows_of,
 )
+from support.plans import assert_code_needs_what_was_predicted
 from support.predicted import assert_same, tracked
 from torch import nn
-from torch.utils.data import Dataset
 
 from gradmem_lib.compat.trees import tree_map
-from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
 from gradmem_lib.planning.plan import plan
-from gradmem_lib.planning.rows import count_row, rows_like
+from gradmem_lib.planning.rows import count_row
 from gradmem_lib.prediction.fit import checkpoint_layers, fit
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.layers import find_layers
 from gradmem_lib.training.recipe import Recipe
 
 ROWS = 4
-
-
-def rows_of(batch, rows: int = ROWS, dtype: torch.dtype | None = None):
-    """Real rows like those of ``batch``."""
-    return tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype), rows_like(batch, rows, dtype))
 
 
 @pytest.mark.parametrize("name", OWN_MODELS)
@@ -64,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "schedule", "accumulation"), each(7, CASES))
+@pytest.mark.parametrize(("name", "schedule", "accumulation"), each(11, CASES))
 def test_checkpoints_of_named_lists_are_predicted_to_the_byte(name, schedule, accumulation):
     build, batch, loss, lists = OWN_MODELS[name]
     recipe = Recipe(checkpointing=schedule, layers=lists, accumulation=accumulation)
@@ -310,32 +304,6 @@ def test_a_list_may_be_given_by_the_names_of_its_layers():
             Recipe(layers=wrong)
 
 
-def test_a_sequential_hands_a_tuple_on_as_it_is():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, pair):
-            x, other = pair
-            return self.block(x), other
-
-    class Tuples(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inputs, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
-            self.blocks = nn.Sequential(*(Both() for _ in range(4)))
-
-        def forward(self, x):
-            x, other = self.blocks((self.inputs(x), x))
-            return self.head(x.mean(1)) + other.sum()
-
-    recipe = Recipe(checkpointing=2, layers="blocks")
-    rows = rows_of(VECTORS)
-    predicted = predict(Tuples(), batch=rows, loss=class_loss, recipe=recipe, target="cpu")
-    assert_same(predicted, tracked(Tuples(), rows, recipe, class_loss))
-
-
 @pytest.mark.parametrize("name", OWN_MODELS)
 def test_gradients_are_those_without_checkpoints(name):
     build, batch, loss, lists = OWN_MODELS[name]
@@ -415,62 +383,19 @@ def test_fit_recomputes_as_few_of_the_named_layers_as_the_budget_allows():
     assert fit(Diffusion(), peaks[2], recipe=recipe, **asked).checkpointing == "first-2"
 
 
-def test_layers_are_for_modules_of_ones_own():
-    with pytest.raises(ValueError, match="layers= is for a module of your own"):
-        plan("gpt2", card="24 GiB", seq_len=8, global_batch=2, layers="transformer.h")
-    found = find_layers(UNet(), ("down", "up"))
-    assert list(found) == ["down", "up"]
-
-
-class Examples(Dataset):
-    """Rows like those of a batch: dicts or tuples."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, i: int):
-        if isinstance(self.batch, dict):
-            return {name: tensor[i] for name, tensor in self.batch.items()}
-        return tuple(tensor[i] for tensor in self.batch)
-
-
-LATENTS = {
-    "latents": torch.zeros(1, 4, 32, 32),
-    "times": torch.zeros(1),
-    "noise": torch.zeros(1, 4, 32, 32),
-}
-PIXELS = (torch.zeros(1, 3, 64, 64), CLASS)
-DEEP = {
-    "diffusion": (lambda: Diffusion(5), LATENTS, noise_loss),
-    "picture": (lambda: Picture(5, side=16), PIXELS, class_loss),
-}
-
-
-@pytest.mark.parametrize("name", each(2, DEEP))
-def test_a_plan_chooses_checkpoints_where_nothing_fits_without_them(name, monkeypatch):
-    build, batch, loss = DEEP[name]
-    asked = {"global_batch": 1, "batch": batch, "loss": loss, "target": "cpu"}
-    least = plan(build(), card="1 B", **asked).closest.needs
+def test_a_plan_chooses_checkpoints_where_nothing_fits_without_them(monkeypatch):
+    batch = {name: torch.zeros(1, 4, 32, 32) for name in ("latents", "noise")}
+    batch["times"] = torch.zeros(1)
+    asked = {"global_batch": 1, "batch": batch, "loss": noise_loss, "target": "cpu"}
+    least = plan(Diffusion(5), card="1 B", **asked).closest.needs
     card = replace(find_card("RTX 4090"), nbytes=int(1.05 * least))
     with monkeypatch.context() as patched:
         patched.setattr("gradmem_lib.planning.work.find_own_layers", lambda *given: ((), []))
-        before = plan(build(), card=card, **asked)
-        assert before.best is None
-    made = plan(build(), card=card, **asked)
+        assert plan(Diffusion(5), card=card, **asked).best is None
+    made = plan(Diffusion(5), card=card, **asked)
     assert made.best.recipe.checkpointing is not None
     assert "layers=('blocks',)" in made.code
-
     rows = rows_of(batch, 1, made.best.recipe.weight_dtype)
-    space = {"model": build(), "train_dataset": Examples(rows), "loss": loss}
-    exec(compile(made.code, "plan", "exec"), space)
-    again = made.code[made.code.index("for rows in loader") :]
-    with MemoryTracker(space["model"], space["optimizer"], live=False) as tracker:
-        exec(compile(again, "plan", "exec"), space)
-    expected = dict(made.best.prediction.peak.by_category)
-    # A loader makes the batch inside of the tracker, beside the dataset, whose rows are views.
-    tensors = rows.values() if isinstance(rows, dict) else rows
-    expected["other"] += sum(tensor.nbytes for tensor in tensors)
-    assert tracker.peak.by_category == expected
+    assert_code_needs_what_was_predicted(made, Diffusion(5), rows, noise_loss)
+    with pytest.raises(ValueError, match="layers= is for a module of your own"):
+        plan("gpt2", card="24 GiB", seq_len=8, global_batch=2, layers="transformer.h")

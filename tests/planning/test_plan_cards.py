@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradmem_lib.course.machine.run_ranks import loopback_only, run_ranks
-from gradmem_lib.course.machine.torchrun import torchrun
 from gradmem_lib.course.material import models
 from gradmem_lib.planning.cards import CARDS, find_card
 from gradmem_lib.planning.cost import seconds_per_token, sent_bytes
@@ -144,11 +144,6 @@ def test_residents_of_one_of_four_cards_by_hand(recipe, parameters, gradients, o
     }
 
 
-def test_nccl_needs_room_on_each_of_several_cards():
-    one, two = overhead_bytes(2**30, (8, 9), 2**30), overhead_bytes(2**30, (8, 9), 2**30, 2)
-    assert two == one | {"NCCL (estimate)": NCCL} and "NCCL (estimate)" not in one
-
-
 def test_ways_over_several_cards_go_together():
     search = Search(count(known_model("Llama-2-7B")[1]), find_card("4090"), 2048, 8, "cuda", 2)
     mixed, eight_bits = [
@@ -174,15 +169,17 @@ def test_ways_over_several_cards_go_together():
     assert {way.sharding for f in in_backward for way in search.variants(f)} == {"zero2", "fsdp"}
 
 
+FEW = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=512,
+)
+
+
 def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
-    few = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=512,
-    )
-    search = Search(count(few), find_card("1 GiB"), 64, 4, "cuda", 2)
+    search = Search(count(FEW), find_card("1 GiB"), 64, 4, "cuda", 2)
     # in one piece, nothing run again
     whole = Recipe(precision="bf16", optimizer="sgd", sharding="fsdp")
     assert search.seconds(replace(whole, sharding="ddp")) < search.seconds(whole)
@@ -191,55 +188,19 @@ def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
     assert search.next_faster(search.option(slower)).recipe.sharding == "fsdp"
 
 
-def test_where_nothing_fits_shards_go_to_the_host():
-    few = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=512,
-    )
-    search = Search(count(few), find_card("1064 MiB"), 64, 2, "cuda", 2)
-    search._try_host_offload(["full"])
-    away = {o.recipe.offload: o for o in search.fits() + search.refused()}
-    assert {None, "boundaries", "parameters"} == set(away)
-    host, here = away["parameters"], away[None]
-    assert (
-        host.recipe.sharding == "fsdp"
-        and host.needs < here.needs
-        and host.prediction.offload_traffic_bytes > 0
-    )
-    # a step's bytes, up and down, of one row a card
-    both_ways = host.prediction.offload_traffic_bytes / 64 / search.card.bus
-    assert host.seconds * 2 > both_ways > 0
-
-
 def test_what_moves_away_leaves_room_for_larger_micro_batches():
     # A 70B on two cards of 24 GB: one row at a time is what fits before anything moves; afterwards
     # two do, and weights travel once.
-    few = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=512,
-    )
     away = {"checkpointing": "per-layer", "offload": "boundaries", "accumulation": 4}
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", **away)
-    search = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
+    search = Search(count(FEW), find_card("4 GiB"), 2048, 8, "cuda", 2)
     search._try_larger_micro_batches(search.option(recipe))
     assert [option.recipe.accumulation for option in search.fits()] == [1]
-    tight = Search(
-        count(few),
-        find_card(search.option(replace(recipe, accumulation=2)).needs),
-        2048,
-        8,
-        "cuda",
-        2,
-    )
+    room = search.option(replace(recipe, accumulation=2)).needs
+    tight = Search(count(FEW), find_card(room), 2048, 8, "cuda", 2)
     tight._try_larger_micro_batches(tight.option(recipe))
     assert [option.recipe.accumulation for option in tight.fits()] == [2]
-    stays = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
+    stays = Search(count(FEW), find_card("4 GiB"), 2048, 8, "cuda", 2)
     stays._try_larger_micro_batches(stays.option(replace(recipe, offload=None)))
     assert [option.recipe.accumulation for option in stays.fits()] == [4]
 
@@ -326,12 +287,11 @@ def test_a_plan_is_carried_out_by_the_torchrun_command_that_it_prints(tmp_path, 
         ]
 
 
-STARTED = [("fsdp", "accelerate"), ("ddp", "run_ranks")]  # each program
-if ALL:  # and each command that starts it: ten seconds more for each
-    STARTED += [("ddp", "accelerate"), ("ddp", "torchrun"), ("fsdp", "torchrun")]
+# Each program, and every night each command that starts it.
+STARTED = [("fsdp", "run_ranks"), ("ddp", "run_ranks"), *product(("ddp", "fsdp"), PORTS)]
 
 
-@pytest.mark.parametrize("sharding, starts", STARTED)
+@pytest.mark.parametrize("sharding, starts", STARTED if ALL else STARTED[:2])
 def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
     sharding, starts, tmp_path, monkeypatch
 ):
@@ -348,8 +308,10 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
     text = text.replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
     start = SCRIPT.format(folder=str(tmp_path))
     script = start + text.removesuffix("destroy_process_group()\n") + SAVE
-    starters = {"torchrun": torchrun, "run_ranks": lambda script: run_ranks(exec, script, {})}
-    starters.get(starts, lambda script: launched(starts, script, tmp_path, monkeypatch))(script)
+    if starts == "run_ranks":
+        run_ranks(exec, script, {})
+    else:
+        launched(starts, script, tmp_path, monkeypatch)
     space: dict = {}
     with torch.random.fork_rng():
         exec(start, space)
@@ -364,6 +326,8 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
 
 
 @pytest.mark.parametrize("reserved", [None, 2**31])
-def test_no_name_of_a_part_reads_as_two_in_a_list(reserved):
-    names = overhead_bytes(2**30, (8, 9), reserved, 2)
-    assert len(", ".join(names).split(", ")) == len(names) == 4
+def test_nccl_needs_room_on_each_of_several_cards(reserved):
+    one, two = (overhead_bytes(2**30, (8, 9), reserved, cards) for cards in (1, 2))
+    assert two == one | {"NCCL (estimate)": NCCL} and "NCCL (estimate)" not in one
+    # no name of a part reads as two in a list
+    assert len(", ".join(two).split(", ")) == len(two) == 4

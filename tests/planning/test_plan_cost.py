@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support.families import OLDER
+from support.nightly import each
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
@@ -293,7 +294,7 @@ def nbytes(tensors) -> int:
     )
 
 
-@pytest.mark.parametrize("recipe", RESIDENTS, ids=describe)
+@pytest.mark.parametrize("recipe", each(3, RESIDENTS), ids=describe)
 def test_resident_bytes_are_those_of_real_models(work, recipe):
     model, optimizer, undo = prepare(models.tiny_llama(**LLAMA), recipe)
     ids = torch.randint(0, 512, (1, 8))

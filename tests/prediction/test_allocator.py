@@ -116,32 +116,6 @@ def test_every_request_is_served_by_the_rules(capacity):
     assert (refused > 0) == (capacity < math.inf)
 
 
-def test_a_card_is_full_at_its_last_byte():
-    full = Allocator(capacity=22 * MiB)
-    full.allocate(22 * MiB)
-    assert full.reserved == 22 * MiB
-    for capacity in (22 * MiB - 1, 20 * MiB):
-        with pytest.raises(OutOfCapacity) as error:
-            Allocator(capacity).allocate(22 * MiB - 5)
-        assert error.value.requested == 22 * MiB
-    cached = Allocator(capacity=22 * MiB)
-    for nbytes in (
-        22 * MiB,
-        1,
-        22 * MiB,
-    ):  # each needs the whole of it, and what lies in the cache is given back for it
-        cached.free(cached.allocate(nbytes))
-    assert cached.reserved == 22 * MiB
-
-
-def test_no_room_left_in_the_cache_for_one_that_fits():
-    """What the cache holds is only given back where the card has no room without it."""
-    roomy = Allocator(capacity=42 * MiB)
-    roomy.free(roomy.allocate(20 * MiB))
-    roomy.allocate(22 * MiB)
-    assert roomy.reserved == 42 * MiB
-
-
 def test_requests_are_numbered_from_nought():
     assert replayed([]) == 0
     assert replayed([0]) == 2 * MiB  # a tensor without elements that is asked for takes a block

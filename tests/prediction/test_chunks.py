@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.predicted import on_targets
 
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.timeline import TOTAL
@@ -27,20 +28,25 @@ def source():
     return source_of(config.config)
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("recipe", "rows", "seq_len"),
-    [
-        (PLAIN, 1, 8 * CHUNK_TOKENS),
-        (PLAIN, 2, 3 * CHUNK_TOKENS + 5),  # the last chunk has fewer tokens
-        (PLAIN, 1, 5 * CHUNK_TOKENS + 1),
-        (PLAIN, 1, 3 * CHUNK_TOKENS),  # too few to leave any out
-        (replace(PLAIN, accumulation=4), 8, 4 * CHUNK_TOKENS),
-        (replace(PLAIN, accumulation=2, checkpointing="first-2"), 4, 3 * CHUNK_TOKENS),
-        (replace(PLAIN, precision="autocast-bf16", optimizer="adamw-8bit"), 2, 3 * CHUNK_TOKENS),
-        (replace(PLAIN, lora_rank=2, checkpointing="per-layer"), 2, 4 * CHUNK_TOKENS),
-        (replace(PLAIN, optimizer="adafactor-torch", in_backward=True), 2, 4 * CHUNK_TOKENS),
-    ],
+    ("recipe", "rows", "seq_len", "target"),
+    on_targets(
+        [
+            (PLAIN, 1, 8 * CHUNK_TOKENS),
+            (PLAIN, 2, 3 * CHUNK_TOKENS + 5),  # the last chunk has fewer tokens
+            (PLAIN, 1, 5 * CHUNK_TOKENS + 1),
+            (PLAIN, 1, 3 * CHUNK_TOKENS),  # too few to leave any out
+            (replace(PLAIN, accumulation=4), 8, 4 * CHUNK_TOKENS),
+            (replace(PLAIN, accumulation=2, checkpointing="first-2"), 4, 3 * CHUNK_TOKENS),
+            (
+                replace(PLAIN, precision="autocast-bf16", optimizer="adamw-8bit"),
+                2,
+                3 * CHUNK_TOKENS,
+            ),
+            (replace(PLAIN, lora_rank=2, checkpointing="per-layer"), 2, 4 * CHUNK_TOKENS),
+            (replace(PLAIN, optimizer="adafactor-torch", in_backward=True), 2, 4 * CHUNK_TOKENS),
+        ],
+    ),
 )
 def test_few_chunks_say_what_all_say(source, recipe, rows, seq_len, target):
     ask = {"batch_size": rows, "seq_len": seq_len, "recipe": recipe, "target": target}

@@ -25,8 +25,6 @@ from transformers import LlamaConfig
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
 from gradmem_lib.course.material import models
 from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
-from gradmem_lib.planning.recomputed import recompute_fraction
-from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.techniques.layers import find_layers
 from gradmem_lib.techniques.schedules import segments_for
@@ -90,7 +88,7 @@ def tracked_with(shape, recipe: Recipe):
     return measured(shape, recipe, ASKED["batch_size"], ASKED["seq_len"])
 
 
-@pytest.mark.parametrize(("family", "how"), each(3, CASES))
+@pytest.mark.parametrize(("family", "how"), each(5, CASES))
 def test_tracked_within_the_budget_and_above_it_with_one_layer_less(family, how):
     shape, recipe = FAMILIES[family](), RECIPES[how]
     budget = between(shape, recipe)
@@ -102,17 +100,6 @@ def test_tracked_within_the_budget_and_above_it_with_one_layer_less(family, how)
         tracker.peak.total <= budget < tracked_with(shape, with_first(recipe, first - 1)).peak.total
     )
     assert_same(predict(shape, recipe=found, **ASKED), tracker)
-
-
-@pytest.mark.parametrize("how", each(2, ["float32", "bf16"], start=1))
-def test_for_a_card_by_what_its_allocator_counts(how):
-    shape, recipe, card = FAMILIES["smollm2"](), RECIPES[how], ASKED | {"target": "cuda"}
-    budget = between(shape, recipe, target="cuda")
-    first = int(fit(shape, budget, recipe=recipe, **card).checkpointing.removeprefix("first-"))
-    peaks = [
-        predict(shape, recipe=with_first(recipe, k), **card).peak.total for k in (first - 1, first)
-    ]
-    assert peaks[0] > budget >= peaks[1]
 
 
 def test_to_the_byte():
@@ -136,18 +123,6 @@ def asked_of(monkeypatch, shape, budget, **asked) -> tuple[list[str | None], str
     with pytest.raises(ValueError, match="is not enough") as refused:
         fit(shape, budget, **ASKED | asked)
     return tried, str(refused.value)
-
-
-def test_what_nothing_fits_says_the_lowest_peak(monkeypatch):
-    shape = FAMILIES["smollm2"]()
-    lowest = min(
-        predict(shape, recipe=with_first(Recipe(), k), **ASKED).peak.total
-        for k in range(LAYERS + 1)
-    )
-    assert fit(shape, lowest, **ASKED).checkpointing is not None
-    tried, said = asked_of(monkeypatch, shape, lowest - 1)
-    # not every k
-    assert f"this step needs at least {lowest:,} bytes" in said and len(tried) <= LAYERS
 
 
 def test_a_budget_that_residents_pass_is_refused_after_two_predictions(monkeypatch):
@@ -179,15 +154,7 @@ def made_up(monkeypatch, peaks, rows) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "peaks",
-    [
-        (9, 8, 7, 6, 5, 4),
-        (9, 7, 5, 3, 2, 4),
-        (9, 5, 4, 6, 7, 8),
-        (9, 3, 4, 5, 6, 7),
-        (3, 4, 5, 6, 7, 8),
-        (9,) * 6,
-    ],
+    "peaks", [(9, 8, 7, 6, 5, 4), (9, 7, 5, 3, 2, 4), (9, 3, 4, 5, 6, 7), (3, 4, 5, 6, 7, 8)]
 )
 def test_the_fewest_layers_of_whatever_peaks(peaks, monkeypatch):
     """Each peak falls with the layers that run again up to the lowest, and rises from there on."""
@@ -232,7 +199,7 @@ def loss_and_gradients(model, batch) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("family", ["smollm2", "gpt2", "t5", "gemma3"])
+@pytest.mark.parametrize("family", each(2, ["smollm2", "gpt2", "t5", "gemma3"]))
 def test_gradients_are_the_same_to_the_bit(family):
     shape = FAMILIES[family]()
     model = model_class(shape)(shape).train()
@@ -340,12 +307,3 @@ def test_layers_of_a_model_as_it_is(dtype):
 def test_what_does_not_go_together_is_refused(how, says):
     with pytest.raises(ValueError, match=says):
         checkpoint_layers(models.tiny_llama(layers=2), **how)
-
-
-def test_plan_weighs_the_layers_that_run_again():
-    work = count(FAMILIES["smollm2"]())
-    assert [recompute_fraction(work, with_first(Recipe(), k)) for k in (0, 1, 5)] == [
-        0,
-        1 / LAYERS,
-        1,
-    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -104,8 +105,8 @@ def batch() -> dict:
     return {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("name", each(7, [*EXACT]))
-@pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "per layer", "accumulated"])
+# in steps in which every recipe comes
+@pytest.mark.parametrize(("name", "recipe"), each(14, product(EXACT, RECIPES)))
 def test_a_method_is_predicted_to_the_byte(name, recipe):
     model = model_of(*EXACT[name])
     ask = {"batch": batch(), "recipe": recipe, "target": "cpu"}
@@ -129,7 +130,7 @@ def test_lily_compares_rows_so_that_its_batch_is_not_cut():
         tracked(model, **ask)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", each(2, REFUSED))
 def test_a_method_that_cannot_be_predicted_is_refused_in_a_sentence(name):
     kind, settings, says = REFUSED[name]
     with pytest.raises((ValueError, CannotTrace), match=says):

@@ -9,9 +9,10 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.predicted import assert_predicted, config, tracked
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.predict import predict
@@ -40,35 +41,33 @@ def ids(vocabulary: int = 128) -> dict:
     return {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_stays_with_checkpoints(training):
+def checkpointed():
     model = AutoModelForCausalLM.from_config(config("llama"))
     model.config.use_cache = False
     model.gradient_checkpointing_enable()
-    model.train(training)
-    found = predict(model, batch=ids(), recipe=AS_IT_IS, target="cpu")
-    assert found.peak == measured_loop(model, ids()).peak
-    assert all(module.training == training for module in model.modules())
-    said = " ".join(found.notes)
-    assert ("checkpointing is on and does nothing" in said) != training
-    assert bool(said) != training
+    return model
+
+
+def with_dropout():
+    small = config("bert", 2)
+    small._attn_implementation = "eager"
+    return AutoModelForMaskedLM.from_config(small)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_stays_with_dropout(training):
-    small = BertConfig(
-        vocab_size=128,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        attn_implementation="eager",
-    )
-    model = AutoModelForMaskedLM.from_config(small)
-    model.train(training)
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (checkpointed, "checkpointing is on and does"),
+        (with_dropout, "dropout does nothing"),
+    ],
+)
+def test_the_mode_stays(make, says, training):
+    model = make().train(training)
     found = predict(model, batch=ids(), recipe=AS_IT_IS, target="cpu")
     assert found.peak == measured_loop(model, ids()).peak
-    assert ("dropout does nothing" in " ".join(found.notes)) != training
+    assert all(module.training == training for module in model.modules())
+    assert (says in " ".join(found.notes)) != training
 
 
 def test_a_part_in_eval_mode_stays_so():
@@ -79,25 +78,6 @@ def test_a_part_in_eval_mode_stays_so():
     on = predict(model, batch=torch.rand(9, 64), loss=lambda m, x: m(x).mean(), target="cpu")
     assert on.peak_by_phase["forward"] > off.peak_by_phase["forward"]
     assert off.notes == on.notes == ()
-
-
-class CapturesItsParts(nn.Module):
-    """Like minGPT's block, whose lambda holds the modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
-        parts = self.mlp
-        self.run = lambda x: parts["down"](parts["up"](x).relu())
-
-    def forward(self, x):
-        return (x + self.run(x)).square().mean()
-
-
-def test_a_lambda_that_holds_modules():
-    model, x = CapturesItsParts(), torch.rand(4, 8)
-    found = predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
-    assert found.peak == tracked(model, x, AS_IT_IS).peak
 
 
 class KeepsFeatures(nn.Module):
@@ -126,14 +106,13 @@ def test_a_hook_that_holds_its_model():
 
 
 def test_a_function_that_holds_itself():
-    model, x = CapturesItsParts(), torch.rand(4, 8)
-    parts = model.mlp
+    model, x = nn.Linear(8, 8), torch.rand(4, 8)
 
     def twice(x, again=True):
-        x = parts["down"](parts["up"](x).relu())
+        x = F.linear(x, model.weight).relu()
         return twice(x, again=False) if again else x
 
-    model.run = twice
+    model.forward = lambda x: twice(x).mean()
     found = predict(model, batch=x, recipe=AS_IT_IS, target="cpu")
     assert found.peak == tracked(model, x, AS_IT_IS).peak
 
@@ -174,28 +153,21 @@ class Recorder:
         self.calls += 1
 
 
-def test_what_a_hook_holds_beside_the_model_is_left_alone():
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), torch.rand(4, 8)
+def notes_calls(model):
     note = Recorder().note
-    model[0].register_forward_hook(lambda module, inputs, out: note())
-
-    def loss(model, x):
-        return model(x).mean()
-
-    found = predict(model, batch=x, loss=loss, recipe=AS_IT_IS, target="cpu")
-    assert found.peak == tracked(model, x, AS_IT_IS, loss=loss).peak
+    return lambda module, inputs, out: note()
 
 
-def test_a_default_value_that_is_a_layer():
+def has_a_layer_as_a_default(model):
     """As where hooks are made in a loop."""
+    return lambda module, inputs, out, other=model[1]: other(out)
+
+
+@pytest.mark.parametrize("hook", [notes_calls, has_a_layer_as_a_default])
+def test_what_a_hook_holds_beside_its_model(hook):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.rand(4, 8)
-    model[0].register_forward_hook(lambda module, inputs, out, other=model[1]: other(out))
-
-    def loss(model, x):
-        return model(x).mean()
-
-    found = predict(model, batch=x, loss=loss, recipe=AS_IT_IS, target="cpu")
-    assert found.peak == tracked(model, x, AS_IT_IS, loss=loss).peak
+    model[0].register_forward_hook(hook(model))
+    assert_predicted(model, x, AS_IT_IS, lambda model, x: model(x).mean())
 
 
 class HoldsElsewhere(nn.Module):
@@ -207,11 +179,6 @@ class HoldsElsewhere(nn.Module):
 
     def forward(self, x):
         return self.elsewhere[0](self.own(x)).mean()
-
-
-def test_a_parameter_outside_of_the_module_is_named():
-    with pytest.raises(CannotTrace, match="a parameter that is not in the module"):
-        predict(HoldsElsewhere(), batch=torch.rand(2, 8), recipe=AS_IT_IS, target="cpu")
 
 
 class Drops(nn.Module):
@@ -236,13 +203,7 @@ class Drops(nn.Module):
 @pytest.mark.parametrize("how", ["gt", "ge", "lt", "le", "any"])
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_a_drop_that_always_or_never_happens_is_known(how, p):
-    found = predict(Drops(p, how), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
-    assert found.peak == tracked(Drops(p, how), torch.rand(4, 8), AS_IT_IS).peak
-
-
-def test_a_drop_by_chance_is_refused():
-    with pytest.raises(CannotTrace, match="reads a tensor's value"):
-        predict(Drops(0.5, "gt"), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
+    assert_predicted(Drops(p, how), torch.rand(4, 8), AS_IT_IS)
 
 
 class ChecksWeights(nn.Module):
@@ -259,32 +220,20 @@ class ChecksWeights(nn.Module):
 
 
 def test_weights_are_finite_and_activations_are_not_known():
-    found = predict(ChecksWeights(True), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
-    assert found.peak == tracked(ChecksWeights(True), torch.rand(4, 8), AS_IT_IS).peak
-    with pytest.raises(CannotTrace, match="reads a tensor's value"):
-        predict(ChecksWeights(False), batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
+    assert_predicted(ChecksWeights(True), torch.rand(4, 8), AS_IT_IS)
 
 
-def peft_models() -> dict:
-    peft = pytest.importorskip("peft")
-    targets = {"target_modules": ["q_proj", "v_proj"]}
-    return {
-        "LoHa": peft.LoHaConfig(r=2, **targets),
-        "LoKr": peft.LoKrConfig(r=2, **targets),
-        "VB-LoRA": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=16, **targets),
-        "trainable tokens": peft.LoraConfig(r=2, trainable_token_indices=[1, 2], **targets),
-    }
-
-
-@pytest.mark.parametrize("name", ["LoHa", "LoKr", "VB-LoRA", "trainable tokens"])
-def test_methods_of_peft_that_look_at_values(name):
-    from peft import get_peft_model
-
-    base = AutoModelForCausalLM.from_config(config("llama", 2))
-    base.config.use_cache = False
-    model = get_peft_model(base, peft_models()[name])
-    found = predict(model, batch=ids(), recipe=AS_IT_IS, target="cpu")
-    assert found.peak == measured_loop(model, ids()).peak
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (ChecksWeights(False), "reads a tensor's value"),
+        (Drops(0.5, "gt"), "reads a tensor's value"),
+        (HoldsElsewhere(), "a parameter that is not in the module"),
+    ],
+)
+def test_what_is_not_known_is_refused(model, says):
+    with pytest.raises(CannotTrace, match=says):
+        predict(model, batch=torch.rand(4, 8), recipe=AS_IT_IS, target="cpu")
 
 
 def test_a_plain_module_needs_no_library_of_others(tmp_path):

@@ -29,17 +29,23 @@ def source():
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        PLAIN,
-        replace(PLAIN, accumulation=4),
-        replace(PLAIN, checkpointing="first-4", accumulation=4),
-        replace(PLAIN, checkpointing=f"first-{LAYERS - 1}", chunked_loss=True),
-        replace(PLAIN, optimizer="adafactor-torch", in_backward=True, checkpointing="per-layer"),
-        replace(PLAIN, lora_rank=4, quantized_base=True, checkpointing="elementwise"),
-        # drops its copies of all weights at once, in another order each time
-        Recipe(precision="autocast-bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
-    ],
-    ids=["plain", "pieces", "first layers", "all but one", "in backward", "qlora", "autocast"],
+    each(
+        2,
+        [
+            replace(PLAIN, accumulation=4),
+            PLAIN,
+            replace(PLAIN, checkpointing=f"first-{LAYERS - 1}", chunked_loss=True),
+            replace(PLAIN, checkpointing="first-4", accumulation=4),
+            # drops its copies of all weights at once, in another order each time
+            Recipe(
+                precision="autocast-bf16", optimizer="adafactor-torch", checkpointing="per-layer"
+            ),
+            replace(PLAIN, lora_rank=4, quantized_base=True, checkpointing="elementwise"),
+            replace(
+                PLAIN, optimizer="adafactor-torch", in_backward=True, checkpointing="per-layer"
+            ),
+        ],
+    ),
 )
 def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
     predicted = predict(source, recipe=recipe, **SIZES)
@@ -52,19 +58,17 @@ def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
 
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [
-        ("whisper", PLAIN),
-        *each(
-            5,
-            [
-                ("t5", replace(PLAIN, optimizer="adafactor-torch", in_backward=True)),
-                ("bart", replace(PLAIN, lora_rank=2, accumulation=4)),
-                ("whisper", replace(PLAIN, checkpointing="first-5")),
-                ("whisper", replace(PLAIN, checkpointing="per-layer", optimizer="adamw-8bit")),
-                ("marian", replace(PLAIN, checkpointing="attention")),
-            ],
-        ),
-    ],
+    each(
+        6,
+        [
+            ("whisper", PLAIN),
+            ("t5", replace(PLAIN, optimizer="adafactor-torch", in_backward=True)),
+            ("bart", replace(PLAIN, lora_rank=2, accumulation=4)),
+            ("whisper", replace(PLAIN, checkpointing="first-5")),
+            ("whisper", replace(PLAIN, checkpointing="per-layer", optimizer="adamw-8bit")),
+            ("marian", replace(PLAIN, checkpointing="attention")),
+        ],
+    ),
 )
 def test_short_traces_prove_the_requests_of_an_encoder_and_a_decoder(family, recipe, monkeypatch):
     """All layers of the decoder read one tensor, and the first one in backward makes its gradient.
@@ -89,7 +93,7 @@ def test_short_traces_prove_the_requests_of_an_encoder_and_a_decoder(family, rec
     assert short.replay_allocator() == full.replay_allocator()
 
 
-@pytest.mark.parametrize("checkpointing", [None, "first-9"])
+@pytest.mark.parametrize("checkpointing", each(2, ["first-9", None]))
 def test_traces_of_more_layers_prove_what_few_do_not(checkpointing, monkeypatch):
     """FSDP frees what it has sent at the end, for all layers but the one that is last in backward.
     With three layers, the middle one is as near to the last as to the first.

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support.nightly import each
 
 from gradmem_lib.course import models
 from gradmem_lib.planning.plan import plan
@@ -48,13 +49,15 @@ def traces_here(monkeypatch) -> list:
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        Recipe(precision="bf16"),
-        Recipe(precision="bf16", accumulation=4, checkpointing="per-layer", chunked_loss=True),
-        Recipe(precision="bf16", checkpointing="first-5", lora_rank=4),
-        Recipe(precision="float32", sharding="fsdp"),
-    ],
-    ids=["plain", "accumulated", "first layers", "sharded"],
+    each(
+        3,
+        [
+            Recipe(precision="bf16", accumulation=4, checkpointing="per-layer", chunked_loss=True),
+            Recipe(precision="bf16"),
+            Recipe(precision="bf16", checkpointing="first-5", lora_rank=4),
+            Recipe(precision="float32", sharding="fsdp"),
+        ],
+    ),
 )
 def test_two_processes_find_what_one_finds(recipe, monkeypatch):
     ranks = 2 if recipe.sharding else None

@@ -7,6 +7,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
+
+from gradmem_lib.compat.trees import tree_leaves, tree_map
+from gradmem_lib.planning.rows import rows_like
 
 TOKENS, WORDS, WIDTH = 8, 24, 32
 
@@ -199,3 +203,21 @@ OWN_MODELS = {
     "pairs": (Pairs, (torch.zeros(1, TOKENS, 4), CLASS), class_loss, ("layers",)),
     "picture": (Picture, (torch.zeros(1, 3, 16, 16), CLASS), class_loss, ("blocks",)),
 }
+
+
+def rows_of(batch, rows: int = 4, dtype: torch.dtype | None = None):
+    """Real rows like those of ``batch``."""
+    return tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype), rows_like(batch, rows, dtype))
+
+
+class Examples(Dataset):
+    """The rows of a batch: dicts or tuples."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(tree_leaves(self.batch)[0])
+
+    def __getitem__(self, i: int):
+        return tree_map(lambda tensor: tensor[i], self.batch)

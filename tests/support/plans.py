@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from support.own_models import Examples
+
+from gradmem_lib.compat.trees import tree_leaves
+from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.held import overhead_of_prediction
 from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
@@ -78,3 +82,16 @@ def check(everything: list[Option], nbytes: int, made: Plan) -> None:
     for option in on_this_card:
         if made.is_of_the_best_ones_kind(option) and option.seconds < made.best.seconds:
             assert not option.fits, (nbytes, option)
+
+
+def assert_code_needs_what_was_predicted(made: Plan, model, rows, loss) -> None:
+    """The loop of a plan's code is run twice on ``rows`` and tracked the second time."""
+    space = {"model": model, "train_dataset": Examples(rows), "loss": loss}
+    exec(compile(made.code, "plan", "exec"), space)
+    again = made.code[made.code.index("for rows in loader") :]
+    with MemoryTracker(space["model"], space["optimizer"], live=False) as tracker:
+        exec(compile(again, "plan", "exec"), space)
+    expected = dict(made.best.prediction.peak.by_category)
+    # A loader makes the batch inside of the tracker, beside the dataset, whose rows are views.
+    expected["other"] += sum(tensor.nbytes for tensor in tree_leaves(rows))
+    assert tracker.peak.by_category == expected

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import itertools
 import re
 import xml.etree.ElementTree as ET
 
-import nbformat
 import numpy as np
 import pytest
 import torch
 from support.chains import X, chain, step_of
-from view.test_view import ROOT, SIGHT, lab
+from view.test_view import SIGHT, lab
 
 from gradmem_lib import record_schedule
 from gradmem_lib.view import schedule_explorer, schedule_record, schedules
@@ -240,27 +238,3 @@ def test_the_explorer_draws_no_random_numbers_of_the_learner():
 def test_explorer_says_what_is_wrong(wrong, error, says):
     with pytest.raises(error, match=says):
         schedule_explorer.explore_schedule(**wrong)
-
-
-def test_a_notebook_keeps_a_picture_with_and_without_widgets(monkeypatch):
-    from nbclient import NotebookClient
-
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    cells = [
-        "import os, sys\nfrom gradmem_lib import explore_schedule\n"
-        "os.environ['GRADMEM_LIVE'] = '0'\nexplore_schedule()",
-        "os.environ['GRADMEM_LIVE'] = '1'\nexplore_schedule()",
-        "print('matplotlib.pyplot' in sys.modules)",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    still, live, pyplot = (cell.outputs for cell in notebook.cells)
-    for outputs in (still, live):
-        assert outputs[0].data["text/plain"] == "Schedule explorer"
-        assert base64.b64decode(outputs[0].data["image/png"]).startswith(b"\x89PNG")
-        assert "16 layers in segments of 4" in outputs[0].metadata["image/png"]["alt"]
-    view = "application/vnd.jupyter.widget-view+json"
-    assert view not in live[0].data and view not in still[0].data
-    assert "data-gradmem-place" in live[0].data["text/html"]
-    assert "text/html" not in still[0].data
-    assert pyplot[0].text == "False\n"

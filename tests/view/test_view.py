@@ -153,16 +153,13 @@ def test_a_frame_with_marks_holds_what_grows_and_the_sizes_of_the_batch():
 # Still pictures.
 
 
-@pytest.mark.parametrize(
-    "samples, budget", [(1, None), (2, 10**9), (200, 150 * MiB), (9000, 2 * GiB)]
-)
+@pytest.mark.parametrize("samples, budget", [(1, None), (9000, 150 * MiB)])
 def test_stills_are_small_and_the_same_every_time(samples, budget):
     from PIL import Image
 
     def draw():
-        return style.png(
-            stills.plot_timeline(timeline_of(samples, steps=9), title="a run", budget=budget)
-        )
+        timeline = timeline_of(samples, steps=9)
+        return style.png(stills.plot_timeline(timeline, title="a run", budget=budget))
 
     first = draw()
     assert first == draw()
@@ -177,7 +174,7 @@ def test_stills_are_small_and_the_same_every_time(samples, budget):
 def test_a_still_states_its_peak_and_budget():
     timeline = timeline_of(300)
     figure = stills.plot_timeline(timeline, title="a run", budget=150 * MiB)
-    words = " ".join(t.get_text() for t in [*figure.texts, *figure.axes[0].texts])
+    words = " ".join(words_of(figure))
     total = timeline.totals[timeline.peak_index]
     for part in (
         "a run",
@@ -189,6 +186,10 @@ def test_a_still_states_its_peak_and_budget():
     ):
         assert part in words
     assert figure.axes[0].get_xlabel() == "operations" and figure.axes[0].get_ylabel() == "MiB"
+    words = stills.describe(timeline, title="a run", budget=GiB)
+    at = timeline.events[timeline.peak_index]
+    assert f"{total:,} bytes" in words and f"operation {at:,}" in words
+    assert "optimizer 56.00 MiB" in words and "1,073,741,824 bytes" in words
 
 
 def test_a_budget_far_above_the_run_does_not_flatten_it():
@@ -261,6 +262,9 @@ def words_of(figure) -> list[str]:
 
 def test_bytes_that_grow_are_a_band_at_the_foot():
     timeline = timeline_of(300)
+    plain = words_of(stills.plot_timeline(timeline))
+    assert stills.GROWING_WORDS not in plain and not any("batch" in words for words in plain)
+    assert "grow" not in stills.describe(timeline)
     timeline.growing = np.zeros((300, 6), dtype=np.int64)
     timeline.growing[:, 0] = np.arange(300) // 100 * 8 * MiB
     figure = stills.plot_timeline(timeline)
@@ -272,13 +276,6 @@ def test_bytes_that_grow_are_a_band_at_the_foot():
     # The band rises to 16 MiB, and what is drawn on it is as high in all as without it.
     assert band.get_datalim(figure.axes[0].transData).y1 == 16
     assert parameters.get_datalim(figure.axes[0].transData).y1 == 28
-
-
-def test_no_band_and_no_marks_where_nothing_grows():
-    figure = stills.plot_timeline(timeline_of(300))
-    assert stills.GROWING_WORDS not in words_of(figure)
-    assert not any("batch" in words for words in words_of(figure))
-    assert "grow" not in stills.describe(timeline_of(300))
 
 
 def test_changes_of_the_batch_are_marked_unless_they_are_too_many():
@@ -361,16 +358,6 @@ def test_nothing_recorded_is_said_in_words():
         "text/html": "<em>Memory of x: nothing was recorded.</em>",
         "text/plain": "MemoryTracker plot: x",
     }
-
-
-def test_description_names_the_peak_exactly():
-    timeline = timeline_of(300)
-    words = stills.describe(timeline, title="a run", budget=GiB)
-    at = timeline.peak_index
-    assert (
-        f"{timeline.totals[at]:,} bytes" in words and f"operation {timeline.events[at]:,}" in words
-    )
-    assert "optimizer 56.00 MiB" in words and "1,073,741,824 bytes" in words
 
 
 def test_phase_runs_join_neighbours():

@@ -166,7 +166,7 @@ def test_a_long_name_does_not_run_into_its_bar():
     assert right < figure.axes[0].get_position().x0
 
 
-@pytest.mark.parametrize("budget", [*range(200, 320, 10), *range(1000, 3000, 150)])
+@pytest.mark.parametrize("budget", [200, 250, 310, 1000, 1450, 2950])
 def test_the_unit_stands_apart_from_the_last_number(budget):
     figure = Waterfall(budget=budget * MiB).add("one", snapshot(parameters=budget - 40)).plot()
     figure.canvas.draw()
