@@ -131,6 +131,7 @@ def _not_attempted(exercise: Exercise) -> Verdict:
 
 
 def wrong(exercise: Exercise, says: str) -> Verdict:
+    says = says.replace("?.", "?")  # a question of an error's text ends a sentence too
     return Verdict(WRONG, f"✗ {exercise.id} not yet: {shortened(says, MOST)}", given(exercise))
 
 

@@ -15,7 +15,7 @@ from gradmem_lib.course.catalogue import get
 from gradmem_lib.course.learner import progress
 from gradmem_lib.course.learner.check import check
 from gradmem_lib.course.lessons.lesson_11 import puzzles
-from gradmem_lib.course.lessons.lesson_11.exercises import AGAIN, BF16, CHUNKS, LORA
+from gradmem_lib.course.lessons.lesson_11.exercises import AGAIN, BF16, CHUNKS, LORA, in_the_way
 from gradmem_lib.course.setup.summary import summary
 from gradmem_lib.names import PRECISIONS
 from gradmem_lib.planning.held import resident_bytes
@@ -121,6 +121,18 @@ def test_the_impossible_one_is_impossible_and_wants_a_name(capsys):
     said = line(capsys, "11.12", "Gradients ")
     assert "✓ 11.12 passed" in said and "12.55 GiB" in said and "25.10 GiB" in said
     assert "the name of one category, parameters, " in line(capsys, "11.12", Recipe())
+
+
+def test_an_error_that_asks_has_no_full_stop_behind_its_question(capsys):
+    assert line(capsys, "11.10", {"sharding": "zero3"}).endswith("did you mean 'fsdp'?")
+
+
+def test_the_activations_are_blamed_only_where_they_alone_are_too_many():
+    one, recipe = puzzle("11.9"), Recipe(**LORA, accumulation=8)
+    weighed = one.weigh(recipe)
+    assert in_the_way(one, recipe, weighed) == "kept"
+    fewer = replace(weighed, held=weighed.held | {"activations": 2**30})
+    assert in_the_way(one, recipe, fewer) == "beside"
 
 
 # Stars.

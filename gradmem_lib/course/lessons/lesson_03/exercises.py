@@ -118,8 +118,8 @@ TARGETS = Exercise(
         this drops the last label and keeps the first: logits lose their last position, labels their
         first.
     int((labels[:, 1:] != IGNORED).sum()) → int((labels != IGNORED).sum()) - len(labels)
-        this subtracts one for every sequence: where the first label is already -100, a real label
-        is lost.
+        where the first label is already -100, a real label is lost: the shift leaves out the first
+        label of a sequence, whatever it is, and no other.
     != IGNORED → > 0
         this treats token 0 as padding: it is a token like any other, and only -100 is ignored.
     """,

@@ -658,10 +658,24 @@ def backward_setting(tied):
     return model, [{"input_ids": row, "labels": row} for row in ids]
 
 
+def two_weights(answer):
+    """Two weights of 1 whose gradients are 1, after each of two updates: for pen and paper."""
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    answer(model, 0.1, 4)
+    for update in ("first", "second"):
+        model(torch.ones(1, 1)).backward()
+        model.zero_grad()  # as Trainer does: it finds nothing where a hook has freed
+        name = f"two weights of 1, their gradients 1, lr 0.1 and 4 steps, after the {update} update"
+        yield name, [p.item() for p in model.parameters()]
+
+
 @quietly
 def backward_cases(answer):
     from transformers import Trainer
 
+    yield from two_weights(answer)
     for tied, lr, steps in ((False, 1e-3, 3), (True, 3e-4, 6)):
         model, rows = backward_setting(tied)
 
@@ -697,9 +711,9 @@ IN_BACKWARD = Exercise(
         the weights are right, but every gradient waits for the end of backward: free each one in
         its hook, after the step.
     post_accumulate_grad_hook(step_and_free) → hook(lambda _, p=p: step_and_free(p))
-        no optimizer has stepped on a gradient: step in a hook of
-        register_post_accumulate_grad_hook, which is called when .grad is there; a hook of
-        register_hook is called before .grad is written.
+        no optimizer has stepped on a gradient: .grad is there in a hook of
+        register_post_accumulate_grad_hook, until zero_grad(). In a hook of register_hook it is not
+        written yet.
     schedules[p].step() →
         the learning rate never falls: Trainer's schedule changes only the dummy optimizer, so step
         a schedule for each real optimizer in its hook.

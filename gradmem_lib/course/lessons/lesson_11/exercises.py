@@ -25,10 +25,10 @@ WHY = {
     "its backward do not.",
     "step": "the peak is in the optimizer's step, where the activations are gone: checkpoints do "
     "not lower it.",
-    "head": "weights, gradients and states would fit; most of the rest is the head's: the logits "
-    "of a micro-batch, one number for each token and each word.",
-    "beside": "weights, gradients and states would fit; the other tensors at the peak do not fit "
-    "beside them.",
+    "head": "weights, gradients and states would fit; most of the other tensors at the peak are "
+    "the head's: the logits of a micro-batch, one number for each token and each word.",
+    "beside": "weights, gradients and states would fit; the rest at the peak does not fit beside "
+    "them.",
 }
 
 
@@ -48,12 +48,13 @@ def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
     # A micro-batch's logits when backward begins: themselves and their gradient, 8 bytes for each.
     tokens = one.rows // one.cards // recipe.accumulation * one.tokens
     logits = 0 if recipe.chunked_loss else 8 * tokens * here.work.vocabulary
-    beside = {name: n for name, n in weighed.held.items() if name not in held}
-    temporaries = beside.get("temporaries", 0)
-    if temporaries > beside.get("activations", 0) and 0.95 * logits < temporaries < 1.05 * logits:
+    activations = weighed.held.get("activations", 0)
+    temporaries = weighed.held.get("temporaries", 0)
+    other = weighed.held.get("other", 0)
+    if temporaries > activations + other and 0.95 * logits < temporaries < 1.05 * logits:
         return "head"
     is_plain = not (recipe.checkpointing or recipe.every_n_layers or recipe.offload)
-    if is_plain and max(beside, key=beside.get) == "activations":
+    if is_plain and resident + activations > weighed.room:
         return "kept"
     return "beside"
 
@@ -174,14 +175,14 @@ SIXTEEN_BITS = recipe_exercise(
         weights, gradients and states would fit; the activations that every layer keeps
         for its backward do not.
     LORA | AGAIN
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     BF16 | AGAIN | ADAFACTOR | {"accumulation": 8}
         weights and gradients alone do not fit, and a smaller micro-batch does not make
         them smaller.
     LORA | {"checkpointing": "attention", "accumulation": 8}
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     """,
 )
 
@@ -197,8 +198,9 @@ NOTHING_TWICE = recipe_exercise(
         weights, gradients and states would fit; the activations that every layer keeps
         for its backward do not.
     QLORA | {"offload": "activations"}
-        weights, gradients and states would fit; most of the rest is the head's: the
-        logits of a micro-batch, one number for each token and each word.
+        weights, gradients and states would fit; most of the other tensors at the peak
+        are the head's: the logits of a micro-batch, one number for each token and each
+        word.
     QLORA | {"offload": "boundaries", "accumulation": 8}
         boundaries are the inputs of checkpointed layers, and this recipe has none.
     """,
@@ -216,14 +218,14 @@ SMALLEST_CARD = recipe_exercise(
         the condition is broken: nothing may wait in the host's memory, but offload
         moves tensors there.
     QLORA | CHUNKS | {"every_n_layers": 2, "accumulation": 8}
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     QLORA | CHUNKS | {"accumulation": 8}
         weights, gradients and states would fit; the activations that every layer keeps
         for its backward do not.
     QLORA | AGAIN | CHUNKS
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     """,
 )
 
@@ -240,8 +242,8 @@ MANY_WORDS = recipe_exercise(
         the condition is broken: no weight may be kept in 4 bits, but quantized_base
         keeps the frozen weights in 4 bits.
     LORA | AGAIN | CHUNKS
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     LORA | AUTOCAST | AGAIN | {"accumulation": 8}
         the weights alone do not fit.
     BF16 | AGAIN | ADAFACTOR | CHUNKS | {"accumulation": 8}
@@ -257,19 +259,19 @@ LONG_ROW = recipe_exercise(
         the head makes the peak: the logits of a micro-batch have one number for each
         token and each word.
     LORA | AGAIN | CHUNKS
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     QLORA | CHUNKS
         weights, gradients and states would fit; the activations that every layer keeps
         for its backward do not.
     QLORA | AGAIN | CHUNKS
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     QLORA | AGAIN | CHUNKS | {"accumulation": 2}
         accumulation=2 must divide the number of rows of a card, which is 1.
     QLORA | AGAIN | CHUNKS | {"attention": "eager"}
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     """,
 )
 
@@ -288,11 +290,12 @@ EXPERTS = recipe_exercise(
     LORA | AUTOCAST | AGAIN | {"accumulation": 8}
         the weights alone do not fit.
     LORA | AGAIN
-        weights, gradients and states would fit; most of the rest is the head's: the
-        logits of a micro-batch, one number for each token and each word.
+        weights, gradients and states would fit; most of the other tensors at the peak
+        are the head's: the logits of a micro-batch, one number for each token and each
+        word.
     BF16 | AGAIN | ADAFACTOR | CHUNKS | {"in_backward": True}
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     """,
 )
 
@@ -330,8 +333,8 @@ TWO_CARDS = recipe_exercise(
         weights, gradients and states would fit; the activations that every layer keeps
         for its backward do not.
     QLORA | AGAIN | FSDP | {"accumulation": 2}
-        weights, gradients and states would fit; the other tensors at the peak do not
-        fit beside them.
+        weights, gradients and states would fit; the rest at the peak does not fit
+        beside them.
     QLORA | AGAIN | CHUNKS | FSDP
         cards gather their weights in the model's own call, which chunked_loss does not use:
         a smaller micro-batch has fewer logits too.
