@@ -84,7 +84,11 @@ def _unused_functions(free: Sequence[Holder], facts: Facts) -> Group | None:
     in_a_forward = facts.ended and facts.peak.moment == TRAINING_FORWARD
     if of_modules or not in_a_forward or facts.has_backward_in_step(facts.peak.step):
         return None
-    kept = [holder for holder in free if holder.category == "activations"]
+    kept = []
+    for holder in free:
+        is_copy = bool(holder.computed_from)  # of a weight or a gradient, and no graph's
+        if holder.category == "activations" and not is_copy:
+            kept.append(holder)
     return Group(kept, {"why": ""}, {"stays": None})
 
 

@@ -401,6 +401,19 @@ def outputs_on_a_context(remedied=False):
     return trains(net, lambda i: Square.apply(net(x)).mean(), adamw, steps=10)
 
 
+@has(GROWS, line="clone", says="on the host")
+def weights_for_histograms(remedied=False):
+    """The last copies are made when training is over, with a graph that nobody keeps."""
+    kept = []
+
+    def keep(i, net, x, y, out, loss):
+        for p in net.parameters():
+            if not remedied:
+                kept.append(p.clone().detach())
+
+    return trained_with(keep)
+
+
 @has(FULL, EVALUATION, SECOND, line="body", says="features")
 def features_that_are_kept_once_made():
     """Of a frozen model, for each batch of a data set: full after the first epoch."""
