@@ -383,6 +383,11 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
             f"`{name}` keeps gradients of earlier steps: keep a number of each, "
             "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
         )
+    if most == "optimizer" and not kinds["parameters"]:
+        return (
+            f"`{name}` keeps optimizers that no longer step, with their states: let go of one "
+            "before the next is made."
+        )
     if most != "other":
         return (
             f"the weights of earlier rounds are kept. Put results into `{name}` as numbers, "

@@ -414,6 +414,21 @@ def weights_for_histograms(remedied=False):
     return trained_with(keep)
 
 
+@has(GROWS, FIRST_STEP, line="optimizer.step()", says="optimizers that no longer step")
+def optimizers_of_each_phase(remedied=False):
+    net, kept = Net(), []
+    optimizer = adamw(net)
+
+    def step(i):
+        nonlocal optimizer
+        if i % 2 == 0:
+            optimizer = adamw(net)
+            kept.append("phase" if remedied else optimizer)
+        updated(net(torch.randn(16, 64)).square().mean(), optimizer)
+
+    return trained(net, optimizer, step, steps=12)
+
+
 @has(FULL, EVALUATION, SECOND, line="body", says="features")
 def features_that_are_kept_once_made():
     """Of a frozen model, for each batch of a data set: full after the first epoch."""
