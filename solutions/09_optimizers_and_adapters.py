@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *56 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 51 more are optional. You need: lessons 02 and
+# *57 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 51 more are optional. You need: lessons 02 and
 # 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
@@ -221,7 +221,9 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
     print(f"{name:<9} singular values from {values[0]:.1g} to {values[-1]:.1g}")
 
 # %% [markdown]
-# The update's singular values are far closer together. <!-- holds: values[0] < 2 * values[-1] -->
+# The update's singular values are far closer together. <!-- holds: values[0] < 2 * values[-1] --> Its numbers are
+# smaller than those of AdamW's update, so Muon needs a learning rate of its own, or
+# `adjust_lr_fn="match_rms_adamw"`.
 #
 # **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G
 # of {{gradient.shape[0]}} rows and {{gradient.shape[1]:,}} columns. Let the columns of a matrix P be the r directions
@@ -334,8 +336,9 @@ class LoRA(nn.Module):
         super().__init__()
         ### BEGIN SOLUTION
         self.base, self.scale = base.requires_grad_(False), alpha / rank
-        self.A = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
-        self.B = nn.Parameter(torch.zeros(base.out_features, rank))
+        start = torch.randn(rank, base.in_features).to(base.weight)  # its dtype and device
+        self.A = nn.Parameter(start / base.in_features**0.5)
+        self.B = nn.Parameter(torch.zeros(base.out_features, rank).to(base.weight))
         ### END SOLUTION
 
     def forward(self, x):
@@ -392,8 +395,8 @@ chart
 # These adapters are in bf16. PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each
 # layer also keeps a float32 copy of its input.
 #
-# The factor α / r keeps the addition's size when you change r. *Where* adapters are is a choice too: on queries and
-# values alone, activations are
+# With α / r a larger rank adds no more than a small one, so it learns no faster. **rsLoRA** takes α / √r
+# (`use_rslora=True` in PEFT). *Where* adapters are is a choice too: on queries and values alone, activations are
 # {{max(seven(lora_rank=16, lora_targets=("q_proj", "v_proj")).timeline.by_category["activations"]) / 2**30:.2f}} GiB, since
 # fewer layers keep their input.
 #
@@ -422,8 +425,8 @@ merged = (base.float() + 1e-4 * torch.randn(weight.shape)).bfloat16()
 print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 
 # %% [markdown]
-# These weights are about {{weight.std():.1f}}, the additions 0.0001. Merged in bf16, most are lost.
-# <!-- holds: (merged == base).float().mean() > 0.5 --> So merge in float32, or do not
+# These weights are about {{weight.std():.1f}}, the additions 0.0001. Kept in bf16, most are lost, although they were
+# added in float32. <!-- holds: (merged == base).float().mean() > 0.5 --> So keep the merged weights in float32, or do not
 # merge. If you do not merge, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a
 # small file, which PEFT loads, and `set_adapter` chooses.
 #
@@ -452,6 +455,10 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 #
 # **The bytes.** Half a byte a weight, and a float32 absmax for 64 weights, are 0.5 + 4/64 = 0.5625 bytes. *Double
 # quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
+#
+# **The defaults.** `BitsAndBytesConfig(load_in_4bit=True)` means FP4, no double quantization and products in float32.
+# QLoRA as in the paper has to be said: `bnb_4bit_quant_type="nf4"`, `bnb_4bit_use_double_quant=True`,
+# `bnb_4bit_compute_dtype=torch.bfloat16`.
 #
 # **What is written out.** QLoRA does not multiply in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
 # it. Backward writes it out again. So a good QLoRA keeps neither the matrix nor its input. Where it is written
@@ -663,8 +670,8 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
 # QLoRA saves {{ways[0] - ways[1]:.0f}} MiB at any length, and the inputs kept for nothing grow with the tokens. With kept
-# matrices, QLoRA needs more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which
-# doubles many activations.
+# matrices, QLoRA needs more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts all other
+# 16-bit weights to float32, the head too. That doubles many activations.
 #
 # ## Optional: a loss in chunks, by hand
 #

@@ -366,8 +366,9 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 # In a ring, each rank sends `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a
 # reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes, ranks,
 # micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered from forward
-# to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. FSDP and
-# ZeRO-2 reduce gradients after every micro-batch.
+# to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. Here FSDP
+# and ZeRO-2 reduce gradients after every micro-batch. (They may also wait for the last one, as under accelerate and
+# `Trainer`, or with `set_requires_gradient_sync(False)`. Then each rank keeps whole gradients until it.)
 #
 # <details><summary>Hint 1: one way after the other</summary>
 #
@@ -379,7 +380,7 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 # | way | once an update | for each micro-batch |
 # |---|---|---|
 # | DDP | an all-reduce | |
-# | ZeRO-1 | an all-reduce, an all-gather | |
+# | PyTorch's ZeRO-1 | an all-reduce, an all-gather | |
 # | ZeRO-2 | | an all-gather, a reduce-scatter |
 # | FSDP | | two all-gathers (forward, backward), a reduce-scatter |
 #
@@ -426,7 +427,7 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # | way | a rank holds | a rank sends |
 # |---|---|---|
 # | DDP | all weights, gradients and states | 2 W an update |
-# | ZeRO-1 | all, but 1/N of the states | 2 W for gradients and W for new weights, an update |
+# | PyTorch's ZeRO-1 | all, but 1/N of the states | 2 W for gradients and W for new weights, an update (the paper's: W and W) |
 # | PyTorch's ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
 # | ZeRO-3, FSDP | 1/N of all three; two whole units | 3 W a micro-batch |
 # | hybrid sharding: FSDP in each machine of n cards | 1/n of all three; two whole units | 3 W a micro-batch inside, 2 W / n between machines |

@@ -193,8 +193,9 @@ class LoRA(nn.Module):
     def __init__(self, base, rank, alpha):
         super().__init__()
         self.base, self.scale = base.requires_grad_(False), alpha / rank
-        self.A = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
-        self.B = nn.Parameter(torch.zeros(base.out_features, rank))
+        start = torch.randn(rank, base.in_features).to(base.weight)  # its dtype and device
+        self.A = nn.Parameter(start / base.in_features**0.5)
+        self.B = nn.Parameter(torch.zeros(base.out_features, rank).to(base.weight))
 
     def forward(self, x):
         return self.base(x) + self.scale * F.linear(F.linear(x, self.A), self.B)
@@ -237,10 +238,10 @@ LORA = Exercise(
     """
     base.requires_grad_(False) → base
         the base is trained as well: base.requires_grad_(False).
-    nn.Parameter(torch.randn( → (torch.randn(
+    nn.Parameter(start → (start
     nn.Parameter(torch.zeros( → (torch.zeros(
         there is nothing to train: a tensor becomes a parameter of its module by nn.Parameter.
-    nn.Parameter(torch.randn( → nn.Parameter(0 * torch.randn(
+    torch.randn( → 0 * torch.randn(
         A does not start random: if it starts at zero, as B does, neither ever gets a gradient, and
         if its rows start alike, they stay alike.
     , alpha / rank → , alpha

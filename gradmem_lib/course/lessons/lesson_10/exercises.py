@@ -286,8 +286,8 @@ SECONDS = Exercise(
         the sums to all ranks.
     2 * micro_batches → micro_batches + 1
     3 * micro_batches → 2 * micro_batches + 1
-        the gradients are reduced once an update here: ranks without a whole copy of them must
-        reduce after every micro-batch.
+        the gradients are reduced once an update here, which needs whole gradients on each rank:
+        the task's fsdp and zero2 reduce after every micro-batch.
     / bandwidth →
         these are bytes: return seconds, so divide by bandwidth.
     """,
