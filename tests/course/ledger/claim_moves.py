@@ -67,7 +67,7 @@ MOVES = [
     ("C20", claims_price, "llama_work", stub(0.5), "does not hold"),
     ("C39", claims_price, "_longest", lambda card, checkpointing: card, "does not hold"),
     ("C40", claims_price, "chain", stub((1, 128, 1)), "does not hold"),
-    ("C50", claims_price, "share_left", stub(0.5), "does not hold"),
+    ("C50", claims_price, "share_left", stub(0.5), "holds"),
     ("C45", lesson_08, "part_of_the_saving", stub(0.5), "does not hold"),
     ("C45", lesson_08, "part_of_the_saving", stub(0.7), "holds"),
     ("C45", lesson_08, "extra_work", stub(0.2), "does not hold"),

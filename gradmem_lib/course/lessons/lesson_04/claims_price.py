@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from functools import cache
 
-from ....techniques.schedules import uniform_segments
+from ....techniques.schedules import schedule_peak, uniform_segments
 from ...ledger import Finding, answers, bert_large
 from ...ledger.finding import Figures, about, at_least, between, each
 from ...material import models
@@ -210,23 +210,23 @@ def a_table_of_shares() -> Finding:
 def root_of_depth_as_length() -> Finding:
     found = {}
     for shape in (SEVEN, GPT3):
-        root, best = round(math.sqrt(shape.layers)), best_length(shape)
+        root, best = round(shape.layers**0.5), best_length(shape)
         found[shape.name, root, best] = share_left(shape, root), share_left(shape, best)
-    root = round(math.sqrt(SEVEN.layers))
+    of_root, of_best = found["Llama-2-7B", 6, 1]
+    little = [schedule_peak(uniform_segments(32, k), 0, 1) for k in range(1, 33)]
     return Finding(
-        own=(
-            about(f"left by segments of {root} of 32", "20%", share_left(SEVEN, root)),
-            about("root of 96", "10", math.sqrt(GPT3.layers)),
+        own=about("Llama-2-7B, segments of 6 / best", "1×", of_root / of_best),
+        where=about(
+            "layers that keep only their input, 6 of 32 / best", "1×", little[5] / min(little)
         ),
-        beyond=about(
-            "left by the best segments of 32", "20%", share_left(SEVEN, best_length(SEVEN))
-        ),
+        beyond=about("left by segments of 6 of 32", "20%", of_root),
         says="""
-            holds: Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer
-                leaves less.
-            fails: The roots, or the share that is left, differ.
-            why: The root of the depth is best where layers keep little besides their input (see
-                C27). A Transformer block keeps more than 20 times its input.
+            only if: layers keep little besides their input. A Transformer block keeps more than 20
+                times its input, so one checkpoint per layer leaves less.
+            holds: For a Transformer, too.
+            fails: Other segments are best, even where layers keep little.
+            why: The shares are right: segments of 6 of 32 layers leave about 20%. They are not
+                the least (see C27).
             """,
         figures=each("{}: left with segments of {} / of {}", found, "{:.1%} / {:.1%}"),
     )
