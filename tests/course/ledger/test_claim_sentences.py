@@ -269,7 +269,8 @@ def test_c26_c27_and_c50():
         lengths = (1, 2, 4, 8, 16, 32, 64)
         root = math.sqrt(64 / keeps)
         assert best == min(lengths, key=lambda k: abs(math.log(k / root)))
-    assert says("C50", "segments of 6 of 32 layers leave about 20%. They are not the least")
+    assert says("C50", "The shares are right: segments of 6 of 32 layers leave about 20%.")
+    assert says("C50", "They are not the least (see C27).")
     six, single = row("C50", "Llama-2-7B: left with segments of 6 / of 1")
     assert six == pytest.approx(20, rel=0.05) and single < six
     assert says("C50", "layers keep little besides their input")
