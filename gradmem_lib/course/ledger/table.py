@@ -95,8 +95,7 @@ C47 E: gradient_checkpointing="auto" switches checkpointing on near the memory l
 C48 E: Moving saved activations to the CPU saves 80 to 90% and costs traffic on the bus.
 C49 E: FSDP with checkpointing gathers only the shards it needs, and both modes of use_reentrant
     work.
-C50 E: For the least memory, segments have N = sqrt(depth) layers: 6 of 32, at about 20% of it; 10
-    of 96.
+C50 E: For the least memory, segments have N = sqrt(depth) layers: 6 of 32 (about 20%), 10 of 96.
 C51 E: A 13B model on a 40 GB A100 peaks at 35 GB without and 15 GB with checkpointing.
 C52 E: Attention over 4096 tokens at batch 8 takes 256 MB a head, 8 GB for 32 heads, against 1 GB
     for the feed-forward part: a ratio of 8 to 1.

@@ -255,7 +255,7 @@ def test_c26_c27_and_c50():
         a, x = lesson_04.block(shape)
         assert 20 < a / x < 30, shape.name
         assert lesson_04.best_length(shape) in (1, 2), shape.name
-    assert says("C50", "A Transformer block keeps more than 20 times its input, so one checkpoint")
+    assert says("C50", "A Transformer block keeps more than 20 times its input.")
     assert says(
         "C27", "The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes"
     )
@@ -271,6 +271,7 @@ def test_c26_c27_and_c50():
         assert best == min(lengths, key=lambda k: abs(math.log(k / root)))
     assert says("C50", "The shares are right: segments of 6 of 32 layers leave about 20%.")
     assert says("C50", "They are not the least (see C27).")
+    assert says("C50", "in a Transformer, one checkpoint per layer leaves less.")
     six, single = row("C50", "Llama-2-7B: left with segments of 6 / of 1")
     assert six == pytest.approx(20, rel=0.05) and single < six
     assert says("C50", "layers keep little besides their input")

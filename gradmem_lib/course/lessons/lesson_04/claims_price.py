@@ -216,17 +216,15 @@ def root_of_depth_as_length() -> Finding:
     little = [schedule_peak(uniform_segments(32, k), 0, 1) for k in range(1, 33)]
     return Finding(
         own=about("Llama-2-7B, segments of 6 / best", "1×", of_root / of_best),
-        where=about(
-            "layers that keep only their input, 6 of 32 / best", "1×", little[5] / min(little)
-        ),
-        beyond=about("left by segments of 6 of 32", "20%", of_root),
+        where=about("layers that keep only their input", "1×", little[5] / min(little)),
+        beyond=about("left by 6 of 32", "20%", of_root),
         says="""
-            only if: layers keep little besides their input. A Transformer block keeps more than 20
-                times its input, so one checkpoint per layer leaves less.
+            only if: layers keep little besides their input; in a Transformer, one checkpoint per
+                layer leaves less.
             holds: For a Transformer, too.
             fails: Other segments are best, even where layers keep little.
-            why: The shares are right: segments of 6 of 32 layers leave about 20%. They are not
-                the least (see C27).
+            why: A Transformer block keeps more than 20 times its input. The shares are right:
+                segments of 6 of 32 layers leave about 20%. They are not the least (see C27).
             """,
         figures=each("{}: left with segments of {} / of {}", found, "{:.1%} / {:.1%}"),
     )

@@ -86,8 +86,8 @@ def larger_models() -> Finding:
         ),
         elsewhere=between("larger model, one row, 80 GiB", "4 to 10×", found[80, 1][2]),
         says=f"""
-            only if: the batch is large, as its own 32 in 4 micro-batches of 8: one row gains
-                nothing. On a smaller card the gain is larger.
+            only if: the batch is large, as its own 32 in 4 micro-batches of 8; one row gains
+                nothing.
             fails: Its own batch of 32 in 4 micro-batches of 8 gives another factor.
             why: Both techniques shrink only activations. With or without them, weights,
                 gradients and states set the limit at 16 bytes a parameter. On 24 GiB the factor is
