@@ -54,10 +54,11 @@ WITHOUT_A_NAME = (
     "numbers, x.item(), or x.detach().cpu() for what has to stay a tensor. A Jacobian of a batch "
     "has zeros between its rows: take it of one row after another, and reduce each at once."
 )
-OF_CPP = (
+HELD_BY_NO_NAME = (
     "no list and no variable of Python's keeps them. Look at what this line calls: a "
-    "torch.autograd.Function that puts its own output on ctx is never freed (ctx.y = y; "
-    "ctx.save_for_backward(y) is right), and a library may have a queue or a buffer."
+    "torch.autograd.Function that puts its own output on ctx keeps it until Python's collector "
+    "runs (write ctx.save_for_backward(y) in place of ctx.y = y), and a library may have a queue "
+    "or a buffer."
 )
 OF_A_LONGER_ONE = (
     "keep only numbers of it, or put the pieces into a list off the card, "
@@ -216,10 +217,9 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
     }
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
     changes["needed_in"] = "round" if any(map(belongs_to_training, old)) else unit
-    if held is None or not held.path:
-        was_looked_for = all(holder.held is not None for holder in old)
-        changes["remedy"] = OF_CPP if was_looked_for else WITHOUT_A_NAME
-    else:
+    if (held is None or not held.path) and all(holder.held is not None for holder in old):
+        changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
+    if held is not None and held.path:
         words["by"] = f"`{name_of(held)}`"
         changes["remedy"] = _remedy(held, old, unit == "forward")
         if _is_history(held):

@@ -109,8 +109,9 @@ def packages() -> Iterator[Finding]:
 
 
 def _nothing_to_judge_by(what: str, advice: str) -> Finding:
-    absent = _absent_packages()
-    return Finding("missing", what + (f", nor are {', '.join(absent)}" if absent else ""), advice)
+    if absent := _absent_packages():
+        what += f", nor are {', '.join(absent)}"
+    return Finding("missing", what, advice)
 
 
 def _absent_packages() -> list[str]:
