@@ -404,14 +404,16 @@ def outputs_on_a_context(remedied=False):
 @has(GROWS, line="clone", says="on the host")
 def weights_for_histograms(remedied=False):
     """The last copies are made when training is over, with a graph that nobody keeps."""
-    kept = []
+    net, x, kept = Net(1024), torch.randn(16, 64), []
+    optimizer = sgd(net)
 
-    def keep(i, net, x, y, out, loss):
-        for p in net.parameters():
+    def step(i):
+        updated(net(x).square().mean(), optimizer)
+        for parameter in net.parameters():
             if not remedied:
-                kept.append(p.clone().detach())
+                kept.append(parameter.clone().detach())
 
-    return trained_with(keep)
+    return trained(net, optimizer, step)
 
 
 @has(GROWS, FIRST_STEP, line="optimizer.step()", says="optimizers that no longer step")
