@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
+from gradmem_lib.compat.operators import softmax_backward
 from gradmem_lib.course.ledger.bert_large import (
     BATCH_SIZE,
     RECORD,
@@ -26,7 +27,6 @@ from gradmem_lib.course.ledger.bert_large import (
     batch,
     model,
 )
-from gradmem_lib.course.machine.compat import softmax_backward
 from gradmem_lib.measure.timeline import TOTAL
 from gradmem_lib.prediction import allocator, cuda_kernels, fakes
 from gradmem_lib.prediction.copies import fake_copy

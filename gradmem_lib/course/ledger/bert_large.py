@@ -161,8 +161,8 @@ CAUSES = {
 }
 
 LEFT = (
-    "published less the sum: cuBLAS and other libraries had memory of their own then, beside "
-    "PyTorch's allocator"
+    "published less the sum: libraries had memory of their own then, beside PyTorch's allocator, "
+    "and the replay's idle blocks are not exactly those of the card"
 )
 
 
