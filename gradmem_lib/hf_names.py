@@ -57,9 +57,9 @@ TABLES = (
     "AUDIO_CLASSIFICATION",
 )
 
-# Of the types of models that planning/models.json has, those that take pictures and no tokens. The
-# command line asks before transformers is imported.
-PICTURES_ALONE = ("dinov2", "vit")
+# Of the types of models that planning/models.json has, those that take pictures or sounds and no
+# tokens. The command line asks before transformers is imported.
+NO_TOKENS = ("dinov2", "vit", "wav2vec2")
 
 # The labels that a model takes, by the end of its class's name. Other models take tokens; ``None``:
 # the name does not say.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from importlib.resources import files
 
-from ..hf_names import PICTURES_ALONE
+from ..hf_names import NO_TOKENS
 from ..training.recipe import Recipe
 from .step_options import chosen
 from .terminal import complain, saying
@@ -80,7 +80,7 @@ def is_known_text_model(name: str) -> bool:
         for hub_id in row["ids"]:
             spellings.append(hub_id.rpartition("/")[2])  # without its owner
         if wanted in map(_letters, spellings):
-            return row["model_type"] not in PICTURES_ALONE
+            return row["model_type"] not in NO_TOKENS
     return False
 
 

@@ -20,7 +20,9 @@ from gradmem_lib.prediction.configs import model_class, skeleton
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked
 # language models' heads included once. (Without the pooler and the head for pairs of sentences that
-# the multilingual BERT's file has besides.)
+# the multilingual BERT's file has besides, and without the layers that predict several tokens at
+# once in the files of Qwen3.5, Qwen3-Next, GLM-4.5 and DeepSeek-V3, which transformers leaves out,
+# and the scales of Ministral's 8-bit files.)
 PUBLISHED = {}
 for row in """\
 SmolLM2-135M                       134,515,008
@@ -200,9 +202,115 @@ DeepSeek-V2-Lite                15,706,484,224
 StableLM-2-1.6B                  1,644,515,328
 Falcon-7B                        6,921,720,704
 Phi-3.5-MoE                     41,873,153,344
+Qwen3-VL-2B                        2,127,532,032
+Qwen3-VL-4B                        4,437,815,808
+Qwen3-VL-8B                        8,767,123,696
+Qwen3-VL-32B                      33,357,390,064
+Qwen3-VL-30B-A3B                  31,070,754,032
+Qwen3-Next-80B-A3B                79,674,391,296
+Qwen3.5-0.8B                         852,985,920
+Qwen3.5-2B                         2,213,241,664
+Qwen3.5-4B                         4,539,265,536
+Qwen3.5-9B                         9,409,813,744
+Qwen3.5-27B                       27,356,728,560
+Qwen3.5-35B-A3B                   35,107,181,936
+Qwen2.5-VL-3B                      3,754,622,976
+Qwen2.5-VL-7B                      8,292,166,656
+Qwen2.5-VL-32B                    33,452,718,336
+Qwen2.5-VL-72B                    73,410,777,344
+Qwen2-VL-2B                        2,208,985,600
+Qwen2-VL-7B                        8,291,375,616
+Qwen3-Embedding-0.6B                 595,776,512
+Qwen3-Embedding-4B                 4,021,774,336
+Qwen1.5-0.5B                         463,987,712
+Qwen1.5-1.8B                       1,836,828,672
+Qwen1.5-4B                         3,950,369,280
+Qwen1.5-7B                         7,721,324,544
+Qwen1.5-14B                       14,167,290,880
+Qwen1.5-32B                       32,512,218,112
+Qwen1.5-MoE-A2.7B                 14,315,784,192
+GLM-4-9B                           9,399,951,360
+GLM-4-9B-0414                      9,400,279,040
+GLM-4.5-Air                      106,852,245,504
+OLMo-3-7B                          7,298,011,136
+OLMo-3-32B                        32,233,522,176
+OLMo-1B                            1,176,764,416
+OLMo-7B                            6,888,095,744
+LFM2-350M                            354,483,968
+LFM2-700M                            742,489,344
+LFM2-1.2B                          1,170,340,608
+LFM2-2.6B                          2,569,272,320
+LFM2-8B-A1B                        8,339,929,856
+Granite-4.0-350M                     352,379,904
+Granite-4.0-micro                  3,402,836,480
+Granite-4.0-H-tiny                 6,939,037,248
+Granite-4.1-3B                     3,402,836,480
+DeepSeek-V3                      671,026,404,352
+DeepSeek-Coder-1.3B                1,346,471,936
+DeepSeek-Coder-6.7B                6,740,512,768
+DeepSeek-LLM-7B                    6,910,365,696
+DeBERTa-v3-xsmall                     70,682,112
+DeBERTa-v3-small                     141,304,320
+DeBERTa-v3-base                      183,831,552
+DeBERTa-v3-large                     434,012,160
+ELECTRA-base                         108,891,648
+ELECTRA-large                        334,092,288
+Mamba-130M                           129,135,360
+Mamba-370M                           371,516,416
+Mamba-790M                           793,204,224
+Mamba-1.4B                         1,372,178,432
+Mamba-2.8B                         2,768,345,600
+SigLIP-base                          203,155,970
+wav2vec2-base                         94,396,320
+Command-R7B                        8,028,033,024
+Aya-Expanse-8B                     8,028,033,024
+EXAONE-4.0-1.2B                    1,279,391,488
+EXAONE-4.0-32B                    32,003,216,384
+ERNIE-4.5-0.3B                       360,748,032
+ERNIE-4.5-21B-A3B                 21,825,437,888
+MiniLM-L6                             22,713,216
+MiniLM-L12                            33,360,000
+BGE-small-en-v1.5                     33,360,000
+BGE-base-en-v1.5                     109,482,240
+BGE-large-en-v1.5                    335,141,888
+BGE-M3                               567,754,752
+Multilingual-E5-large                559,890,432
+mBART-large-50                       610,879,488
+Mistral-Small-3.1-24B             24,011,361,280
+Ministral-3-3B                     3,849,090,048
+Ministral-3-8B                     8,918,026,240
+Ministral-3-14B                   13,945,031,680
+Pixtral-12B                       12,682,739,712
+Llama-3.2-11B-Vision              10,642,941,475
+LLaVA-1.5-7B                       7,063,427,072
+LLaVA-1.5-13B                     13,351,494,656
+SmolVLM-256M                         256,484,928
+SmolVLM-500M                         507,482,304
+SmolVLM-2.2B                       2,246,272,880
+SmolVLM2-2.2B                      2,246,784,880
+EuroLLM-9B                         9,152,319,488
+EuroLLM-1.7B                       1,656,850,432
+EmbeddingGemma-300M                  302,863,104
+Apertus-8B                         8,053,338,176
+Seed-OSS-36B                      36,151,104,512
+AFM-4.5B                           4,619,184,640
+Gemma-4-31B                       31,273,086,512
+Gemma-4-26B-A4B                   25,805,933,872
+Nemotron-3-Nano-30B-A3B           31,577,937,344
+Nemotron-Nano-9B-v2                8,888,227,328
+StableLM-3B                        2,795,443,200
 """.splitlines():
     name, total = row.rsplit(maxsplit=1)
     PUBLISHED[name] = int(total.replace(",", ""))
+# Published without the head that they get here to be trained with.
+HEADLESS = {
+    "DeBERTa-v3-xsmall",
+    "DeBERTa-v3-small",
+    "DeBERTa-v3-base",
+    "DeBERTa-v3-large",
+    "ELECTRA-base",
+    "ELECTRA-large",
+}
 
 
 def test_every_known_model_has_a_published_total():
@@ -216,6 +324,8 @@ def test_sizes_are_the_published_totals(name, total):
     if config.architectures:  # DINOv2 was published without the head that it is trained with here
         with torch.device("meta"):
             model = getattr(transformers, config.architectures[0])(config)
+    if name in HEADLESS:
+        model = model.base_model
     assert sum(p.numel() for p in model.parameters()) == total
 
 
@@ -246,6 +356,11 @@ Mistral-7B-Instruct-v0.2 | Mistral-7B-v0.2 | mistralai/Mistral-7B-Instruct-v0.2
 mistral-7b-v0.3-bnb-4bit | Mistral-7B-v0.3 | mistralai/Mistral-7B-v0.3
 deepseek-r1-distill-qwen-7b | DeepSeek-R1-Distill-Qwen-7B | -
 openai/whisper-large-v3 | Whisper-large-v3 | openai/whisper-large-v3
+qwen3-vl-8b | Qwen3-VL-8B | Qwen/Qwen3-VL-8B-Instruct
+unsloth/Qwen3.5-9B-GGUF | Qwen3.5-9B | Qwen/Qwen3.5-9B
+olmo3 7b | OLMo-3-7B | allenai/Olmo-3-1025-7B
+deberta-v3-base | DeBERTa-v3-base | microsoft/deberta-v3-base
+all-MiniLM-L6-v2 | MiniLM-L6 | sentence-transformers/all-MiniLM-L6-v2
 """
 
 

@@ -68,15 +68,15 @@ def test_models_and_layers_have_the_names_of_checkpointing():
     assert hasattr(layer, hf_names.LAYER_SWITCH)
 
 
-def test_of_the_well_known_types_these_take_pictures_alone():
+def test_of_the_well_known_types_these_take_no_tokens():
     found = set()
     for row in model_table().values():
         row.pop("ids")
         model = model_class(AutoConfig.for_model(**row))
         takes = inspect.signature(model.forward).parameters
-        if "pixel_values" in takes and "input_ids" not in takes:
+        if not {"input_ids", "decoder_input_ids"} & {*takes}:
             found.add(row["model_type"])
-    assert found == set(hf_names.PICTURES_ALONE)
+    assert found == set(hf_names.NO_TOKENS)
 
 
 def test_a_layer_takes_its_input_and_has_its_parts_by_these_names():
