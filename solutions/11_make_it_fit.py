@@ -426,7 +426,7 @@ guess_a.reveal(measured=abs(predicted.total - tracker.peak.total))
 #
 # ## 10 · Your model, your card
 #
-# Now write your own model, card, rows and tokens into this cell. `plan` knows more than 150 models by
+# Now write your own model, card, rows and tokens into this cell. `plan` knows more than 250 models by
 # name, and takes any config of transformers. For a large model it may need a minute.
 
 # %%

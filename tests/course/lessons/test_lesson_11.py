@@ -21,5 +21,5 @@ def test_larger_pieces_hardly_make_11_5_faster():
 
 
 def test_how_many_models_plan_knows():
-    assert lesson("11").says("`plan` knows more than 150 models by name")
-    assert 150 < len(model_table()) < 200
+    assert lesson("11").says("`plan` knows more than 250 models by name")
+    assert 250 < len(model_table()) < 300
