@@ -294,7 +294,7 @@ def bert_large_accumulated() -> Finding:
         ),
         elsewhere=_near("BERT-large, batch 4, today's step", whole, whole.parts["today"]),
         says=f"""
-            only if: software of January 2022 runs it, and all that the card held counts; the
+            only if: the software of its time runs it, and all that the card held counts; the
                 tensors of a step of today are {whole.parts["today"] / whole.run.mib:.0%} of that.
             fails: A replay with the software of January 2022 gives other figures.
             why: The published MB are MiB. A replay without a card gives {whole.total:,.0f} and
