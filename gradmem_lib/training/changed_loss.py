@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 
 from ..compat.data_parallel import inside_wrapper
+from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import as_in_evaluation, rounding
 from ..techniques.shared_statistics import batch_norms
 from .items import forget, have_values
-from .probe import loss_and_error
 from .probe_rows import some_rows
 
 
@@ -37,29 +36,27 @@ class LossBeforeTheWindow:
     ):
         self.model, self.loss_of = inside_wrapper(model), loss_of
         self.how, self.processes = how, processes
-        self.limit = 0.0  # two losses are the same if they are so near, relative
         self.rows = None  # what is asked; None: nothing can be
         if have_values(self.model, micro_batches) and not batch_norms(self.model):
             self.rows = some_rows(micro_batches)
-        self.before = self._loss()
+        self.before, _ = self._loss_now()
 
-    def _loss(self) -> float:
-        """The loss of the rows now; not a number if nothing can be asked."""
+    def _loss_now(self, before: float = math.nan) -> tuple[float, bool]:
+        """The loss of the rows, not a number if nothing can be asked; and whether it differs from
+        the one ``before``.
+        """
         if self.rows is None:
-            return math.nan
-        with as_in_evaluation(self.model) as autocasts:
-            loss, _ = loss_and_error(self.model, self.rows, self.loss_of)
-            self.limit = rounding(self.model, autocasts)
-        return loss
+            return math.nan, False
+        with asking_loss(self.model, self.loss_of) as question:
+            [(loss, _)] = question.observe(self.rows)
+            return loss, question.differ(before, loss)
 
     def check(self) -> None:
         """Call this after the window, before the weights change. All processes call it together.
 
         Raises ``ValueError`` if the loss is another one.
         """
-        after = self._loss()
-        numbers = math.isfinite(self.before) and math.isfinite(after)
-        differs = numbers and not math.isclose(self.before, after, rel_tol=self.limit)
+        after, differs = self._loss_now(self.before)
         if self.processes.sums(differs)[0]:
             forget(self.model)  # ask again if it is tried again
             raise ValueError(

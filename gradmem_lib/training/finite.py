@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import as_in_evaluation
 from ..techniques.splitting import split
-from .probe import loss_and_error
 from .probe_rows import rows_together, some_rows
 
 
@@ -32,10 +31,10 @@ def by_finite_loss(model: nn.Module, micro_batches: Sequence[Any], loss_of: Call
     a row counts as finite if its loss is, alone or beside a row that has one.
     """
     rows: list[tuple[Any, str]] = []  # with what is to be said; empty if the loss alone is finite
-    with as_in_evaluation(model):
+    with asking_loss(model, loss_of) as question:
 
         def is_finite(batch: Any) -> bool:
-            loss, error = loss_and_error(model, batch, loss_of)
+            [(loss, error)] = question.observe(batch)
             return error is not None or math.isfinite(loss)
 
         for number, micro in enumerate(micro_batches, 1):

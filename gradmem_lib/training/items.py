@@ -21,11 +21,11 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.fake_tensors import FakeTensor, has_numbers
 from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
+from ..techniques.asking import DRAWS_RANDOM_NUMBERS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
 from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels, rules_of
-from .probe import Answer, ProbeRows, ask, differs_from_itself
+from .probe import Answer, ProbeRows, ask
 from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
 
 
@@ -90,9 +90,7 @@ def find_rule(
     rules = _candidates(default, items)
     groups = _as_many_as_others(groups_of_rows(micro_batches), processes)
     usable = bool(groups) and has_labels(groups[0])
-    answer = Answer([0.0] * len(rules))
-    if groups:
-        answer = ask(inner, ProbeRows(groups, ignored_labels), loss_of, rules, processes)
+    answer = ask(inner, ProbeRows(groups, ignored_labels), loss_of, rules, processes)
     opinions = _opinions(answer, usable)
     *votes, everybody, usable_anywhere = processes.sums(*opinions, 1, usable)
     if not usable_anywhere:
@@ -200,7 +198,7 @@ def _refusal(
             f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
             "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
-    if groups and differs_from_itself(model, groups[0], loss_of):
+    if groups and _differs_from_itself(model, groups[0], loss_of):
         return LossIsNoMean(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
@@ -226,6 +224,16 @@ def _refusal(
         "checkpointing to save memory; or accumulate_gradients, which takes a list of sums with "
         "what each is divided by; or accumulate_through_embeddings for a loss that compares rows"
     )
+
+
+def _differs_from_itself(model: nn.Module, whole: Any, loss_of: Callable) -> bool:
+    """Whether the same rows have another loss when they are computed again.
+
+    Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
+    """
+    with asking_loss(model, loss_of) as question:
+        (first, _), (second, _) = question.observe(whole, whole)
+        return question.differ(first, second)
 
 
 def _check_uncuttable(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradmem_lib import accumulate_gradients, check_pieces_add_up, split
 from gradmem_lib.course.machine.thread_ranks import on_ranks
-from gradmem_lib.techniques.pieces import as_in_evaluation, rounding
+from gradmem_lib.techniques.asking import as_in_evaluation, asking
 
 WEIGHT = torch.tensor([0.3, 1.0, 4.7], dtype=torch.float64)
 
@@ -227,12 +227,12 @@ def test_all_processes_refuse_together():
 def test_autocast_inside_of_the_loss_rounds_more():
     model = nn.Linear(64, 512)
     x = torch.randn(8, 64)
-    with as_in_evaluation(model) as autocasts:
-        model(x)
-        assert rounding(model, autocasts) == 1e-5
+    with asking(model, model) as question:
+        question.observe(x)
+        assert question.rounding == 1e-5
         with torch.autocast("cpu", torch.bfloat16):
-            model(x)
-    assert rounding(model, autocasts) == torch.finfo(torch.bfloat16).eps
+            question.observe(x)
+    assert question.rounding == torch.finfo(torch.bfloat16).eps
     hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
     with pytest.raises(KeyboardInterrupt), as_in_evaluation(model):
         raise KeyboardInterrupt
