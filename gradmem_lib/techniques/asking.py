@@ -12,9 +12,10 @@ compared. Who asks, and about which rows:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +52,22 @@ class Question:
 
     model: nn.Module
     ask: Callable[[Any], Any]
+    processes: Processes  # which ask together
     autocasts: set[torch.dtype]  # those that the model was called in
 
     def observe(self, *batches: Any) -> list[Observation]:
-        """What is found for each batch, also after an error: the processes of a sharded model run
-        each forward together.
+        """What is found for each batch, also after an error.
+
+        The processes of a sharded model run each forward together, so one with fewer batches asks
+        about its last one again.
         """
-        return [self._observe(batch) for batch in batches]
+        found: list[Observation] = []
+        for number in count():
+            if not self.processes.sums(number < len(batches))[0]:
+                break
+            if batches:
+                found.append(self._observe(batches[min(number, len(batches) - 1)]))
+        return found[: len(batches)]
 
     def _observe(self, batch: Any) -> Observation:
         try:
@@ -71,21 +81,25 @@ class Question:
             return Observation(math.nan, error)
 
     def observe_with_other_weights(
-        self,
-        batches: Iterable[Any],
-        processes: Processes,
-        is_finite: Callable[[Any], bool] = math.isfinite,
+        self, *batches: Any, is_finite: Callable[[Any], bool] = math.isfinite
     ) -> list[Observation]:
         """The same with a few other numbers in the weights (``other_weights``).
 
         If some process then has an error, or a first loss that is not finite, the model cannot have
         such weights, and all of them ask it with its own.
         """
-        batches = list(batches)
-        with other_weights(self.model, processes):
+        with other_weights(self.model, self.processes):
             found = self.observe(*batches)
         failed = any(error for _, error in found) or not is_finite(found[0].value)
-        return self.observe(*batches) if processes.sums(failed)[0] else found
+        return self.observe(*batches) if self.processes.sums(failed)[0] else found
+
+    def changes(self, batch: Any) -> bool:
+        """Whether ``batch`` has another loss when it is computed again.
+
+        Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
+        """
+        (first, _), (second, _) = self.observe(batch, batch)
+        return self.differ(first, second)
 
     @property
     def rounding(self) -> float:
@@ -105,15 +119,22 @@ class Question:
 
 
 @contextmanager
-def asking(model: nn.Module, ask: Callable[[Any], Any]) -> Iterator[Question]:
-    """In the block, ``ask(batch)``, which calls ``model``, may be asked as in evaluation."""
+def asking(
+    model: nn.Module, ask: Callable[[Any], Any], processes: Processes | None = None
+) -> Iterator[Question]:
+    """In the block, ``ask(batch)``, which calls ``model``, may be asked as in evaluation.
+
+    ``processes``: those that ask together, all of them the same questions in the same order.
+    """
     with as_in_evaluation(model) as autocasts:
-        yield Question(model, ask, autocasts)
+        yield Question(model, ask, processes or Processes(), autocasts)
 
 
-def asking_loss(model: nn.Module, loss_of: Callable) -> AbstractContextManager[Question]:
+def asking_loss(
+    model: nn.Module, loss_of: Callable, processes: Processes | None = None
+) -> AbstractContextManager[Question]:
     """The same for ``loss_of(model, batch)``, which returns a tensor of one element."""
-    return asking(model, lambda batch: float(loss_of(model, batch)))
+    return asking(model, lambda batch: float(loss_of(model, batch)), processes)
 
 
 def first_line(error: Exception) -> str:

@@ -59,8 +59,8 @@ def check_pieces_add_up(
         return [_sum_and_count(pair, reduction) for pair in pairs]
 
     pieces = _all_but_the_last_row_and_it(batch)
-    with asking(model, sums_and_counts) as question:
-        observed = question.observe_with_other_weights([batch, *pieces], processes, _is_finite)
+    with asking(model, sums_and_counts, processes) as question:
+        observed = question.observe_with_other_weights(batch, *pieces, is_finite=_is_finite)
         errors = [first_line(error) for _, error in observed if error is not None]
         together, *alone = [pairs for pairs, _ in observed]
         if processes.sums(not errors and not _is_finite(together))[0]:

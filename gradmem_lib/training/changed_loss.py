@@ -47,7 +47,7 @@ class LossBeforeTheWindow:
         """
         if self.rows is None:
             return math.nan, False
-        with asking_loss(self.model, self.loss_of) as question:
+        with asking_loss(self.model, self.loss_of, self.processes) as question:
             [(loss, _)] = question.observe(self.rows)
             return loss, question.differ(before, loss)
 

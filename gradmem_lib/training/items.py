@@ -25,8 +25,8 @@ from ..techniques.asking import DRAWS_RANDOM_NUMBERS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
 from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels, rules_of
-from .probe import Answer, ProbeRows, ask
-from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
+from .probe import Answer, ask
+from .probe_rows import groups_of_rows, have_ignored_labels, with_fewer_labels
 
 
 class LossIsNoMean(ValueError):
@@ -88,9 +88,10 @@ def find_rule(
         return None
     ignored_labels = bool(processes.sums(have_ignored_labels(inner, micro_batches))[0])
     rules = _candidates(default, items)
-    groups = _as_many_as_others(groups_of_rows(micro_batches), processes)
+    groups = groups_of_rows(micro_batches)
     usable = bool(groups) and has_labels(groups[0])
-    answer = ask(inner, ProbeRows(groups, ignored_labels), loss_of, rules, processes)
+    batches = with_fewer_labels(inside_peft(inner), groups, ignored_labels)
+    answer = ask(inner, batches, loss_of, rules, processes)
     opinions = _opinions(answer, usable)
     *votes, everybody, usable_anywhere = processes.sums(*opinions, 1, usable)
     if not usable_anywhere:
@@ -104,7 +105,11 @@ def find_rule(
         others = can_ask_again and finite_rows(inner, micro_batches, loss_of)
         if others:  # the rest shows nothing
             return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
-        raise _refusal(inner, groups, loss_of, how, items, answer) from answer.error
+        draws_numbers = False
+        if groups:
+            with asking_loss(inner, loss_of, processes) as question:
+                draws_numbers = question.changes(groups[0])
+        raise _refusal(inner, draws_numbers, how, items, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):
         _warn_of_a_small_difference(inner, how, answer.differences[number])
@@ -154,15 +159,6 @@ def _warn_of_a_small_difference(model: nn.Module, how: str, difference: float) -
     )
 
 
-def _as_many_as_others(groups: list[Any], processes: Processes) -> list[Any]:
-    """``groups``, the first of them repeated until each process has as many, since the processes of
-    a sharded model run each forward together.
-    """
-    have_one = processes.sums(*[number < len(groups) for number in range(MOST_GROUPS)])
-    missing = sum(count > 0 for count in have_one) - len(groups)
-    return groups + groups[:1] * missing
-
-
 def was_asked(model: nn.Module, key: Any) -> bool:
     """Whether ``find_rule`` has found the rule of this model and key."""
     return key in _found.get(inside_wrapper(model), {})
@@ -185,7 +181,7 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 
 
 def _refusal(
-    model: nn.Module, groups: list[Any], loss_of: Callable, how: str, items: Any, answer: Answer
+    model: nn.Module, draws_numbers: bool, how: str, items: Any, answer: Answer
 ) -> ValueError:
     """The error to raise: what was found, and what to do.
 
@@ -198,7 +194,7 @@ def _refusal(
             f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
             "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
-    if groups and _differs_from_itself(model, groups[0], loss_of):
+    if draws_numbers:
         return LossIsNoMean(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
@@ -224,16 +220,6 @@ def _refusal(
         "checkpointing to save memory; or accumulate_gradients, which takes a list of sums with "
         "what each is divided by; or accumulate_through_embeddings for a loss that compares rows"
     )
-
-
-def _differs_from_itself(model: nn.Module, whole: Any, loss_of: Callable) -> bool:
-    """Whether the same rows have another loss when they are computed again.
-
-    Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
-    """
-    with asking_loss(model, loss_of) as question:
-        (first, _), (second, _) = question.observe(whole, whole)
-        return question.differ(first, second)
 
 
 def _check_uncuttable(

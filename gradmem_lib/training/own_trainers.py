@@ -59,10 +59,10 @@ def check_accumulation(trainer: Trainer) -> None:
         with _in_processes(trainer, step.processes):
             return _loss_of_a_step(trainer, batches)
 
-    with asking(trainer.model, loss_of) as question:
+    with asking(trainer.model, loss_of, processes) as question:
         rows = _first_rows(loader.dataset, args.world_size)
         whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
-        observed = question.observe_with_other_weights([cut, whole], processes)
+        observed = question.observe_with_other_weights(cut, whole)
         errors = [error for _, error in observed if error is not None]
         (in_pieces, _), (together, _) = observed
         # Also after an error: other processes must not wait for this one.
@@ -72,8 +72,7 @@ def check_accumulation(trainer: Trainer) -> None:
         in_pieces = added_up / args.world_size
         if not question.differ(together, in_pieces):
             return
-        (first, _), (again, _) = question.observe(whole, whole)
-        if question.differ(first, again):
+        if question.changes(whole):
             raise ValueError(
                 f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"
             )

@@ -6,27 +6,21 @@ and compared with the loss together.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..compat.transformers_models import inside_peft
-from ..techniques.asking import ROUNDING, SHORT_DTYPES, Question, asking, other_weights
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking, other_weights
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split
 from .item_rules import Rule
-from .probe_rows import fewer_labels, twice
-
-
-class ProbeRows(NamedTuple):
-    """What the model is asked about."""
-
-    groups: list[Any]
-    ignored_labels: bool  # whether labels may be replaced by -100
+from .probe_rows import twice
 
 
 class Row(NamedTuple):
@@ -77,23 +71,25 @@ class Answer:
 
 def ask(
     model: nn.Module,
-    rows: ProbeRows,
+    batches: list[Any],
     loss_of: Callable,
     rules: Sequence[Rule],
     processes: Processes,
 ) -> Answer:
-    """How far each rule is from right. All processes call this together.
+    """How far each rule is from right for ``batches`` of a few rows. All processes call this
+    together.
 
     The weights get other numbers first, since those that the training starts from may hide what
     the loss does.
     """
-    with_others = _answer(model, rows, loss_of, rules, other_weights(model, processes))
-    is_enough = not rows.groups or (with_others.finite and with_others.fits)
+    others = other_weights(model, processes)
+    with_others = _answer(model, batches, loss_of, rules, processes, others)
+    is_enough = not batches or (with_others.finite and with_others.fits)
     if not processes.sums(not is_enough)[0]:
         return with_others
     # Either the model cannot have such weights, and its own decide. Or no rule is right, and the
     # error should quote a loss that the user knows, unless the own weights hide the difference.
-    with_its_own = _answer(model, rows, loss_of, rules, nullcontext())
+    with_its_own = _answer(model, batches, loss_of, rules, processes, nullcontext())
     if is_enough:
         return with_others
     if with_others.finite and not with_others.shows_nothing and with_its_own.fits:
@@ -104,12 +100,14 @@ def ask(
 
 
 def _answer(
-    model: nn.Module, rows: ProbeRows, loss_of: Callable, rules: Sequence[Rule], weights: Any
+    model: nn.Module,
+    batches: list[Any],
+    loss_of: Callable,
+    rules: Sequence[Rule],
+    processes: Processes,
+    weights: AbstractContextManager,
 ) -> Answer:
-    """What the groups show, and each of them with fewer labels in its first row, with ``weights``
-    for the model.
-    """
-    inside = inside_peft(model)
+    """What the batches show with these ``weights`` of the model."""
     answer = Answer([0.0] * len(rules))
     dtypes = set()
 
@@ -118,15 +116,21 @@ def _answer(
         dtypes.add(value.dtype)
         return float(value)
 
-    noise = 0.0
-    with asking(model, loss) as question, weights:
-        for batch, is_first in _batches(inside, rows):
-            row, error = _losses(question, batch)
-            if is_first:
-                answer.error = error
-                noise = _noise(question, row)
-            if is_first or error is None:  # labels that the model does not take prove nothing
-                answer.table.append(row)
+    once: list[float] = []  # the losses of the first rows alone
+    rows_of = [list(split(batch, 1)) for batch in batches]
+    to_ask = []
+    for batch, rows in zip(batches, rows_of, strict=True):
+        to_ask += [batch, *rows]
+    again = [twice(row) for row in rows_of[0][:2]] if batches else []
+    with asking(model, loss, processes) as question, weights:
+        found = iter(question.observe(*to_ask, *again))
+        for number, rows in enumerate(rows_of):
+            (together, *alone), errors = zip(*islice(found, 1 + len(rows)), strict=True)
+            error = next(filter(None, errors), None)
+            if number == 0:
+                answer.error, once = error, alone
+            if number == 0 or error is None:  # labels that the model does not take prove nothing
+                answer.table.append(Row(rows, together, alone))
         answer.limit = question.rounding
         short = [torch.finfo(dtype).eps for dtype in dtypes & SHORT_DTYPES]
         if short:  # the items' losses are rounded, and then their mean
@@ -134,32 +138,16 @@ def _answer(
         # Rows together and alone differ a little more than rows alone and twice. The loss itself
         # is rounded, too.
         least = max([min(ROUNDING, answer.limit / 10), *short])
+        noise = _noise(once, [loss for loss, _ in found])
         answer.noise = min(8 * noise + least, answer.limit)
-        _judge(answer, inside, rules)
+        _judge(answer, inside_peft(model), rules)
     return answer
 
 
-def _batches(model: nn.Module, rows: ProbeRows) -> Iterator[tuple[Any, bool]]:
-    """What is computed together and row by row, and whether it is the first."""
-    for place, group in enumerate(rows.groups):
-        yield group, place == 0
-        for changed in fewer_labels(model, group, rows.ignored_labels):
-            yield changed, False
-
-
-def _losses(question: Question, batch: Any) -> tuple[Row, Exception | None]:
-    parts = list(split(batch, 1))
-    found = question.observe(batch, *parts)
-    together, *alone = [loss for loss, _ in found]
-    errors = [error for _, error in found if error is not None]
-    return Row(parts, together, alone), errors[0] if errors else None
-
-
-def _noise(question: Question, row: Row) -> float:
+def _noise(alone: list[float], repeated: list[float]) -> float:
     """The largest relative difference between the loss of a row and of the same row twice."""
-    repeated = question.observe(*[twice(part) for part in row.parts[:2]])
     largest = 0.0
-    for once, (again, _) in zip(row.alone, repeated, strict=False):
+    for once, again in zip(alone, repeated, strict=False):
         if math.isfinite(once) and math.isfinite(again) and once:
             largest = max(largest, abs(again - once) / abs(once))
     return largest

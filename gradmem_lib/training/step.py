@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..techniques.accumulation import accumulate_gradients
+from ..techniques.counts import described
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.losses import packed_by_position
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
@@ -394,10 +395,8 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"{type(value).__name__}"
-        if isinstance(value, Tensor):
-            what = f"a tensor of shape {(*value.shape,)}"
         raise ValueError(
-            f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels "
-            "into the batch, or give loss=lambda model, batch: ... that returns the scalar"
+            f"{type(model).__name__} returned {described(value)} where a scalar loss was expected: "
+            "put labels into the batch, or give loss=lambda model, batch: ... that returns the "
+            "scalar"
         )

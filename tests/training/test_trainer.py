@@ -35,24 +35,6 @@ def test_a_lora_run_goes_on_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("model_init", small, "make the model first"),
-        ("optimizers", (None, None), "the recipe makes the optimizer"),
-        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {}), "the recipe makes the optimizer"),
-        ("torch_empty_cache_steps", 1, "its own step knows nothing of it"),
-        ("deepspeed", {"zero_optimization": {"stage": 2}}, "its own step knows nothing of it"),
-    ],
-)
-def test_what_a_recipe_cannot_keep_to_is_refused(name, value, says, tmp_path):
-    model = small()
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=f"{name}=.*not taken by make_trainer.*{says}"):
-        trainer_for(model, Recipe(lora_rank=4, precision="bf16"), tmp_path, **{name: value})
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
     ("kernel", "moves", "seen"), [(False, False, True), (True, False, False), (True, True, True)]
 )
 def test_losses_are_shown_but_where_nothing_moves(kernel, moves, seen, tmp_path, monkeypatch):

@@ -191,18 +191,31 @@ class Chain(nn.Module):
         return x
 
 
-def refused_on_a_rank() -> str:
-    """The rows of the second process alone show that the loss is no mean over rows."""
+def breaks(model, batch):
+    value = model(batch["x"]).sum()
+    if dist.get_rank() == 1:
+        raise KeyError("no such column")
+    return value
+
+
+def refused_on_a_rank() -> list[str]:
+    """What is said where the rows of the second process alone show that the loss is no mean over
+    rows, and where its loss alone raises an error.
+    """
     batch, loss = hidden_words()
     if dist.get_rank() == 0:
         batch["mask"] = torch.ones(ROWS, TOKENS)
     recipe = replace(RECIPE, sharding="fsdp", layers=("layers",))
     run = prepare(Chain().double(), recipe)
-    with pytest.raises(ValueError, match="no mean over labels or rows") as raised:
-        step(run.model, run.optimizer, batch, recipe, loss=loss)
-    return str(raised.value)
+    said = []
+    for asked in (loss, breaks):
+        with pytest.raises(ValueError) as raised:
+            step(run.model, run.optimizer, batch, recipe, loss=asked)
+        said.append(str(raised.value))
+    return said
 
 
 def test_processes_that_compute_together_ask_equally_often():
     first, second = run_ranks(refused_on_a_rank)
-    assert "another process found it" in first and "as the mean of their losses" in second
+    assert "another process found it" in first[0] and "mean of their losses alone" in second[0]
+    assert "no mean over labels or rows" in first[1] and "no such column" in second[1]
