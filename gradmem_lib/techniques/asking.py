@@ -93,13 +93,13 @@ class Question:
         failed = any(error for _, error in found) or not is_finite(found[0].value)
         return self.observe(*batches) if self.processes.sums(failed)[0] else found
 
-    def changes(self, batch: Any) -> bool:
-        """Whether ``batch`` has another loss when it is computed again.
+    def changes(self, *batches: Any) -> bool:
+        """Whether one of ``batches`` has another loss when it is computed again.
 
         Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
         """
-        (first, _), (second, _) = self.observe(batch, batch)
-        return self.differ(first, second)
+        losses = [loss for loss, _ in self.observe(*batches, *batches)]
+        return any(map(self.differ, losses, losses[len(batches) :]))
 
     @property
     def rounding(self) -> float:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -37,7 +37,12 @@ from ..compat.modules import call_override, original_call, override_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from .best_schedule import Measurement
-from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpointed
+from .call_overrides import (
+    ALREADY_CHECKPOINTED,
+    CallOverride,
+    Checkpoints,
+    refuse_checkpointed,
+)
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
 from .layers import Named, find_layers
 from .schedules import Schedule, first_layers, segments_for, total_layers
@@ -121,7 +126,7 @@ def checkpoint_layers(
     return CheckpointedLayers(lists)
 
 
-class CheckpointedLayers(AbstractContextManager):
+class CheckpointedLayers(Checkpoints):
     """Layers that run in segments, as ``checkpoint_layers`` returns them.
 
     Attributes: ``layers``; ``segments`` (the schedule; None until ``"best"`` has measured);
@@ -131,24 +136,18 @@ class CheckpointedLayers(AbstractContextManager):
     """
 
     def __init__(self, lists: dict[str, _LayerCalls]):
+        super().__init__()
         self._lists = lists
         with ExitStack() as undo:
             for calls in lists.values():
                 calls.install(undo)
-            self._undo = undo.pop_all()
+            self.push(undo.pop_all())
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("layers", "segments", "keep_last", "internal", "boundary"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         values = {where: getattr(calls, name) for where, calls in self._lists.items()}
         return values if len(values) > 1 else next(iter(values.values()))
-
-    def remove(self) -> None:
-        """Restore the layers' own forward. A second call does nothing."""
-        self._undo.close()
-
-    def __exit__(self, *error) -> None:
-        self.remove()
 
 
 @dataclass(eq=False)

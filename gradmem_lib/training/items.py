@@ -105,10 +105,8 @@ def find_rule(
         others = can_ask_again and finite_rows(inner, micro_batches, loss_of)
         if others:  # the rest shows nothing
             return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
-        draws_numbers = False
-        if groups:
-            with asking_loss(inner, loss_of, processes) as question:
-                draws_numbers = question.changes(groups[0])
+        with asking_loss(inner, loss_of, processes) as question:
+            draws_numbers = question.changes(*groups[:1])
         raise _refusal(inner, draws_numbers, how, items, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):

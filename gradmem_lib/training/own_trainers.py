@@ -70,7 +70,7 @@ def check_accumulation(trainer: Trainer) -> None:
         if failed:
             raise _could_not_be_asked(name, next(iter(errors), None))
         in_pieces = added_up / args.world_size
-        if not question.differ(together, in_pieces):
+        if not processes.sums(question.differ(together, in_pieces))[0]:
             return
         if question.changes(whole):
             raise ValueError(
