@@ -1,4 +1,6 @@
-"""A loss that the forwards of a window have changed, though no trained weight has changed."""
+"""What is asked before the first window in pieces, and after it: whether the window's forwards have
+changed the loss, though no trained weight has changed.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +12,9 @@ from ..compat.data_parallel import inside_wrapper
 from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
 from ..techniques.shared_statistics import batch_norms
-from .items import forget, have_values
+from .item_rules import Rule
+from .items import find_rule, forget, have_values, known_rule
+from .losses import usual_rule
 from .probe_rows import some_rows
 
 
@@ -66,3 +70,35 @@ class LossBeforeTheWindow:
                 f"loss of {type(self.model).__name__} from {self.before:.6g} to {after:.6g} on the "
                 "same rows, though no trained weight has changed"
             )
+
+
+def ask_before_window(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    loss_of: Callable,
+    *,
+    how: str,
+    items: Any,
+    key: Any,
+    processes: Processes,
+    weights_stay: bool = True,
+) -> tuple[Rule | None, LossBeforeTheWindow | None]:
+    """What the loss is a mean of (``find_rule``, which has the same arguments), and before the
+    first window also how large it is.
+
+    ``weights_stay``: whether the weights are the same in the whole window.
+    """
+    loss_before = None
+    if weights_stay and known_rule(model, key) is None:
+        loss_before = LossBeforeTheWindow(model, micro_batches, loss_of, how, processes)
+    rule = find_rule(
+        model,
+        micro_batches,
+        loss_of,
+        usual_rule(model),
+        how=how,
+        items=items,
+        key=key,
+        processes=processes,
+    )
+    return rule, loss_before

@@ -126,9 +126,9 @@ def _candidates(default: Rule, items: Any) -> list[Rule]:
 def _found_before(
     model: nn.Module, key: Any, micro_batches: Sequence[Any], processes: Processes
 ) -> _Found | None:
-    if key is None or not was_asked(model, key):
+    found = _found.get(model, {}).get(key)
+    if found is None:
         return None
-    found = _found[model][key]
     # The first -100 of the data is new. Several processes would have to see it together.
     is_new = not found.ignored_labels and not processes.groups
     return None if is_new and have_ignored_labels(model, micro_batches) else found
@@ -157,9 +157,10 @@ def _warn_of_a_small_difference(model: nn.Module, how: str, difference: float) -
     )
 
 
-def was_asked(model: nn.Module, key: Any) -> bool:
-    """Whether ``find_rule`` has found the rule of this model and key."""
-    return key in _found.get(inside_wrapper(model), {})
+def known_rule(model: nn.Module, key: Any) -> Rule | None:
+    """The rule that ``find_rule`` has found for this model and key, if it was asked."""
+    found = _found.get(inside_wrapper(model), {}).get(key)
+    return None if found is None else found.rule
 
 
 def forget(model: nn.Module) -> None:
