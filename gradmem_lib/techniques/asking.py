@@ -91,7 +91,9 @@ class Question:
         with other_weights(self.model, self.processes):
             found = self.observe(*batches)
         failed = any(error for _, error in found) or not is_finite(found[0].value)
-        return self.observe(*batches) if self.processes.sums(failed)[0] else found
+        if self.processes.sums(failed)[0]:
+            return self.observe(*batches)
+        return found
 
     def changes(self, *batches: Any) -> bool:
         """Whether one of ``batches`` has another loss when it is computed again.

@@ -44,7 +44,7 @@ from .call_overrides import (
     refuse_checkpointed,
 )
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
-from .layers import Named, find_layers
+from .layers import Named, find_layers, layers_in
 from .schedules import Schedule, first_layers, segments_for, total_layers
 from .second_run import version_of
 from .segments import Chain, Handover
@@ -96,7 +96,7 @@ def checkpoint_layers(
     on weights that FSDP has sharded over processes.
     """
     found = find_layers(layers_or_model, layers)
-    refuse_checkpointed([layer for several, _ in found.values() for layer in several])
+    refuse_checkpointed(layers_in(found))
     lengths = isinstance(every, (list, tuple))
     if lengths and len(found) > 1:
         raise ValueError(
@@ -121,7 +121,7 @@ def checkpoint_layers(
         chain = Chain(several, passes_tuple_through=isinstance(caller, nn.Sequential))
         lists[name] = _LayerCalls(chain, owner, schedule, keep_last)
     if first:
-        total = sum(len(several) for several, _ in found.values())
+        total = len(layers_in(found))
         raise ValueError(f"every='first-{first + total}': there are {total} layers in all")
     return CheckpointedLayers(lists)
 

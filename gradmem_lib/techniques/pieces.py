@@ -61,19 +61,22 @@ def check_pieces_add_up(
     pieces = _all_but_the_last_row_and_it(batch)
     with asking(model, sums_and_counts, processes) as question:
         observed = question.observe_with_other_weights(batch, *pieces, is_finite=_is_finite)
-        errors = [first_line(error) for _, error in observed if error is not None]
-        together, *alone = [pairs for pairs, _ in observed]
-        if processes.sums(not errors and not _is_finite(together))[0]:
+        (together, *alone), errors = zip(*observed, strict=True)
+        error = next(filter(None, errors), None)
+        if processes.sums(error is None and not _is_finite(together))[0]:
             raise ValueError(
                 "look for very large or missing numbers: the loss of all rows together is not "
                 "finite, which shows nothing about its pieces"
             )
-        difference = errors[0] if errors else _difference(together, alone, question.rounding)
+        if error is None:
+            difference = _difference(together, alone, question.rounding)
+        else:
+            difference = first_line(error)
         refused = processes.sums(bool(difference))[0] > 0
         if refused:
             (first, failed), (again, failed_again) = question.observe(batch, batch)
             changes = failed or failed_again or _difference(first, [again], question.rounding)
-            if changes and not errors:
+            if changes and error is None:
                 difference = DRAWS_RANDOM_NUMBERS
     if refused:
         difference = difference or "another process found a difference"

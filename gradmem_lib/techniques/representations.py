@@ -132,7 +132,7 @@ def _cards() -> list[int]:
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), [torch.cuda.get_rng_state(card) for card in _cards()]
+    return torch.get_rng_state(), list(map(torch.cuda.get_rng_state, _cards()))
 
 
 # What cannot be right.

@@ -25,7 +25,7 @@ from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
-from .layers import Named, find_layers
+from .layers import Named, find_layers, layers_in
 from .second_run import FirstRun, checkpoint_again, version_of
 
 CHANGED_ARGUMENT = (
@@ -58,8 +58,7 @@ def checkpoint_parts(
     """
     if not isinstance(part, type):
         check_choice("part", part, SELECTIVE)
-    lists = find_layers(layers_or_model, layers)
-    found = [layer for several, _ in lists.values() for layer in several]
+    found = layers_in(find_layers(layers_or_model, layers))
     refuse_checkpointed(found)
     whole_layers = False
     if not isinstance(part, type):

@@ -6,7 +6,7 @@ and compared with the loss together.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..compat.transformers_models import inside_peft
-from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking, other_weights
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, Observation, asking, other_weights
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split
 from .item_rules import Rule
@@ -116,19 +116,20 @@ def _answer(
         dtypes.add(value.dtype)
         return float(value)
 
-    once: list[float] = []  # the losses of the first rows alone
-    rows_of = [list(split(batch, 1)) for batch in batches]
-    to_ask = []
-    for batch, rows in zip(batches, rows_of, strict=True):
+    rows_of, to_ask = [], []
+    for batch in batches:
+        rows = list(split(batch, 1))
+        rows_of.append(rows)
         to_ask += [batch, *rows]
-    again = [twice(row) for row in rows_of[0][:2]] if batches else []
+    for rows in rows_of[:1]:
+        to_ask += map(twice, rows[:2])
     with asking(model, loss, processes) as question, weights:
-        found = iter(question.observe(*to_ask, *again))
+        found = iter(question.observe(*to_ask))
         for number, rows in enumerate(rows_of):
             (together, *alone), errors = zip(*islice(found, 1 + len(rows)), strict=True)
             error = next(filter(None, errors), None)
             if number == 0:
-                answer.error, once = error, alone
+                answer.error = error
             if number == 0 or error is None:  # labels that the model does not take prove nothing
                 answer.table.append(Row(rows, together, alone))
         answer.limit = question.rounding
@@ -138,18 +139,19 @@ def _answer(
         # Rows together and alone differ a little more than rows alone and twice. The loss itself
         # is rounded, too.
         least = max([min(ROUNDING, answer.limit / 10), *short])
-        noise = _noise(once, [loss for loss, _ in found])
+        noise = _noise(answer.table, found)
         answer.noise = min(8 * noise + least, answer.limit)
         _judge(answer, inside_peft(model), rules)
     return answer
 
 
-def _noise(alone: list[float], repeated: list[float]) -> float:
+def _noise(table: list[Row], repeated: Iterable[Observation]) -> float:
     """The largest relative difference between the loss of a row and of the same row twice."""
     largest = 0.0
-    for once, again in zip(alone, repeated, strict=False):
-        if math.isfinite(once) and math.isfinite(again) and once:
-            largest = max(largest, abs(again - once) / abs(once))
+    for row in table[:1]:
+        for once, (again, _) in zip(row.alone, repeated, strict=False):
+            if math.isfinite(once) and math.isfinite(again) and once:
+                largest = max(largest, abs(again - once) / abs(once))
     return largest
 
 
@@ -157,12 +159,14 @@ def _judge(answer: Answer, model: nn.Module, rules: Sequence[Rule]) -> None:
     """Write into ``answer`` how far each rule is from right."""
     nearest = math.inf
     for number, rule in enumerate(rules):
-        found = [_difference(rule, model, row) for row in answer.table]
-        answer.differences[number] = max((difference for difference, _ in found), default=0.0)
-        said = [one for one in found if one[1] and one[0] > answer.limit]
-        worst, sentence = max(said, default=(math.inf, ""))
-        if sentence and (worst < nearest or not answer.sentence):
-            nearest, answer.sentence = worst, sentence
+        worst, said = 0.0, ""
+        for row in answer.table:
+            difference, sentence = _difference(rule, model, row)
+            answer.differences[number] = max(answer.differences[number], difference)
+            if sentence and difference > max(worst, answer.limit):
+                worst, said = difference, sentence
+        if said and (worst < nearest or not answer.sentence):
+            nearest, answer.sentence = worst, said
 
 
 def _difference(rule: Rule, model: nn.Module, row: Row) -> tuple[float, str]:

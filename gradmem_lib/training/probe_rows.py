@@ -43,7 +43,12 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     single_rows: list[Any] = []  # views
     for micro in micro_batches:
         single_rows += split(micro, 1)
-    labelled = [number for number, row in enumerate(single_rows) if has_labels(row)]
+    labelled, without_labels = [], []
+    for number, row in enumerate(single_rows):
+        if has_labels(row):
+            labelled.append(number)
+        else:
+            without_labels.append(row)
     first_numbers = _first_labelled_rows(single_rows, labelled, size)
     other_numbers = unlike_rows(micro_batches, first_numbers, labelled, MOST_UNLIKE)
     numbers = [*first_numbers, *other_numbers][: MOST_CLASSES + MOST_UNLIKE]
@@ -55,7 +60,6 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
     groups = []
     for start in range(0, len(others), size - 1):
         groups.append(rows_together([first, *others[start : start + size - 1]]))
-    without_labels = [row for row in single_rows if not has_labels(row)]
     if without_labels and has_labels(first):
         groups.append(rows_together([first, *others[: size - 2], without_labels[0]]))
     return groups

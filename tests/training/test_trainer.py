@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from support.trainers import SEQ, Classified, classifier, rows, small, trainer_for
+from support.trainers import SEQ, Classified, classifier, plain_arguments, rows, small, trainer_for
 from torch import nn
 from transformers import (
     PrinterCallback,
@@ -155,14 +155,9 @@ def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
         trainer.train()
         memory = trainer.memory
     else:
-        args = TrainingArguments(
-            str(tmp_path),
+        args = plain_arguments(
+            tmp_path,
             per_device_train_batch_size=8,
-            max_steps=2,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
             optim="adamw_torch",
             auto_find_batch_size=True,
         )
