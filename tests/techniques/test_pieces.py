@@ -192,6 +192,8 @@ def test_a_batch_that_shows_nothing_is_refused():
     model, batch = model_and_batch()
     with pytest.raises(ValueError, match="give at least two rows"):
         check_pieces_add_up(model, next(split(batch, 1)), lambda m: smoothed(model, m))
+    two = next(split(batch, 2))  # which are enough
+    check_pieces_add_up(model, two, lambda m: smoothed(model, m), reduction="mean")
     batch["labels"][-1] = -100
 
     def of_labels(micro):
