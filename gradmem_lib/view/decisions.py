@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..measure.diagnosis import TECHNIQUES
 from ..units import format_bytes, parse_bytes
 from .diagnosis import diagnose
-from .style import INK, look_of, new_figure, style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .picture import Picture
+from .style import look_of, style
 
 PARTS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 GROUPS = {  # by one of their phases
@@ -23,7 +21,8 @@ PART = {"layers": ", of the layers", "outside": ""}
 LAST = 9.3  # the distance from the prices to the column of bytes
 
 
-def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
+@style()
+def show_decisions(run: Any = None, card: int | str | None = None) -> Picture:
     """Draw a row for each technique: the parts of a peak that it can shrink, in each phase, and its
     price.
 
@@ -36,47 +35,44 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
     places = {("backward", part): float(n) for n, part in enumerate(PARTS)}
     places |= {("optimizer_step", part): len(PARTS) + 0.6 + n for n, part in enumerate(PARTS[1:])}
     right = max(places.values()) + 0.9
-    with style():
-        height = 1.7 + 0.34 * len(TECHNIQUES)
-        figure = new_figure(11.6, height, alt=_words())
-        ax = figure.add_axes((0.29, 0.02, 0.69, (height - 1.5) / height))
-        ax.set(xlim=(-0.5, right + 6.6 + 2.8 * bool(found)), ylim=(len(TECHNIQUES) - 0.4, -0.6))
-        ax.axis("off")
-        for phase, (title, parts) in GROUPS.items():
-            faded = 1 if now in (None, phase) else 0.6
-            ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", alpha=faded)
-            for part in parts:
-                size = (
-                    f"  {format_bytes(found.peak.by_category[part])}"
-                    if found and now == phase
-                    else ""
-                )
-                ax.text(
-                    places[phase, part], -0.62, part + size, rotation=38, fontsize=8, alpha=faded
-                )
-        for row, technique in enumerate(TECHNIQUES):
-            if row % 2 == 0:
-                ax.axhspan(
-                    row - 0.5, row + 0.5, xmin=-0.42, color="#80889622", zorder=0, clip_on=False
-                )
-            ax.text(
-                -0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center"
-            )
-            for (phase, part), x in places.items():
-                if phase in technique.shrinks.get(part, ()):
-                    faded = 1 if now in (None, phase) else 0.25
-                    ax.barh(row, 0.8, 0.72, left=x - 0.4, alpha=faded, **look_of(part))
-            ax.text(right, row, technique.price, va="center", color=INK)
-            if found:
-                lowest = found.lowest[technique.name]
-                text_options = {"s": format_bytes(lowest)}
-                if lowest <= capacity:
-                    text_options = {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
-                ax.text(right + LAST, row, va="center", ha="right", **text_options)
-        ax.text(right, -0.75, "its price", fontsize=8.5, fontweight="bold")
+    height = 1.7 + 0.34 * len(TECHNIQUES)
+    picture = Picture(11.6, height, alt=_words())
+    ax = picture.panel(0.29, 0.98, 1.45, height - 0.05)
+    ax.set(xlim=(-0.5, right + 6.6 + 2.8 * bool(found)), ylim=(len(TECHNIQUES) - 0.4, -0.6))
+    ax.axis("off")
+    for phase, (title, parts) in GROUPS.items():
+        faded = 1 if now in (None, phase) else 0.6
+        ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", alpha=faded)
+        for part in parts:
+            words = part
+            if found and now == phase:
+                words += f"  {format_bytes(found.peak.by_category[part])}"
+            ax.text(places[phase, part], -0.62, words, rotation=38, fontsize=8, alpha=faded)
+    for row, technique in enumerate(TECHNIQUES):
+        if row % 2 == 0:
+            band = {"xmin": -0.42, "color": "#80889622", "zorder": 0, "clip_on": False}
+            ax.axhspan(row - 0.5, row + 0.5, **band)
+        ax.text(-0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center")
+        for (phase, part), x in places.items():
+            if phase in technique.shrinks.get(part, ()):
+                faded = 1 if now in (None, phase) else 0.25
+                ax.barh(row, 0.8, 0.72, left=x - 0.4, alpha=faded, **look_of(part))
+        ax.text(right, row, technique.price, va="center")
         if found:
-            ax.text(right + LAST, -0.75, "at best", fontsize=8.5, fontweight="bold", ha="right")
-    return figure
+            lowest = found.lowest[technique.name]
+            fits = lowest <= capacity
+            ax.text(
+                right + LAST,
+                row,
+                format_bytes(lowest) + " ✓" * fits,
+                va="center",
+                ha="right",
+                fontweight="bold" if fits else "normal",
+            )
+    ax.text(right, -0.75, "its price", fontweight="bold")
+    if found:
+        ax.text(right + LAST, -0.75, "at best", fontweight="bold", ha="right")
+    return picture
 
 
 def _words() -> str:

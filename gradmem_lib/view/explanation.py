@@ -5,7 +5,6 @@ The table of answers is ``error_rows``.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import textwrap
 import traceback
@@ -16,8 +15,6 @@ from ..measure.error_text import ErrorText, read_error
 from ..units import format_bytes
 from .error_rows import NAMES, facts_of, figures_of, fill, rows_of
 from .next_command import command_after, step_of, words_before
-from .svg import frame as svg_frame
-from .svg import svg_text
 from .template import html_from
 
 # (sign of the text bar, colour) of each part, in the order of the bar.
@@ -79,12 +76,22 @@ PAGE = """
 <div>
   {% for sentence in found.sentences %}<p>{{ sentence }}</p>{% endfor %}
   {% if found.command %}<pre>{{ found.command }}</pre>{% endif %}
-  {{ bar | safe }}
+  {% if parts %}
+    <div style='display:flex;height:34px;max-width:760px' role='img' aria-label='{{ words }}'>
+      {% for name, nbytes in parts.items() %}
+        <span style='flex:{{ nbytes }};background:{{ signs[name][1] }}'></span>
+      {% endfor %}
+    </div>
+  {% endif %}
   {% if found.figures %}
     <table>
       {% for name, nbytes in found.figures.items() %}
         <tr>
-          <td style='text-align:left'>{{ names[name] }}</td>
+          <td style='text-align:left'>
+            {% set color = signs[name][1] if name in parts else "none" %}
+            <span style='display:inline-block;width:12px;height:12px;background:{{ color }}'></span>
+            {{ " " }}{{ names[name] }}
+          </td>
           <td>{{ format_bytes(nbytes) }}</td>
         </tr>
       {% endfor %}
@@ -145,8 +152,17 @@ class Explanation:
         return "\n".join(lines).rstrip()
 
     def _repr_html_(self) -> str:
-        bar = _bar_svg(self.parts()) if self.parts() else ""
-        return html_from(PAGE, found=self, bar=bar, names=NAMES, format_bytes=format_bytes)
+        parts = self.parts()
+        words = ", ".join(f"{NAMES[name]}: {format_bytes(n)}" for name, n in parts.items())
+        return html_from(
+            PAGE,
+            found=self,
+            parts=parts,
+            signs=PARTS,
+            words=words,
+            names=NAMES,
+            format_bytes=format_bytes,
+        )
 
 
 def _width() -> int:
@@ -174,26 +190,6 @@ def _bar(parts: dict[str, int], width: int) -> list[str]:
         for name, nbytes in parts.items()
     ]
     return [f" [{signs}]", *legend]
-
-
-def _bar_svg(parts: dict[str, int], width: int = 760) -> str:
-    """One bar, and below it a line for each of its parts."""
-    total = sum(parts.values())
-    words = ", ".join(f"{NAMES[name]}: {format_bytes(n)}" for name, n in parts.items())
-    key = "gm" + hashlib.sha1(words.encode()).hexdigest()[:8]
-    height = 46 + 20 * len(parts)
-    shapes = []
-    x = 2.0
-    for row, (name, nbytes) in enumerate(parts.items()):
-        color = PARTS[name][1]
-        share = nbytes / total * (width - 4)
-        y = 60 + 20 * row
-        shapes.append(f'<rect x="{x:.1f}" y="4" width="{share:.1f}" height="34" fill="{color}"/>')
-        shapes.append(f'<rect x="2" y="{y - 10}" width="12" height="12" fill="{color}"/>')
-        shapes.append(svg_text(20, y, f"{NAMES[name]}, {format_bytes(nbytes)}", size=12))
-        x += share
-    start = svg_frame(key, width, height, 13, title="Where the memory is", words=words + ".")
-    return f"{start}{''.join(shapes)}</svg>"
 
 
 def explain(

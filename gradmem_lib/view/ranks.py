@@ -6,26 +6,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..display import live_enabled
-from ..names import CATEGORIES
 from ..units import format_bytes
-from .live import (
-    WAIT,
-    encode_frame,
-    explorable_html,
-    frame_peak,
-    live,
-    plain_text,
-    widget_class,
-)
-from .place import place, still_html
-from .style import draw_entry, joined, new_figure, picture_bundle, shortened, style
-from .timeline import describe, draw_areas
+from .live import Moving, encode_frame, explorable, frame_peak, plain_text
+from .style import joined, shortened, style
+from .timeline import describe
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ..measure.timeline import Timeline
+    from .picture import Picture
+
+    Timelines = list[Timeline | None]  # of each rank; None: it was not measured
 
 
 class RankPictures:
@@ -45,7 +35,8 @@ class RankPictures:
 
     def __exit__(self, *exc) -> None:
         for number in sorted(self.pictures):
-            self.pictures[number].finish()
+            picture = self.pictures[number]
+            picture.moving.finish(picture.bundle)
 
     def on_report(self, rank: int, number: int, action: str, *what) -> None:
         """Called when ``rank`` reports about its tracker ``number``.
@@ -68,122 +59,68 @@ class _Picture:
 
     def __init__(self, ranks: int, title: str, budget: int | None):
         self.title, self.budget = title, budget
-        self.timelines: list[Timeline | None] = [None] * ranks
-        self.widgets, self.place, self.output = [], None, None
-        self.words = plain_text(joined(title, f"{ranks} ranks", by=", "))
-        if not live():
-            return
-        from IPython.display import display
-        from ipywidgets import HBox, Layout
-
-        start = {
-            "budget": float(budget or 0),
-            "small": True,
-            "frame": encode_frame(None, None, None),
-        }
-        views = [
-            widget_class()(
-                title=_rank_title(rank, title),
-                layout=Layout(flex="1 1 0%", min_width="195px"),
-                **start,
-            )
-            for rank in range(ranks)
-        ]
-        self.widgets = [*views, HBox(views, layout=Layout(flex_flow="row wrap"))]
-        self.place = place(self.widgets[-1], keep=True)
-        shown = self.place.html(f"<em>{WAIT}</em>")
-        data = {"text/html": shown, "text/plain": self.words}
-        self.output = display(data, raw=True, display_id=True)
+        self.timelines: Timelines = [None] * ranks
+        titles = [joined(f"rank {rank}", title, by=", ") for rank in range(ranks)]
+        text = plain_text(joined(title, f"{ranks} ranks", by=", "))
+        self.moving = Moving(titles, budget, text)
+        self.moving.start()
 
     def push(self, rank: int, frame: bytes) -> None:
         """Draw the next frame of ``rank``, with all ranks on the scale of the largest."""
-        if self.widgets:
-            top = max(self.widgets[0].top, frame_peak(frame))
-            for view in self.widgets[:-1]:
-                view.top = top
-            self.widgets[rank].frame = frame
+        views = self.moving.views
+        for view in views:
+            view.top = max(view.top, frame_peak(frame))
+        if views:
+            views[rank].frame = frame
 
-    def finish(self) -> None:
-        """Replace the moving picture by the finished one."""
-        from IPython.display import display
-
-        if any(timeline is not None and len(timeline) for timeline in self.timelines):
-            alt = " ".join(
-                f"Rank {rank}. {describe(timeline, title=self.title, budget=self.budget)}"
-                for rank, timeline in enumerate(self.timelines)
-            )
-            figure = plot_ranks(self.timelines, title=self.title, budget=self.budget)
-            data, metadata = picture_bundle(figure, alt, self.words)
-            if live_enabled():
-                still = still_html((data, metadata), "")
-                data["text/html"] = explorable_html(self._finished(), still)
-        else:
+    def bundle(self) -> tuple[dict, dict]:
+        """The finished picture as a mimebundle."""
+        highest = _highest(self.timelines)
+        if not highest:
             words = "No rank has come to the end of its measurement."
-            data, metadata = {"text/html": f"<em>{words}</em>", "text/plain": self.words}, {}
-        show = self.output.update if self.output is not None else display
-        show(data, metadata=metadata, raw=True)
-        for widget in [self.place, *self.widgets]:
-            if widget is not None:
-                widget.close()
-
-    def _finished(self) -> list[tuple[bytes, dict]]:
-        """The frame and the settings of each rank's picture, all on one scale."""
-        settings = {
-            "budget": float(self.budget or 0),
-            "top": float(_highest(self.timelines)),
-            "small": True,
-        }
-        pictures = []
-        for rank, timeline in enumerate(self.timelines):
-            own = {**settings, "title": _rank_title(rank, self.title)}
-            pictures.append((encode_frame(timeline, None, None, finished=True), own))
-        return pictures
+            return {"text/html": f"<em>{words}</em>", "text/plain": self.moving.text}, {}
+        picture = plot_ranks(self.timelines, title=self.title, budget=self.budget)
+        picture.plain_text = self.moving.text
+        common = {"budget": float(self.budget or 0), "top": float(highest), "small": True}
+        frames = []
+        for title, timeline in zip(self.moving.titles, self.timelines, strict=True):
+            frame = encode_frame(timeline, None, None, finished=True)
+            frames.append((frame, common | {"title": title}))
+        return explorable(picture, frames)
 
 
-def _highest(timelines: list[Timeline | None]) -> int:
-    """The highest peak of those that were measured."""
-    return max(max(t.totals) for t in timelines if t is not None and len(t))
+def _highest(timelines: Timelines) -> int:
+    """The highest peak of those that were measured; 0 if none was."""
+    return max((max(t.totals) for t in timelines if t is not None and len(t)), default=0)
 
 
-def _rank_title(rank: int, title: str) -> str:
-    return joined(f"rank {rank}", title, by=", ")
+@style()
+def plot_ranks(timelines: Timelines, *, title: str = "", budget: int | None = None) -> Picture:
+    """Live bytes by category of several ranks side by side on one scale."""
+    from .picture import Picture
+    from .timeline_picture import draw_timeline
 
-
-def plot_ranks(
-    timelines: list[Timeline | None], *, title: str = "", budget: int | None = None
-) -> Figure:
-    """Live bytes by category of several ranks side by side on one scale; ``None`` stands for a rank
-    that was not measured.
-    """
+    words = []
+    for rank, timeline in enumerate(timelines):
+        words.append(f"Rank {rank}. {describe(timeline, title=title, budget=budget)}")
+    heading = shortened(title or "Memory by category", 100)
+    picture = Picture(8.6, 3.2, heading, alt=" ".join(words))
     highest = _highest(timelines)
-    left, right, gap = 0.07, 0.985, 0.022
-    width = (right - left + gap) / len(timelines) - gap
-    with style():
-        figure = new_figure(8.6, 3.2)
-        figure.text(
-            left,
-            0.93,
-            shortened(title or "Memory by category", 100),
-            fontsize=11,
-            fontweight="bold",
-            va="baseline",
-        )
-        for rank, timeline in enumerate(timelines):
-            axes = figure.add_axes((left + rank * (width + gap), 0.25, width, 0.51))
-            if timeline is None or not len(timeline):
-                axes.set_axis_off()
-                axes.text(
-                    0.5, 0.5, "not measured to its end", ha="center", transform=axes.transAxes
-                )
-            else:
-                draw_areas(axes, timeline, budget, None, highest)
-                peak = format_bytes(max(timeline.totals))
-                axes.set_title(f"peak {peak}", loc="right", pad=18, fontsize=8.5)
-            axes.set_title(f"rank {rank}", loc="left", pad=18, fontsize=9, fontweight="bold")
-            if rank:
-                axes.set_ylabel("")
-                axes.set_yticklabels([])
-        for place, name in enumerate(CATEGORIES):
-            x = left + place * (right - left) / len(CATEGORIES)
-            draw_entry(figure, name, (x, 0.045), (0.021, 0.052), 0.029)
-    return figure
+    left, gap = 0.07, 0.022
+    width = (0.985 - left + gap) / len(timelines)
+    for rank, timeline in enumerate(timelines):
+        start = left + rank * width
+        ax = picture.panel(start, start + width - gap, 0.78, 2.4)
+        picture.write(start, 0.5, f"rank {rank}", fontweight="bold")
+        if timeline is None or not len(timeline):
+            ax.set_axis_off()
+            ax.text(0.5, 0.5, "not measured to its end", ha="center", transform=ax.transAxes)
+            continue
+        draw_timeline(ax, timeline, budget, highest=highest)
+        peak = format_bytes(max(timeline.totals))
+        picture.write(start + width - gap, 0.5, f"peak {peak}", ha="right")
+        if rank:
+            ax.set_ylabel("")
+            ax.set_yticklabels([])
+    picture.categories(left, 3.05)
+    return picture
