@@ -25,15 +25,13 @@ STYLES = {
 
 
 Points = Mapping[str, Sequence[float]]
+Paths = Mapping[str, torch.Tensor]
+Surface = Callable[[torch.Tensor], torch.Tensor]
 
 
 @style()
 def plot_paths(
-    surface: Callable[[torch.Tensor], torch.Tensor],
-    paths: Mapping[str, torch.Tensor],
-    *,
-    title: str = "",
-    marks: Points | None = None,
+    surface: Surface, paths: Paths, *, title: str = "", marks: Points | None = None
 ) -> Picture:
     """Draw the path of each update rule over the contours of ``surface``.
 
@@ -68,9 +66,7 @@ def plot_paths(
 
 
 @style()
-def plot_losses(
-    curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1
-) -> Picture:
+def plot_losses(curves: Points, *, title: str = "", smooth: int = 1) -> Picture:
     """Draw training losses, one curve for each name.
 
     Each point is the mean of the last ``smooth`` steps.
@@ -119,16 +115,12 @@ def _paths_in_words(visited: Mapping[str, torch.Tensor], marks: Points) -> str:
 
 
 def show_paths(
-    surface: Callable[[torch.Tensor], torch.Tensor],
-    paths: Mapping[str, torch.Tensor],
-    *,
-    title: str = "",
-    marks: Points | None = None,
+    surface: Surface, paths: Paths, *, title: str = "", marks: Points | None = None
 ) -> None:
     """Display ``plot_paths`` in a notebook."""
     plot_paths(surface, paths, title=title, marks=marks).display()
 
 
-def show_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> None:
+def show_losses(curves: Points, *, title: str = "", smooth: int = 1) -> None:
     """Display ``plot_losses`` in a notebook."""
     plot_losses(curves, title=title, smooth=smooth).display()

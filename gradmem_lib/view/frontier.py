@@ -83,23 +83,12 @@ def _draw_points(axes: Axes, shares: Mapping[str, Point], line: list[str], width
         axes.scatter(
             [x], [y], s=42, zorder=3, marker=marker, facecolor=color, edgecolor=INK, linewidth=1
         )
-        label_y = _free_height(x, y + 3.2, placed, width)
-        placed.append((x, label_y))
+        label_y = y + 3.2
+        for other_x, other_y in placed:  # from the lowest up
+            if abs(x - other_x) < CLOSE_ACROSS * width and abs(label_y - other_y) < CLOSE_UP:
+                label_y = other_y + CLOSE_UP
+        placed = sorted([*placed, (x, label_y)], key=lambda at: at[1])
         axes.text(x + 0.012 * width, label_y, ", ".join(names), va="center")
-
-
-def _free_height(x: float, y: float, placed: list[Point], width: float) -> float:
-    """The first height from ``y`` up at which a label at ``x`` touches none that is placed."""
-
-    def touches() -> bool:
-        for other_x, other_y in placed:
-            if abs(x - other_x) < CLOSE_ACROSS * width and abs(y - other_y) < CLOSE_UP:
-                return True
-        return False
-
-    while touches():
-        y += 1
-    return y
 
 
 def _same(shares: Mapping[str, Point]) -> dict[Point, list[str]]:

@@ -59,6 +59,13 @@ def draw_scale(ax: Axes, top: float, unit: str, parts: int = 4) -> None:
     ax.xaxis.get_major_locator().set_params(integer=True)
 
 
+def draw_byte_axis(ax: Axes, top: float, unit: str) -> None:
+    """The axis below bars that reach ``top``, in ``unit``."""
+    step = nice_step(top, 5)
+    ax.set(xlim=(0, top), yticks=[], xticks=np.arange(0, top, step))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} {unit}" if value else "0")
+
+
 def draw_peak(ax: Axes, x: float, y: float, nbytes: int = 0) -> None:
     """A dot on the peak, drawn whole also at the picture's edge, and its ``nbytes``, if any, on the
     side that has room.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..names import CATEGORIES
-from .bars import plot_bars
+from .bars import plot_bar
 from .template import html_from
 
 PAGE = """
@@ -43,5 +43,5 @@ class MemoryFit:
         return "\n".join([self.title, *self.words])
 
     def _repr_html_(self) -> str:
-        picture = plot_bars({"at the peak": self.parts()}, cards={self.card: self.nbytes})
+        picture = plot_bar("at the peak", self.parts(), self.card, self.nbytes)
         return html_from(PAGE, fit=self, bar=picture.svg(self.title))

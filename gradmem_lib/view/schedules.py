@@ -75,7 +75,6 @@ PART_LABELS = {
     "left": "left at the end",
 }
 
-PLAIN_TEXT = "Schedule plot"
 DOTTED = {"color": INK, "linewidth": 0.9, "linestyle": (0, (2, 2))}
 Box = tuple[float, float, float, float]
 
@@ -176,7 +175,8 @@ def plot_schedule(
     foot = top + grid_height
     words = joined(title, describe_schedule(record))
     heading = title or "Layers over one training step"
-    picture = Picture(8.6, foot + gap + low + 0.46, heading, alt=words, text=PLAIN_TEXT)
+    text = joined("Schedule plot", title)
+    picture = Picture(8.6, foot + gap + low + 0.46, heading, alt=words, text=text)
     grid = picture.panel(0.064, 0.75, top, foot)
     below = picture.panel(0.064, 0.75, foot + gap, foot + gap + low, sharex=grid)
     grid.set_xlim(0, len(record.events))
@@ -327,6 +327,4 @@ def describe_schedule(record: ScheduleRecord) -> str:
 
 def show_schedule(record: ScheduleRecord, *, title: str = "") -> None:
     """Display ``plot_schedule`` in a notebook."""
-    picture = plot_schedule(record, title=title)
-    picture.plain_text = joined(PLAIN_TEXT, title)
-    picture.display()
+    plot_schedule(record, title=title).display()

@@ -12,7 +12,7 @@ from matplotlib.patheffects import withStroke
 
 from ..measure.timeline import MemorySnapshot
 from ..units import format_bytes, parse_bytes
-from .marks import draw_limit, draw_stack
+from .marks import draw_byte_axis, draw_limit, draw_stack
 from .picture import Picture
 from .style import (
     ALARM,
@@ -20,7 +20,6 @@ from .style import (
     LIGHT,
     PHASE_LABELS,
     listed,
-    nice_step,
     reach_of,
     scale_of,
     style,
@@ -176,8 +175,12 @@ def plot_waterfall(chart: Waterfall) -> Picture:
     highest = max(bar.total for bar in bars)
     top = 1.03 * reach_of(highest, chart.budget)
     factor, unit = scale_of(highest)  # the largest figure's own unit
-    axes.set_xlim(0, top / factor)
+    draw_byte_axis(axes, top / factor, unit)
     axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.grid(axis="x")
+    axes.spines[:].set_visible(False)
+    axes.spines["left"].set_visible(True)
+    axes.tick_params(length=0)
     below = 0  # the row of the bar that the next one builds on
     for row, bar in enumerate(bars):
         draw_stack(axes, row, 0.34 if bar.aside else 0.62, bar.by_category, factor, zorder=2)
@@ -186,7 +189,6 @@ def plot_waterfall(chart: Waterfall) -> Picture:
         if not bar.aside:
             below = row
         _write_row(picture, HEAD + ROW * (row + 0.5), bar, chart.budget, (factor, unit))
-    _draw_axis(axes, top / factor, unit)
     if chart.budget is not None:
         _draw_budget(axes, chart.budget, top, (factor, unit))
     for column, right in COLUMNS.items():
@@ -230,20 +232,6 @@ def _write_row(
     if bar.seconds_per_token is not None:
         time = milliseconds(bar.seconds_per_token)
         picture.write(COLUMNS["ms/token"], y, time, ha="right")
-
-
-def _draw_axis(axes: Axes, top: float, unit: str) -> None:
-    axes.grid(False)
-    axes.grid(axis="x")
-    axes.spines["bottom"].set_visible(False)
-    axes.spines["left"].set_visible(True)
-    step = nice_step(top)
-    axes.set(yticks=[], xticks=[step * i for i in range(int(top / step) + 1)])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.tick_params(length=0)
-    axes.set_xlabel(unit, loc="right", labelpad=-9)
-    if axes.get_xticks()[-1] > 0.89 * top:  # the last number is where the unit would be
-        axes.xaxis.label.set_x(1.11)
 
 
 def _draw_budget(axes: Axes, budget: int, top: float, scale: tuple[int, str]) -> None:

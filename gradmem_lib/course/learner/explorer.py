@@ -19,7 +19,7 @@ from ...planning.cards import CARDS, find_card
 from ...planning.held import overhead_bytes
 from ...units import format_bytes
 from ...view import explorers
-from ...view.bars import plot_bars
+from ...view.bars import plot_bar
 from ...view.picture import Picture
 from ..material import accounting
 
@@ -201,8 +201,8 @@ def detail(found: Answer, settings: dict) -> str:
 def picture(settings: dict, found: Answer) -> Picture:
     """The stacked bar, and the line up to which the card has room for tensors."""
     card = settings["card"]
-    line = {f"{find_card(card).name}: room for tensors": max(room(found, card), 0)}
-    return plot_bars({_label(settings): found.by_category}, cards=line)
+    line = f"{find_card(card).name}: room for tensors"
+    return plot_bar(_label(settings), found.by_category, line, max(room(found, card), 0))
 
 
 def _label(settings: dict) -> str:

@@ -25,7 +25,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_bars_are_in_proportion_and_described():
     parts = {"parameters": 14 * GiB, "gradients": 7 * GiB, "optimizer": 28 * GiB}
-    picture = bars.plot_bars({"a < b": parts}, cards={"24 GB card": 24 * GiB})
+    picture = bars.plot_bar("a < b", parts, "24 GB card", 24 * GiB)
     axes = picture.axes[0]
     boxes = dict(zip(parts, axes.patches, strict=True))
     for name, box in boxes.items():
@@ -44,7 +44,7 @@ def test_bars_are_in_proportion_and_described():
 
 
 def test_bars_as_svg_are_small_have_hatches_and_follow_the_page():
-    svg = bars.plot_bars({"x": {"activations": GiB, "gradients": GiB}}).svg("x")
+    svg = bars.plot_bar("x", {"activations": GiB, "gradients": GiB}, "card", GiB).svg("x")
     assert len(svg) < 15_000 and INK not in svg and "currentColor" in svg
     root = ET.fromstring(svg)
     patterns = [f"url(#{e.get('id')})" for e in root.iter(f"{SVG}pattern")]
@@ -55,16 +55,17 @@ def test_bars_as_svg_are_small_have_hatches_and_follow_the_page():
 
 
 def test_bars_are_the_same_every_time_and_do_not_share_names():
-    one, other = ({"x": {"activations": n * GiB}} for n in (1, 2))
-    first, second = (bars.plot_bars(these).svg("x") for these in (one, other))
-    assert bars.plot_bars(one).svg("x") == first
+    first, second, again = (
+        bars.plot_bar("x", {"activations": n * GiB}, "card", GiB).svg("x") for n in (1, 2, 1)
+    )
+    assert first == again
     ids = [{e.get("id") for e in ET.fromstring(svg).iter()} for svg in (first, second)]
     assert ids[0] & ids[1] == {None}
 
 
 def test_bars_refuse_a_category_without_a_colour():
     with pytest.raises(ValueError, match="no colour for logits: the categories are parameters"):
-        bars.plot_bars({"x": {"logits": 1}})
+        bars.plot_bar("x", {"logits": 1}, "card", GiB)
 
 
 # The explorer.
