@@ -10,7 +10,7 @@ from ..names import CATEGORIES
 from ..units import format_bytes
 from .marks import draw_byte_axis, draw_limit, draw_stack
 from .picture import Picture
-from .style import COLORS, DARK, LIGHT, is_dark, listed, scale_of, style
+from .style import COLORS, LIGHT, is_dark, listed, scale_of, style
 
 LETTER = 0.0085  # of the axes' width: a letter in a bar
 
@@ -61,8 +61,8 @@ def _label_parts(ax: Axes, parts: Mapping[str, int], factor: int) -> None:
         if letter * (len(name) + 1) > part:
             words = size
         if letter * (len(size) + 1) < part:
-            ink = LIGHT if is_dark(COLORS[name]) else DARK
-            box = {"boxstyle": "round,pad=0.1", "facecolor": COLORS[name], "alpha": 0.8}
+            ink = LIGHT if is_dark(COLORS[name]) else "black"
+            box = {"boxstyle": "round,pad=0.1", "facecolor": COLORS[name], "alpha": 0.95}
             look = {"ha": "center", "va": "center", "fontsize": 7.5, "zorder": 6}
             ax.text(left + part / 2, 0, words, color=ink, bbox=box, **look)
         left += part

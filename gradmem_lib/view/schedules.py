@@ -282,7 +282,7 @@ def _draw_curve(
     ax.xaxis.set_major_formatter(lambda length, _: f"{length:g}")
     ax.minorticks_off()
     ax.set_ylim(0, 1.12 * highest / factor)
-    ax.set_title(f"peak, {unit}, by length of segments", loc="left", fontsize=7.5)
+    ax.set_title(f"peak in {unit} by segment length", loc="left", fontsize=7.5)
     length, name = here
     now = record.peak / factor
     red = COLORS["inputs"]
