@@ -27,7 +27,7 @@ from .style import INK, look_of, style
 from .svg import frame, pattern
 
 _DPI = 160
-RIGHT = 0.985  # where words at the right edge end
+BESIDE, RIGHT = 0.772, 0.985  # of what stands to the right of the axes
 
 
 class Picture(Figure):
@@ -57,24 +57,34 @@ class Picture(Figure):
         box = (left, 1 - bottom / height, right - left, (bottom - top) / height)
         return self.add_axes(box, **more)
 
-    def write_peak(self, x: float, nbytes: int, words: str, more: str = "") -> None:
-        """The peak in large letters at the top right, from ``x`` on."""
-        self.write(x, 0.22, "peak")
+    def write_peak(self, nbytes: int, words: str, more: str = "") -> None:
+        """The peak in large letters at the top right."""
+        self.write(BESIDE, 0.22, "peak")
         self.write(RIGHT, 0.22, format_bytes(nbytes), ha="right", fontsize=11, fontweight="bold")
-        self.write(x, 0.42, more, fontsize=6.8)
+        self.write(BESIDE, 0.42, more, fontsize=6.8)
         self.write(RIGHT, 0.42, words, ha="right", fontsize=6.8)
 
-    def entry(
-        self, x: float, y: float, words: str, look: dict, value: str = "", tall: float = 0.13
-    ) -> None:
-        """An entry of a legend: a box that is ``tall`` inches, words, and a value at the right."""
-        height = self.get_figheight()
+    def entry(self, x: float, y: float, words: str, look: dict, value: str = "") -> None:
+        """An entry of a legend: a box, words, and a value at the right."""
+        height, tall = self.get_figheight(), 0.13  # inches
         corner = (x, 1 - (y + tall / 2) / height)
         look = look | {"hatch": 2 * look.get("hatch", "")}  # a small box needs denser signs
         box = Rectangle(corner, 0.022, tall / height, transform=self.transFigure, **look)
         self.add_artist(box)
         self.write(x + 0.031, y, words, fontsize=8)
         self.write(RIGHT, y, value, ha="right", fontsize=8)
+
+    def legend_beside(
+        self, y: float, step: float, rows: list[tuple[str, dict, str]], title: str = ""
+    ) -> float:
+        """A legend at the right, below its ``title`` at ``y``; each row is (words, look, value).
+        Returns the last row's place.
+        """
+        self.write(RIGHT, y, title, ha="right", fontsize=7.5)
+        for words, look, value in rows:
+            y += step
+            self.entry(BESIDE, y, words, look, value)
+        return y
 
     def categories(self, left: float, y: float) -> None:
         """A legend of all categories, in one row."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -43,30 +42,23 @@ class _Layer(nn.Module):
         return x + self.inside(x)
 
 
+@lru_cache(256)
 def segments_of(depth: int, segment: int, ratio: int, schedule: str) -> list[int]:
     """The explorer's segments: how many layers each has, first segment first."""
-    from ..techniques.schedules import uniform_segments
+    from ..techniques.schedules import best_segments, uniform_segments
 
-    if schedule == "best segments":
-        return list(_best(depth, ratio))
-    return [depth] if schedule == "none" else uniform_segments(depth, segment)
-
-
-@lru_cache(256)
-def _best(depth: int, ratio: int) -> tuple[int, ...]:
-    from ..techniques.schedules import best_segments
-
+    if schedule == "none":
+        return [depth]  # one, which is kept
+    if schedule == "equal segments":
+        return uniform_segments(depth, segment)
     # Inside a segment, this chain keeps no inputs: so a layer adds ratio boundaries, not ratio + 1.
-    return tuple(best_segments(depth, internal=(ratio - 1) * BOUNDARY, boundary=BOUNDARY))
+    return best_segments(depth, internal=(ratio - 1) * BOUNDARY, boundary=BOUNDARY)
 
 
 @lru_cache(16)
 def _chain(depth: int, ratio: int) -> nn.Sequential:
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):  # the learner's random numbers are not used up
         return nn.Sequential(*(_Layer(ratio) for _ in range(depth)))
-    finally:
-        torch.set_rng_state(state)  # the explorer must not use up the learner's random numbers
 
 
 @lru_cache(256)
@@ -78,12 +70,9 @@ def run_chain(depth: int, segment: int, ratio: int, schedule: str) -> ScheduleRe
 
     chain = _chain(depth, ratio)
     x = torch.ones(ROWS, WIDTH, requires_grad=True)
-    with ExitStack() as undo:
-        undo.enter_context(torch.enable_grad())
-        if schedule != "none":
-            last = schedule == "best segments"
-            segments = segments_of(depth, segment, ratio, schedule)
-            undo.enter_context(checkpoint_layers(chain, segments, keep_last=last))
+    segments = segments_of(depth, segment, ratio, schedule)
+    keep_last = schedule != "equal segments"
+    with torch.enable_grad(), checkpoint_layers(chain, segments, keep_last=keep_last):
         return record_schedule(chain, lambda: torch.autograd.grad(chain(x).sum(), x))
 
 
@@ -95,10 +84,6 @@ def curve_segments(depth: int) -> list[int]:
         wanted.add(round(k))
         k *= 1.19
     return sorted(wanted)
-
-
-def _rule(depth: int, ratio: int) -> str:
-    return f"√(n·x/a) = √({depth}/{ratio}) = {math.sqrt(depth / ratio):.1f}"
 
 
 def summary(record: ScheduleRecord) -> str:
@@ -122,7 +107,8 @@ def details(settings: dict, curve: dict[int, int]) -> str:
     elif schedule == "best segments":
         lengths = ", ".join(map(str, segments))
         words = f"{count} segments: {lengths}; the last one is kept, not run again."
-    words += f" Rule for equal segments: {_rule(depth, ratio)} layers."
+    rule = f"√(n·x/a) = √({depth}/{ratio}) = {math.sqrt(depth / ratio):.1f}"
+    words += f" Rule for equal segments: {rule} layers."
     if set(curve) >= set(curve_segments(depth)):
         lowest = min(curve, key=lambda length: (curve[length], -length))
         words += (
@@ -161,12 +147,12 @@ class ScheduleExplorer(Explorer):
     def picture(self) -> Picture:
         settings = self.settings
         record = run_chain(**settings)
-        lengths = f"segments of {', '.join(map(str, segments_of(**settings)))}"
-        if settings["schedule"] == "equal segments":
-            lengths = f"segments of {settings['segment']}"
-        title = f"{settings['depth']} layers in {lengths}, a/x = {settings['ratio']}"
-        if settings["schedule"] == "none":
-            title = f"{settings['depth']} layers, no checkpoints, a/x = {settings['ratio']}"
+        lengths = {
+            "none": ", no checkpoints",
+            "equal segments": f" in segments of {settings['segment']}",
+            "best segments": f" in segments of {', '.join(map(str, segments_of(**settings)))}",
+        }[settings["schedule"]]
+        title = f"{settings['depth']} layers{lengths}, a/x = {settings['ratio']}"
         picture = plot_schedule(record, title=title)
         picture.alt += f" {summary(record)}."
         return picture

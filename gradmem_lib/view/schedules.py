@@ -18,7 +18,7 @@ from matplotlib.path import Path
 
 from ..units import format_bytes
 from .marks import draw_areas, draw_peak, draw_scale, draw_strip
-from .picture import RIGHT, Picture
+from .picture import BESIDE, RIGHT, Picture
 from .schedule_record import PARTS, ScheduleRecord
 from .style import (
     GRID,
@@ -182,35 +182,24 @@ def plot_schedule(
     grid.set_xlim(0, len(record.events))
     _draw_grid(grid, record)
     _draw_bytes(below, record)
-    left = 0.772
-    picture.write_peak(left, record.peak, f"{record.peak:,} bytes without weights")
-    y = top
+    picture.write_peak(record.peak, f"{record.peak:,} bytes without weights")
+    y = top - 0.15
     if curve is not None:
-        _draw_curve(picture.panel(left + 0.03, RIGHT, 0.9, 2.1), record, curve, here)
-        y = 2.6
-    _draw_legend(picture, record, (left, y), foot + gap)
-    return picture
-
-
-def _draw_legend(
-    picture: Picture, record: ScheduleRecord, at: tuple[float, float], foot: float
-) -> None:
-    """How often each look occurs, above ``foot``, and below it the bytes at the peak."""
-    left, y = at
+        _draw_curve(picture.panel(BESIDE + 0.03, RIGHT, 0.9, 2.1), record, curve, here)
+        y = 2.4
     looks = looks_of(record)
-    shown = [name for name in LABELS if name in looks or name in ("internals", "inputs", "free")]
-    step = min(0.2, (foot - y - 0.03) / len(shown))
-    for look in shown:
-        tall = 0.05 if look == "inputs" else 0.13
-        picture.entry(left, y, LABELS[look], _look(look), str(looks.count(look) or ""), tall)
-        y += step
-    y = foot + 0.07
-    picture.write(RIGHT, y, "at the peak", ha="right", fontsize=7.5)
+    rows = []
+    for name in LABELS:
+        if name in looks or name in ("internals", "inputs", "free"):
+            rows.append((LABELS[name], _look(name), str(looks.count(name) or "")))
+    picture.legend_beside(y, min(0.2, (foot - y) / len(rows)), rows)
+    rows = []
     for name in reversed(PARTS):
         if record.live[name].any():
-            y += 0.2
             nbytes = int(record.live[name][record.peak_operation])
-            picture.entry(left, y, PART_LABELS[name], _look(name), format_bytes(nbytes))
+            rows.append((PART_LABELS[name], _look(name), format_bytes(nbytes)))
+    picture.legend_beside(foot + gap + 0.07, 0.2, rows, "at the peak")
+    return picture
 
 
 def _look(name: str) -> dict:

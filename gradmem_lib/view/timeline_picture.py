@@ -14,7 +14,7 @@ from ..measure.timeline import BY, MemorySnapshot, Timeline
 from ..names import CATEGORIES
 from ..units import format_bytes
 from .marks import DASHES, LETTER, draw_areas, draw_peak, draw_scale, draw_strip, points_per_unit
-from .picture import Picture
+from .picture import BESIDE, Picture
 from .style import (
     ALARM,
     GROWING,
@@ -74,26 +74,22 @@ def plot_timeline(
     picture = Picture(8.6, 3.5, shortened(title or "Memory by category", 66), alt=words)
     ax = picture.panel(0.078, 0.75, 0.68, 3)
     phases = draw_timeline(ax, timeline, budget, peak)
-    left, y = 0.772, 0.74
     where = f"in {PHASE_LABELS[phase]}" if phase in PHASE_LABELS else ""
-    picture.write_peak(left, total, f"{total:,} bytes", where)
+    picture.write_peak(total, f"{total:,} bytes", where)
     # Categories from the top of the stack to its foot; of all these, the bytes that grow; phases.
-    picture.write(0.985, y, "at the peak", ha="right", fontsize=8)
+    rows = [(name, look_of(name), format_bytes(parts[name])) for name in reversed(CATEGORIES)]
     growing = growing_at(timeline, at)
-    step = 0.245 if growing else 0.26  # one row more has to fit
-    for name in reversed(CATEGORIES):
-        y += step
-        picture.entry(left, y, name, look_of(name), format_bytes(parts[name]))
     if growing:
-        y += step
-        picture.entry(left, y, GROWING_WORDS, _GROWING_LOOK, format_bytes(growing))
-    y += 0.12
+        rows.append((GROWING_WORDS, _GROWING_LOOK, format_bytes(growing)))
+    foot = picture.legend_beside(0.74, 0.245, rows, "at the peak") + 0.12
+    picture.legend_beside(foot, 0.24, [(PHASE_LABELS[p], _phase_look(p), "") for p in phases])
     if not phases:
-        picture.write(left, y + 0.24, "strip: steps", fontsize=8)
-    for phase in phases:
-        y += 0.24
-        picture.entry(left, y, PHASE_LABELS[phase], {"facecolor": PHASE_COLORS[phase]})
+        picture.write(BESIDE, foot + 0.24, "strip: steps", fontsize=8)
     return picture
+
+
+def _phase_look(phase: str) -> dict:
+    return {"facecolor": PHASE_COLORS[phase]}
 
 
 def draw_timeline(
