@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..measure.error_frames import Frame, frames_of, moment_of, own_line
 from ..measure.error_text import ErrorText, read_error
 from ..units import format_bytes
-from .error_rows import NAMES, facts_of, figures_of, fill, rows_of
+from .error_rows import NAMES, facts_of, figures_of, fill, rows_of, table
 from .next_command import command_after, step_of, words_before
 from .template import html_from
 
@@ -33,44 +33,6 @@ ASK = (
     '"out of memory" ("CUDA out of memory. Tried to allocate ..."), and the lines from "Traceback" '
     "on, if there are any. For a process that was killed, give the lines of the launcher."
 )
-
-WHAT_HELPS = {
-    "forward": (
-        "Forward keeps activations for backward. Smaller micro-batches (with accumulation), "
-        "shorter rows and checkpointing lower them."
-    ),
-    "loss": (
-        "The loss holds the logits, rows x tokens x vocabulary, and copies of them. Smaller "
-        "micro-batches, shorter rows, or the loss in chunks lower them."
-    ),
-    "backward": (
-        "In backward, activations are still there and gradients arrive. Smaller micro-batches, "
-        "shorter rows and checkpointing lower the activations. LoRA lowers the gradients."
-    ),
-    "optimizer step": (
-        "The first step makes the optimizer's states: for Adam, two numbers for each trained "
-        "weight. Fewer rows do not change them. 8-bit or factored states, LoRA, sharding, or a "
-        "fused optimizer (foreach needs temporary copies) lower these bytes."
-    ),
-    "evaluation": (
-        "In evaluation no gradients are needed: run it under torch.no_grad(), with a smaller "
-        "evaluation batch, and move what you collect to the CPU (Trainer: "
-        "eval_accumulation_steps, prediction_loss_only). Accumulation changes nothing here."
-    ),
-    "generation": (
-        "Generation keeps keys and values of all tokens: fewer rows at once or fewer new tokens "
-        "lower them. The training batch changes nothing here."
-    ),
-    "load": (
-        "The weights themselves do not fit yet, so the batch changes nothing. Load them in bf16 or "
-        'in 4 bits, read a checkpoint with map_location="cpu", or shard the model.'
-    ),
-    "save": (
-        "Saving collected tensors on the card. The batch changes nothing: move the state to the "
-        "CPU as it is collected (a full state dict of a sharded model: with CPU offload, on rank "
-        "0 only)."
-    ),
-}
 
 PAGE = """
 <div>
@@ -266,8 +228,9 @@ def _moment_sentences(moment: str, own: Frame | None, has_frames: bool, case: st
         found.append(f"It happened in: {moment}.{where}")
     else:
         found.append(f"The traceback has no frame that shows the moment.{where}")
-    if moment in WHAT_HELPS and case != "host":
-        found.append(WHAT_HELPS[moment])
+    what_helps = table()["moments"]
+    if moment in what_helps and case != "host":
+        found.append(what_helps[moment])
     return found
 
 
