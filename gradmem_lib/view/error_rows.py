@@ -17,7 +17,6 @@ from typing import Any
 
 from ..measure.error_text import ENDLESS, ErrorText
 from ..units import GiB, format_bytes, parse_bytes
-from .template import value_of
 
 NAMES = {
     "asked": "the request that was refused",
@@ -95,7 +94,7 @@ def facts_of(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -> 
         "names_segments": error.setting.endswith("expandable_segments:True"),
         "is_windows": is_windows,
     }
-    settings = (row for row in table()["setting"] if value_of(row.get("when", "true"), **named))
+    settings = (row for row in table()["setting"] if value_of(row.get("when", "True"), **named))
     facts["setting"] = next(settings)["says"].format(**named)
     return facts
 
@@ -132,7 +131,7 @@ class Row:
     says: str
     helps: str = ""
     then: str = PLAN
-    when: str = "true"
+    when: str = "True"
     also: bool = False
     kind: str = ""
 
@@ -146,6 +145,14 @@ class Row:
 @cache
 def table() -> dict[str, Any]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def value_of(expression: str, **values: Any) -> Any:
+    """What an expression of the table gives for its named ``values``; no other name is known in it.
+
+    It is Python, since ``gradmem explain`` has to run without any package.
+    """
+    return eval(expression, {"__builtins__": {}}, values)
 
 
 @cache

@@ -25,20 +25,6 @@ def html_from(template: str, **values: Any) -> str:
     return _template(joined, autoescape=True, finalize=_escaped).render(values)
 
 
-@cache
-def _expression(text: str):
-    import jinja2
-
-    return jinja2.Environment(undefined=jinja2.StrictUndefined).compile_expression(
-        text, undefined_to_none=False
-    )
-
-
-def value_of(expression: str, **values: Any) -> Any:
-    """What an expression of a table has for its value, as in "free < asked"."""
-    return _expression(expression)(values)
-
-
 def _escaped(value: Any) -> Any:
     """As ``html.escape`` does: jinja2 itself would write other signs for quotes."""
     from markupsafe import Markup
