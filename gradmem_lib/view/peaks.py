@@ -4,10 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .picture import Picture
-from .style import COLORS, style
+from .style import COLORS
+from .template import html_from
 
-LINE, HEAD, FOOT = 0.2, 0.45, 0.42  # inches
+PAGE = """
+<table style='white-space:nowrap'>
+  <caption>{{ title }}</caption>
+  <thead><tr>
+    <th style='text-align:left'>in GB (10⁹ bytes)</th>
+    <th scope='col'><span style='color:{{ colors.other }}'>■</span> measured</th>
+    <th scope='col'><span style='color:{{ colors.parameters }}'>■</span> predicted</th>
+    <th scope='col'>off</th>
+    <td style='width:300px'></td>
+  </tr></thead>
+  {% for heading, pairs in groups.items() %}
+    <tbody>
+      <tr><th scope='rowgroup' colspan='5' style='text-align:left'>{{ heading }}</th></tr>
+      {% for name, measured, predicted in pairs %}
+        <tr>
+          <td style='text-align:left'>{{ name }}</td>
+          <td>{{ "%.2f" | format(measured / 1e9) }}</td>
+          <td>{{ "%.2f" | format(predicted / 1e9) }}</td>
+          <td>{{ off_by(measured, predicted) }}</td>
+          <td>
+            {% set outer = "height:12px;background:" + colors.other %}
+            {% set inner = "height:6px;margin-top:-9px;background:" + colors.parameters %}
+            <div style='width:{{ 100 * measured / most }}%;{{ outer }}'></div>
+            <div style='width:{{ 100 * predicted / most }}%;{{ inner }}'></div>
+          </td>
+        </tr>
+      {% endfor %}
+    </tbody>
+  {% endfor %}
+</table>
+"""
 
 
 def off_by(measured: int, predicted: int) -> str:
@@ -16,38 +46,9 @@ def off_by(measured: int, predicted: int) -> str:
     return "0.0%" if words[1:] == "0.0%" else words
 
 
-@style()
-def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: str) -> Picture:
-    """Draw, under each heading, its pairs (name, measured bytes, predicted bytes), with the error
-    of the prediction.
+def pairs_table(groups: Mapping[str, Sequence[tuple[str, int, int]]], title: str) -> str:
+    """HTML that has, under each heading, its pairs (name, measured bytes, predicted bytes), with
+    the error of the prediction.
     """
-    words = "; ".join(
-        f"{heading}, {name}: {measured / 1e9:.2f} GB measured, {predicted / 1e9:.2f} GB predicted"
-        for heading, pairs in groups.items()
-        for name, measured, predicted in pairs
-    )
-    rows = sum(1 + len(pairs) for pairs in groups.values())
-    foot = HEAD + LINE * rows
-    picture = Picture(8.6, foot + FOOT, title, alt=f"{title}. {words}.")
-    axes = picture.panel(0.42, 0.99, HEAD, foot)
-    looks = {
-        "measured": {"color": COLORS["other"], "height": 0.78},
-        "predicted": {"color": COLORS["parameters"], "height": 0.32},
-    }
-    row = 0
-    for heading, pairs in groups.items():
-        picture.write(0.012, HEAD + LINE * (row + 0.5), heading, fontweight="bold")
-        for name, measured, predicted in pairs:
-            row += 1
-            picture.write(0.412, HEAD + LINE * (row + 0.5), name, ha="right", fontsize=8)
-            sizes = (measured / 1e9, predicted / 1e9)
-            for size, look in zip(sizes, looks.values(), strict=True):
-                axes.barh(row, size, **look)
-            axes.text(max(sizes), row, f" {off_by(measured, predicted)}", va="center", fontsize=8)
-        row += 1
-    axes.set(ylim=(rows - 0.5, -0.5), yticks=[])
-    axes.margins(x=0.12)
-    axes.set_xlabel("GB (10⁹ bytes)")
-    for place, name in enumerate(looks):
-        picture.entry(0.76 + 0.12 * place, 0.22, name, {"facecolor": looks[name]["color"]})
-    return picture
+    most = max(max(sizes) for pairs in groups.values() for _, *sizes in pairs)
+    return html_from(PAGE, groups=groups, title=title, most=most, off_by=off_by, colors=COLORS)

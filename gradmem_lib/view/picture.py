@@ -119,11 +119,8 @@ class Picture(Figure):
         with style(), matplotlib.rc_context({"svg.hashsalt": key}):
             self.savefig(drawn, format="svg")
         shapes = drawn.getvalue()
-        shapes = (
-            shapes[shapes.index('<g id="figure_1">') :]
-            .replace(INK, "currentColor")
-            .replace("xlink:", "")
-        )
+        shapes = shapes[shapes.index('<g id="figure_1">') :].replace("xlink:", "")
+        shapes = shapes.replace(INK, "currentColor")
         shapes = re.sub(r' id="[\w.]+_\d+"', "", shapes)  # which another picture has too
         shapes = re.sub(r"(\.\d\d)\d\d+", r"\1", shapes)  # a hundredth of a point is enough
         shapes = shapes.replace("font-family: 'DejaVu Sans'", "font-family: inherit")
@@ -132,8 +129,8 @@ class Picture(Figure):
             patterns += pattern(f"{key}h{number}", color, hatch)
             shapes = shapes.replace(f'fill: {color}"', f'fill: url(#{key}h{number})"')
         width, height = 72 * self.get_size_inches()
-        start = frame(key, width, height, 11, title=title, words=self.alt, defs=patterns)
-        return start.replace(f"max-width:{width:g}px", f"max-width:{width / 0.72:g}px") + shapes
+        read = {"title": title, "words": self.alt}
+        return frame(key, width, height, 11, defs=patterns, scale=1 / 0.72, **read) + shapes
 
     def bundle(self) -> tuple[dict, dict]:
         """This picture as an output of a notebook: (data, metadata).

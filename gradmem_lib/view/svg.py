@@ -38,15 +38,23 @@ def pattern(id: str, color: str, hatch: str) -> str:
 
 
 def frame(
-    key: str, width: float, height: float, font: int, *, title: str, words: str, defs: str = ""
+    key: str,
+    width: float,
+    height: float,
+    font: int,
+    *,
+    title: str,
+    words: str,
+    defs: str = "",
+    scale: float = 1,
 ) -> str:
     """The start of an ``<svg>`` that follows the page's colours and shrinks with it; ``title`` and
-    ``words`` are read out.
+    ``words`` are read out. ``scale``: pixels for one of its units, where there is room.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" '
         f'viewBox="0 0 {width:g} {height:g}" '
-        f'style="width:100%;max-width:{width:g}px;height:auto;display:block;color:inherit;'
+        f'style="width:100%;max-width:{scale * width:g}px;height:auto;display:block;color:inherit;'
         f'font:{font}px var(--jp-ui-font-family,system-ui,sans-serif)">'
         f'<title id="{key}t">{escape(title)}</title><desc '
         f'id="{key}d">{escape(words)}</desc><defs>{defs}</defs>'
