@@ -146,13 +146,8 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
     """
     hosts = []
     for frame, own in pictures:
-        settings = {
-            "title": "",
-            "budget": 0,
-            "top": 0,
-            "small": False,
-            "appearance": APPEARANCE,
-        } | own
+        common = {"title": "", "budget": 0, "top": 0, "small": False, "appearance": APPEARANCE}
+        settings = common | own
         hosts.append(
             f"<div data-gradmem-settings='{html.escape(json.dumps(settings))}' "
             f'data-gradmem-frame="{base64.b64encode(frame).decode()}"></div>'
