@@ -139,6 +139,7 @@ read_device = torch.ops.prim.device.default
 flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
+softmax_backward = _aten._softmax_backward_data
 math_attention = _aten._scaled_dot_product_attention_math
 
 # Embeddings and recurrent layers.

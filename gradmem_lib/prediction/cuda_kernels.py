@@ -20,6 +20,7 @@ from ..compat.operators import (
     flash_attention,
     flash_attention_backward,
     math_attention,
+    softmax_backward,
 )
 from .allocator import rounded
 
@@ -153,6 +154,10 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 def scratch(func, args) -> int:
     """Bytes that ``func`` allocates and frees inside its kernel, if they are many."""
+    if func is softmax_backward.default:
+        grad, output = args[:2]  # their product (SoftMax.cu)
+        dtype = torch.promote_types(grad.dtype, output.dtype)
+        return rounded(grad.numel() * dtype.itemsize)
     if func is not flash_attention_backward.default:
         return 0
     # The gradient of the queries is added up in float32, with rows and head size rounded up. If

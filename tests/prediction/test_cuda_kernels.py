@@ -169,6 +169,14 @@ def test_dropout_keeps_a_byte_a_number():
         assert F.dropout(y, 0.5, True, True) is y and 0 < int((y == 0).sum()) < 64
 
 
+def test_the_backward_of_softmax_multiplies_into_a_tensor_of_its_own():
+    """Gradient times output (SoftMax.cu), in the wider of their dtypes, in blocks of 512 bytes."""
+    backward = cuda_kernels.softmax_backward.default
+    half, single = (torch.empty(3, 100, dtype=dtype) for dtype in (torch.half, torch.float32))
+    assert cuda_kernels.scratch(backward, (half, half, -1, torch.half)) == 1024
+    assert cuda_kernels.scratch(backward, (single, half, -1, torch.half)) == 1536
+
+
 def test_bytes_inside_the_backward_of_flash_attention_by_hand():
     backward = cuda_kernels.flash_attention_backward.default
 

@@ -1,9 +1,10 @@
-"""Each line of the table of docs/own_code.md runs, and does what is said of it."""
+"""Each line of the tables of docs/own_code.md runs, and those for loops do what is said of them."""
 
 from __future__ import annotations
 
 import copy
 import re
+from contextlib import suppress
 
 import pytest
 import torch
@@ -109,3 +110,53 @@ def test_the_line_does_what_is_wanted(kind, wanted, line, tmp_path):
 
 def same(found, expected):
     return (found - expected).norm() <= 1e-6 * expected.norm()  # the loss is in float32
+
+
+_, _, TABLE = PAGE.partition("## Every public name\n")
+NAMES = re.findall(r"^\| (`.+`) \| [^|]+ \| `(.+)` \|$", TABLE, re.MULTILINE)
+
+
+def test_every_public_name_has_a_line():
+    listed = [name for cell, _ in NAMES for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == gradmem_lib.__all__
+
+
+def example_names(folder):
+    """What the examples of public names speak of besides."""
+    known = names(folder)
+    model, batch = known["model"].float(), known["batch"]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_one_step():
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with gradmem_lib.MemoryTracker(model, optimizer, live=False) as tracker:
+        train_one_step()
+    sizes = {"batch_size": 8, "seq_len": 16}
+    return known | {
+        "optimizer": optimizer,
+        "torch": torch,
+        "suppress": suppress,
+        "train_one_step": train_one_step,
+        "tracker": tracker,
+        "prediction": gradmem_lib.predict(model, **sizes),
+        "on_a_card": gradmem_lib.predict(model, target="cuda", **sizes),
+        "found": gradmem_lib.plan(model, card="24 GiB", seq_len=16, global_batch=8),
+        "accumulated": gradmem_lib.Accumulated(1.0, 8),
+        "adapted": prepare(copy.deepcopy(model).float(), Recipe(lora_rank=2)).model,
+        "parts": list(torch.randn(8, 4).split(2)),
+        "embed": torch.nn.Linear(4, 4),
+        "contrast": lambda embedded: (embedded @ embedded.T).logsumexp(-1).sum(),
+        "loss": torch.ones(()),
+        "text": "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "answer": ...,
+    }
+
+
+def test_the_example_of_each_name_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADMEM_LIVE", "0")
+    known = example_names(tmp_path)
+    for _, line in NAMES:
+        exec(line, dict(known))

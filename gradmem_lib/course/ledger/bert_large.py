@@ -7,39 +7,27 @@ said after each run: everything that the process held on the card. That is the d
 every segment that PyTorch's allocator had ever taken from the driver. NVML's "MB" are MiB, and so
 are this module's.
 
-``predicted`` is today's step. ``replay`` runs the first steps of a cold start on fake tensors and
-hands each request for memory to the allocator's rules. It has switches for four things that the
-software of January 2022 did differently. All runs take some minutes, so results are kept in
-``bert_large.json`` (``python -m gradmem_lib.course.ledger.bert_large`` writes it).
+``predicted`` is today's step. ``replayed`` are the first steps of a cold start, with switches for
+four things that the software of January 2022 did differently: tools/record_bert_large.py runs them
+on fake tensors, and keeps their bytes in ``bert_large.json``.
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ...measure.timeline import TOTAL
-from ...prediction import allocator, cuda_kernels, fakes
-from ...prediction.copies import fake_copy
+from ...prediction import allocator
 from ...prediction.predict import Prediction, predict
-from ...prediction.recorders import CudaRecorder
-from ...training.prepare import prepare
 from ...training.recipe import Recipe
-from ...training.step import step
 from ...units import MiB
-from ..machine.compat import softmax_backward
 
 SOURCE = (
     "Transformers documentation v4.18, Performance and Scalability; Tesla V100-SXM2 16 GB, "
@@ -137,87 +125,11 @@ class Replayed(NamedTuple):
     reserved: int
 
 
-class _SoftmaxOf2022(torch.autograd.Function):
-    """Until PyTorch 1.11 (pull request 65242) softmax kept its input for backward as well, of which
-    only the dtype was used.
-    """
-
-    @staticmethod
-    def forward(ctx, x):
-        out = torch.softmax(x, -1)
-        ctx.save_for_backward(out, x)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        out, x = ctx.saved_tensors
-        return softmax_backward(grad, out, -1, x.dtype)
-
-
-class _AdamWOf2022(Optimizer):
-    """The memory of transformers' own AdamW, then the Trainer's default: one temporary of a
-    parameter's size (torch's: two).
-    """
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[p]
-            if not state:
-                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
-            state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-            p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-1e-4)
-
-
-# Each stage has one thing more as it was in 2022 than the stage before it.
+# Each stage has one thing more as it was in 2022 than the stage before it. Gradients zeroed: they
+# are set to zero after a step and stay, as ``zero_grad`` did until PyTorch 2.0. GELU in float32:
+# autocast runs it so, as up to PyTorch 1.9 (pull request 59639 took it off the list). Softmax and
+# AdamW: those of 2022. "today" has none of them.
 STAGES = ("today", "gradients zeroed", "softmax input", "GELU in float32", "old AdamW")
-
-
-def replay(run: Run, stage: str = STAGES[-1]) -> Replayed:
-    """A cold start: the weights, then two steps, with every request answered by the allocator's
-    rules.
-
-    ``stage``: one of ``STAGES``. Gradients zeroed: they are set to zero after a step and stay, as
-    ``zero_grad`` did until PyTorch 2.0. GELU in float32: autocast runs it so, as up to PyTorch 1.9
-    (pull request 59639 took it off the list). Softmax and AdamW: those of 2022. "today" has none
-    of them. Two micro-batches stand for four: the second is like the third and fourth.
-    """
-    of_2022 = STAGES[1 : STAGES.index(stage) + 1]
-    recipe, rows = run.recipe, BATCH_SIZE
-    if recipe.accumulation > 1:
-        recipe, rows = replace(recipe, accumulation=2), 2 * BATCH_SIZE // recipe.accumulation
-    with ExitStack() as stack:
-        if "softmax input" in of_2022:
-            stack.enter_context(
-                patch.object(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x))
-            )
-        # before the model is made, whose layers remember the function
-        if "GELU in float32" in of_2022:
-            stack.enter_context(patch.object(F, "gelu", cuda_kernels.in_float32(F.gelu)))
-        mode = stack.enter_context(fakes.QuickFakeMode())
-        mode.value = 1.0  # of labels that are counted; BERT reads none
-        prepared = prepare(fake_copy(model()), recipe)
-        stack.callback(prepared.undo.close)
-        optimizer = prepared.optimizer
-        if "old AdamW" in of_2022 and recipe.optimizer == "adamw":
-            optimizer = _AdamWOf2022(prepared.model.parameters())
-        if "gradients zeroed" in of_2022:
-            optimizer.zero_grad = _zeroing(optimizer)
-        stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
-        with CudaRecorder(prepared.model, optimizer) as recorder:
-            for _ in range(2):
-                step(prepared.model, optimizer, batch(rows, "cpu"), recipe)
-        trace = recorder.trace()
-    return Replayed(int(trace.rows[:, TOTAL].max()), allocator.replayed(trace.requests))
-
-
-def _zeroing(optimizer: Optimizer) -> Callable:
-    zero_grad = optimizer.zero_grad
-    return lambda set_to_none=True: zero_grad(set_to_none=False)
 
 
 def replayed(run: Run) -> dict[str, Replayed]:
@@ -226,17 +138,6 @@ def replayed(run: Run) -> dict[str, Replayed]:
     """
     found = json.loads(RECORD.read_text(encoding="utf-8"))["replayed"][run.name]
     return {stage: Replayed(**values) for stage, values in found.items()}
-
-
-def write_record(path: Path = RECORD, say: Callable[[str], None] = print) -> None:
-    """Replay every run at every stage, and keep the bytes."""
-    found = {}
-    for run in RUNS:
-        stages = {stage: replay(run, stage)._asdict() for stage in STAGES}
-        found[run.name] = stages
-        say(f"{run.name}: {stages['old AdamW']['reserved'] / MiB:,.0f} MiB reserved, as of 2022")
-    record = {"source": SOURCE, "torch": torch.__version__.partition("+")[0], "replayed": found}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 CAUSES = {
@@ -260,8 +161,8 @@ CAUSES = {
 }
 
 LEFT = (
-    "published less the sum: cuBLAS and other libraries had memory of their own then, beside "
-    "PyTorch's allocator"
+    "published less the sum: libraries had memory of their own then, beside PyTorch's allocator, "
+    "and the replay's idle blocks are not exactly those of the card"
 )
 
 
@@ -336,7 +237,3 @@ def table(found: list[Row] | None = None) -> str:
 
 def _whole(value: float) -> str:
     return f"{round(value):,}"
-
-
-if __name__ == "__main__":
-    write_record()

@@ -17,7 +17,7 @@ from ...view.peaks import off_by, pairs_table
 RECORD = Path(__file__).with_name("published.json")
 BERT_LARGE = "Transformers' documentation, BERT-large, V100, 2022"
 # how the rows' sources begin
-SOURCES = ("PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")
+SOURCES = ("FitCheck", "PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
 _aten = torch.ops.aten
 cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-softmax_backward = torch._softmax_backward_data
 # Products that torch's counter ignores, with the position of their first factor; and kernels with
 # several products inside.
 products_uncounted = {

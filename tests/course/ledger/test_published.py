@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from gradmem_lib.course.ledger import published
+from gradmem_lib.planning.models import known_model
 from gradmem_lib.prediction.allocator import Allocator
+from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.view.peaks import off_by
 
 MiB, GiB = 2**20, 2**30
@@ -63,13 +65,34 @@ def test_a_long_step_after_an_emptied_cache(load):
     assert module.reserved_by(short, long) == own // 2 + (40 + 40 + 40 + 2) * MiB
 
 
-NEAR = {"LitGPT": 0.005, "PEFT": 0.01, "Transformers": 0.01, "Answer.AI": 0.05, "torchtune": 0.07}
+NEAR = {
+    "FitCheck": 0.07,
+    "LitGPT": 0.005,
+    "PEFT": 0.01,
+    "Transformers": 0.01,
+    "Answer.AI": 0.05,
+    "torchtune": 0.07,
+}
 
 
 @pytest.mark.parametrize("who, most", NEAR.items())
 def test_what_was_predicted_is_near_what_was_published(who, most):
     found = [row for row in published.rows() if row.source.startswith(who)]
     assert found and all(abs(row.predicted / row.published - 1) <= most for row in found)
+
+
+def test_what_fitcheck_allocated_is_right_within_a_thousandth():
+    found = [row for row in published.rows() if row.source.startswith("FitCheck")]
+    allocated = [row for row in found if row.what == "most allocated"]
+    assert len(allocated) == len(found) / 2 == 11
+    assert all(abs(row.predicted / row.published - 1) < 0.0015 for row in allocated)
+
+
+def test_what_accelerate_estimates_depends_on_the_weights_alone():
+    from accelerate.commands.estimate import estimate_training_usage
+
+    weights = sum(p.nbytes for p in skeleton(known_model("TinyLlama-1.1B")[1]).parameters())
+    assert f"{estimate_training_usage(weights, 'float32')['step'] / 1e9:.2f}" == "17.60"
 
 
 def test_every_source_is_expected():
@@ -91,6 +114,9 @@ def test_the_recorded_rows_are_those_of_the_benchmarks(load):
         wanted[run, "most reserved"] = round(peak * GiB)
     for name, (peak, _) in load("published_torchtune").PEAKS.items():
         wanted[name, "peak"] = round(peak * GiB)
+    for run in load("published_fitcheck").runs():
+        wanted[str(run), "most allocated"] = round(run.allocated * MiB)
+        wanted[str(run), "reserved"] = round(run.reserved * MiB)
     ours = {(row.run, row.what): row.published for row in published.rows()}
     assert {key: ours.get(key) for key in wanted} == wanted
     assert len(ours) == len(wanted) + 9  # and BERT-large's
@@ -148,7 +174,7 @@ def test_the_table_has_every_figure_beside_bars_of_its_length(monkeypatch):
     monkeypatch.setattr(IPython.display, "display", shown.append)
     published.show("LitGPT", "PEFT")
     published.show()
-    with pytest.raises(ValueError, match="nothing is recorded of Unsloth: choose among PEFT"):
+    with pytest.raises(ValueError, match="nothing is recorded of Unsloth: choose among FitCheck"):
         published.show("Unsloth")
     wanted = published.rows()
     most = max(max(row.published, row.predicted) for row in wanted)
