@@ -107,7 +107,7 @@ def test_every_model_has_a_picture(model, checkpointing):
     widths = [box.get_width() for box in axes.patches]
     shares = [nbytes / found.total for nbytes in found.by_category.values() if nbytes]
     assert [width / sum(widths) for width in widths] == pytest.approx(shares)
-    assert format_bytes(found.total) in [text.get_text() for text in axes.texts]
+    assert format_bytes(found.total) in [text.get_text().strip() for text in axes.texts]
     assert found.total == explorer.estimate(settings).total
 
 
