@@ -130,6 +130,11 @@ def describe(recipe: Recipe, has_adapters: bool = False) -> str:
     return ", ".join(words)
 
 
+def rounds_weights(recipe: Recipe) -> bool:
+    """Whether updates go to weights in 16 bits alone."""
+    return recipe.precision is not None and not PRECISIONS[recipe.precision].exact_weights
+
+
 def changes(recipe: Recipe) -> tuple[int, ...]:
     """How much training differs from plain AdamW on float32 weights, as a tuple that can be
     compared: the method, whether the optimizer steps in backward (then there is no ``Trainer``, no
@@ -143,11 +148,10 @@ def changes(recipe: Recipe) -> tuple[int, ...]:
             f"a plan does not compare optimizer={recipe.optimizer!r}: choose one of "
             f"{', '.join(map(repr, OPTIMIZERS))}"
         )
-    exact = recipe.precision is None or PRECISIONS[recipe.precision].exact_weights
     return (
         METHODS.index(method_of(recipe)),
         int(recipe.in_backward),
-        int(not exact),
+        int(rounds_weights(recipe)),
         OPTIMIZERS.index(recipe.optimizer),
     )
 

@@ -16,7 +16,7 @@ from ..units import check_positive_int, format_bytes
 from .cards import CARDS, NETWORK, Card, find_card
 from .margin import check_margin
 from .models import find_model, is_own_module
-from .options import METHODS, Option
+from .options import METHODS, Option, rounds_weights
 from .report import Plan
 from .search import Search
 from .work import Work, count, with_adapters
@@ -245,6 +245,14 @@ def _check_own_module(module: nn.Module, method: str | None) -> None:
         )
 
 
+ROUNDED = (
+    "The weights of the first recipe are in bf16 alone: every update below 1/512 of a weight is "
+    "lost to rounding. Recipe(precision='float32-master') keeps such updates, and "
+    "Recipe(precision='bf16', optimizer='adamw-stochastic') keeps them in the mean: gradmem "
+    "predict says what they need."
+)
+
+
 def _notes(search: Search) -> list[str]:
     """What a reader of the plan should know about the model."""
     notes = []
@@ -262,6 +270,9 @@ def _notes(search: Search) -> list[str]:
     notes += search.work.problems
     predicted = [*search.fits(), *search.refused()]
     if predicted:  # the best one, or the closest
+        best = predicted[0].recipe
+        if best.lora_rank is None and not search.has_adapters and rounds_weights(best):
+            notes.append(ROUNDED)
         notes += [f"{note}." for note in predicted[0].prediction.notes]
     return notes
 

@@ -8,13 +8,14 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.held import ROUGHLY
 from gradmem_lib.planning.options import Option, RuledOut, changes, describe, ordered
-from gradmem_lib.planning.plan import _advice, plan
+from gradmem_lib.planning.plan import ROUNDED, _advice, _notes, plan
 from gradmem_lib.planning.report import Plan
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import GiB, MiB, format_bytes
@@ -410,6 +411,29 @@ def test_advice_by_hand(monkeypatch):
     lines = _advice(Sizes(TOKENS, small, 8, most // (64 * MiB) + 1), ["qlora", "full"])
     needs = format_bytes(most // (64 * MiB) * 64 * MiB + 64 * MiB)
     assert f"No card of the table has {needs}: this model needs several." in lines
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        (PLAIN, True),
+        (replace(PLAIN, precision="float32-master"), False),
+        (replace(PLAIN, precision="autocast-bf16"), False),
+        (replace(PLAIN, lora_rank=16), False),
+    ],
+)
+def test_a_first_answer_that_rounds_weights_says_what_is_lost(recipe, says):
+    work = SimpleNamespace(uncut="", named=(), has_layers=True, problems=())
+    best = option(recipe)
+    best.prediction.notes = ()
+    search = SimpleNamespace(work=work, has_adapters=False, fits=lambda: [best], refused=list)
+    assert (ROUNDED in _notes(search)) is says
+
+
+def test_what_is_lost_is_lost_for_each_weight_in_bf16():
+    weights = torch.arange(128, 256).bfloat16()  # one of each of the 128 significands
+    assert torch.equal(weights + (0.999 * weights.float() / 512).bfloat16(), weights)
+    assert not torch.equal(weights + (weights.float() / 256).bfloat16(), weights)
 
 
 def test_rows_are_dealt_evenly():
