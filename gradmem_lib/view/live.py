@@ -16,10 +16,9 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,11 +28,10 @@ from ..names import CATEGORIES, PHASES
 from .interrupt import keep_own_lines
 from .place import place, show_bundle, still_html
 from .style import COLORS, GROWING, GROWING_HATCH, HATCHES, MAX_POINTS, PHASE_LABELS, joined
-from .timeline import GROWING_WORDS, describe, peak_of
+from .timeline import GROWING_WORDS, describe, highest_of, peak_of
 
 if TYPE_CHECKING:
     from ..measure.timeline import MemorySnapshot, Timeline
-    from .picture import Picture
 
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
@@ -146,8 +144,7 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
     """
     hosts = []
     for frame, own in pictures:
-        common = {"title": "", "budget": 0, "top": 0, "small": False, "appearance": APPEARANCE}
-        settings = common | own
+        settings = {"budget": 0, "top": 0, "small": False, "appearance": APPEARANCE} | own
         hosts.append(
             f"<div data-gradmem-settings='{html.escape(json.dumps(settings))}' "
             f'data-gradmem-frame="{base64.b64encode(frame).decode()}"></div>'
@@ -166,46 +163,23 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
 _EXPORT = "export default { render };\n"  # a widget's script is a module, one in a page is not
 
 
-def explorable(picture: Picture, frames: list[tuple[bytes, dict]]) -> tuple[dict, dict]:
-    """A finished ``picture`` as a mimebundle: to be explored, and still where no script runs.
-
-    ``frames``: as for ``explorable_html``. With ``GRADMEM_LIVE=0``, it is still everywhere.
-    """
-    data, metadata = picture.bundle()
-    if live_enabled():
-        data["text/html"] = explorable_html(frames, still_html((data, metadata), ""))
-    return data, metadata
-
-
-def finished_bundle(
-    timeline: Timeline | None,
-    *,
-    title: str = "",
-    budget: int | None = None,
-    peak: MemorySnapshot | None = None,
-) -> tuple[dict, dict]:
-    """The finished picture of one run as a mimebundle. Without samples it says so in words."""
-    if timeline is None or not len(timeline):
-        words = describe(None, title=title)
-        return {"text/html": f"<em>{words}</em>", "text/plain": plain_text(title)}, {}
-    from .timeline_picture import plot_timeline
-
-    picture = plot_timeline(timeline, title=title, budget=budget, peak=peak)
-    picture.plain_text = plain_text(title)
-    frame = encode_frame(timeline, peak, None, finished=True)
-    return explorable(picture, [(frame, {"title": title, "budget": float(budget or 0)})])
-
-
 class Moving:
-    """Pictures side by side that move while something runs: ``start``, then frames for their
-    ``views``, then ``finish``.
+    """The pictures of a tracked block, one for each rank that runs it: they move from ``start`` on,
+    with each ``draw``, and stand still, to be explored, from ``stop`` on.
 
     Without widgets, or with ``GRADMEM_LIVE=0``, there are no views, and nothing shows before the
     end.
     """
 
-    def __init__(self, titles: list[str], budget: int | None, text: str):
-        self.titles, self.budget, self.text = titles, budget, text
+    def __init__(self, title: str = "", budget: int | None = None, ranks: int = 1):
+        self.title, self.budget = title, budget
+        self.titles, name = [title], title
+        if ranks > 1:
+            self.titles = [joined(f"rank {rank}", title, by=", ") for rank in range(ranks)]
+            name = joined(title, f"{ranks} ranks", by=", ")
+        self.text = plain_text(name)
+        # What each rank has recorded at the end; None: it did not come so far.
+        self.timelines: list[Timeline | None] = [None] * ranks
         self.views: list = []
         self._place = self._output = None
 
@@ -232,12 +206,19 @@ class Moving:
         data = {"text/html": shown, "text/plain": self.text}
         self._output = display(data, raw=True, display_id=True)
 
-    def finish(self, bundle: Callable[[], tuple[dict, dict]]) -> None:
-        """Replace the moving pictures by a finished one, and drop the widgets."""
+    def draw(self, rank: int, frame: bytes) -> None:
+        """Draw the next frame of ``rank``, with all ranks on the scale of the largest."""
+        for view in self.views:
+            view.top = max(view.top, frame_peak(frame))
+        if self.views:
+            self.views[rank].frame = frame
+
+    def stop(self, peak: MemorySnapshot | None = None) -> None:
+        """Replace the moving pictures by the finished ones, and drop the widgets."""
         views, output, holder = self.views, self._output, self._place
         self.views, self._output, self._place = [], None, None
         try:
-            data, metadata = bundle()
+            data, metadata = self.bundle(peak)
             if output is not None:
                 output.update(data, metadata=metadata, raw=True)
             else:
@@ -247,32 +228,55 @@ class Moving:
                 for widget in [holder, holder.view, *views]:
                     widget.close()
 
+    def bundle(self, peak: MemorySnapshot | None = None) -> tuple[dict, dict]:
+        """The finished pictures as a mimebundle: to be explored, and still where no script runs.
 
-class LivePlot:
+        With ``GRADMEM_LIVE=0``, they are still everywhere. Without samples it says so in words.
+        """
+        highest = highest_of(self.timelines)
+        if not highest:
+            words = describe(None, title=self.title)
+            return {"text/html": f"<em>{words}</em>", "text/plain": self.text}, {}
+        from .timeline_picture import plot_ranks, plot_timeline
+
+        about: dict[str, Any] = {"title": self.title, "budget": self.budget}
+        first, *others = self.timelines
+        if first is not None and not others:
+            picture = plot_timeline(first, peak=peak, **about)
+        else:
+            picture = plot_ranks(self.timelines, **about)
+        picture.plain_text = self.text
+        data, metadata = picture.bundle()
+        if live_enabled():
+            common = {"budget": float(self.budget or 0), "top": float(highest)}
+            common["small"] = bool(others)
+            frames = []
+            for title, timeline in zip(self.titles, self.timelines, strict=True):
+                frame = encode_frame(timeline, peak, None, finished=True)
+                frames.append((frame, common | {"title": title}))
+            data["text/html"] = explorable_html(frames, still_html((data, metadata), ""))
+        return data, metadata
+
+
+class LivePlot(Moving):
     """The moving picture of one tracked block: ``start``, then ``push`` at most ten times a second,
     then ``finish``. Outside a notebook it does nothing.
     """
 
     def __init__(self, *, title: str = "", budget: int | None = None):
-        self.title, self.budget = title, budget
-        self._moving = Moving([title], budget, plain_text(title))
-
-    def start(self) -> None:
-        """Put the empty plot on the page."""
-        self._moving.start()
+        super().__init__(title, budget)
 
     def push(self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot) -> None:
         """Draw the next frame. All figures are bytes."""
-        for view in self._moving.views:
+        for view in self.views:
             view.frame = encode_frame(timeline, peak, current)
 
     def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
         """Replace the moving picture by a finished one."""
-        if not in_kernel():
-            return
-        keep_own_lines()
-        about = {"title": self.title, "budget": self.budget, "peak": peak}
-        self._moving.finish(lambda: finished_bundle(timeline, **about))
+        if in_kernel():
+            keep_own_lines()
+            self.timelines = [timeline]
+            self.stop(peak)
 
 
 def show_timeline(
@@ -288,4 +292,6 @@ def show_timeline(
     With ``GRADMEM_LIVE=0``, it is a still picture. Outside a notebook, nothing is displayed.
     """
     if in_kernel():
-        show_bundle(*finished_bundle(timeline, title=title, budget=budget, peak=peak))
+        plot = Moving(title, budget)
+        plot.timelines = [timeline]
+        show_bundle(*plot.bundle(peak))

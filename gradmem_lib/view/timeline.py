@@ -35,6 +35,11 @@ def peak_of(
     return peak.total, peak.by_category, peak.phase, int(same[0]) if len(same) else at
 
 
+def highest_of(timelines: list[Timeline | None]) -> int:
+    """The highest peak of those that were measured; 0 if none was."""
+    return max((max(t.totals) for t in timelines if t is not None and len(t)), default=0)
+
+
 def describe(
     timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak=None
 ) -> str:

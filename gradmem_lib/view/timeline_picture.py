@@ -37,6 +37,7 @@ from .timeline import (
     describe,
     edges_of,
     growing_at,
+    highest_of,
     peak_of,
     phase_runs,
     step_runs,
@@ -90,6 +91,39 @@ def plot_timeline(
 
 def _phase_look(phase: str) -> dict:
     return {"facecolor": PHASE_COLORS[phase]}
+
+
+@style()
+def plot_ranks(
+    timelines: list[Timeline | None], *, title: str = "", budget: int | None = None
+) -> Picture:
+    """Live bytes by category of several ranks side by side on one scale; ``None`` stands for a rank
+    that was not measured.
+    """
+    words = []
+    for rank, timeline in enumerate(timelines):
+        words.append(f"Rank {rank}. {describe(timeline, title=title, budget=budget)}")
+    heading = shortened(title or "Memory by category", 100)
+    picture = Picture(8.6, 3.2, heading, alt=" ".join(words))
+    highest = highest_of(timelines)
+    left, gap = 0.07, 0.022
+    width = (0.985 - left + gap) / len(timelines)
+    for rank, timeline in enumerate(timelines):
+        start = left + rank * width
+        ax = picture.panel(start, start + width - gap, 0.78, 2.4)
+        picture.write(start, 0.5, f"rank {rank}", fontweight="bold")
+        if timeline is None or not len(timeline):
+            ax.set_axis_off()
+            ax.text(0.5, 0.5, "not measured to its end", ha="center", transform=ax.transAxes)
+            continue
+        draw_timeline(ax, timeline, budget, highest=highest)
+        peak = format_bytes(max(timeline.totals))
+        picture.write(start + width - gap, 0.5, f"peak {peak}", ha="right")
+        if rank:
+            ax.set_ylabel("")
+            ax.set_yticklabels([])
+    picture.categories(left, 3.05)
+    return picture
 
 
 def draw_timeline(

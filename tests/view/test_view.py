@@ -352,7 +352,7 @@ def test_nothing_recorded_is_said_in_words():
     empty = Timeline(np.zeros((0, 9), np.int64))
     with pytest.raises(ValueError, match="no samples"):
         stills.plot_timeline(empty)
-    data, _ = live.finished_bundle(empty, title="x")
+    data, _ = live.Moving("x").bundle()
     assert data == {
         "text/html": "<em>Memory of x: nothing was recorded.</em>",
         "text/plain": "MemoryTracker plot: x",
@@ -472,11 +472,9 @@ def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(m
 
 
 def test_several_ranks_stand_side_by_side_on_one_scale():
-    from gradmem_lib.view.ranks import plot_ranks
-
     lower, higher = timeline_of(300), timeline_of(600)
     higher.rows[:, 2:] *= 3
-    figure = plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
+    figure = stills.plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
     axes = figure.axes
     assert axes[0].get_ylim() == axes[1].get_ylim() and axes[0].get_ylim()[1] * MiB > max(
         higher.totals
