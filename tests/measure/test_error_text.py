@@ -870,7 +870,9 @@ def test_it_reads_a_budget():
     assert explanation.cases == ("budget",)
     figures = [explanation.figures[name] for name in ("asked", "allocated", "total")]
     assert figures == [4_000, 8_000, 10_000]
-    assert explanation.command.startswith("gradmem run ")
+    assert explanation.command == (
+        "gradmem plan MODEL --card 9.77KiB --seq-len 2048 --global-batch 8 --target cpu"
+    )
 
 
 def test_only_a_text_or_an_exception_is_explained():
