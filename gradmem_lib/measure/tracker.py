@@ -75,7 +75,6 @@ from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 from .walks import likely_holders
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
@@ -270,9 +269,9 @@ class MemoryTracker:
             name.replace("memory_", ""): getattr(torch.cuda, name)(self.device) for name in names
         }
 
-    def plot(self, ax: Axes | None = None) -> Figure:
+    def plot(self) -> Figure:
         """The timeline as a matplotlib ``Figure``, for a document."""
-        return pictures().plot_timeline(self.timeline, title=self.title, budget=self.budget, ax=ax)
+        return pictures().plot_timeline(self.timeline, title=self.title, budget=self.budget)
 
     def show(self) -> None:
         """Display the timeline as an interactive view (hover, arrow keys), after the block."""

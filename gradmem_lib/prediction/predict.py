@@ -115,9 +115,9 @@ class Prediction:
             micro_batches = MICRO_BATCHES
         return traced(question, micro_batches).requests
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self) -> Any:
         """The timeline as a matplotlib ``Figure``."""
-        return pictures().plot_timeline(self.timeline, title=self.title, ax=ax)
+        return pictures().plot_timeline(self.timeline, title=self.title)
 
     def show(self) -> None:
         """Display the timeline as the interactive view."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import nn
 
 from ..compat.compiled import is_compiled
@@ -18,6 +20,14 @@ ALREADY_CHECKPOINTED = (
 
 class CallOverride:
     """A function that runs in place of a module's own call, and recomputes it in backward."""
+
+
+class Checkpoints(ExitStack):
+    """Overrides of modules' calls, undone by ``.remove()`` or at the end of a ``with`` block."""
+
+    def remove(self) -> None:
+        """Restore the modules' own forward. A second call does nothing."""
+        self.close()
 
 
 def refuse_checkpointed(layers: list[nn.Module]) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -37,9 +37,14 @@ from ..compat.modules import call_override, original_call, override_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from .best_schedule import Measurement
-from .call_overrides import ALREADY_CHECKPOINTED, CallOverride, refuse_checkpointed
+from .call_overrides import (
+    ALREADY_CHECKPOINTED,
+    CallOverride,
+    Checkpoints,
+    refuse_checkpointed,
+)
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
-from .layers import Named, find_layers
+from .layers import Named, find_layers, layers_in
 from .schedules import Schedule, first_layers, segments_for, total_layers
 from .second_run import version_of
 from .segments import Chain, Handover
@@ -91,7 +96,7 @@ def checkpoint_layers(
     on weights that FSDP has sharded over processes.
     """
     found = find_layers(layers_or_model, layers)
-    refuse_checkpointed([layer for several, _ in found.values() for layer in several])
+    refuse_checkpointed(layers_in(found))
     lengths = isinstance(every, (list, tuple))
     if lengths and len(found) > 1:
         raise ValueError(
@@ -116,12 +121,12 @@ def checkpoint_layers(
         chain = Chain(several, passes_tuple_through=isinstance(caller, nn.Sequential))
         lists[name] = _LayerCalls(chain, owner, schedule, keep_last)
     if first:
-        total = sum(len(several) for several, _ in found.values())
+        total = len(layers_in(found))
         raise ValueError(f"every='first-{first + total}': there are {total} layers in all")
     return CheckpointedLayers(lists)
 
 
-class CheckpointedLayers(AbstractContextManager):
+class CheckpointedLayers(Checkpoints):
     """Layers that run in segments, as ``checkpoint_layers`` returns them.
 
     Attributes: ``layers``; ``segments`` (the schedule; None until ``"best"`` has measured);
@@ -131,24 +136,18 @@ class CheckpointedLayers(AbstractContextManager):
     """
 
     def __init__(self, lists: dict[str, _LayerCalls]):
+        super().__init__()
         self._lists = lists
         with ExitStack() as undo:
             for calls in lists.values():
                 calls.install(undo)
-            self._undo = undo.pop_all()
+            self.push(undo.pop_all())
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("layers", "segments", "keep_last", "internal", "boundary"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         values = {where: getattr(calls, name) for where, calls in self._lists.items()}
         return values if len(values) > 1 else next(iter(values.values()))
-
-    def remove(self) -> None:
-        """Restore the layers' own forward. A second call does nothing."""
-        self._undo.close()
-
-    def __exit__(self, *error) -> None:
-        self.remove()
 
 
 @dataclass(eq=False)

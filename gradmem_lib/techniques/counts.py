@@ -83,10 +83,15 @@ def checked_pair(returned: Any) -> tuple[Tensor, int | float]:
         )
     loss, count = returned[0], check_count(returned[1], "the count of loss_and_count")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"{type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            given = f"a tensor of shape {tuple(loss.shape)}"
         raise TypeError(
-            f'the loss must be a tensor of one element, and was {given}: use reduction="sum"'
+            "the loss must be a tensor of one element, and was "
+            f'{described(loss)}: use reduction="sum"'
         )
     return loss, count
+
+
+def described(value: Any) -> str:
+    """What was given in place of a loss, for an error."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__}"

@@ -32,11 +32,11 @@ def find_layers(layers_or_model: nn.Module, named: Named = ()) -> Lists:
         found = {"layers": (list(layers_or_model), None)}
     else:
         found = _lists_of_transformers(layers_or_model)
-    _check(_layers_in(found), layers_or_model)
+    _check(layers_in(found), layers_or_model)
     return found
 
 
-def _layers_in(lists: Lists) -> list[nn.Module]:
+def layers_in(lists: Lists) -> list[nn.Module]:
     """The layers of all lists."""
     return [layer for layers, _ in lists.values() for layer in layers]
 
@@ -109,7 +109,7 @@ def _named_lists(model: nn.Module, named: Named) -> Lists:
 def _check_named(lists: Lists) -> None:
     """Refuse a list without layers, and one with a layer that is inside another layer."""
     inside: set[nn.Module] = set()  # all modules below the layers
-    for layer in _layers_in(lists):
+    for layer in layers_in(lists):
         _, *parts = layer.modules()
         inside.update(parts)
     for name, (layers, _) in lists.items():

@@ -124,12 +124,6 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if m is not head and linear_sizes(m)}
 
 
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule ``name`` of ``model`` by ``module``."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
 def add_lora(
     model: nn.Module,
     rank: int,
@@ -162,5 +156,5 @@ def add_lora(
     model.requires_grad_(False)
     for name in chosen:
         addition = LoRALinear(linear[name], rank, alpha, dtype, dropout)
-        replace_module(model, name, addition)
+        model.set_submodule(name, addition)
     return len(chosen)

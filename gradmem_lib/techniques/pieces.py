@@ -6,24 +6,15 @@ the other rows; and a count that is not the loss's divisor.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..compat.data_parallel import is_sharded
-from ..compat.dispatch_modes import without_modes
+from .asking import DRAWS_RANDOM_NUMBERS, asking, first_line
 from .counts import check_reduction, checked_pair
-from .data_parallel import Processes, Sharded, device_of, processes_of
-from .module_state import left_as_it_was
-from .second_run import FirstRun
+from .data_parallel import processes_of
 from .splitting import count_rows, split
-
-CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gradients will be
-ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
 
 Pairs = list[tuple[float, float]]  # a sum and its count, for each mean
 
@@ -61,37 +52,35 @@ def check_pieces_add_up(
     """
     check_reduction(reduction)
     processes = processes_of(model)
+
+    def sums_and_counts(rows: Any) -> Pairs:
+        returned = loss_and_count(rows)
+        pairs = returned if isinstance(returned, list) else [returned]
+        return [_sum_and_count(pair, reduction) for pair in pairs]
+
     pieces = _all_but_the_last_row_and_it(batch)
-    with as_in_evaluation(model) as autocasts:
-        with other_weights(model, processes):
-            together, alone, error = _ask(loss_and_count, batch, pieces, reduction)
-        finite = all(math.isfinite(loss) for loss, _ in together)
-        if processes.sums(bool(error) or not finite)[0]:  # the model cannot have such weights
-            together, alone, error = _ask(loss_and_count, batch, pieces, reduction)
-            finite = all(math.isfinite(loss) for loss, _ in together)
-        if processes.sums(not finite)[0]:
+    with asking(model, sums_and_counts, processes) as question:
+        observed = question.observe_with_other_weights(batch, *pieces, is_finite=_is_finite)
+        (together, *alone), errors = zip(*observed, strict=True)
+        error = next(filter(None, errors), None)
+        if processes.sums(error is None and not _is_finite(together))[0]:
             raise ValueError(
                 "look for very large or missing numbers: the loss of all rows together is not "
                 "finite, which shows nothing about its pieces"
             )
-        limit = rounding(model, autocasts)
-        difference = error or _difference(together, alone, limit)
+        if error is None:
+            difference = _difference(together, alone, question.rounding)
+        else:
+            difference = first_line(error)
         refused = processes.sums(bool(difference))[0] > 0
         if refused:
-            first, _ = _sums_and_counts(loss_and_count, batch, reduction)
-            again, _ = _sums_and_counts(loss_and_count, batch, reduction)
-            if not error and _difference(first, [again], limit):
+            (first, failed), (again, failed_again) = question.observe(batch, batch)
+            changes = failed or failed_again or _difference(first, [again], question.rounding)
+            if changes and error is None:
                 difference = DRAWS_RANDOM_NUMBERS
     if refused:
         difference = difference or "another process found a difference"
         raise ValueError(f"{difference}. Accumulation would train another loss")
-
-
-DRAWS_RANDOM_NUMBERS = (
-    "draw random numbers in the data's collator, or only in training "
-    "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is: the same "
-    "rows have another loss each time, also in eval mode"
-)
 
 
 def _all_but_the_last_row_and_it(batch: Any) -> list[Any]:
@@ -103,33 +92,16 @@ def _all_but_the_last_row_and_it(batch: Any) -> list[Any]:
     return list(split(batch, rows - 1))
 
 
-def _ask(
-    loss_and_count: Callable, batch: Any, pieces: list[Any], reduction: str
-) -> tuple[Pairs, list[Pairs], str]:
-    """The sums and counts of ``batch`` and of each piece, and an error if there was one."""
-    together, message = _sums_and_counts(loss_and_count, batch, reduction)
-    alone = []
-    for piece in pieces:  # after an error too: sharded processes run each forward together
-        found, error = _sums_and_counts(loss_and_count, piece, reduction)
-        alone.append(found)
-        message = message or error
-    return together, alone, message
+def _sum_and_count(returned: Any, reduction: str) -> tuple[float, float]:
+    loss, count = checked_pair(returned)
+    value = loss.item()
+    if reduction == "mean":
+        value = value * count if count else 0.0  # the mean of nothing is not a number
+    return value, float(count)
 
 
-def _sums_and_counts(loss_and_count: Callable, batch: Any, reduction: str) -> tuple[Pairs, str]:
-    """Each sum and its count, and an error if there was one."""
-    pairs = []
-    try:
-        returned = with_graph_if_needed(lambda: loss_and_count(batch))
-        for pair in returned if isinstance(returned, list) else [returned]:
-            loss, count = checked_pair(pair)
-            value = loss.item()
-            if reduction == "mean":
-                value = value * count if count else 0.0  # the mean of nothing is not a number
-            pairs.append((value, float(count)))
-    except Exception as error:  # the loss's own code may raise anything
-        return [], first_line(error)
-    return pairs, ""
+def _is_finite(pairs: Pairs) -> bool:
+    return all(math.isfinite(loss) for loss, _ in pairs)
 
 
 def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
@@ -164,118 +136,3 @@ def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:
                 f"{sum(losses):.6g} as the sum of pieces"
             )
     return ""
-
-
-# training/items.py uses these, too.
-
-
-@contextmanager
-def as_in_evaluation(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """In the block, there are no gradients, no dropout and no tracker. Afterwards all is as before:
-    what a forward has changed in the model is put back (``left_as_it_was``), except if the model is
-    sharded.
-
-    The block gets a set, which collects the dtype of each autocast that a module is called in.
-    """
-    kind = device_of(model).type
-    autocasts = set[torch.dtype]()
-
-    def note_autocast(module: nn.Module, args: tuple) -> None:
-        if torch.is_autocast_enabled(kind):
-            autocasts.add(torch.get_autocast_dtype(kind))
-
-    before = set(model.modules())
-    training = [module for module in before if module.training]
-    cuda = [device_of(model)] if kind == "cuda" else []
-    others = FirstRun([model]).found_again()  # the random numbers that are not torch's own
-    # For every module, since the loss may call a wrapper around the model.
-    hook = register_module_forward_pre_hook(note_autocast)
-    # FSDP keeps what it has gathered in attributes of its own, which must not be put back.
-    state = nullcontext() if is_sharded(model) else left_as_it_was(model)
-    try:
-        with torch.no_grad(), without_modes(), torch.random.fork_rng(cuda), others, state:
-            for module in before:
-                module.training = False  # a module's own eval() may do more, as loralib's merges
-            yield autocasts
-    finally:
-        hook.remove()
-        for module in training:
-            module.training = True
-        for module in model.modules():
-            for child in module.children():
-                if child not in before:  # made in a forward of a sharded model
-                    child.train(module.training)
-            if hasattr(module, "reshard"):  # fully_shard gathers the root's weights in a forward
-                module.reshard()
-
-
-@contextmanager
-def other_weights(model: nn.Module, processes: Processes) -> Iterator[None]:
-    """In the block, a part of each trained weight has other numbers. Afterwards it has its own.
-
-    The weights that a training starts from may hide what a loss does. A head of zeros gives all
-    tokens the same loss, and then each way to weigh them looks right. With preferences, the model
-    is its own reference at first, and all pairs have the loss log 2. Almost any other weights show
-    the difference.
-
-    Shards stay as they are, since some kinds of sharding keep the weights that they have gathered.
-    """
-    if isinstance(processes, Sharded):
-        yield
-        return
-    generator = torch.Generator().manual_seed(0)
-    changed = []
-    try:
-        for parameter in model.parameters():
-            part = _first_numbers(parameter)
-            if part is None:
-                continue
-            changed.append((part, part.clone()))
-            if parameter.dim() == 1:
-                size = 0.1  # a gain of 1 stays positive
-            else:
-                size = parameter[0].numel() ** -0.5  # outputs are about as large as inputs
-            noise = torch.randn(len(part), generator=generator) * size
-            part.add_(noise.to(part))
-        yield
-    finally:
-        for part, numbers in changed:
-            part.copy_(numbers)
-        if changed:
-            torch.clear_autocast_cache()  # the caller's autocast may have cast the other numbers
-
-
-def _first_numbers(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The first numbers of a trained weight, as a view; ``None`` for any other kind of weight."""
-    data = parameter.data
-    plain = type(data) is torch.Tensor and data.is_floating_point() and data.is_contiguous()
-    if not parameter.requires_grad or not plain or not data.dim() or not data.numel():
-        return None
-    return data.view(-1)[:CHANGED_NUMBERS]
-
-
-def rounding(model: nn.Module, autocasts: set[torch.dtype]) -> float:
-    """The relative difference of two losses that rounding alone explains.
-
-    ``autocasts``: the dtypes of autocast that the losses were computed under. A matrix product of
-    more rows adds in another order. In 16 bits, rounding changes each loss by up to half of
-    ``eps``, the gap after 1, so the two may be ``eps`` apart.
-    """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    narrow = (dtypes | autocasts) & {torch.bfloat16, torch.float16}
-    return max([ROUNDING, *(torch.finfo(dtype).eps for dtype in narrow)])
-
-
-def with_graph_if_needed(loss: Callable[[], Any]) -> Any:
-    """What ``loss()`` returns. It is called a second time, with gradients, if it needs them: a
-    gradient penalty, say, or forces that are the gradient of an energy.
-    """
-    try:
-        return loss()
-    except RuntimeError:
-        with torch.enable_grad():
-            return loss()
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..names import QUANTIZED
-from .lora import linear_layers, linear_sizes, replace_module
+from .lora import linear_layers, linear_sizes
 from .optimizers import BLOCK as SCALES_BLOCK
 from .optimizers import code_table, dequantized_blocks, nearest, quantized_blocks
 
@@ -132,17 +132,15 @@ def quantize_base(
     mixture's experts: their weights are one tensor for all of them and no linear layers, so they
     keep 16 bits, without LoRA. Raises ``ValueError`` if no linear layer is frozen.
     """
-    if not (
-        frozen := {
-            name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad
-        }
-    ):
+    layers = linear_layers(model)
+    frozen = {name: layer for name, layer in layers.items() if not layer.weight.requires_grad}
+    if not frozen:
         raise ValueError(
             "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes "
             "the model), since 4-bit weights cannot be trained"
         )
     for name, module in frozen.items():
-        replace_module(model, name, Linear4bit(module, storage, compute_dtype))
+        model.set_submodule(name, Linear4bit(module, storage, compute_dtype))
     return len(frozen)
 
 

@@ -6,8 +6,7 @@ micro-batch and without a graph. The loss of all of them gives the gradient of e
 each micro-batch is embedded again, with a graph, and its backward starts from these gradients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .accumulation import Accumulated
+from .counts import described
 from .second_run import FirstRun
 from .shared_statistics import warn_of_shared_statistics
 
@@ -85,7 +85,7 @@ def accumulate_through_embeddings(
 
     # The second pass begins each backward at these gradients.
     starts = [0] * len(embeddings)
-    with _random_state_kept():
+    with torch.random.fork_rng(_cards()):
         for micro, (state, first), lengths in zip(micro_batches, first_runs, sizes, strict=True):
             again = _embedded_again(embed, micro, state, first)
             reached, grads = [], []
@@ -109,7 +109,10 @@ def _embedded_again(
     embed: Callable[[Any], Any], micro: Any, state: tuple[Tensor, list[Tensor]], first: FirstRun
 ) -> tuple[Tensor, ...]:
     """The embeddings of the second pass, from the random numbers and buffers of the first."""
-    _set_random_state(state)
+    cpu, cards = state
+    torch.set_rng_state(cpu)
+    for card, of_card in enumerate(cards):
+        torch.cuda.set_rng_state(of_card, card)
     with first.found_again():
         return _as_tuple(embed(micro))
 
@@ -124,25 +127,12 @@ NO_GRADIENT = (
 # The random numbers: of the CPU, and of the cards in use.
 
 
+def _cards() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
 def _random_state() -> tuple[Tensor, list[Tensor]]:
-    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cards
-
-
-def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    cpu, cards = state
-    torch.set_rng_state(cpu)
-    if cards:
-        torch.cuda.set_rng_state_all(cards)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    state = _random_state()
-    try:
-        yield
-    finally:
-        _set_random_state(state)
+    return torch.get_rng_state(), list(map(torch.cuda.get_rng_state, _cards()))
 
 
 # What cannot be right.
@@ -190,10 +180,9 @@ def _joined(pieces: list[tuple[Tensor, ...]]) -> list[Tensor]:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = type(loss).__name__
-        if isinstance(loss, Tensor):
-            given = f"a tensor of shape {tuple(loss.shape)}"
-        raise TypeError(f"loss_of must return a tensor of one element, and returned {given}")
+        raise TypeError(
+            f"loss_of must return a tensor of one element, and returned {described(loss)}"
+        )
     if not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from contextvars import Context
 from functools import partial
 
@@ -24,9 +23,9 @@ from ..compat.trees import tree_leaves
 from ..hf_names import PARTS
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
-from .call_overrides import CallOverride, refuse_checkpointed
+from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
-from .layers import Named, find_layers
+from .layers import Named, find_layers, layers_in
 from .second_run import FirstRun, checkpoint_again, version_of
 
 CHANGED_ARGUMENT = (
@@ -59,8 +58,7 @@ def checkpoint_parts(
     """
     if not isinstance(part, type):
         check_choice("part", part, SELECTIVE)
-    lists = find_layers(layers_or_model, layers)
-    found = [layer for several, _ in lists.values() for layer in several]
+    found = layers_in(find_layers(layers_or_model, layers))
     refuse_checkpointed(found)
     whole_layers = False
     if not isinstance(part, type):
@@ -69,9 +67,7 @@ def checkpoint_parts(
     if not whole_layers:
         modules = [module for layer in found for module in find_parts(layer, part)]
     warned: list[str] = []
-    return CheckpointedParts(
-        [override_call(module, Part(module, whole_layers, warned)) for module in modules]
-    )
+    return CheckpointedParts([Part(module, whole_layers, warned) for module in modules])
 
 
 def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
@@ -86,20 +82,16 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
     """
     check_positive_int("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
-    return CheckpointedParts([override_call(module, Tiled(module, tiles))])
+    return CheckpointedParts([Tiled(module, tiles)])
 
 
-class CheckpointedParts(ExitStack):
+class CheckpointedParts(Checkpoints):
     """Parts of layers that are recomputed, as ``checkpoint_parts`` and ``tiled`` return them."""
 
-    def __init__(self, undo: list[Callable[[], None]]):
+    def __init__(self, overrides: list[Part] | list[Tiled]):
         super().__init__()
-        for each in undo:
-            self.callback(each)
-
-    def remove(self) -> None:
-        """Restore the parts' own forward. A second call does nothing."""
-        self.close()
+        for override in overrides:
+            self.callback(override_call(override.module, override))
 
 
 class Part(CallOverride):

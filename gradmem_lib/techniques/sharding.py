@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..compat.data_parallel import allow_integer_shards
 from ..names import SHARDING, check_choice
 from .data_parallel import device_of
-from .layers import Named, find_layers
+from .layers import Named, find_layers, layers_in
 
 NO_PROCESS_GROUP = (
     "sharding={!r} is for several processes that train together, and this process is in no group: "
@@ -86,7 +86,7 @@ def _shard_fully(
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     try:
-        layers = [layer for some, _ in find_layers(model, named).values() for layer in some]
+        layers = layers_in(find_layers(model, named))
     except ValueError as error:
         raise ValueError(
             f"fully_shard takes a model layer by layer, and {str(error).partition(':')[0]}. Call "

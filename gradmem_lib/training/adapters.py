@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..hf_names import hf_class
-from ..techniques.lora import LoRALinear, replace_module
+from ..techniques.lora import LoRALinear
 from .losses import predicts_next_token
 
 WHOLE_MODEL = "merge_adapters(model).save_pretrained(folder) writes the whole model"
@@ -132,5 +132,5 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         if owners[id(module.base.weight)] > 1:  # an embedding, say, has it too, and keeps it
             own_weight = module.base.weight.detach().clone()
             module.base.weight = nn.Parameter(own_weight, requires_grad=False)
-        replace_module(model, name, module.merged())
+        model.set_submodule(name, module.merged())
     return model

@@ -1,4 +1,6 @@
-"""A loss that the forwards of a window have changed, though no trained weight has changed."""
+"""What is asked before the first window in pieces, and after it: whether the window's forwards have
+changed the loss, though no trained weight has changed.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from ..compat.data_parallel import inside_wrapper
+from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import as_in_evaluation, rounding
 from ..techniques.shared_statistics import batch_norms
-from .items import forget, have_values
-from .probe import loss_and_error
+from .item_rules import Rule
+from .items import find_rule, forget, have_values, known_rule
+from .losses import usual_rule
 from .probe_rows import some_rows
 
 
@@ -37,29 +40,27 @@ class LossBeforeTheWindow:
     ):
         self.model, self.loss_of = inside_wrapper(model), loss_of
         self.how, self.processes = how, processes
-        self.limit = 0.0  # two losses are the same if they are so near, relative
         self.rows = None  # what is asked; None: nothing can be
         if have_values(self.model, micro_batches) and not batch_norms(self.model):
             self.rows = some_rows(micro_batches)
-        self.before = self._loss()
+        self.before, _ = self._loss_now()
 
-    def _loss(self) -> float:
-        """The loss of the rows now; not a number if nothing can be asked."""
+    def _loss_now(self, before: float = math.nan) -> tuple[float, bool]:
+        """The loss of the rows, not a number if nothing can be asked; and whether it differs from
+        the one ``before``.
+        """
         if self.rows is None:
-            return math.nan
-        with as_in_evaluation(self.model) as autocasts:
-            loss, _ = loss_and_error(self.model, self.rows, self.loss_of)
-            self.limit = rounding(self.model, autocasts)
-        return loss
+            return math.nan, False
+        with asking_loss(self.model, self.loss_of, self.processes) as question:
+            [(loss, _)] = question.observe(self.rows)
+            return loss, question.differ(before, loss)
 
     def check(self) -> None:
         """Call this after the window, before the weights change. All processes call it together.
 
         Raises ``ValueError`` if the loss is another one.
         """
-        after = self._loss()
-        numbers = math.isfinite(self.before) and math.isfinite(after)
-        differs = numbers and not math.isclose(self.before, after, rel_tol=self.limit)
+        after, differs = self._loss_now(self.before)
         if self.processes.sums(differs)[0]:
             forget(self.model)  # ask again if it is tried again
             raise ValueError(
@@ -69,3 +70,35 @@ class LossBeforeTheWindow:
                 f"loss of {type(self.model).__name__} from {self.before:.6g} to {after:.6g} on the "
                 "same rows, though no trained weight has changed"
             )
+
+
+def ask_before_window(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    loss_of: Callable,
+    *,
+    how: str,
+    items: Any,
+    key: Any,
+    processes: Processes,
+    weights_stay: bool = True,
+) -> tuple[Rule | None, LossBeforeTheWindow | None]:
+    """What the loss is a mean of (``find_rule``, which has the same arguments), and before the
+    first window also how large it is.
+
+    ``weights_stay``: whether the weights are the same in the whole window.
+    """
+    loss_before = None
+    if weights_stay and known_rule(model, key) is None:
+        loss_before = LossBeforeTheWindow(model, micro_batches, loss_of, how, processes)
+    rule = find_rule(
+        model,
+        micro_batches,
+        loss_of,
+        usual_rule(model),
+        how=how,
+        items=items,
+        key=key,
+        processes=processes,
+    )
+    return rule, loss_before

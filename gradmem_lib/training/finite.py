@@ -7,35 +7,30 @@ makes every weight nan.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
+from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import as_in_evaluation
 from ..techniques.splitting import split
-from .probe import loss_and_error
 from .probe_rows import rows_together, some_rows
 
 
-class Rows(NamedTuple):
-    """Rows of a window, as micro-batches of one row, by whether their losses are finite."""
-
-    finite: list[Any]
-    first_other: str  # in words; empty if all losses are finite
-
-
-def by_finite_loss(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable) -> Rows:
-    """Ask for the loss of each row alone, in eval mode.
+def by_finite_loss(
+    model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable
+) -> tuple[list[Any], str]:
+    """The rows whose losses are finite, as micro-batches of one row, and in words the first other
+    one; these are empty if there is none. Each row is asked about alone.
 
     The mean of nothing is nan too, as of a row without labels, or of a loss that compares rows. So
     a row counts as finite if its loss is, alone or beside a row that has one.
     """
     rows: list[tuple[Any, str]] = []  # with what is to be said; empty if the loss alone is finite
-    with as_in_evaluation(model):
+    with asking_loss(model, loss_of) as question:
 
         def is_finite(batch: Any) -> bool:
-            loss, error = loss_and_error(model, batch, loss_of)
+            [(loss, error)] = question.observe(batch)
             return error is not None or math.isfinite(loss)
 
         for number, micro in enumerate(micro_batches, 1):
@@ -44,24 +39,24 @@ def by_finite_loss(model: nn.Module, micro_batches: Sequence[Any], loss_of: Call
                 rows.append((row, "" if is_finite(row) else where))
         finite = [row for row, where in rows if not where]
         if not finite and is_finite(some_rows(micro_batches)):
-            return Rows([row for row, _ in rows], "")
+            return [row for row, _ in rows], ""
         first_other = ""
         for row, where in rows:
             if where and finite and is_finite(rows_together([finite[0], row])):
                 finite.append(row)
             else:
                 first_other = first_other or where
-    return Rows(finite, first_other)
+    return finite, first_other
 
 
 def finite_rows(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable) -> list[Any]:
     """The rows that a model can be asked about, if its loss is not finite for some others; an empty
     list if it is finite for all. Raises ``ValueError`` if it is for none.
     """
-    rows = by_finite_loss(model, micro_batches, loss_of)
-    if rows.first_other and not rows.finite:
+    finite, first_other = by_finite_loss(model, micro_batches, loss_of)
+    if first_other and not finite:
         raise not_finite("the loss of each row is not finite", model, micro_batches, loss_of)
-    return rows.finite if rows.first_other else []
+    return finite if first_other else []
 
 
 def not_finite(
@@ -75,7 +70,7 @@ def not_finite(
     where = ""
     if processes is None or not processes.groups:  # several would have to run each forward together
         with suppress(TypeError, ValueError):  # what cannot be cut into rows
-            first = by_finite_loss(model, micro_batches, loss_of).first_other
+            _, first = by_finite_loss(model, micro_batches, loss_of)
             where = f" ({first} shows it)" if first else ""
     return ValueError(
         "look for rows with very large or missing numbers, or lower the learning rate: "

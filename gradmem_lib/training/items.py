@@ -21,12 +21,12 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.fake_tensors import FakeTensor, has_numbers
 from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
+from ..techniques.asking import DRAWS_RANDOM_NUMBERS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import DRAWS_RANDOM_NUMBERS, first_line
 from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels, rules_of
-from .probe import Answer, ProbeRows, ask, differs_from_itself
-from .probe_rows import MOST_GROUPS, groups_of_rows, have_ignored_labels
+from .probe import Answer, ask
+from .probe_rows import groups_of_rows, have_ignored_labels, with_fewer_labels
 
 
 class LossIsNoMean(ValueError):
@@ -88,11 +88,10 @@ def find_rule(
         return None
     ignored_labels = bool(processes.sums(have_ignored_labels(inner, micro_batches))[0])
     rules = _candidates(default, items)
-    groups = _as_many_as_others(groups_of_rows(micro_batches), processes)
+    groups = groups_of_rows(micro_batches)
     usable = bool(groups) and has_labels(groups[0])
-    answer = Answer([0.0] * len(rules))
-    if groups:
-        answer = ask(inner, ProbeRows(groups, ignored_labels), loss_of, rules, processes)
+    batches = with_fewer_labels(inside_peft(inner), groups, ignored_labels)
+    answer = ask(inner, batches, loss_of, rules, processes)
     opinions = _opinions(answer, usable)
     *votes, everybody, usable_anywhere = processes.sums(*opinions, 1, usable)
     if not usable_anywhere:
@@ -106,7 +105,9 @@ def find_rule(
         others = can_ask_again and finite_rows(inner, micro_batches, loss_of)
         if others:  # the rest shows nothing
             return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
-        raise _refusal(inner, groups, loss_of, how, items, answer) from answer.error
+        with asking_loss(inner, loss_of, processes) as question:
+            draws_numbers = question.changes(*groups[:1])
+        raise _refusal(inner, draws_numbers, how, items, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):
         _warn_of_a_small_difference(inner, how, answer.differences[number])
@@ -125,9 +126,9 @@ def _candidates(default: Rule, items: Any) -> list[Rule]:
 def _found_before(
     model: nn.Module, key: Any, micro_batches: Sequence[Any], processes: Processes
 ) -> _Found | None:
-    if key is None or not was_asked(model, key):
+    found = _found.get(model, {}).get(key)
+    if found is None:
         return None
-    found = _found[model][key]
     # The first -100 of the data is new. Several processes would have to see it together.
     is_new = not found.ignored_labels and not processes.groups
     return None if is_new and have_ignored_labels(model, micro_batches) else found
@@ -156,18 +157,10 @@ def _warn_of_a_small_difference(model: nn.Module, how: str, difference: float) -
     )
 
 
-def _as_many_as_others(groups: list[Any], processes: Processes) -> list[Any]:
-    """``groups``, the first of them repeated until each process has as many, since the processes of
-    a sharded model run each forward together.
-    """
-    have_one = processes.sums(*[number < len(groups) for number in range(MOST_GROUPS)])
-    missing = sum(count > 0 for count in have_one) - len(groups)
-    return groups + groups[:1] * missing
-
-
-def was_asked(model: nn.Module, key: Any) -> bool:
-    """Whether ``find_rule`` has found the rule of this model and key."""
-    return key in _found.get(inside_wrapper(model), {})
+def known_rule(model: nn.Module, key: Any) -> Rule | None:
+    """The rule that ``find_rule`` has found for this model and key, if it was asked."""
+    found = _found.get(inside_wrapper(model), {}).get(key)
+    return None if found is None else found.rule
 
 
 def forget(model: nn.Module) -> None:
@@ -187,7 +180,7 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 
 
 def _refusal(
-    model: nn.Module, groups: list[Any], loss_of: Callable, how: str, items: Any, answer: Answer
+    model: nn.Module, draws_numbers: bool, how: str, items: Any, answer: Answer
 ) -> ValueError:
     """The error to raise: what was found, and what to do.
 
@@ -200,7 +193,7 @@ def _refusal(
             f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
             "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
         )
-    if groups and differs_from_itself(model, groups[0], loss_of):
+    if draws_numbers:
         return LossIsNoMean(
             f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
             f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "

@@ -20,8 +20,8 @@ from ..compat.modules import hook_counts
 from ..compat.transformers_models import inside_peft
 from ..hf_names import INPUTS_OF_THE_LOSS
 from ..names import IGNORED
+from ..techniques.asking import as_in_evaluation
 from ..techniques.losses import CHUNK_TOKENS, PLAIN, LogitForm, loss_in_chunks
-from ..techniques.pieces import as_in_evaluation
 from .item_rules import Rule, count_by, labels, predicted_tokens
 from .tiny import VOCABULARY, tiny_model
 

@@ -9,9 +9,8 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -19,20 +18,20 @@ from accelerate.data_loader import IterableDatasetShard
 from transformers import Trainer
 
 from ..compat.transformers_models import prepared_inputs
+from ..techniques.asking import DRAWS_RANDOM_NUMBERS, asking, first_line
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import (
-    DRAWS_RANDOM_NUMBERS,
-    as_in_evaluation,
-    first_line,
-    other_weights,
-    rounding,
-    with_graph_if_needed,
-)
 from .probe_rows import MOST_ROWS
 
 
 class _NotFinite(ValueError):
     pass
+
+
+class _Step(NamedTuple):
+    """Rows to be trained on in one step, and how they are cut."""
+
+    micro_batches: list[list[Any]]  # of this process
+    processes: int
 
 
 def check_accumulation(trainer: Trainer) -> None:
@@ -50,33 +49,55 @@ def check_accumulation(trainer: Trainer) -> None:
     args = trainer.args
     if args.gradient_accumulation_steps == 1 and args.world_size == 1:
         return
-    model = trainer.model
-    loader = trainer.get_train_dataloader()
-    with as_in_evaluation(model) as autocasts:
-        rows = _first_rows(loader.dataset, args.world_size)
-        try:
-            with other_weights(model, Processes()):
-                together, in_pieces = _losses(trainer, loader.collate_fn, rows)
-                again, _ = _losses(trainer, loader.collate_fn, rows)
-        except _NotFinite:  # the model cannot have such weights
-            together, in_pieces = _losses(trainer, loader.collate_fn, rows)
-            again, _ = _losses(trainer, loader.collate_fn, rows)
-        limit = rounding(model, autocasts)
-    if math.isclose(together, in_pieces, rel_tol=limit):
-        return
     name = f"{type(trainer).__name__}"
-    if not math.isclose(together, again, rel_tol=limit):
-        raise ValueError(
-            f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"
-        )
-    cut = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
+    loader = trainer.get_train_dataloader()
+    groups = [dist.group.WORLD] if args.world_size > 1 else []
+    processes = Processes(trainer.model, groups)
+
+    def loss_of(step: _Step) -> float:
+        batches = [loader.collate_fn(copy.deepcopy(rows)) for rows in step.micro_batches]
+        with _in_processes(trainer, step.processes):
+            return _loss_of_a_step(trainer, batches)
+
+    with asking(trainer.model, loss_of, processes) as question:
+        rows = _first_rows(loader.dataset, args.world_size)
+        whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
+        observed = question.observe_with_other_weights(cut, whole)
+        errors = [error for _, error in observed if error is not None]
+        (in_pieces, _), (together, _) = observed
+        # Also after an error: other processes must not wait for this one.
+        failed, added_up = processes.sums(bool(errors), 0.0 if errors else in_pieces)
+        if failed:
+            raise _could_not_be_asked(name, next(iter(errors), None))
+        in_pieces = added_up / args.world_size
+        if not processes.sums(question.differ(together, in_pieces))[0]:
+            return
+        if question.changes(whole):
+            raise ValueError(
+                f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"
+            )
+    how = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
     if args.world_size > 1:
-        cut += f" over {args.world_size} processes"
+        how += f" over {args.world_size} processes"
     raise ValueError(
-        f"{cut} trains another loss with {name}: with a few other numbers in the weights, "
+        f"{how} trains another loss with {name}: with a few other numbers in the weights, "
         f"{len(rows)} rows have the loss {together:.6g} in one micro-batch, and {in_pieces:.6g} as "
         f"{name} puts it together from pieces. {_advice(together, in_pieces, trainer)}"
     )
+
+
+def _could_not_be_asked(name: str, error: Exception | None) -> ValueError:
+    if isinstance(error, _NotFinite):
+        return error
+    found = "an error in another process"
+    if error is not None:
+        found = first_line(error)
+    refusal = ValueError(
+        f"it cannot be seen whether the loss of {name} may be cut: its loss for a few rows raised "
+        f"{found}. Use gradient_accumulation_steps=1"
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
 def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
@@ -122,43 +143,21 @@ def _first_rows(dataset: Any, processes: int) -> list[Any]:
     return found[: len(found) // processes * processes]
 
 
-def _losses(trainer: Trainer, collate: Any, rows: list[Any]) -> tuple[float, float]:
-    """The loss of all ``rows`` in one micro-batch, and as the trainer puts it together from pieces:
-    each process has every so many-th row, each in a micro-batch of its own where the batch is cut.
-    """
-    args = trainer.args
-    own_rows = rows[args.process_index :: args.world_size]
+def _cut(trainer: Trainer, rows: list[Any]) -> _Step:
+    """Each process has every so many-th row, in a micro-batch of its own where the batch is cut."""
+    own_rows = rows[trainer.args.process_index :: trainer.args.world_size]
     pieces = [own_rows]
-    if args.gradient_accumulation_steps > 1:
+    if trainer.args.gradient_accumulation_steps > 1:
         pieces = [[row] for row in own_rows]
-    together = in_pieces = 0.0
-    error: Exception | None = None
-    try:
-        in_pieces = _loss_of_a_step(trainer, [collate(copy.deepcopy(piece)) for piece in pieces])
-        with _one_process(trainer):
-            together = _loss_of_a_step(trainer, [collate(copy.deepcopy(rows))])
-    except Exception as raised:  # the trainer's own code may raise anything
-        error = raised
-    groups = [dist.group.WORLD] if args.world_size > 1 else []
-    # Also after an error: other processes must not wait for this one.
-    failed, added_up = Processes(trainer.model, groups).sums(error is not None, in_pieces)
-    if isinstance(error, _NotFinite):
-        raise error
-    if failed:
-        found = first_line(error) if error is not None else "an error in another process"
-        raise ValueError(
-            f"it cannot be seen whether the loss of {type(trainer).__name__} may be cut: its "
-            f"loss for a few rows raised {found}. Use gradient_accumulation_steps=1"
-        ) from error
-    return together, added_up / args.world_size
+    return _Step(pieces, trainer.args.world_size)
 
 
 @contextmanager
-def _one_process(trainer: Trainer) -> Iterator[None]:
-    """In the block, the trainer takes itself for the only process."""
+def _in_processes(trainer: Trainer, processes: int) -> Iterator[None]:
+    """In the block, the trainer takes itself for one of so many processes."""
     with ExitStack() as undo:
-        undo.enter_context(patch.object(type(trainer.args), "world_size", 1))
-        undo.enter_context(patch.object(type(trainer.accelerator), "num_processes", 1))
+        undo.enter_context(patch.object(type(trainer.args), "world_size", processes))
+        undo.enter_context(patch.object(type(trainer.accelerator), "num_processes", processes))
         yield
 
 
@@ -175,7 +174,7 @@ def _loss_of_a_step(trainer: Trainer, micro_batches: list[Any]) -> float:
         batches, items = trainer.get_batch_samples(iter(micro_batches), steps, device)
         for number, batch in enumerate(batches, 1):
             with trainer.compute_loss_context_manager():
-                loss = with_graph_if_needed(partial(_loss_of_one, trainer, batch, items))
+                loss = _loss_of_one(trainer, batch, items)
             if not math.isfinite(loss):
                 raise _NotFinite(
                     "look for very large or missing numbers: of the first rows of the training "

@@ -1,39 +1,42 @@
 """The forwards that ask a model what its loss is a mean of.
 
-A few rows have one loss together, and each row has a loss alone. For each rule of counting, the
-losses alone are averaged with the rule's counts, and compared with the loss together.
+A few rows have one loss together, and each row has a loss alone. These are observed once, and each
+rule of counting is judged by the same table: the losses alone are averaged with the rule's counts,
+and compared with the loss together.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..compat.transformers_models import inside_peft
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, Observation, asking, other_weights
 from ..techniques.data_parallel import Processes
-from ..techniques.pieces import (
-    ROUNDING,
-    as_in_evaluation,
-    other_weights,
-    rounding,
-    with_graph_if_needed,
-)
 from ..techniques.splitting import split
 from .item_rules import Rule
-from .probe_rows import fewer_labels, twice
-
-SHORT_DTYPES = {torch.bfloat16, torch.float16}
+from .probe_rows import twice
 
 
-class ProbeRows(NamedTuple):
-    """What the model is asked about."""
+class Row(NamedTuple):
+    """A row of the table: the losses of a few rows of the batch."""
 
-    groups: list[Any]
-    ignored_labels: bool  # whether labels may be replaced by -100
+    parts: list[Any]  # each of them, as a batch
+    together: float
+    alone: list[float]
+
+    @property
+    def scale(self) -> float:
+        """The largest loss. Losses of unlike signs cancel, as with advantages, and their rounding
+        does not.
+        """
+        numbers = [abs(loss) for loss in (self.together, *self.alone) if math.isfinite(loss)]
+        return max(numbers, default=0.0)
 
 
 @dataclass
@@ -45,22 +48,20 @@ class Answer:
     differences: list[float]
     noise: float = 0.0  # a difference up to here is rounding, as it was seen
     limit: float = 0.0  # a difference up to here may be rounding
-    sentences: dict[int, str] = field(default_factory=dict)  # by rule, its difference in words
-    context: str = ""  # stands before the sentence
+    sentence: str = ""  # the difference of the rule that is nearest to right
     error: Exception | None = None  # of the model's code
-    finite: bool = True  # whether the loss of all rows is a number
-    largest: float = 0.0  # of all losses
+    table: list[Row] = field(default_factory=list)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss of all rows is a number."""
+        return not self.table or math.isfinite(self.table[0].together)
 
     @property
     def shows_nothing(self) -> bool:
         """Whether all losses are 0: then each rule looks right."""
-        return self.finite and self.error is None and self.largest == 0
-
-    @property
-    def sentence(self) -> str:
-        """The difference of the rule that is nearest to right."""
-        nearest = min(self.sentences, key=self.differences.__getitem__, default=None)
-        return "" if nearest is None else self.context + self.sentences[nearest]
+        all_zero = not any(row.scale for row in self.table)
+        return self.finite and self.error is None and all_zero
 
     @property
     def fits(self) -> bool:
@@ -70,119 +71,116 @@ class Answer:
 
 def ask(
     model: nn.Module,
-    rows: ProbeRows,
+    batches: list[Any],
     loss_of: Callable,
     rules: Sequence[Rule],
     processes: Processes,
 ) -> Answer:
-    """How far each rule is from right.
+    """How far each rule is from right for ``batches`` of a few rows. All processes call this
+    together.
 
     The weights get other numbers first, since those that the training starts from may hide what
     the loss does.
     """
-    with_others = _differences(model, rows, loss_of, rules, processes)
-    if with_others.finite and with_others.fits:
+    others = other_weights(model, processes)
+    with_others = _answer(model, batches, loss_of, rules, processes, others)
+    is_enough = not batches or (with_others.finite and with_others.fits)
+    if not processes.sums(not is_enough)[0]:
         return with_others
     # Either the model cannot have such weights, and its own decide. Or no rule is right, and the
     # error should quote a loss that the user knows, unless the own weights hide the difference.
-    with_its_own = _differences(model, rows, loss_of, rules, None)
+    with_its_own = _answer(model, batches, loss_of, rules, processes, nullcontext())
+    if is_enough:
+        return with_others
     if with_others.finite and not with_others.shows_nothing and with_its_own.fits:
-        with_others.context = "with a few other numbers in its weights, "
+        context = "with a few other numbers in its weights, "
+        with_others.sentence = with_others.sentence and context + with_others.sentence
         return with_others
     return with_its_own
 
 
-def _differences(
+def _answer(
     model: nn.Module,
-    rows: ProbeRows,
+    batches: list[Any],
     loss_of: Callable,
     rules: Sequence[Rule],
-    processes: Processes | None,
+    processes: Processes,
+    weights: AbstractContextManager,
 ) -> Answer:
-    """How far each rule is from right for each group, and for it with fewer labels in its first
-    row.
-
-    If ``processes`` is ``None``, the model has its own weights, and otherwise other ones.
-    """
-    inside = inside_peft(model)
+    """What the batches show with these ``weights`` of the model."""
     answer = Answer([0.0] * len(rules))
-    weights = nullcontext() if processes is None else other_weights(model, processes)
     dtypes = set()
 
-    def seen_loss(asked: nn.Module, batch: Any) -> Tensor:
-        loss = loss_of(asked, batch)
-        dtypes.add(loss.dtype)
-        return loss
+    def loss(batch: Any) -> float:
+        value = loss_of(model, batch)
+        dtypes.add(value.dtype)
+        return float(value)
 
-    with as_in_evaluation(model) as autocasts, weights:
-        for batch, is_first in _batches(inside, rows):
-            together, alone, error = _losses(model, batch, seen_loss)
-            answer.limit = rounding(model, autocasts)
-            for dtype in dtypes & SHORT_DTYPES:
-                # The items' losses are rounded, and then their mean.
-                answer.limit = max(2 * answer.limit, 2 * torch.finfo(dtype).eps)
-            if is_first:
-                answer.finite = math.isfinite(together)
+    rows_of, to_ask = [], []
+    for batch in batches:
+        rows = list(split(batch, 1))
+        rows_of.append(rows)
+        to_ask += [batch, *rows]
+    for rows in rows_of[:1]:
+        to_ask += map(twice, rows[:2])
+    with asking(model, loss, processes) as question, weights:
+        found = iter(question.observe(*to_ask))
+        for number, rows in enumerate(rows_of):
+            (together, *alone), errors = zip(*islice(found, 1 + len(rows)), strict=True)
+            error = next(filter(None, errors), None)
+            if number == 0:
                 answer.error = error
-                repeated = []
-                for row in list(split(batch, 1))[:2]:
-                    repeated.append(loss_and_error(model, twice(row), seen_loss)[0])
-                answer.noise = _noise(alone, repeated)
-            elif error:  # the model does not take such labels: they prove nothing
-                continue
-            _compare(answer, inside, batch, together, alone, rules)
-    # Rows together and alone differ a little more than rows alone and twice.
-    least = min(ROUNDING, answer.limit / 10)
-    for dtype in dtypes & SHORT_DTYPES:  # the loss itself is rounded, together and alone
-        least = max(least, torch.finfo(dtype).eps)
-    answer.noise = min(8 * answer.noise + least, answer.limit)
+            if number == 0 or error is None:  # labels that the model does not take prove nothing
+                answer.table.append(Row(rows, together, alone))
+        answer.limit = question.rounding
+        short = [torch.finfo(dtype).eps for dtype in dtypes & SHORT_DTYPES]
+        if short:  # the items' losses are rounded, and then their mean
+            answer.limit = 2 * max(answer.limit, *short)
+        # Rows together and alone differ a little more than rows alone and twice. The loss itself
+        # is rounded, too.
+        least = max([min(ROUNDING, answer.limit / 10), *short])
+        noise = _noise(answer.table, found)
+        answer.noise = min(8 * noise + least, answer.limit)
+        _judge(answer, inside_peft(model), rules)
     return answer
 
 
-def _batches(model: nn.Module, rows: ProbeRows) -> Iterator[tuple[Any, bool]]:
-    """What is computed together and row by row, and whether it is the first."""
-    for place, group in enumerate(rows.groups):
-        yield group, place == 0
-        for changed in fewer_labels(model, group, rows.ignored_labels):
-            yield changed, False
-
-
-def _noise(alone: list[float], repeated: list[float]) -> float:
+def _noise(table: list[Row], repeated: Iterable[Observation]) -> float:
     """The largest relative difference between the loss of a row and of the same row twice."""
     largest = 0.0
-    for once, again in zip(alone, repeated, strict=False):
-        if math.isfinite(once) and math.isfinite(again) and once:
-            largest = max(largest, abs(again - once) / abs(once))
+    for row in table[:1]:
+        for once, (again, _) in zip(row.alone, repeated, strict=False):
+            if math.isfinite(once) and math.isfinite(again) and once:
+                largest = max(largest, abs(again - once) / abs(once))
     return largest
 
 
-def _compare(
-    answer: Answer,
-    model: nn.Module,
-    batch: Any,
-    together: float,
-    alone: list[float],
-    rules: Sequence[Rule],
-) -> None:
-    """Write into ``answer`` how far each rule is from right for ``batch``."""
-    # Losses of unlike signs cancel, as with advantages, and their rounding does not.
-    numbers = [abs(loss) for loss in (together, *alone) if math.isfinite(loss)]
-    scale = max(numbers, default=0.0)
-    answer.largest = max(answer.largest, scale)
-    parts = list(split(batch, 1))
+def _judge(answer: Answer, model: nn.Module, rules: Sequence[Rule]) -> None:
+    """Write into ``answer`` how far each rule is from right."""
+    nearest = math.inf
     for number, rule in enumerate(rules):
-        weighed = _weighed(alone, [rule(model, part) for part in parts])
-        difference = math.inf
-        if weighed is not None and math.isfinite(weighed) and math.isfinite(together):
-            difference = abs(weighed - together) / (scale or 1.0)
-        if difference <= answer.differences[number]:
-            continue
-        answer.differences[number] = difference
-        if weighed is not None and difference > answer.limit:
-            answer.sentences[number] = (
-                f"{len(parts)} rows have the loss {together:.6g} together, and "
-                f"{weighed:.6g} as the mean of their losses alone"
-            )
+        worst, said = 0.0, ""
+        for row in answer.table:
+            difference, sentence = _difference(rule, model, row)
+            answer.differences[number] = max(answer.differences[number], difference)
+            if sentence and difference > max(worst, answer.limit):
+                worst, said = difference, sentence
+        if said and (worst < nearest or not answer.sentence):
+            nearest, answer.sentence = worst, said
+
+
+def _difference(rule: Rule, model: nn.Module, row: Row) -> tuple[float, str]:
+    """How far ``rule`` is from right, also in words; inf and no words if it does not apply."""
+    weighed = _weighed(row.alone, [rule(model, part) for part in row.parts])
+    if weighed is None:
+        return math.inf, ""
+    sentence = (
+        f"{len(row.parts)} rows have the loss {row.together:.6g} together, and {weighed:.6g} as "
+        "the mean of their losses alone"
+    )
+    if not (math.isfinite(weighed) and math.isfinite(row.together)):
+        return math.inf, sentence
+    return abs(weighed - row.together) / (row.scale or 1.0), sentence
 
 
 def _weighed(losses: Sequence[float], counts: Sequence[int | float | None]) -> float | None:
@@ -196,40 +194,3 @@ def _weighed(losses: Sequence[float], counts: Sequence[int | float | None]) -> f
         if count:  # the mean of nothing is not a number
             total += loss * count
     return total / sum(counts)
-
-
-def _losses(
-    model: nn.Module, batch: Any, loss_of: Callable
-) -> tuple[float, list[float], Exception | None]:
-    """The loss of all rows together, of each alone, and an error if there was one.
-
-    Always as many forwards: the processes of a sharded model run each of them together.
-    """
-    found, first = [], None
-    for part in (batch, *split(batch, 1)):
-        value, error = loss_and_error(model, part, loss_of)
-        found.append(value)
-        first = first or error
-    return found[0], found[1:], first
-
-
-def loss_and_error(
-    model: nn.Module, batch: Any, loss_of: Callable
-) -> tuple[float, Exception | None]:
-    """The loss, which is not a number if there was an error; and this error."""
-    try:
-        return float(with_graph_if_needed(lambda: loss_of(model, batch))), None
-    except Exception as error:  # the model's own code may raise anything
-        return math.nan, error
-
-
-def differs_from_itself(model: nn.Module, whole: Any, loss_of: Callable) -> bool:
-    """Whether the same rows have another loss when they are computed again.
-
-    Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
-    """
-    with as_in_evaluation(model) as autocasts:
-        first, _ = loss_and_error(model, whole, loss_of)
-        second, _ = loss_and_error(model, whole, loss_of)
-    numbers = math.isfinite(first) and math.isfinite(second)
-    return numbers and not math.isclose(first, second, rel_tol=rounding(model, autocasts))

@@ -19,8 +19,6 @@ from .unlike_rows import MOST_CLASSES, cut_to_least_sizes, unlike_rows
 # below, and the differences cancel.
 FEWEST_ROWS, MOST_ROWS = 3, 4
 MOST_UNLIKE = 16  # rows that have something which the first ones do not show
-# Each group has the first row and at least two others. The last one may have a row without labels.
-MOST_GROUPS = (MOST_CLASSES + MOST_UNLIKE) // 2 + 1
 
 
 def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
@@ -42,30 +40,29 @@ def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-    chosen = _chosen_rows(micro_batches, size)
-    if not chosen:  # no row has labels
-        chosen = [next(split(micro_batches[0], 1))]
-    if len(chosen) == 1:
-        chosen.append(_another_class(chosen[0]))
-    first, *others = chosen
+    single_rows: list[Any] = []  # views
+    for micro in micro_batches:
+        single_rows += split(micro, 1)
+    labelled, without_labels = [], []
+    for number, row in enumerate(single_rows):
+        if has_labels(row):
+            labelled.append(number)
+        else:
+            without_labels.append(row)
+    first_numbers = _first_labelled_rows(single_rows, labelled, size)
+    other_numbers = unlike_rows(micro_batches, first_numbers, labelled, MOST_UNLIKE)
+    numbers = [*first_numbers, *other_numbers][: MOST_CLASSES + MOST_UNLIKE]
+    if not numbers:  # no row has labels
+        numbers = [0]
+    first, *others = [single_rows[number] for number in numbers]
+    if not others:
+        others = [_another_class(first)]
     groups = []
     for start in range(0, len(others), size - 1):
         groups.append(rows_together([first, *others[start : start + size - 1]]))
-    without_labels = _row_without_labels(micro_batches)
-    if without_labels is not None and has_labels(first):
-        groups.append(rows_together([*chosen[: size - 1], without_labels]))
+    if without_labels and has_labels(first):
+        groups.append(rows_together([first, *others[: size - 2], without_labels[0]]))
     return groups
-
-
-def _chosen_rows(micro_batches: Sequence[Any], size: int) -> list[Any]:
-    """The first rows with labels, and then rows with something that these do not have
-    (``unlike_rows``).
-    """
-    labelled = [number for number, row in enumerate(_rows(micro_batches)) if has_labels(row)]
-    first_numbers = _labelled_rows(micro_batches, size)
-    other_numbers = unlike_rows(micro_batches, first_numbers, labelled, MOST_UNLIKE)
-    numbers = [*first_numbers, *other_numbers]
-    return _numbered(micro_batches, numbers[: MOST_CLASSES + MOST_UNLIKE])
 
 
 def some_rows(micro_batches: Sequence[Any]) -> Any:
@@ -74,30 +71,14 @@ def some_rows(micro_batches: Sequence[Any]) -> Any:
     return groups[0] if groups else None
 
 
-def _rows(micro_batches: Sequence[Any]) -> Iterator[Any]:
-    for micro in micro_batches:
-        yield from split(micro, 1)
-
-
-def _numbered(micro_batches: Sequence[Any], numbers: list[int]) -> list[Any]:
-    """The rows with these numbers, in this order."""
-    found = {}
-    for number, row in enumerate(_rows(micro_batches)):
-        if number in numbers:
-            found[number] = row
-    return [found[number] for number in numbers]
-
-
-def _labelled_rows(micro_batches: Sequence[Any], size: int) -> list[int]:
+def _first_labelled_rows(single_rows: list[Any], labelled: list[int], size: int) -> list[int]:
     """The numbers of the first rows with labels: one of each class if a row has a single label, and
     otherwise ``size`` of them.
     """
     found = []
     classes: set[Any] = set()
-    for number, row in enumerate(_rows(micro_batches)):
-        if not has_labels(row):
-            continue
-        labels = whole_labels(row)
+    for number in labelled:
+        labels = whole_labels(single_rows[number])
         if labels is not None and labels.numel() == 1:
             if labels.item() not in classes and len(classes) < MOST_CLASSES:
                 classes.add(labels.item())
@@ -105,13 +86,6 @@ def _labelled_rows(micro_batches: Sequence[Any], size: int) -> list[int]:
         elif len(found) < size:
             found.append(number)
     return found
-
-
-def _row_without_labels(micro_batches: Sequence[Any]) -> Any:
-    for row in _rows(micro_batches):
-        if not has_labels(row):
-            return row
-    return None
 
 
 def _another_class(row: Any) -> Any:
@@ -162,6 +136,14 @@ def have_ignored_labels(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
         if labels is not None and bool((labels == IGNORED).any()):
             return True
     return False
+
+
+def with_fewer_labels(model: nn.Module, groups: list[Any], ignored_labels: bool) -> list[Any]:
+    """Each group, and after it the same with fewer labels."""
+    found = []
+    for group in groups:
+        found += [group, *fewer_labels(model, group, ignored_labels)]
+    return found
 
 
 def fewer_labels(model: nn.Module, batch: Any, ignored_labels: bool) -> Iterator[Any]:

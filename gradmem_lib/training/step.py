@@ -23,15 +23,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..techniques.accumulation import accumulate_gradients
+from ..techniques.counts import described
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.losses import packed_by_position
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
-from .changed_loss import LossBeforeTheWindow
+from .changed_loss import ask_before_window
 from .finite import not_finite
-from .item_rules import Rule
-from .items import LossIsNoMean, find_rule, was_asked
+from .items import LossIsNoMean, find_rule
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .recipe import Recipe
 
@@ -176,7 +176,18 @@ def step(
 
     mean_loss = _mean_loss(device_of(model).type, recipe, loss)
     key = (*_identity(loss), *_identity(items), recipe.chunked_loss)
-    rule, loss_before = _ask(model, optimizer, parts, mean_loss, recipe, items=items, key=key)
+    rule, loss_before = None, None
+    if how := _how_cut(recipe):
+        rule, loss_before = ask_before_window(
+            model,
+            parts,
+            mean_loss,
+            how=how,
+            items=items,
+            key=key,
+            processes=processes,
+            weights_stay=not isinstance(optimizer, list),  # which steps inside the window
+        )
     counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
@@ -238,34 +249,6 @@ def _no_gradients_after_an_error(model: nn.Module) -> Iterator[None]:
     except BaseException:
         model.zero_grad(set_to_none=True)
         raise
-
-
-def _ask(
-    model: nn.Module,
-    optimizer: Optimizer | list[Optimizer],
-    parts: list[Any],
-    mean_loss: Callable,
-    recipe: Recipe,
-    *,
-    items: Any,
-    key: tuple,
-) -> tuple[Rule | None, LossBeforeTheWindow | None]:
-    """Find out what the loss is a mean of, and before the first window also how large it is.
-
-    Both are ``None`` if the recipe does not cut the batch.
-    """
-    how = _how_cut(recipe)
-    if not how:
-        return None, None
-    processes, loss_before = processes_of(model), None
-    # With a list of optimizers, the weights change inside the window, and so does the loss.
-    if not was_asked(model, key) and not isinstance(optimizer, list):
-        loss_before = LossBeforeTheWindow(model, parts, mean_loss, how, processes)
-    usual = usual_rule(model)
-    rule = find_rule(
-        model, parts, mean_loss, usual, how=how, items=items, key=key, processes=processes
-    )
-    return rule, loss_before
 
 
 def check_loss_in_pieces(
@@ -394,10 +377,8 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"{type(value).__name__}"
-        if isinstance(value, Tensor):
-            what = f"a tensor of shape {(*value.shape,)}"
         raise ValueError(
-            f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels "
-            "into the batch, or give loss=lambda model, batch: ... that returns the scalar"
+            f"{type(model).__name__} returned {described(value)} where a scalar loss was expected: "
+            "put labels into the batch, or give loss=lambda model, batch: ... that returns the "
+            "scalar"
         )

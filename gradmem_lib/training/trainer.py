@@ -24,11 +24,11 @@ from ..techniques.losses import packed_by_position
 from ..techniques.sharding import NO_PROCESS_GROUP
 from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
-from .changed_loss import LossBeforeTheWindow
+from .changed_loss import ask_before_window
 from .finite import not_finite
 from .item_rules import Rule
 from .item_rules import rows as by_rows
-from .items import find_rule
+from .items import find_rule, known_rule
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .memory_callback import MemoryCallback
 from .prepare import change_model, make_optimizer, parameter_groups, set_checkpointing
@@ -63,8 +63,7 @@ class RecipeTrainer(Trainer):
         self._exact = exact  # weights from before they were rounded, for the masters
         self._interrupt = StopAfterStep()
         self._pending_micro_batches: list[Any] = []
-        self._rule: Rule | None = None  # what counts as an item, once it was asked
-        self._was_checked = False  # whether a window's forwards leave the loss as it was
+        self._key = object()  # stands for this trainer's loss
         self._windows = self._empty_windows = 0  # of this training
         self._calls = 0  # of training_step in this window
         self._rule_refused = False
@@ -120,12 +119,19 @@ class RecipeTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         micro_batches = self._pending_micro_batches
         self._pending_micro_batches, self._calls = [], 0
-        loss_before = None
-        if not self._was_checked and self._in_pieces(micro_batches):
-            loss_before = LossBeforeTheWindow(
-                self.model, micro_batches, self._loss_of, HOW, self._processes()
+        rule, loss_before = known_rule(self.model, self._key), None
+        if len(micro_batches) > 1 or self.args.world_size > 1:
+            for micro in micro_batches:
+                check_pieces(self.model, micro, HOW)
+            rule, loss_before = ask_before_window(
+                self.model,
+                micro_batches,
+                self._loss_of,
+                how=HOW,
+                items=self._items,
+                key=self._key,
+                processes=self._processes(),
             )
-        rule = self._find_rule(micro_batches)
         model.train()
         counts = [count_items(self.model, micro, rule) for micro in micro_batches]
         self._windows += 1
@@ -159,35 +165,7 @@ class RecipeTrainer(Trainer):
             )
         if loss_before is not None:
             loss_before.check()
-            self._was_checked = True
         return torch.tensor(result.loss, device=self.args.device)
-
-    def _in_pieces(self, micro_batches: list[Any]) -> bool:
-        return len(micro_batches) > 1 or self.args.world_size > 1
-
-    def _find_rule(self, micro_batches: list[Any]) -> Rule | None:
-        """What the loss is a mean of, asked before the first window in pieces.
-
-        Raises ``ValueError`` if it is not the mean of its pieces.
-        """
-        if not self._in_pieces(micro_batches):
-            return self._rule
-        for micro in micro_batches:
-            check_pieces(self.model, micro, HOW)
-        if self._rule is None:
-            self._rule = self._ask(micro_batches, HOW)
-        return self._rule
-
-    def _ask(self, micro_batches: list[Any], how: str) -> Rule | None:
-        return find_rule(
-            self.model,
-            micro_batches,
-            self._loss_of,
-            usual_rule(self.model),
-            how=how,
-            items=self._items,
-            processes=self._processes(),
-        )
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return self.compute_loss(model, self._prepare_inputs(batch))
@@ -269,8 +247,7 @@ class RecipeTrainer(Trainer):
         return found
 
     def _sum_and_items(self, inputs: Any, loss: torch.Tensor) -> tuple[float, float]:
-        if self._rule is None and not self._rule_refused:
-            self._ask_in_evaluation(inputs)
+        rule = self._rule_in_evaluation(inputs)
         rows = self._own_rows(inputs)
         if rows is not None:
             if not rows:
@@ -278,19 +255,30 @@ class RecipeTrainer(Trainer):
             inputs = next(split(inputs, rows))
             with torch.no_grad():
                 loss = self._loss_of(self.model, inputs)
-        rule = by_rows if self._rule_refused else self._rule
         count = count_items(self.model, inputs, rule)
         return (loss.item() * count, count) if count else (0.0, 0.0)
 
-    def _ask_in_evaluation(self, inputs: Any) -> None:
+    def _rule_in_evaluation(self, inputs: Any) -> Rule | None:
         """An evaluation also works with a loss that must not be cut: it is weighed by rows."""
+        if self._rule_refused:
+            return by_rows
         try:
-            self._rule = self._ask([inputs], "an evaluation")
+            return find_rule(
+                self.model,
+                [inputs],
+                self._loss_of,
+                usual_rule(self.model),
+                how="an evaluation",
+                items=self._items,
+                key=self._key,
+                processes=self._processes(),
+            )
         except ValueError as error:
             self._rule_refused = True
             warnings.warn(
                 f"eval_loss depends on the evaluation's batch size, since {error}", stacklevel=2
             )
+            return by_rows
 
     def _own_rows(self, inputs: Any) -> int | None:
         """Of an evaluation's last batch, in which several processes get some rows twice: the number

@@ -1,92 +1,116 @@
-"""One picture that leads from the parts of a peak to the next technique, drawn from the rules of
+"""One table that leads from the parts of a peak to the next technique, made from the rules of
 ``diagnose``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from ..measure.diagnosis import TECHNIQUES
+from ..measure.diagnosis import TECHNIQUES, Diagnosis
+from ..names import PHASES
 from ..units import format_bytes, parse_bytes
 from .diagnosis import diagnose
-from .style import INK, look_of, new_figure, style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import COLORS
+from .template import html_from
 
 PARTS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
-GROUPS = {  # by one of their phases
-    "backward": ("peak in forward or backward", PARTS),
-    "optimizer_step": ("in the optimizer's step", PARTS[1:]),
-}
-PART = {"layers": ", of the layers", "outside": ""}
-LAST = 9.3  # the distance from the prices to the column of bytes
+# (words, one of its phases, its parts) of each group of columns
+GROUPS = (
+    ("peak in forward or backward", "backward", PARTS),
+    ("in the optimizer's step", "optimizer_step", PARTS[1:]),
+)
+OF_PART = {"layers": ", of the layers", "outside": ""}
+PAGE = """
+<table aria-label='{{ title }}' style='white-space:nowrap'>
+  <thead>
+    <tr>
+      <td></td>
+      {% for group, phase, parts in groups %}
+        <th scope='colgroup' colspan='{{ parts | length }}' style='text-align:left'>{{ group }}</th>
+      {% endfor %}
+    </tr>
+    <tr>
+      <td></td>
+      {% for group, phase, parts in groups %}
+        {% for part in parts %}
+          {% set opacity = 1 if phase in now else 0.6 %}
+          <th scope='col' style='writing-mode:vertical-rl;opacity:{{ opacity }}'>
+            {{ part }}{% if found and phase in now %}{{ " " }}{{ shown(peak[part]) }}{% endif %}
+          </th>
+        {% endfor %}
+      {% endfor %}
+      <th scope='col' style='text-align:left;vertical-align:bottom'>its price</th>
+      {% if found %}<th scope='col' style='vertical-align:bottom'>at best</th>{% endif %}
+    </tr>
+  </thead>
+  <tbody>
+    {% for technique in techniques %}
+      <tr>
+        <th scope='row' style='text-align:left'>
+          {{ technique.name }}{{ of_part.get(technique.part, "") }}
+        </th>
+        {% for group, phase, parts in groups %}
+          {% for part in parts %}
+            <td style='text-align:center'>
+              {% if phase in technique.shrinks.get(part, ()) %}
+                {% set look = "color:" + colors[part] + ";opacity:" %}
+                <span style='{{ look }}{{ 1 if phase in now else 0.3 }}' title='{{ part }}'>⬤</span>
+              {% endif %}
+            </td>
+          {% endfor %}
+        {% endfor %}
+        <td style='text-align:left'>{{ technique.price }}</td>
+        {% if found %}
+          {% set lowest = found.lowest[technique.name] %}
+          <td>{{ shown(lowest) }}{% if lowest <= capacity %}{{ " " }}<b>✓</b>{% endif %}</td>
+        {% endif %}
+      </tr>
+    {% endfor %}
+  </tbody>
+</table>
+"""
 
 
-def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
-    """Draw a row for each technique: the parts of a peak that it can shrink, in each phase, and its
+@dataclass(frozen=True)
+class Decisions:
+    """The table; a notebook shows it. ``found``: of a run, if there is one; ``capacity``: the bytes
+    that a peak may reach.
+    """
+
+    found: Diagnosis | None
+    capacity: int
+
+    def __repr__(self) -> str:
+        return "Decisions"  # the same in every run, since notebook tests compare it
+
+    def _repr_html_(self) -> str:
+        now, peak = PHASES, {}
+        if self.found is not None:
+            peak = self.found.peak.by_category
+            is_step = self.found.peak.phase == "optimizer_step"
+            now = ("optimizer_step",) if is_step else ("backward",)
+        return html_from(
+            PAGE,
+            title="Which technique can shrink which part of a peak, and its price",
+            found=self.found,
+            capacity=self.capacity,
+            now=now,
+            peak=peak,
+            groups=GROUPS,
+            techniques=TECHNIQUES,
+            of_part=OF_PART,
+            colors=COLORS,
+            shown=format_bytes,
+        )
+
+
+def show_decisions(run: Any = None, card: int | str | None = None) -> Decisions:
+    """A row for each technique: the parts of a peak that it can shrink, in each phase, and its
     price.
 
     With ``run`` (as for ``diagnose``), each row also has the lowest peak that the technique can
     reach, and a mark if that fits ``card`` bytes.
     """
     found = None if run is None else diagnose(run)
-    now = found and ("optimizer_step" if found.peak.phase == "optimizer_step" else "backward")
-    capacity = -1 if card is None else parse_bytes(card)
-    places = {("backward", part): float(n) for n, part in enumerate(PARTS)}
-    places |= {("optimizer_step", part): len(PARTS) + 0.6 + n for n, part in enumerate(PARTS[1:])}
-    right = max(places.values()) + 0.9
-    with style():
-        height = 1.7 + 0.34 * len(TECHNIQUES)
-        figure = new_figure(11.6, height, alt=_words())
-        ax = figure.add_axes((0.29, 0.02, 0.69, (height - 1.5) / height))
-        ax.set(xlim=(-0.5, right + 6.6 + 2.8 * bool(found)), ylim=(len(TECHNIQUES) - 0.4, -0.6))
-        ax.axis("off")
-        for phase, (title, parts) in GROUPS.items():
-            faded = 1 if now in (None, phase) else 0.6
-            ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", alpha=faded)
-            for part in parts:
-                size = (
-                    f"  {format_bytes(found.peak.by_category[part])}"
-                    if found and now == phase
-                    else ""
-                )
-                ax.text(
-                    places[phase, part], -0.62, part + size, rotation=38, fontsize=8, alpha=faded
-                )
-        for row, technique in enumerate(TECHNIQUES):
-            if row % 2 == 0:
-                ax.axhspan(
-                    row - 0.5, row + 0.5, xmin=-0.42, color="#80889622", zorder=0, clip_on=False
-                )
-            ax.text(
-                -0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center"
-            )
-            for (phase, part), x in places.items():
-                if phase in technique.shrinks.get(part, ()):
-                    faded = 1 if now in (None, phase) else 0.25
-                    ax.barh(row, 0.8, 0.72, left=x - 0.4, alpha=faded, **look_of(part))
-            ax.text(right, row, technique.price, va="center", color=INK)
-            if found:
-                lowest = found.lowest[technique.name]
-                text_options = {"s": format_bytes(lowest)}
-                if lowest <= capacity:
-                    text_options = {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
-                ax.text(right + LAST, row, va="center", ha="right", **text_options)
-        ax.text(right, -0.75, "its price", fontsize=8.5, fontweight="bold")
-        if found:
-            ax.text(right + LAST, -0.75, "at best", fontsize=8.5, fontweight="bold", ha="right")
-    return figure
-
-
-def _words() -> str:
-    """The picture in words, for those who do not see it."""
-    rows = []
-    for technique in TECHNIQUES:
-        where = []
-        for phase, (title, parts) in GROUPS.items():
-            shrinkable = [part for part in parts if phase in technique.shrinks.get(part, ())]
-            if shrinkable:
-                where.append(f"{title}: {', '.join(shrinkable)}")
-        rows.append(f"{technique.name} ({'; '.join(where)}), at the price of {technique.price}")
-    return f"Which technique can shrink which part of a peak, and its price. {'. '.join(rows)}."
+    return Decisions(found, -1 if card is None else parse_bytes(card))

@@ -5,15 +5,12 @@ loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from matplotlib.axes import Axes
 
-from .style import GRID, INK, joined, new_figure, picture_bundle, show_bundle, style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from .picture import Picture
+from .style import GRID, INK, joined, style
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Each line also has its own
 # mark. The course's update rules have the same colours in every picture.
@@ -27,13 +24,15 @@ STYLES = {
 }
 
 
+Points = Mapping[str, Sequence[float]]
+Paths = Mapping[str, torch.Tensor]
+Surface = Callable[[torch.Tensor], torch.Tensor]
+
+
+@style()
 def plot_paths(
-    surface: Callable[[torch.Tensor], torch.Tensor],
-    paths: Mapping[str, torch.Tensor],
-    *,
-    title: str = "",
-    marks: Mapping[str, Sequence[float]] | None = None,
-) -> Figure:
+    surface: Surface, paths: Paths, *, title: str = "", marks: Points | None = None
+) -> Picture:
     """Draw the path of each update rule over the contours of ``surface``.
 
     Args:
@@ -43,130 +42,85 @@ def plot_paths(
         marks: points with a name, such as the minimum.
     """
     marks = dict(marks or {})
-    every = torch.cat([path.detach().double().cpu() for path in paths.values()])
-    every = torch.cat(
-        [every, torch.tensor([list(map(float, at)) for at in marks.values()]).double().view(-1, 2)]
-    )
-    low, high = every.amin(0), every.amax(0)
-    margin = 0.12 * (high - low).clamp_min(0.5)
-    x, y = (
-        torch.linspace(float(a), float(b), 160)
-        for a, b in zip(low - margin, high + margin, strict=True)
-    )
+    visited = {name: path.detach().double().cpu() for name, path in paths.items()}
+    picture, axes = _sheet(3.2, title, _paths_in_words(visited, marks))
+    for name, points in visited.items():
+        color, dash, mark = STYLES.get(name, STYLES[""])
+        look = {"color": color, "marker": mark, "markersize": 2.6, "linewidth": 0.9, "zorder": 2}
+        axes.plot(*points.T, linestyle=dash, **look)
+        end = look | {"markersize": 7, "zorder": 4}
+        axes.plot(*points[-1:].T, linestyle="", label=name, **end)
+    for name, at in marks.items():
+        axes.plot(*at, marker="+", markersize=11, color=INK, linestyle="", zorder=5)
+        axes.annotate(name, at, xytext=(7, -13), textcoords="offset points", fontsize=8)
+    axes.margins(0.1)
+    x = torch.linspace(*axes.get_xlim(), 160)
+    y = torch.linspace(*axes.get_ylim(), 160)
+    axes.autoscale(False)  # the contours fill the axes
     grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
     heights = surface(grid.double()).detach()
-    with style():
-        figure = new_figure(7.8, 3.2)
-        axes = figure.add_axes((0.06, 0.11, 0.68, 0.76))
-        levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
-        axes.contour(x, y, heights, levels=levels.tolist(), colors=GRID, linewidths=0.7, zorder=1)
-        for name, path in paths.items():
-            color, dash, mark = STYLES.get(name, STYLES[""])
-            points = path.detach().double().cpu()
-            axes.plot(*points.T, color=color, linestyle=dash, linewidth=0.9, zorder=2)
-            axes.plot(*points.T, color=color, linestyle="", marker=mark, markersize=2.6, zorder=3)
-            axes.plot(
-                *points[-1:].T,
-                color=color,
-                linestyle="",
-                marker=mark,
-                markersize=7,
-                zorder=4,
-                label=name,
-            )
-        for name, at in marks.items():
-            axes.plot(*at, marker="+", markersize=11, color=INK, linestyle="", zorder=5)
-            axes.annotate(
-                name,
-                at,
-                xytext=(7, -13),
-                textcoords="offset points",
-                color=INK,
-                fontsize=8,
-            )
-        axes.set_xlim(float(x[0]), float(x[-1]))
-        axes.set_ylim(float(y[0]), float(y[-1]))
-        figure.text(0.06, 0.92, title, fontsize=11, fontweight="bold")
-        figure.legend(
-            loc="upper left",
-            bbox_to_anchor=(0.75, 0.89),
-            frameon=False,
-            title="ends at",
-            alignment="left",
-        )
-    return figure
+    levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
+    axes.contour(x, y, heights, levels=levels.tolist(), colors=GRID, linewidths=0.7, zorder=1)
+    _legend(picture, "ends at")
+    return picture
 
 
-def plot_losses(
-    curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1
-) -> Figure:
+@style()
+def plot_losses(curves: Points, *, title: str = "", smooth: int = 1) -> Picture:
     """Draw training losses, one curve for each name.
 
     Each point is the mean of the last ``smooth`` steps.
     """
-    with style():
-        figure = new_figure(7.8, 2.7)
-        axes = figure.add_axes((0.06, 0.17, 0.68, 0.68))
-        for name, losses in curves.items():
-            color, dash, mark = STYLES.get(name, STYLES[""])
-            mean = [
-                sum(losses[max(0, i + 1 - smooth) : i + 1]) / min(i + 1, smooth)
-                for i in range(len(losses))
-            ]
-            every = max(1, len(mean) // 8)
-            steps = range(1, len(mean) + 1)
-            axes.plot(
-                steps,
-                mean,
-                color=color,
-                linestyle=dash,
-                marker=mark,
-                markevery=every,
-                markersize=4,
-                label=name,
-            )
-        axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.text(0.06, 0.92, title, fontsize=11, fontweight="bold")
-        figure.legend(loc="upper left", bbox_to_anchor=(0.75, 0.88), frameon=False)
-    return figure
-
-
-def show_paths(
-    surface: Callable[[torch.Tensor], torch.Tensor],
-    paths: Mapping[str, torch.Tensor],
-    *,
-    title: str = "",
-    marks: Mapping[str, Sequence[float]] | None = None,
-) -> None:
-    """Display ``plot_paths`` with words for those who do not see it."""
-    ends = "; ".join(
-        f"{name} ends at ({float(p[-1, 0]):.2f}, {float(p[-1, 1]):.2f})"
-        for name, p in paths.items()
-    )
-    points = "".join(
-        f" {name} is at ({at[0]:.2f}, {at[1]:.2f})." for name, at in (marks or {}).items()
-    )
-    start = next(iter(paths.values()))[0]
-    words = (
-        f"Paths over a contour map, from ({float(start[0]):.2f}, {float(start[1]):.2f}): "
-        f"{ends}.{points}"
-    )
-    _show(plot_paths(surface, paths, title=title, marks=marks), title, words)
-
-
-def show_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> None:
-    """Display ``plot_losses`` with words for those who do not see it."""
     ends = "; ".join(
         f"{name} from {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in curves.items()
     )
-    _show(
-        plot_losses(curves, title=title, smooth=smooth),
-        title,
-        f"Training loss over the steps: {ends}.",
-    )
+    picture, axes = _sheet(2.7, title, f"Training loss over the steps: {ends}.")
+    for name, losses in curves.items():
+        color, dash, mark = STYLES.get(name, STYLES[""])
+        mean = []
+        for step in range(1, len(losses) + 1):
+            last = losses[max(0, step - smooth) : step]
+            mean.append(sum(last) / len(last))
+        look = {"color": color, "linestyle": dash, "marker": mark, "markersize": 4}
+        every = max(1, len(mean) // 8)
+        axes.plot(range(1, len(mean) + 1), mean, markevery=every, label=name, **look)
+    axes.set_xlabel("step")
+    _legend(picture)
+    return picture
 
 
-def _show(figure: Figure, title: str, words: str) -> None:
+def _sheet(height: float, title: str, words: str) -> tuple[Picture, Axes]:
+    """A picture of curves, with room for a legend beside them."""
     text = joined("Descent plot", title)
-    show_bundle(*picture_bundle(figure, joined(title, words), text))
+    picture = Picture(7.8, height, title, alt=joined(title, words), text=text)
+    axes = picture.panel(0.06, 0.74, 0.42, height - 0.42)
+    axes.grid(False)
+    axes.spines["left"].set_visible(True)
+    return picture, axes
+
+
+def _legend(picture: Picture, title: str = "") -> None:
+    corner = (0.75, 0.88)
+    picture.legend(loc="upper left", bbox_to_anchor=corner, title=title, alignment="left")
+
+
+def _paths_in_words(visited: Mapping[str, torch.Tensor], marks: Points) -> str:
+    def place(at) -> str:
+        return f"({float(at[0]):.2f}, {float(at[1]):.2f})"
+
+    ends = "; ".join(f"{name} ends at {place(points[-1])}" for name, points in visited.items())
+    named = "".join(f" {name} is at {place(at)}." for name, at in marks.items())
+    start = next(iter(visited.values()))[0]
+    return f"Paths over a contour map, from {place(start)}: {ends}.{named}"
+
+
+def show_paths(
+    surface: Surface, paths: Paths, *, title: str = "", marks: Points | None = None
+) -> None:
+    """Display ``plot_paths`` in a notebook."""
+    plot_paths(surface, paths, title=title, marks=marks).display()
+
+
+def show_losses(curves: Points, *, title: str = "", smooth: int = 1) -> None:
+    """Display ``plot_losses`` in a notebook."""
+    plot_losses(curves, title=title, smooth=smooth).display()

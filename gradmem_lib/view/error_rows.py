@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..measure.error_text import ENDLESS, ErrorText
 from ..units import GiB, format_bytes, parse_bytes
 
-CONTEXT = 1 * GiB  # CUDA's own bytes in a process stay below this, in most programs
-SMALL_CARD = 0.5  # of a card: where a context takes more, the card is too small for it
-LARGE = 0.15  # of a card: a request so large says more than the rest does
-FULL = 0.9  # of a card: with so many live tensors, it needs no other reason
-MUCH = 0.05  # of a card: what is less than this is not why a card is full
-LITTLE = 0.01  # of a card: what is less than this needs no word
 NAMES = {
     "asked": "the request that was refused",
     "total": "the card",
@@ -50,12 +44,6 @@ class Facts(dict):
 
     def __missing__(self, name: str) -> int:
         return 0
-
-    def share(self, name: str) -> float:
-        """Of the card."""
-        if not self["total"]:
-            return 0.0
-        return self[name] / self["total"]
 
 
 def shown(nbytes: int) -> int:
@@ -98,9 +86,16 @@ def facts_of(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -> 
     if error.own_number is not None:
         facts |= {"number": str(error.own_number), "own": shown(error.own_process)}
     facts["names"] = _names(error.others) or "nvidia-smi shows whose they are"
-    facts["setting"] = _setting(error, is_windows=is_windows)
     for name in ("is_cut_off", "other_ranks", "unknown_process", "victim", "message"):
         facts[name] = getattr(error, name)
+    named = {
+        "kind": error.kind,
+        "setting": error.setting,
+        "names_segments": error.setting.endswith("expandable_segments:True"),
+        "is_windows": is_windows,
+    }
+    settings = (row for row in table()["setting"] if value_of(row.get("when", "True"), **named))
+    facts["setting"] = next(settings)["says"].format(**named)
     return facts
 
 
@@ -136,108 +131,56 @@ class Row:
     says: str
     helps: str = ""
     then: str = PLAN
-    when: Sequence[str] = ()
+    when: str = "True"
     also: bool = False
     kind: str = ""
 
-    def answers(self, kind: str, facts: Facts, signs: dict[str, bool]) -> bool:
+    def answers(self, kind: str, facts: Facts, values: dict[str, Any]) -> bool:
         named = set(re.findall(r"\{(\w+)|\|(\w+)\}", self.says + self.helps))
         is_known = all((one or other) in facts for one, other in named)
         is_kind = kind == self.kind or (not self.kind and kind in CARD_KINDS)
-        return is_kind and is_known and all(signs[sign] for sign in self.when)
+        return is_kind and is_known and bool(value_of(self.when, **values))
+
+
+@cache
+def table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def value_of(expression: str, **values: Any) -> Any:
+    """What an expression of the table gives for its named ``values``; no other name is known in it.
+
+    It is Python, since ``gradmem explain`` has to run without any package.
+    """
+    return eval(expression, {"__builtins__": {}}, values)
 
 
 @cache
 def all_rows() -> list[Row]:
-    """The table, in its order. A name of words, as in "<the card>", that it does not have is an
-    error.
+    """The table's rows, in its order. A name of words, as in "<the card>", that it does not have is
+    an error.
     """
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    words = table()["words"]
 
     def filled(text: str) -> str:
-        return re.sub(r"<([^<>]+)>", lambda name: table["words"][name[1]], text)
+        return re.sub(r"<([^<>]+)>", lambda name: words[name[1]], text)
 
     rows = []
-    for fields in table["row"]:
-        fields["says"] = filled(fields["says"])
-        fields["helps"] = filled(fields.get("helps", ""))
-        rows.append(Row(**fields))
+    for fields in table()["row"]:
+        said = {name: filled(fields.get(name, "")) for name in ("says", "helps")}
+        rows.append(Row(**fields | said))
     return rows
 
 
 def rows_of(kind: str, facts: Facts) -> list[Row]:
     """The row that answers, and those that add to it."""
-    signs = signs_of(facts)
+    values: dict[str, Any] = dict.fromkeys((*NAMES, "left"), 0)
+    values |= facts | {"known": set(facts), "endless": ENDLESS, "GiB": GiB, "max": max, "min": min}
+    for name, expression in table()["signs"].items():
+        values[name] = value_of(expression, **values)
     found: list[Row] = []
     for row in all_rows():
         is_new = row.case not in [other.case for other in found]
-        if is_new and (row.also or not found) and row.answers(kind, facts, signs):
+        if is_new and (row.also or not found) and row.answers(kind, facts, values):
             found.append(row)
     return found
-
-
-def signs_of(f: Facts) -> dict[str, bool]:
-    """What a row's ``when`` asks for, by name."""
-    missing = f["asked"] - f["free"]
-    # The request would fit if other processes were gone.
-    others_suffice = f["other_processes"] > max(missing, MUCH * f["total"])
-    # More than a context is held outside the allocator, and more than lies idle in it.
-    context = min(CONTEXT + 0.02 * f["total"], SMALL_CARD * f["total"])
-    is_much_outside = max(f["outside"], f["context"]) > max(f["idle"], context)
-    return {
-        "endless": f["asked"] >= ENDLESS,
-        "no sum": "asked" not in f or "total" not in f,
-        "one is larger than the card": f["asked"] > f["total"],
-        "above the limit": f["wanted"] > f["allowed"],
-        "tensors are more than the card": f["allocated"] > f["total"],
-        "enough is free": f["free"] >= f["asked"],
-        "cut off": f["is_cut_off"],
-        "full": f.share("allocated") >= FULL,
-        "enough is left": f["left"] >= f["asked"],
-        "too little is left": f["left"] < f["asked"],
-        "in pieces": f["free"] < f["asked"] < f["left"],
-        "much is idle": f.share("idle") >= MUCH,
-        "some is idle": f.share("idle") >= LITTLE,
-        "one is large": f.share("asked") > LARGE,
-        "most is context": f["context"] > f["outside"],
-        "much is outside": is_much_outside,
-        "others suffice": others_suffice,
-        "other ranks": f["other_ranks"],
-        "others are not named": f.share("other_processes") > MUCH
-        and not (f["other_ranks"] and others_suffice),
-        "unknown process": f["unknown_process"],
-        "one buffer": "Invalidbuffersize" in f["message"],
-        "before vLLM": f["message"].startswith("lessthandesired"),
-    }
-
-
-def _setting(error: ErrorText, *, is_windows: bool) -> str:
-    """What to set against fragmentation, in the words of that version."""
-    if error.kind == "xpu":
-        return (
-            "torch.xpu.empty_cache() between phases, and rows of equal lengths, make fewer pieces."
-        )
-    if error.setting.endswith("expandable_segments:True"):
-        if is_windows:
-            return (
-                "The setting that the message names (expandable_segments) does not work on "
-                "Windows. Rows of equal lengths make fewer pieces."
-            )
-        if error.kind == "hip":
-            return (
-                f"Set {error.setting} before the start. It needs ROCm 7 or later: with an older "
-                "one, PyTorch warns and ignores it. Rows of equal lengths make fewer pieces, too."
-            )
-        return (
-            f"Set {error.setting} in the environment before the start, and give rows equal lengths."
-        )
-    if error.setting:
-        return (
-            "In this version, set PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 in the environment "
-            "before the start: larger blocks are then not split. (From 2.1 on, "
-            "expandable_segments:True is better.)"
-        )
-    return (
-        "This version has no setting that its message names: rows of equal lengths make fewer "
-        "pieces, and PyTorch 2.1 or later has PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-    )

@@ -5,7 +5,6 @@ The table of answers is ``error_rows``.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import textwrap
 import traceback
@@ -14,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from ..measure.error_frames import Frame, frames_of, moment_of, own_line
 from ..measure.error_text import ErrorText, read_error
 from ..units import format_bytes
-from .error_rows import NAMES, facts_of, figures_of, fill, rows_of
+from .error_rows import NAMES, facts_of, figures_of, fill, rows_of, table
 from .next_command import command_after, step_of, words_before
-from .svg import frame as svg_frame
-from .svg import svg_text
 from .template import html_from
 
 # (sign of the text bar, colour) of each part, in the order of the bar.
@@ -37,54 +34,26 @@ ASK = (
     "on, if there are any. For a process that was killed, give the lines of the launcher."
 )
 
-WHAT_HELPS = {
-    "forward": (
-        "Forward keeps activations for backward. Smaller micro-batches (with accumulation), "
-        "shorter rows and checkpointing lower them."
-    ),
-    "loss": (
-        "The loss holds the logits, rows x tokens x vocabulary, and copies of them. Smaller "
-        "micro-batches, shorter rows, or the loss in chunks lower them."
-    ),
-    "backward": (
-        "In backward, activations are still there and gradients arrive. Smaller micro-batches, "
-        "shorter rows and checkpointing lower the activations. LoRA lowers the gradients."
-    ),
-    "optimizer step": (
-        "The first step makes the optimizer's states: for Adam, two numbers for each trained "
-        "weight. Fewer rows do not change them. 8-bit or factored states, LoRA, sharding, or a "
-        "fused optimizer (foreach needs temporary copies) lower these bytes."
-    ),
-    "evaluation": (
-        "In evaluation no gradients are needed: run it under torch.no_grad(), with a smaller "
-        "evaluation batch, and move what you collect to the CPU (Trainer: "
-        "eval_accumulation_steps, prediction_loss_only). Accumulation changes nothing here."
-    ),
-    "generation": (
-        "Generation keeps keys and values of all tokens: fewer rows at once or fewer new tokens "
-        "lower them. The training batch changes nothing here."
-    ),
-    "load": (
-        "The weights themselves do not fit yet, so the batch changes nothing. Load them in bf16 or "
-        'in 4 bits, read a checkpoint with map_location="cpu", or shard the model.'
-    ),
-    "save": (
-        "Saving collected tensors on the card. The batch changes nothing: move the state to the "
-        "CPU as it is collected (a full state dict of a sharded model: with CPU offload, on rank "
-        "0 only)."
-    ),
-}
-
 PAGE = """
 <div>
   {% for sentence in found.sentences %}<p>{{ sentence }}</p>{% endfor %}
   {% if found.command %}<pre>{{ found.command }}</pre>{% endif %}
-  {{ bar | safe }}
+  {% if parts %}
+    <div style='display:flex;height:34px;max-width:760px' role='img' aria-label='{{ words }}'>
+      {% for name, nbytes in parts.items() %}
+        <span style='flex:{{ nbytes }};background:{{ signs[name][1] }}'></span>
+      {% endfor %}
+    </div>
+  {% endif %}
   {% if found.figures %}
     <table>
       {% for name, nbytes in found.figures.items() %}
         <tr>
-          <td style='text-align:left'>{{ names[name] }}</td>
+          <td style='text-align:left'>
+            {% set color = signs[name][1] if name in parts else "none" %}
+            <span style='display:inline-block;width:12px;height:12px;background:{{ color }}'></span>
+            {{ " " }}{{ names[name] }}
+          </td>
           <td>{{ format_bytes(nbytes) }}</td>
         </tr>
       {% endfor %}
@@ -145,8 +114,17 @@ class Explanation:
         return "\n".join(lines).rstrip()
 
     def _repr_html_(self) -> str:
-        bar = _bar_svg(self.parts()) if self.parts() else ""
-        return html_from(PAGE, found=self, bar=bar, names=NAMES, format_bytes=format_bytes)
+        parts = self.parts()
+        words = ", ".join(f"{NAMES[name]}: {format_bytes(n)}" for name, n in parts.items())
+        return html_from(
+            PAGE,
+            found=self,
+            parts=parts,
+            signs=PARTS,
+            words=words,
+            names=NAMES,
+            format_bytes=format_bytes,
+        )
 
 
 def _width() -> int:
@@ -174,26 +152,6 @@ def _bar(parts: dict[str, int], width: int) -> list[str]:
         for name, nbytes in parts.items()
     ]
     return [f" [{signs}]", *legend]
-
-
-def _bar_svg(parts: dict[str, int], width: int = 760) -> str:
-    """One bar, and below it a line for each of its parts."""
-    total = sum(parts.values())
-    words = ", ".join(f"{NAMES[name]}: {format_bytes(n)}" for name, n in parts.items())
-    key = "gm" + hashlib.sha1(words.encode()).hexdigest()[:8]
-    height = 46 + 20 * len(parts)
-    shapes = []
-    x = 2.0
-    for row, (name, nbytes) in enumerate(parts.items()):
-        color = PARTS[name][1]
-        share = nbytes / total * (width - 4)
-        y = 60 + 20 * row
-        shapes.append(f'<rect x="{x:.1f}" y="4" width="{share:.1f}" height="34" fill="{color}"/>')
-        shapes.append(f'<rect x="2" y="{y - 10}" width="12" height="12" fill="{color}"/>')
-        shapes.append(svg_text(20, y, f"{NAMES[name]}, {format_bytes(nbytes)}", size=12))
-        x += share
-    start = svg_frame(key, width, height, 13, title="Where the memory is", words=words + ".")
-    return f"{start}{''.join(shapes)}</svg>"
 
 
 def explain(
@@ -270,8 +228,9 @@ def _moment_sentences(moment: str, own: Frame | None, has_frames: bool, case: st
         found.append(f"It happened in: {moment}.{where}")
     else:
         found.append(f"The traceback has no frame that shows the moment.{where}")
-    if moment in WHAT_HELPS and case != "host":
-        found.append(WHAT_HELPS[moment])
+    what_helps = table()["moments"]
+    if moment in what_helps and case != "host":
+        found.append(what_helps[moment])
     return found
 
 

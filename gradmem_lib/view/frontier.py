@@ -5,13 +5,11 @@ points that none beats.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from .style import COLORS, INK, new_figure, style
+from matplotlib.axes import Axes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .picture import Picture
+from .style import COLORS, INK, style
 
 # Two labels touch within this share of the axes' width and these per cent of height.
 CLOSE_ACROSS, CLOSE_UP = 0.24, 6.0
@@ -35,28 +33,25 @@ def _is_beaten(point: Point, points: Mapping[str, Point]) -> bool:
     return False
 
 
-def show_frontier(points: Mapping[str, Point], *, title: str = "") -> Figure:
+@style()
+def show_frontier(points: Mapping[str, Point], *, title: str = "") -> Picture:
     """Draw ``points``, from name to (bytes kept, operations of a step): the bytes as a share of the
     largest, against the operations in excess of the fewest.
     """
     shares = _shares(points)
     line = unbeaten(points)
-    with style():
-        figure = new_figure(7.8, 4.0, alt=_in_words(shares, line, title))
-        axes = figure.add_axes((0.09, 0.13, 0.88, 0.75))
-        # A third more than the widest point, for its label; any width if nothing is repeated.
-        width = 1.35 * max(more for more, _ in shares.values()) or 1
-        axes.set(xlim=(-0.03 * width, width), ylim=(0, 108))
-        more, kept = zip(*(shares[name] for name in line), strict=True)
-        axes.step(more, kept, where="post", color=INK, linewidth=1)
-        _draw_points(axes, shares, line, width)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK, length=3, labelsize=8)
-        axes.set_xlabel("operations more, % of a step", color=INK)
-        axes.set_ylabel("bytes kept, % of the most", color=INK)
-        figure.text(0.02, 0.94, title, fontsize=11, fontweight="bold")
-        figure.text(0.98, 0.94, "filled: nothing beats it", fontsize=8.5, color=INK, ha="right")
-    return figure
+    picture = Picture(7.8, 4.0, title, alt=_in_words(shares, line, title))
+    picture.write(0.98, 0.22, "filled: nothing beats it", ha="right")
+    axes = picture.panel(0.09, 0.97, 0.48, 3.48)
+    # A third more than the widest point, for its label; any width if nothing is repeated.
+    width = 1.35 * max(more for more, _ in shares.values()) or 1
+    axes.set(xlim=(-0.03 * width, width), ylim=(0, 108))
+    more, kept = zip(*(shares[name] for name in line), strict=True)
+    axes.step(more, kept, where="post", color=INK, linewidth=1)
+    _draw_points(axes, shares, line, width)
+    axes.set_xlabel("operations more, % of a step")
+    axes.set_ylabel("bytes kept, % of the most")
+    return picture
 
 
 def _shares(points: Mapping[str, Point]) -> dict[str, Point]:
@@ -85,24 +80,15 @@ def _draw_points(axes: Axes, shares: Mapping[str, Point], line: list[str], width
         color, marker = "none", "s"
         if names[0] in line:
             color, marker = COLORS["activations"], "o"
-        axes.scatter([x], [y], s=42, zorder=3, marker=marker, facecolor=color, edgecolor=INK)
-        label_y = _free_height(x, y + 3.2, placed, width)
-        placed.append((x, label_y))
-        axes.text(x + 0.012 * width, label_y, ", ".join(names), va="center", fontsize=8.5)
-
-
-def _free_height(x: float, y: float, placed: list[Point], width: float) -> float:
-    """The first height from ``y`` up at which a label at ``x`` touches none that is placed."""
-
-    def touches() -> bool:
-        for other_x, other_y in placed:
-            if abs(x - other_x) < CLOSE_ACROSS * width and abs(y - other_y) < CLOSE_UP:
-                return True
-        return False
-
-    while touches():
-        y += 1
-    return y
+        axes.scatter(
+            [x], [y], s=42, zorder=3, marker=marker, facecolor=color, edgecolor=INK, linewidth=1
+        )
+        label_y = y + 3.2
+        for other_x, other_y in placed:  # from the lowest up
+            if abs(x - other_x) < CLOSE_ACROSS * width and abs(label_y - other_y) < CLOSE_UP:
+                label_y = other_y + CLOSE_UP
+        placed = sorted([*placed, (x, label_y)], key=lambda at: at[1])
+        axes.text(x + 0.012 * width, label_y, ", ".join(names), va="center")
 
 
 def _same(shares: Mapping[str, Point]) -> dict[Point, list[str]]:

@@ -3,7 +3,6 @@
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 const PAD = { left: 52, right: 14, top: 38, bottom: 38 };
 const STRIP = 21; // the strip begins so far above the areas
-const PLAIN = 1; // the version of a frame without marks
 const MOST_BATCHES = 12; // marks of changes of the batch's size; more would hide the picture
 const ALARM = "#e0483f";
 const INK = "#6f7787"; // as in style.py: it reads on a light and on a dark page
@@ -76,7 +75,7 @@ function decode(view, categories) {
   const row = (i) => body.subarray(i * n, (i + 1) * n);
   const parts = Array.from({ length: categories }, (_, i) => row(2 + i));
   const totals = Float64Array.from({ length: n }, (_, i) => parts.reduce((sum, part) => sum + part[i], 0));
-  const marks = head[0] === PLAIN ? new Float32Array(0) : body.subarray(n * (2 + categories));
+  const marks = body.subarray(n * (2 + categories));
   return {
     n, finished: head[2] === 1, op: row(0), phase: row(1), parts, totals, ...decodeMarks(marks, n),
     peak: { total: head[3], op: head[4], phase: head[5], parts: head.subarray(8, 8 + categories) },
@@ -84,7 +83,7 @@ function decode(view, categories) {
   };
 }
 
-// A category's fill: its colour, and marks that tell it apart without colour. The same signs as in timeline.py.
+// A category's fill: its colour, and marks that tell it apart without colour. The same signs as in style.py.
 // What grows has no colour of its own ("none"): its marks stand on the page itself.
 function hatched(color, sign, scale) {
   const size = 8, tile = document.createElement("canvas");
@@ -132,9 +131,8 @@ function make(tag, className, parent, text) {
 }
 
 function render({ model, el }) {
-  const names = model.get("names"), colors = model.get("colors"), hatches = model.get("hatches");
-  const phases = model.get("phases"), budget = model.get("budget"), title = model.get("title");
-  const growingLook = model.get("growing"); // colour, hatch, name
+  const { names, colors, hatches, phases, growing: growingLook } = model.get("appearance"); // growing: colour, hatch, name
+  const budget = model.get("budget"), title = model.get("title");
 
   const root = make("figure", model.get("small") ? "gm-live gm-small" : "gm-live", el);
   const head = make("div", "gm-head", root);

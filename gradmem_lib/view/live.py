@@ -18,7 +18,7 @@ import html
 import json
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,27 +26,16 @@ from ..display import in_kernel, live_enabled
 from ..measure.timeline import BY, OP, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
 from .interrupt import keep_own_lines
-from .place import place, still_html
-from .style import (
-    COLORS,
-    GROWING,
-    GROWING_HATCH,
-    HATCHES,
-    MAX_POINTS,
-    joined,
-    picture_bundle,
-    show_bundle,
-)
-from .timeline import GROWING_WORDS, PHASE_LABELS, describe, peak_of, plot_timeline
+from .place import place, show_bundle, still_html
+from .style import COLORS, GROWING, GROWING_HATCH, HATCHES, MAX_POINTS, PHASE_LABELS, joined
+from .timeline import GROWING_WORDS, describe, highest_of, peak_of
 
 if TYPE_CHECKING:
     from ..measure.timeline import MemorySnapshot, Timeline
 
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
-_PLAIN, _WITH_MARKS = 1, 2  # versions of a frame
 WAIT = "No picture yet: one appears here when this cell has run to its end."
-STILL = "This picture stands still. To explore it, run the cell again."
 
 
 def encode_frame(
@@ -57,16 +46,16 @@ def encode_frame(
 ) -> bytes:
     """One frame for the browser, little-endian.
 
-    A header of 20 float64: version, number of points n, finished (0 or 1), peak bytes, the
-    operation and phase of the peak, current bytes and phase, then the peak and the current bytes by
-    category. After it 8 rows of n float32: operation, phase, and the bytes of each category.
+    A header of 20 float64: 0, number of points n, finished (0 or 1), peak bytes, the operation and
+    phase of the peak, current bytes and phase, then the peak and the current bytes by category.
+    After it 8 rows of n float32: operation, phase, and the bytes of each category.
 
-    If bytes grow, or the batch's size changes, the version is 2, and more float32 follow. First
-    comes the number of rows of growing bytes: 0, or one for each category. Then come these rows of
-    n values, and a pair for each size of the batch: the operation where it begins, and its rows.
+    Then more float32 follow. First comes the number of rows of growing bytes: 0 if none grow, or
+    one for each category. Then come these rows of n values, and a pair for each size of the batch,
+    if it changes: the operation where it begins, and its rows.
     """
     header = np.zeros(HEADER_VALUES, "<f8")
-    header[0], header[2] = _PLAIN, finished
+    header[2] = finished
     if timeline is None or not len(timeline):
         return header.tobytes()
     total, parts, phase, at = peak_of(timeline, peak)
@@ -81,22 +70,12 @@ def encode_frame(
     if current is not None:
         header[6:8] = current.total, PHASES.index(current.phase)
         header[14:20] = [current.by_category[name] for name in CATEGORIES]
-    marks = _marks(shown)
-    if marks:
-        header[0] = _WITH_MARKS
-    columns = points[:, [OP, PHASE, *range(points.shape[1])[BY]]]
-    return header.tobytes() + np.ascontiguousarray(columns.T, "<f4").tobytes() + marks
-
-
-def _marks(shown: Timeline) -> bytes:
-    """Growing bytes and sizes of the batch, for a frame; empty if there are none."""
-    if shown.growing is None and not shown.batches:
-        return b""
     growing = np.zeros((0, len(shown)))  # (categories, samples), or no row
     if shown.growing is not None:
         growing = shown.growing.T
-    marks = np.concatenate(([len(growing)], growing.ravel(), np.ravel(shown.batches)))
-    return marks.astype("<f4").tobytes()
+    columns = points[:, [OP, PHASE, *range(points.shape[1])[BY]]].T
+    body = [columns.ravel(), [len(growing)], growing.ravel(), np.ravel(shown.batches)]
+    return header.tobytes() + np.concatenate(body).astype("<f4").tobytes()
 
 
 def frame_peak(frame: bytes) -> float:
@@ -146,11 +125,7 @@ def widget_class():
         budget = traitlets.Float(0.0).tag(sync=True)
         top = traitlets.Float(0.0).tag(sync=True)  # the axis reaches at least these bytes
         small = traitlets.Bool(False).tag(sync=True)  # one of several, side by side
-        names = traitlets.List(APPEARANCE["names"]).tag(sync=True)
-        colors = traitlets.List(APPEARANCE["colors"]).tag(sync=True)
-        hatches = traitlets.List(APPEARANCE["hatches"]).tag(sync=True)
-        phases = traitlets.List(APPEARANCE["phases"]).tag(sync=True)
-        growing = traitlets.List(APPEARANCE["growing"]).tag(sync=True)
+        appearance = traitlets.Dict(APPEARANCE).tag(sync=True)
         frame = traitlets.Bytes(b"").tag(sync=True)
 
     return MemoryView
@@ -169,7 +144,7 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
     """
     hosts = []
     for frame, own in pictures:
-        settings = {"title": "", "budget": 0, "top": 0, "small": False, **APPEARANCE, **own}
+        settings = {"budget": 0, "top": 0, "small": False, "appearance": APPEARANCE} | own
         hosts.append(
             f"<div data-gradmem-settings='{html.escape(json.dumps(settings))}' "
             f'data-gradmem-frame="{base64.b64encode(frame).decode()}"></div>'
@@ -188,98 +163,120 @@ def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
 _EXPORT = "export default { render };\n"  # a widget's script is a module, one in a page is not
 
 
-def still_bundle(
-    timeline: Timeline | None,
-    *,
-    title: str = "",
-    budget: int | None = None,
-    peak: MemorySnapshot | None = None,
-) -> tuple[dict, dict]:
-    """The still picture as a mimebundle: (data, metadata). Without samples it says so in words."""
-    if timeline is None or not len(timeline):
-        words = describe(None, title=title)
-        return {"text/html": f"<em>{words}</em>", "text/plain": plain_text(title)}, {}
-    figure = plot_timeline(timeline, title=title, budget=budget, peak=peak)
-    alt = describe(timeline, title=title, budget=budget, peak=peak)
-    return picture_bundle(figure, alt, plain_text(title))
+class Moving:
+    """The pictures of a tracked block, one for each rank that runs it: they move from ``start`` on,
+    with each ``draw``, and stand still, to be explored, from ``stop`` on.
 
-
-class LivePlot:
-    """The moving picture of one tracked block: ``start``, then ``push`` at most ten times a second,
-    then ``finish``.
-
-    Outside a notebook it does nothing. With ``GRADMEM_LIVE=0`` it shows the still picture at the
-    end and nothing before.
+    Without widgets, or with ``GRADMEM_LIVE=0``, there are no views, and nothing shows before the
+    end.
     """
 
-    def __init__(self, *, title: str = "", budget: int | None = None):
+    def __init__(self, title: str = "", budget: int | None = None, ranks: int = 1):
         self.title, self.budget = title, budget
-        self._widget = self._place = self._output = None
+        self.titles, name = [title], title
+        if ranks > 1:
+            self.titles = [joined(f"rank {rank}", title, by=", ") for rank in range(ranks)]
+            name = joined(title, f"{ranks} ranks", by=", ")
+        self.text = plain_text(name)
+        # What each rank has recorded at the end; None: it did not come so far.
+        self.timelines: list[Timeline | None] = [None] * ranks
+        self.views: list = []
+        self._place = self._output = None
 
     def start(self) -> None:
-        """Put the empty plot on the page."""
+        """Put the empty pictures on the page."""
         if not live():
             return
         from IPython.display import display
+        from ipywidgets import HBox, Layout
 
-        self._widget = widget_class()(
-            title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None)
-        )
-        self._place = place(self._widget, keep=True)
+        several = len(self.titles) > 1
+        for title in self.titles:
+            view = widget_class()(
+                title=title,
+                budget=float(self.budget or 0),
+                small=several,
+                frame=encode_frame(None, None, None),
+                layout=Layout(flex="1 1 0%", min_width="195px"),
+            )
+            self.views.append(view)
+        row = HBox(self.views, layout=Layout(flex_flow="row wrap")) if several else self.views[0]
+        self._place = place(row, keep=True)
         shown = self._place.html(f"<em>{WAIT}</em>")
-        data = {"text/html": shown, "text/plain": plain_text(self.title)}
+        data = {"text/html": shown, "text/plain": self.text}
         self._output = display(data, raw=True, display_id=True)
 
-    def push(
-        self,
-        timeline: Timeline,
-        peak: MemorySnapshot,
-        current: MemorySnapshot,
-        phase: str | None = None,
-    ) -> None:
-        """Draw the next frame. All figures are bytes; ``phase`` is that of ``current``."""
-        if self._widget is not None:
-            self._widget.frame = encode_frame(timeline, peak, current)
+    def draw(self, rank: int, frame: bytes) -> None:
+        """Draw the next frame of ``rank``, with all ranks on the scale of the largest."""
+        for view in self.views:
+            view.top = max(view.top, frame_peak(frame))
+        if self.views:
+            self.views[rank].frame = frame
 
-    def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
-        """Replace the moving picture by a finished one, and drop the widget."""
-        widgets, output = (self._place, self._widget), self._output
-        self._widget = self._place = self._output = None
-        if not in_kernel():
-            return
-        keep_own_lines()
+    def stop(self, peak: MemorySnapshot | None = None) -> None:
+        """Replace the moving pictures by the finished ones, and drop the widgets."""
+        views, output, holder = self.views, self._output, self._place
+        self.views, self._output, self._place = [], None, None
         try:
-            data, metadata = finished_bundle(
-                timeline, title=self.title, budget=self.budget, peak=peak
-            )
+            data, metadata = self.bundle(peak)
             if output is not None:
                 output.update(data, metadata=metadata, raw=True)
             else:
                 show_bundle(data, metadata)
         finally:
-            for widget in widgets:
-                if widget is not None:
+            if holder is not None:
+                for widget in [holder, holder.view, *views]:
                     widget.close()
 
+    def bundle(self, peak: MemorySnapshot | None = None) -> tuple[dict, dict]:
+        """The finished pictures as a mimebundle: to be explored, and still where no script runs.
 
-def finished_bundle(
-    timeline: Timeline | None,
-    *,
-    title: str = "",
-    budget: int | None = None,
-    peak: MemorySnapshot | None = None,
-) -> tuple[dict, dict]:
-    """A finished picture as a mimebundle: to be explored, and still where no script runs.
+        With ``GRADMEM_LIVE=0``, they are still everywhere. Without samples it says so in words.
+        """
+        highest = highest_of(self.timelines)
+        if not highest:
+            words = describe(None, title=self.title)
+            return {"text/html": f"<em>{words}</em>", "text/plain": self.text}, {}
+        from .timeline_picture import plot_ranks, plot_timeline
 
-    With ``GRADMEM_LIVE=0``, it is still everywhere.
+        about: dict[str, Any] = {"title": self.title, "budget": self.budget}
+        first, *others = self.timelines
+        if first is not None and not others:
+            picture = plot_timeline(first, peak=peak, **about)
+        else:
+            picture = plot_ranks(self.timelines, **about)
+        picture.plain_text = self.text
+        data, metadata = picture.bundle()
+        if live_enabled():
+            common = {"budget": float(self.budget or 0), "top": float(highest)}
+            common["small"] = bool(others)
+            frames = []
+            for title, timeline in zip(self.titles, self.timelines, strict=True):
+                frame = encode_frame(timeline, peak, None, finished=True)
+                frames.append((frame, common | {"title": title}))
+            data["text/html"] = explorable_html(frames, still_html((data, metadata), ""))
+        return data, metadata
+
+
+class LivePlot(Moving):
+    """The moving picture of one tracked block: ``start``, then ``push`` at most ten times a second,
+    then ``finish``. Outside a notebook it does nothing.
     """
-    data, metadata = still_bundle(timeline, title=title, budget=budget, peak=peak)
-    if live_enabled() and "image/png" in data:
-        frame = encode_frame(timeline, peak, None, finished=True)
-        still = still_html((data, metadata), "")
-        settings = {"title": title, "budget": float(budget or 0)}
-        data = {**data, "text/html": explorable_html([(frame, settings)], still)}
-    return data, metadata
+
+    def __init__(self, *, title: str = "", budget: int | None = None):
+        super().__init__(title, budget)
+
+    def push(self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot) -> None:
+        """Draw the next frame. All figures are bytes."""
+        for view in self.views:
+            view.frame = encode_frame(timeline, peak, current)
+
+    def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
+        """Replace the moving picture by a finished one."""
+        if in_kernel():
+            keep_own_lines()
+            self.timelines = [timeline]
+            self.stop(peak)
 
 
 def show_timeline(
@@ -295,20 +292,6 @@ def show_timeline(
     With ``GRADMEM_LIVE=0``, it is a still picture. Outside a notebook, nothing is displayed.
     """
     if in_kernel():
-        show_bundle(*finished_bundle(timeline, title=title, budget=budget, peak=peak))
-
-
-def show_explorer(explorer, text: str) -> None:
-    """Display ``explorer`` (it has ``still_bundle()`` and ``widget()``) in a notebook; its
-    text/plain is always ``text``.
-
-    The output also contains the still picture, for readers without a kernel. ``GRADMEM_LIVE=0``:
-    only the picture.
-    """
-    if not in_kernel():
-        return
-    data, metadata = explorer.still_bundle()
-    if live():
-        shown = place(explorer.widget()).html(still_html((data, metadata), STILL))
-        data = {**data, "text/html": shown, "text/plain": text}
-    show_bundle(data, metadata)
+        plot = Moving(title, budget)
+        plot.timelines = [timeline]
+        show_bundle(*plot.bundle(peak))

@@ -40,10 +40,12 @@ def command_after(row: Row, error: ErrorText, step: dict[str, str], own: Frame |
     if row.then != PLAN:
         return row.then
     filled = EXAMPLES | step
-    return (
+    command = (
         f"gradmem plan {filled['model']} --card {_card(error)} --seq-len {filled['tokens']} "
         f"--global-batch {filled['rows']}"
     )
+    # A tracker's budget counts the bytes of the CPU.
+    return f"{command} --target cpu" if error.kind == "budget" else command
 
 
 def words_before(row: Row, step: dict[str, str]) -> str:

@@ -51,3 +51,10 @@ def still_html(still: tuple[dict, dict], sentence: str) -> str:
     shape = {"alt": "", **metadata.get("image/png", {})}
     attributes = " ".join(f'{name}="{html.escape(str(value))}"' for name, value in shape.items())
     return f'{words}<img src="data:image/png;base64,{data["image/png"]}" {attributes}>'
+
+
+def show_bundle(data: dict, metadata: dict) -> None:
+    """Display an output of a notebook: a mimebundle and its metadata."""
+    from IPython.display import display
+
+    display(data, metadata=metadata, raw=True)

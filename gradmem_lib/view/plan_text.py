@@ -11,102 +11,104 @@ from ..planning.report import Plan
 from ..prediction.predict import Prediction
 from ..units import format_bytes
 from .plan_code import launch, row_text
-from .template import html_from
+from .template import html_from, text_from
+
+TEXT = """\
+{{ plan.title }} on {{ several }}{{ plan.card.name }} ({{ "{:,}".format(plan.card.nbytes) }} \
+bytes{{ each }}), global batch {{ plan.global_batch }} {{ rows }}, method {{ plan.method }}, \
+target {{ plan.target }}
+{% if plan.margin %}
+Margin: {{ "{:.1%}".format(plan.margin) }} of what a recipe needs stays free, since a prediction \
+for a card may be off by as much.
+{% endif %}
+{% if plan.example is not none %}
+A row: {{ row_text(plan.example) }}.
+{% endif %}
+{% for note in plan.notes %}
+{{ wrapped(note, "") }}
+{% endfor %}
+
+{% if plan.fits and plan.target == "cpu" %}
+Fits, in the order of the times on a card. The order on a CPU may be another one: its
+times are not estimated.
+{% elif plan.fits %}
+Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those \
+within 10 %
+of each other, the recipe that changes training least comes first.
+{% else %}
+Nothing fits. Closest:
+{% endif %}
+{% for line in table %}
+{{ line }}
+{% endfor %}
+{% if not plan.fits %}
+
+{{ wrapped("It " + plan.closest.why_not() + ".") }}
+{% elif terms %}
+The time of the first one, in us/{{ plan.unit }}: {{ terms }}.
+{% endif %}
+{% if plan.fits and plan.network is not none %}
+Each machine is assumed to send {{ "{:g}".format(8 * plan.network / 1e9) }} Gbit/s to the others.
+{% endif %}
+{% if plan.fits and plan.cards > 1 %}
+Start the code of the first one {{ launch(plan.cards, plan.machines) }}
+{% endif %}
+{% for line in plan.advice %}
+{{ wrapped(line, "  * ") }}
+{% endfor %}
+{% if faster is not none %}
+
+{{ which }} does not fit: {{ faster }}
+{{ wrapped("It " + faster.why_not() + ".") }}
+{% endif %}
+{% if plan.ruled_out %}
+
+Ruled out without a prediction:
+{% for why, kinds in ruled_out.items() %}
+{{ wrapped(kinds | join("; ") + ": " + why + ".", "  * ") }}
+{% endfor %}
+{% endif %}
+"""
 
 
 def plan_text(plan: Plan) -> str:
     several, each = (f"{plan.cards} x ", " each") if plan.cards > 1 else ("", "")
     if plan.machines > 1:
         several = f"{plan.machines} machines of {several}"
-    lines = [
-        f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global "
-        f"batch {plan.global_batch} {_rows_of(plan)}, method {plan.method}, target {plan.target}",
-        *_about_the_margin(plan.margin),
-        *_about_the_rows(plan),
-        "",
-    ]
-    if plan.fits:
-        lines += [
-            *_about_the_order(plan.target),
-            *_table(plan.fits, plan),
-            *_terms_of(plan.fits[0], plan),
-            *_about_the_network(plan.network),
-        ]
-        if plan.cards > 1:
-            lines.append(f"Start the code of the first one {launch(plan.cards, plan.machines)}")
-    else:
-        lines += ["Nothing fits. Closest:", *_table([plan.closest], plan)]
-        lines += ["", _wrapped(f"It {plan.closest.why_not()}.")]
-    lines += [_wrapped(line, "  * ") for line in plan.advice]
     faster = plan.next_faster
-    if faster is not None:
-        which = "A faster one of another kind"
-        if plan.is_of_the_best_ones_kind(faster):
-            which = "The next faster one of the same kind"
-        lines += [
-            "",
-            f"{which} does not fit: {faster}",
-            _wrapped(f"It {faster.why_not()}."),
-        ]
-    if plan.ruled_out:
-        lines += ["", "Ruled out without a prediction:"]
-    for why in dict.fromkeys(out.why for out in plan.ruled_out):
-        kinds = "; ".join(str(out) for out in plan.ruled_out if out.why == why)
-        lines.append(_wrapped(f"{kinds}: {why}.", "  * "))
-    return "\n".join(lines)
+    which = "A faster one of another kind"
+    if faster is not None and plan.is_of_the_best_ones_kind(faster):
+        which = "The next faster one of the same kind"
+    ruled_out: dict[str, list[str]] = {}
+    for out in plan.ruled_out:
+        ruled_out.setdefault(out.why, []).append(str(out))
+    text = text_from(
+        TEXT,
+        plan=plan,
+        several=several,
+        each=each,
+        rows="rows" if plan.seq_len is None else f"x {plan.seq_len:,} tokens",
+        table=_table(plan.fits or [plan.closest], plan),
+        terms=_terms_of(plan),
+        faster=faster,
+        which=which,
+        ruled_out=ruled_out,
+        row_text=row_text,
+        launch=launch,
+        wrapped=_wrapped,
+    )
+    return text.removesuffix("\n")
 
 
-def _rows_of(plan: Plan) -> str:
-    return "rows" if plan.seq_len is None else f"x {plan.seq_len:,} tokens"
-
-
-def _about_the_rows(plan: Plan) -> list[str]:
-    lines = [_wrapped(note, "") for note in plan.notes]
-    if plan.example is not None:
-        lines.insert(0, f"A row: {row_text(plan.example)}.")
-    return lines
-
-
-def _about_the_order(target: str) -> list[str]:
-    """What comes first among the recipes that fit. The rates behind the times are a card's."""
-    if target == "cpu":
-        return [
-            "Fits, in the order of the times on a card. The order on a CPU may be another one: its",
-            "times are not estimated.",
-        ]
-    return [
-        (
-            "Fits, fastest first. Times are estimates, from counted operations and bytes "
-            "moved; of those within 10 %"
-        ),
-        "of each other, the recipe that changes training least comes first.",
-    ]
-
-
-def _terms_of(option: Option, plan: Plan) -> list[str]:
-    """What the estimated time of ``option`` consists of."""
-    if option.cost is None or plan.target == "cpu":
-        return []
+def _terms_of(plan: Plan) -> str:
+    """What the estimated time of the first recipe consists of."""
+    if not plan.fits or plan.fits[0].cost is None or plan.target == "cpu":
+        return ""
     terms = []
-    for name, seconds in asdict(option.cost).items():
+    for name, seconds in asdict(plan.fits[0].cost).items():
         if seconds:
             terms.append(f"{name.replace('_', ' ')} {1e6 * seconds:,.2f}")
-    return [f"The time of the first one, in us/{plan.unit}: {', '.join(terms)}."]
-
-
-def _about_the_margin(margin: float) -> list[str]:
-    if not margin:
-        return []
-    return [
-        f"Margin: {margin:.1%} of what a recipe needs stays free, since a prediction for a card "
-        "may be off by as much."
-    ]
-
-
-def _about_the_network(network: float | None) -> list[str]:
-    if network is None:
-        return []
-    return [f"Each machine is assumed to send {8 * network / 1e9:g} Gbit/s to the others."]
+    return ", ".join(terms)
 
 
 def plan_dict(plan: Plan) -> dict:

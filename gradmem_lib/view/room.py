@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..names import CATEGORIES
-from .bars import bar_svg
+from .bars import plot_bar
 from .template import html_from
 
 PAGE = """
@@ -43,5 +43,5 @@ class MemoryFit:
         return "\n".join([self.title, *self.words])
 
     def _repr_html_(self) -> str:
-        bars, cards = {"at the peak": self.parts()}, {self.card: self.nbytes}
-        return html_from(PAGE, fit=self, bar=bar_svg(bars, cards=cards, title=self.title))
+        picture = plot_bar("at the peak", self.parts(), self.card, self.nbytes)
+        return html_from(PAGE, fit=self, bar=picture.svg(self.title))

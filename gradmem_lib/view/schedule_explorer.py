@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import ExitStack
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from .live import show_explorer
+from ..units import format_bytes
+from .explorers import Explorer
+from .picture import Picture
 from .schedule_record import ScheduleRecord, record_schedule
-from .schedule_svg import BOUNDARY, ROWS, WIDTH, schedule_svg, summary
-from .schedules import bundle, describe_schedule, plot_schedule
+from .schedules import plot_schedule
 
-EXPLORER_TEXT = "Schedule explorer"
+WIDTH, ROWS = 8, 32
+BOUNDARY = 4 * WIDTH * ROWS  # 1 KiB: the explorer's bytes in KiB are boundaries
 RATIOS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 SCHEDULES = ("none", "equal segments", "best segments")
 DEFAULTS = {"depth": 16, "segment": 4, "ratio": 1, "schedule": "equal segments"}
@@ -42,30 +42,23 @@ class _Layer(nn.Module):
         return x + self.inside(x)
 
 
+@lru_cache(256)
 def segments_of(depth: int, segment: int, ratio: int, schedule: str) -> list[int]:
     """The explorer's segments: how many layers each has, first segment first."""
-    from ..techniques.schedules import uniform_segments
+    from ..techniques.schedules import best_segments, uniform_segments
 
-    if schedule == "best segments":
-        return list(_best(depth, ratio))
-    return [depth] if schedule == "none" else uniform_segments(depth, segment)
-
-
-@lru_cache(256)
-def _best(depth: int, ratio: int) -> tuple[int, ...]:
-    from ..techniques.schedules import best_segments
-
+    if schedule == "none":
+        return [depth]  # one, which is kept
+    if schedule == "equal segments":
+        return uniform_segments(depth, segment)
     # Inside a segment, this chain keeps no inputs: so a layer adds ratio boundaries, not ratio + 1.
-    return tuple(best_segments(depth, internal=(ratio - 1) * BOUNDARY, boundary=BOUNDARY))
+    return best_segments(depth, internal=(ratio - 1) * BOUNDARY, boundary=BOUNDARY)
 
 
 @lru_cache(16)
 def _chain(depth: int, ratio: int) -> nn.Sequential:
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):  # the learner's random numbers are not used up
         return nn.Sequential(*(_Layer(ratio) for _ in range(depth)))
-    finally:
-        torch.set_rng_state(state)  # the explorer must not use up the learner's random numbers
 
 
 @lru_cache(256)
@@ -77,12 +70,9 @@ def run_chain(depth: int, segment: int, ratio: int, schedule: str) -> ScheduleRe
 
     chain = _chain(depth, ratio)
     x = torch.ones(ROWS, WIDTH, requires_grad=True)
-    with ExitStack() as undo:
-        undo.enter_context(torch.enable_grad())
-        if schedule != "none":
-            last = schedule == "best segments"
-            segments = segments_of(depth, segment, ratio, schedule)
-            undo.enter_context(checkpoint_layers(chain, segments, keep_last=last))
+    segments = segments_of(depth, segment, ratio, schedule)
+    keep_last = schedule != "equal segments"
+    with torch.enable_grad(), checkpoint_layers(chain, segments, keep_last=keep_last):
         return record_schedule(chain, lambda: torch.autograd.grad(chain(x).sum(), x))
 
 
@@ -96,50 +86,40 @@ def curve_segments(depth: int) -> list[int]:
     return sorted(wanted)
 
 
-def _rule(depth: int, ratio: int) -> str:
-    return f"√(n·x/a) = √({depth}/{ratio}) = {math.sqrt(depth / ratio):.1f}"
+def summary(record: ScheduleRecord) -> str:
+    """Peak and work in one line."""
+    recomputed = len(record.ran("recompute"))
+    return (
+        f"Peak {record.peak / BOUNDARY:.0f} boundaries ({format_bytes(record.peak)}) · "
+        f"{record.layers + recomputed} forward calls ({record.layers} + {recomputed} again)"
+    )
 
 
-def details(settings: dict, curve: dict[int, ScheduleRecord]) -> str:
+def details(settings: dict, curve: dict[int, int]) -> str:
     """The segments in words, and how they compare with the lowest point that was measured."""
     depth, ratio, schedule = settings["depth"], settings["ratio"], settings["schedule"]
     segments = segments_of(**settings)
-    words = {
-        "none": "No checkpoints: all internals stay.",
-        "equal segments": f"{len(segments)} segment{'s' * (len(segments) > 1)} of {segments[0]}"
-        + (f", the last of {segments[-1]}." if segments[-1] != segments[0] else "."),
-        "best segments": (
-            f"{len(segments)} segments: {', '.join(map(str, segments))}; the last one is kept, not "
-            "run again."
-        ),
-    }[schedule]
-    words += f" Rule for equal segments: {_rule(depth, ratio)} layers."
+    count, first, last = len(segments), segments[0], segments[-1]
+    words = "No checkpoints: all internals stay."
+    if schedule == "equal segments":
+        words = f"{count} segment{'s' * (count > 1)} of {first}"
+        words += f", the last of {last}." if last != first else "."
+    elif schedule == "best segments":
+        lengths = ", ".join(map(str, segments))
+        words = f"{count} segments: {lengths}; the last one is kept, not run again."
+    rule = f"√(n·x/a) = √({depth}/{ratio}) = {math.sqrt(depth / ratio):.1f}"
+    words += f" Rule for equal segments: {rule} layers."
     if set(curve) >= set(curve_segments(depth)):
-        lowest = min(curve, key=lambda k: (curve[k].peak, -k))
+        lowest = min(curve, key=lambda length: (curve[length], -length))
         words += (
-            f" Lowest measured of these: {curve[lowest].peak / BOUNDARY:.0f} boundaries, with "
-            f"segments of {lowest}."
+            f" Lowest measured of these: {curve[lowest] / BOUNDARY:.0f} boundaries, with segments "
+            f"of {lowest}."
         )
     return words
 
 
-@cache
-def _picture_class():
-    import anywidget
-    import traitlets
-
-    class SchedulePicture(anywidget.AnyWidget):
-        _esm = Path(__file__).with_name("schedule.js")
-        _css = Path(__file__).with_name("schedule.css")
-        svg = traitlets.Unicode("").tag(sync=True)
-        summary = traitlets.Unicode("").tag(sync=True)
-        details = traitlets.Unicode("").tag(sync=True)
-
-    return SchedulePicture
-
-
-class ScheduleExplorer:
-    """The explorer's settings, and its widgets once they are shown.
+class ScheduleExplorer(Explorer):
+    """Explores schedules of a chain.
 
     Settings: ``depth`` (4 to 64 layers), ``segment`` (1 to depth layers), ``ratio`` (a/x, bytes
     that a layer keeps inside over bytes of its input: one of ``RATIOS``), ``schedule`` (one of
@@ -147,103 +127,72 @@ class ScheduleExplorer:
     ``ValueError`` for a value that is not allowed.
     """
 
+    defaults = DEFAULTS
+    text = "Schedule explorer"
+
     def __init__(self, **settings):
-        if unknown := sorted(set(settings) - set(DEFAULTS)):
-            raise TypeError(
-                f"no setting named {', '.join(unknown)}: choose from {', '.join(DEFAULTS)}"
-            )
-        self.settings = DEFAULTS | settings
-        depth = self.settings["depth"]
+        super().__init__(**settings)
+        depth, segment = self.settings["depth"], self.settings["segment"]
         if depth not in range(4, 65):
             raise ValueError(f"depth is {depth!r}: choose 4 to 64 layers")
-        if self.settings["segment"] not in range(1, depth + 1):
-            raise ValueError(
-                f"segment is {self.settings['segment']!r}: choose 1 to {depth}, the depth"
-            )
+        if segment not in range(1, depth + 1):
+            raise ValueError(f"segment is {segment!r}: choose 1 to {depth}, the depth")
         for name, known in (("ratio", RATIOS), ("schedule", SCHEDULES)):
             if self.settings[name] not in known:
-                raise ValueError(
-                    f"{name} is {self.settings[name]!r}: choose one of "
-                    f"{', '.join(map(repr, known))}"
-                )
-        self.controls: dict = {}
-        self.curve: dict[int, ScheduleRecord] = {}
-        self._picture = self._task = None
+                choices = ", ".join(map(repr, known))
+                raise ValueError(f"{name} is {self.settings[name]!r}: choose one of {choices}")
+        self.curve: dict[int, int] = {}  # peaks in bytes, by length of equal segments
+        self._task: asyncio.Task | None = None
 
-    def still_bundle(self) -> tuple[dict, dict]:
-        """The picture of the starting settings as a mimebundle: (data, metadata)."""
+    def picture(self) -> Picture:
         settings = self.settings
         record = run_chain(**settings)
-        title = {
-            "none": f"{settings['depth']} layers, no checkpoints",
-            "equal segments": f"{settings['depth']} layers in segments of {settings['segment']}",
-            "best segments": (
-                f"{settings['depth']} layers in segments of "
-                f"{', '.join(map(str, segments_of(**settings)))}"
-            ),
-        }[settings["schedule"]] + f", a/x = {settings['ratio']}"
-        words = describe_schedule(record, title=title) + f" {summary(record)}."
-        return bundle(plot_schedule(record, title=title), words, "", EXPLORER_TEXT)
+        lengths = {
+            "none": ", no checkpoints",
+            "equal segments": f" in segments of {settings['segment']}",
+            "best segments": f" in segments of {', '.join(map(str, segments_of(**settings)))}",
+        }[settings["schedule"]]
+        title = f"{settings['depth']} layers{lengths}, a/x = {settings['ratio']}"
+        picture = plot_schedule(record, title=title)
+        picture.alt += f" {summary(record)}."
+        return picture
 
-    def widget(self):
-        """The controls over the picture, as one ipywidget."""
+    def make_controls(self) -> None:
         import ipywidgets
 
-        start = self.settings
+        start, slider = self.settings, ipywidgets.IntSlider
+        self.add("segment", slider, "segment", value=start["segment"], min=1, max=start["depth"])
+        self.add("depth", slider, "layers", value=start["depth"], min=4, max=64)
+        ratio, schedule = start["ratio"], start["schedule"]
+        self.add("ratio", ipywidgets.SelectionSlider, "a/x", options=RATIOS, value=ratio)
+        self.add("schedule", ipywidgets.Dropdown, "schedule", options=SCHEDULES, value=schedule)
 
-        def looks() -> dict:
-            layout = ipywidgets.Layout(width="auto", margin="2px 14px 2px 0")
-            return {"style": {"description_width": "96px"}, "layout": layout}
-
-        self.controls = {
-            "segment": ipywidgets.IntSlider(
-                start["segment"], 1, start["depth"], description="segment", **looks()
-            ),
-            "depth": ipywidgets.IntSlider(start["depth"], 4, 64, description="layers", **looks()),
-            "ratio": ipywidgets.SelectionSlider(
-                options=RATIOS, value=start["ratio"], description="a/x", **looks()
-            ),
-            "schedule": ipywidgets.Dropdown(
-                options=SCHEDULES, value=start["schedule"], description="schedule", **looks()
-            ),
-        }
-        self._picture = _picture_class()()
-        for control in self.controls.values():
-            control.observe(self._changed, "value")
-        self._changed()
-        grid = ipywidgets.Layout(
-            grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px"
-        )
-        return ipywidgets.VBox(
-            [ipywidgets.GridBox(list(self.controls.values()), layout=grid), self._picture]
-        )
-
-    def _changed(self, change=None) -> None:
+    def changed(self, change=None) -> None:
         controls = self.controls
-        if controls["segment"].max != controls["depth"].value:
+        segment, depth, ratio = controls["segment"], controls["depth"], controls["ratio"]
+        if segment.max != depth.value:
             # A maximum below the value also changes the value, and that change must not draw.
-            controls["segment"].unobserve(self._changed, "value")
-            controls["segment"].max = controls["depth"].value
-            controls["segment"].observe(self._changed, "value")
-        controls["segment"].disabled = controls["schedule"].value != "equal segments"
-        now = {name: control.value for name, control in controls.items()}
-        if (
-            not self.curve
-            or change is None
-            or change["owner"] in (controls["depth"], controls["ratio"])
-        ):
-            self._start_curve(now["depth"], now["ratio"])
+            segment.unobserve(self.changed, "value")
+            segment.max = depth.value
+            segment.observe(self.changed, "value")
+        segment.disabled = controls["schedule"].value != "equal segments"
+        if change is None or change["owner"] in (depth, ratio):
+            self._start_curve(depth.value, ratio.value)
         self._draw()
 
     def _draw(self) -> None:
         now = {name: control.value for name, control in self.controls.items()}
         record = run_chain(**now)
+        here: tuple[int | None, str] = (None, now["schedule"])
         if now["schedule"] == "equal segments":
-            self.curve[now["segment"]] = record
-        with self._picture.hold_sync():
-            self._picture.svg = schedule_svg(record, now, self.curve)
-            self._picture.summary = summary(record)
-            self._picture.details = details(now, self.curve)
+            self.curve[now["segment"]] = record.peak
+            here = (now["segment"], "")
+        words = summary(record)
+        picture = plot_schedule(record, curve=self.curve, here=here)
+        with self.answer.hold_sync():
+            self.answer.svg = picture.svg(words)
+            self.answer.verdict = words
+            self.answer.detail = details(now, self.curve)
 
     def _start_curve(self, depth: int, ratio: int) -> None:
         """Measure the curve. In a kernel this runs between messages, so that a dragged slider does
@@ -253,20 +202,18 @@ class ScheduleExplorer:
             self._task.cancel()
             self._task = None
         self.curve = {}
+        measuring = self._measure_curve(depth, ratio, self.curve)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            for k in curve_segments(depth):
-                self.curve[k] = run_chain(depth, k, ratio, "equal segments")
+            asyncio.run(measuring)
             return
-        self._task = loop.create_task(self._measure_curve(depth, ratio, self.curve))
+        self._task = loop.create_task(measuring)
 
-    async def _measure_curve(
-        self, depth: int, ratio: int, curve: dict[int, ScheduleRecord]
-    ) -> None:
+    async def _measure_curve(self, depth: int, ratio: int, curve: dict[int, int]) -> None:
         await asyncio.sleep(0.15)  # do not measure while the slider still moves
-        for k in curve_segments(depth):
-            curve[k] = run_chain(depth, k, ratio, "equal segments")
+        for length in curve_segments(depth):
+            curve[length] = run_chain(depth, length, ratio, "equal segments").peak
             await asyncio.sleep(0.002)
         self._draw()
 
@@ -276,5 +223,4 @@ def explore_schedule(**settings: Any) -> None:
 
     With ``GRADMEM_LIVE=0``: a still picture.
     """
-    explorer = ScheduleExplorer(**settings)
-    show_explorer(explorer, EXPLORER_TEXT)
+    ScheduleExplorer(**settings).show()

@@ -91,7 +91,7 @@ class ScheduleRecord:
         return [event.layer for event in self.events if event.kind in kinds]
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        return pictures().schedule_bundle(self)
+        return pictures().plot_schedule(self).bundle()
 
 
 def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> ScheduleRecord:

@@ -6,65 +6,55 @@ from __future__ import annotations
 
 from html import escape
 
-from ..units import format_bytes
 from .style import COLORS, HATCHES, is_dark
 
 # Reads on white and on black alike.
 ALARM_BOTH = "#e0483f"
-
-
-def svg_label(name: str, nbytes: int, x: float, y: float, w: float, bar: int) -> str:
-    """The part's name and size inside its box, as far as they fit."""
-    size = format_bytes(nbytes)
-    middle, center = x + w / 2, y + bar / 2
-    widest = max(len(name), len(size))
-    # A letter is about 6.4 pixels wide.
-    if widest * 6.4 + 10 < w:
-        lines = {center - 3: name, center + 12: size}
-    elif len(size) * 6.4 + 8 < w:
-        lines = {center + 4.5: size}
-    else:
-        lines = {}
-    ink = "#ffffff" if is_dark(COLORS[name]) else "#14181f"
-    halo = COLORS[name]
-    return "".join(
-        f'<text x="{middle:.1f}" y="{baseline}" text-anchor="middle" '
-        f'font-size="11.5" fill="{ink}" pointer-events="none" '
-        f'style="paint-order:stroke;stroke:{halo};stroke-width:3.5px;stroke-linejoin:round">{text}</text>'
-        for baseline, text in lines.items()
-    )
+_MARKS = {
+    "": "",
+    "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
+    "\\": '<path d="M-2 6L2 10M0 0L8 8M6 -2L10 2"/>',
+    "-": '<path d="M0 4H8"/>',
+    ".": '<path d="M2 2h.01M6 6h.01" stroke-width="2" stroke-linecap="round"/>',
+    "x": '<path d="M0 0L8 8M0 8L8 0"/>',
+}
 
 
 def svg_pattern(key: str, name: str) -> str:
     """The part's colour and hatch, as a ``<pattern>`` that boxes are filled with."""
-    color, hatch = COLORS[name], HATCHES[name][:1]
+    return pattern(key + name, COLORS[name], HATCHES[name])
+
+
+def pattern(id: str, color: str, hatch: str) -> str:
+    """A ``<pattern>`` in ``color`` with the signs of ``hatch``, in ink that reads on it."""
     ink = 'stroke="#10141c" stroke-opacity=".3"'
     if is_dark(color):
         ink = 'stroke="#fff" stroke-opacity=".45"'
-    marks = {
-        "": "",
-        "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
-        "\\": '<path d="M-2 6L2 10M0 0L8 8M6 -2L10 2"/>',
-        "-": '<path d="M0 4H8"/>',
-        ".": '<path d="M2 2h.01M6 6h.01" stroke-width="2" stroke-linecap="round"/>',
-        "x": '<path d="M0 0L8 8M0 8L8 0"/>',
-    }[hatch]
     return (
-        f'<pattern id="{key}{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<rect width="8" height="8" fill="{color}"/><g {ink} fill="none">{marks}</g></pattern>'
+        f'<pattern id="{id}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<rect width="8" height="8" fill="{color}"/><g {ink} fill="none">{_MARKS[hatch[:1]]}</g>'
+        "</pattern>"
     )
 
 
 def frame(
-    key: str, width: int, height: int, font: int, *, title: str, words: str, defs: str = ""
+    key: str,
+    width: float,
+    height: float,
+    font: int,
+    *,
+    title: str,
+    words: str,
+    defs: str = "",
+    scale: float = 1,
 ) -> str:
     """The start of an ``<svg>`` that follows the page's colours and shrinks with it; ``title`` and
-    ``words`` are read out.
+    ``words`` are read out. ``scale``: pixels for one of its units, where there is room.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" '
-        f'viewBox="0 0 {width} {height}" '
-        f'style="width:100%;max-width:{width}px;height:auto;display:block;color:inherit;'
+        f'viewBox="0 0 {width:g} {height:g}" '
+        f'style="width:100%;max-width:{scale * width:g}px;height:auto;display:block;color:inherit;'
         f'font:{font}px var(--jp-ui-font-family,system-ui,sans-serif)">'
         f'<title id="{key}t">{escape(title)}</title><desc '
         f'id="{key}d">{escape(words)}</desc><defs>{defs}</defs>'

@@ -6,32 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 from ..measure.timeline import MemorySnapshot
-from ..names import CATEGORIES
 from ..units import format_bytes, parse_bytes
+from .marks import draw_byte_axis, draw_limit, draw_stack
+from .picture import Picture
 from .style import (
     ALARM,
-    GRID,
     INK,
     LIGHT,
-    draw_entry,
-    draw_stack,
+    PHASE_LABELS,
     listed,
-    new_figure,
-    nice_step,
-    picture_bundle,
     reach_of,
     scale_of,
     style,
 )
-from .timeline import PHASE_LABELS
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
+WORDS = "Waterfall: "
 LEFT, RIGHT = 0.245, 0.735  # where the bars begin and end; names stand before, figures behind
 COLUMNS = {"peak": 0.82, "change": 0.915, "ms/token": 0.99}  # right edges
 ROW, HEAD, FOOT = 0.42, 0.96, 0.3  # inches
@@ -123,18 +117,16 @@ class Waterfall:
             rows.append(f"{bar.name}: {format_bytes(bar.total)} in {where} ({parts})")
         return f"{self.title}, stacked by category.{limit} {'; '.join(rows)}."
 
-    def plot(self) -> Figure:
+    def plot(self) -> Picture:
         """The chart as a matplotlib ``Figure``. Raises ``ValueError`` if there is no bar yet."""
         if not self.bars:
             raise ValueError("there is no bar yet: call add(name, tracker.peak) first")
-        with style():
-            return _draw(self)
+        return plot_waterfall(self)
 
     def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
-        text = "Waterfall: " + self.title
         if not self.bars:
-            return {"text/plain": text}, {}
-        return picture_bundle(self.plot(), self.describe(), text)
+            return {"text/plain": WORDS + self.title}, {}
+        return self.plot().bundle()
 
 
 def short(nbytes: int, scale: tuple[int, str] | None = None) -> str:
@@ -171,162 +163,81 @@ def milliseconds(seconds: float) -> str:
     return f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
 
 
-def _draw(chart: Waterfall) -> Figure:
+@style()
+def plot_waterfall(chart: Waterfall) -> Picture:
+    """The chart as a picture: a row for each of its bars."""
     bars = chart.bars
-    height = HEAD + FOOT + ROW * len(bars)
-    figure = new_figure(8.6, height)
-    axes = figure.add_axes((LEFT, FOOT / height, RIGHT - LEFT, ROW * len(bars) / height))
+    foot = HEAD + ROW * len(bars)
+    text = WORDS + chart.title
+    picture = Picture(8.6, foot + FOOT, chart.title, alt=chart.describe(), text=text)
+    picture.categories(0.012, 0.5)
+    axes = picture.panel(LEFT, RIGHT, HEAD, foot)
     highest = max(bar.total for bar in bars)
     top = 1.03 * reach_of(highest, chart.budget)
     factor, unit = scale_of(highest)  # the largest figure's own unit
-    axes.set_xlim(0, top / factor)
+    draw_byte_axis(axes, top / factor, unit)
     axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.grid(axis="x")
+    axes.spines[:].set_visible(False)
+    axes.spines["left"].set_visible(True)
+    axes.tick_params(length=0)
     below = 0  # the row of the bar that the next one builds on
     for row, bar in enumerate(bars):
         draw_stack(axes, row, 0.34 if bar.aside else 0.62, bar.by_category, factor, zorder=2)
         if bar.change is not None:
-            _step(axes, below, bars[below].total / factor, row, bar.total / factor)
+            _draw_step(axes, below, bars[below].total / factor, row, bar.total / factor)
         if not bar.aside:
             below = row
-        _words(
-            figure,
-            (FOOT + ROW * (len(bars) - row - 0.5)) / height,
-            height,
-            bar,
-            chart.budget,
-            (factor, unit),
-        )
-    _axis(axes, top, factor, unit)
+        _write_row(picture, HEAD + ROW * (row + 0.5), bar, chart.budget, (factor, unit))
     if chart.budget is not None:
-        _budget_line(axes, chart.budget, top, (factor, unit))
-    _head(figure, height, chart.title, any(bar.seconds_per_token is not None for bar in bars))
-    return figure
+        _draw_budget(axes, chart.budget, top, (factor, unit))
+    for column, right in COLUMNS.items():
+        if column != "ms/token" or any(bar.seconds_per_token is not None for bar in bars):
+            picture.write(right, HEAD - 0.12, column, ha="right", fontsize=8)
+    return picture
 
 
-def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
+def _draw_step(axes: Axes, from_row: int, start: float, row: int, end: float) -> None:
     """A line from the end of the bar before, down to this row, and an arrow along it to this bar's
     end. A small change has an arrow that points down at the bar.
     """
-    large = abs(end - start) > 0.015 * axes.get_xlim()[1]
     tail, head = (start, from_row), (start, row - 0.31)
-    if large:
+    arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0.5}
+    if abs(end - start) > 0.015 * axes.get_xlim()[1]:
         axes.plot([start, start], [from_row, row], color=INK, linewidth=0.8, zorder=1)
         tail, head = (start, row), (end, row)
-    # An arrow to a longer bar lies on that bar, so it is drawn over it, with a halo.
-    from matplotlib import patheffects
-
-    outline = [patheffects.withStroke(linewidth=1.6, foreground=LIGHT)]
-    arrow = axes.annotate(
-        "",
-        head,
-        tail,
-        arrowprops={
-            "arrowstyle": "-|>",
-            "color": INK,
-            "linewidth": 0.8,
-            "shrinkA": 0,
-            "shrinkB": 0.5,
-            "path_effects": outline if end > start and large else [],
-        },
-        zorder=3,
-    )
-    arrow.arrow_patch.set_zorder(3)
+        if end > start:  # it lies on the longer bar
+            arrow["path_effects"] = [withStroke(linewidth=1.6, foreground=LIGHT)]
+    axes.annotate("", head, tail, arrowprops=arrow, zorder=3).arrow_patch.set_zorder(3)
 
 
-def _words(
-    figure: Figure, y: float, height: float, bar: Bar, budget: int | None, scale: tuple[int, str]
+def _write_row(
+    picture: Picture, y: float, bar: Bar, budget: int | None, scale: tuple[int, str]
 ) -> None:
     """The bar's name and phase to its left, its figures to its right."""
-    line = 0.085 / height
     x = 0.028 if bar.aside else 0.012
     size = min(8.5, 8.5 * 26 / max(len(bar.name), 1))  # a longer name would run into its bar
-    weight = None if bar.aside else "bold"
-    figure.text(x, y + line, bar.name, va="center_baseline", fontsize=size, fontweight=weight)
+    weight = "normal" if bar.aside else "bold"
+    picture.write(x, y - 0.085, bar.name, fontsize=size, fontweight=weight)
     if bar.phase in PHASE_LABELS:
-        figure.text(
-            x,
-            y - line,
-            f"peak in {PHASE_LABELS[bar.phase]}",
-            va="center_baseline",
-            fontsize=7,
-            color=INK,
-        )
+        picture.write(x, y + 0.085, f"peak in {PHASE_LABELS[bar.phase]}", fontsize=7)
     fits = budget is not None and bar.total <= budget
-    figure.text(
-        COLUMNS["peak"],
-        y,
-        short(bar.total, scale),
-        va="center_baseline",
-        ha="right",
-        fontsize=8.5,
-        fontweight="bold",
-        color=INK if fits or budget is None else ALARM,
-    )
-    cells = {"change": "" if bar.change is None else signed(bar.change, scale)}
-    cells["ms/token"] = "" if bar.seconds_per_token is None else milliseconds(bar.seconds_per_token)
-    for column, text in cells.items():
-        figure.text(COLUMNS[column], y, text, va="center_baseline", ha="right", fontsize=8.5)
+    color = INK if fits or budget is None else ALARM
+    right, peak = COLUMNS["peak"], short(bar.total, scale)
+    picture.write(right, y, peak, ha="right", fontweight="bold", color=color)
     if fits:
-        figure.text(COLUMNS["peak"] + 0.005, y, "✓", va="center_baseline", fontsize=8.5)
+        picture.write(right + 0.005, y, "✓")
+    if bar.change is not None:
+        picture.write(COLUMNS["change"], y, signed(bar.change, scale), ha="right")
+    if bar.seconds_per_token is not None:
+        time = milliseconds(bar.seconds_per_token)
+        picture.write(COLUMNS["ms/token"], y, time, ha="right")
 
 
-def _axis(axes, top: float, factor: int, unit: str) -> None:
-    axes.set_yticks([])
-    axes.grid(axis="x", color=GRID, linewidth=0.7, zorder=0)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(INK)
-    step = nice_step(top / factor)
-    axes.set_xticks([step * i for i in range(int(top / factor / step) + 1)])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.tick_params(colors=INK, length=0, labelsize=8)
-    axes.set_xlabel(unit, color=INK, fontsize=8.5, loc="right", labelpad=-9)
-    if axes.get_xticks()[-1] * factor > 0.89 * top:  # the last number is where the unit would be
-        axes.xaxis.label.set_x(1.11)
-
-
-def _budget_line(axes, budget: int, top: float, scale: tuple[int, str]) -> None:
-    factor, _ = scale
-    inside = budget <= top
-    at = budget / factor if inside else axes.get_xlim()[1]
-    if inside:
-        axes.axvline(at, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
-    late = at > 0.75 * axes.get_xlim()[1]
+def _draw_budget(axes: Axes, budget: int, top: float, scale: tuple[int, str]) -> None:
     # In the axis's unit where it stands on the axis, so that the two can be compared.
-    label = short(budget, scale) if inside else f"{short(budget)} (beyond this picture)"
-    axes.annotate(
-        f"budget {label}",
-        (at, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(3 if late else -3, 3),
-        textcoords="offset points",
-        ha="right" if late else "left",
-        va="bottom",
-        color=ALARM,
-        fontsize=8.5,
-        fontweight="bold",
-        zorder=7,
-    )
-
-
-def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
-    """Title, the categories' colours, and a heading for each column of figures."""
-    figure.text(
-        0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline"
-    )
-    x, y = 0.012, 1 - 0.47 / height
-    for name in CATEGORIES:
-        draw_entry(figure, name, (x, y), (0.018, 0.12 / height), 0.024)
-        x += 0.052 + 0.0088 * len(name)
-    for column, right in COLUMNS.items():
-        if timed or column != "ms/token":
-            figure.text(
-                right,
-                1 - 0.84 / height,
-                column,
-                fontsize=8,
-                color=INK,
-                ha="right",
-                va="center_baseline",
-            )
+    at, words = budget / scale[0], short(budget, scale)
+    if budget > top:
+        at, words = top / scale[0], f"{short(budget)} (beyond this picture)"
+    align = "right" if budget > 0.75 * top else "left"
+    draw_limit(axes, at, f"budget {words}", ha=align, is_inside=budget <= top)

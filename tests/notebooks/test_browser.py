@@ -308,16 +308,16 @@ def test_schedule_explorer_reacts_to_the_keyboard(browser, lab):
     with Notebook(browser, lab, "schedule.ipynb", scale=1.5) as notebook:
         notebook.theme("JupyterLab Light")
         notebook.run_all()
-        picture = notebook.panel.locator(".gm-schedule")
+        picture = notebook.panel.locator(".gm-explorer")
         picture.first.wait_for()
-        summary = picture.locator(".gm-summary").inner_text()
+        summary = picture.locator(".gm-verdict").inner_text()
         grid = picture.locator("svg").first.inner_html()
-        handle = notebook.panel.locator(".jupyter-widgets:has(.gm-schedule) [role=slider]").first
+        handle = notebook.panel.locator(".jupyter-widgets:has(.gm-explorer) [role=slider]").first
         assert handle.get_attribute("aria-label") == "segment"
         handle.focus()
         notebook.page.keyboard.press("ArrowRight")
         notebook.page.wait_for_function(
-            "(before) => document.querySelector('.gm-schedule .gm-summary').textContent !== before",
+            "(before) => document.querySelector('.gm-explorer .gm-verdict').textContent !== before",
             arg=summary,
         )
         assert picture.locator("svg").first.inner_html() != grid

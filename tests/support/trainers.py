@@ -5,7 +5,12 @@ from __future__ import annotations
 import signal
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.course.material import models, texts
@@ -45,6 +50,12 @@ def trainer_for(model, recipe, tmp_path, in_order=False, **given):
     if in_order:
         trainer._get_train_sampler = torch.utils.data.SequentialSampler
     return trainer
+
+
+def plain_arguments(folder, **given):
+    """For a ``Trainer`` of transformers' own."""
+    settings = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    return TrainingArguments(str(folder), save_strategy="no", **settings | given)
 
 
 def classifier(num_labels: int = 3):

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gradients import error
+from support.gradients import taken_gradient as gradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
@@ -46,23 +48,12 @@ def padded(lengths, seed=0):
     return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
 
 
-def gradient(model):
-    """All gradients in one float64 vector; they are taken off the model."""
-    found = torch.cat([p.grad.double().flatten() for p in model.parameters()])
-    model.zero_grad(set_to_none=True)
-    return found
-
-
 def full_gradient(model, batch):
     """By another way than the library's: the mean that cross_entropy takes itself."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     loss.backward()
     return gradient(model), loss.item()
-
-
-def error(got, expected):
-    return ((got - expected).norm() / expected.norm()).item()
 
 
 def loss_of(model, kind="sum"):

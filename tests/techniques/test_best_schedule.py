@@ -71,20 +71,27 @@ def peaks(model, every, ids):
     return found, handle
 
 
+def peak(model, every, run, part=None):
+    tracker = MemoryTracker(model, live=False)
+    with checkpoint_layers(part or model, every) as handle, tracker:
+        run()
+    model.zero_grad(set_to_none=True)
+    return tracker.peak.total, handle
+
+
 @pytest.mark.parametrize("family", ["olmo2", "clip"])
 def test_while_best_measures_autocast_keeps_no_casts(family):
     config = tiny_config(family)
     config.num_hidden_layers, config.use_cache = 5, False
-    model, found = model_class(config)(config).train(), []
+    model = model_class(config)(config).train()
     batch = example_batch(model, 4, 48)
-    for every in (1, "best"):
-        with checkpoint_layers(model, every), MemoryTracker(model, live=False) as tracker:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(**batch).loss
-            loss.backward()
-        model.zero_grad(set_to_none=True)
-        found.append(tracker.peak.total)
-    assert found[1] <= found[0]
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+
+    assert peak(model, "best", run)[0] <= peak(model, 1, run)[0]
 
 
 SETTINGS = list(itertools.product(((1, 8), (4, 48)), (True, False)))
@@ -111,19 +118,15 @@ def test_measuring_needs_no_more_than_one_a_layer_where_layers_return_more_than_
     config = transformers.BloomConfig(
         hidden_size=32, n_layer=LAYERS, n_head=4, vocab_size=64, use_cache=False
     )
-    model, ids, found = (
-        transformers.BloomForCausalLM(config).train(),
-        torch.randint(0, 64, (2, 128)),
-        {},
-    )
-    for every in (1, "best"):
-        with checkpoint_layers(model, every) as handle, MemoryTracker(model, live=False) as tracker:
-            model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad(set_to_none=True)
-        found[every] = tracker.peak.total
-    assert found["best"] <= found[1]
+    model, ids = transformers.BloomForCausalLM(config).train(), torch.randint(0, 64, (2, 128))
+
+    def run():
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    single, _ = peak(model, 1, run)
+    best, handle = peak(model, "best", run)
     weights = 2 * 4 * 128 * 128 * 4  # rows, heads, tokens, tokens, bytes
-    assert min(handle.internal) > weights
+    assert best <= single and min(handle.internal) > weights
 
 
 def test_best_is_below_one_a_layer_where_layers_keep_little():
@@ -139,15 +142,12 @@ def test_best_given_the_list_alone_or_a_loss_outside_of_the_model_is_never_above
     model = language_model("llama")
     ids = torch.randint(0, 500, (4, 48))
 
-    def peak(given, every):
-        with checkpoint_layers(given, every), MemoryTracker(model, live=False) as tracker:
-            logits = model(input_ids=ids).logits.float()
-            nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
-        model.zero_grad(set_to_none=True)
-        return tracker.peak.total
+    def run():
+        logits = model(input_ids=ids).logits.float()
+        nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
 
     for part in (model, model.model.layers):
-        assert peak(part, "best") <= peak(part, 1)
+        assert peak(model, "best", run, part)[0] <= peak(model, 1, run, part)[0]
 
 
 def test_layers_of_different_kinds_get_segments_of_their_own_from_best():

@@ -12,7 +12,7 @@ from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course.material import models
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques import quantized
-from gradmem_lib.techniques.lora import linear_layers, replace_module
+from gradmem_lib.techniques.lora import linear_layers
 from gradmem_lib.techniques.optimizers import AdamW8bit, code_table
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -100,7 +100,7 @@ def in_their_4_bits(model: nn.Module) -> int:
         small.weight = bitsandbytes.nn.Params4bit(
             layer.weight.data, requires_grad=False, quant_type="nf4"
         )
-        replace_module(model, name, small.to("cpu"))
+        model.set_submodule(name, small.to("cpu"))
     model.is_loaded_in_4bit = True
     return len(layers)
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.gradients import gradient as flat_gradient
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -38,16 +39,12 @@ def tiny():
     )
 
 
-def gradient_of(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 def whole_batch():
     """The full batch's gradient, loss and number of labels, in one process."""
     alone = tiny()
     loss, items = next_token_loss(alone, {"input_ids": ids, "labels": labels})
     (loss / items).backward()
-    return gradient_of(alone), (loss / items).item(), items
+    return flat_gradient(alone), (loss / items).item(), items
 
 
 def pieces(rows):
@@ -86,7 +83,7 @@ def replicated():
     parallel = DistributedDataParallel(model)
 
     def gradient():
-        return gradient_of(model)
+        return flat_gradient(model)
 
     shares = ([0, 1, 2], [3, 4])[rank]  # three micro-batches here, two there
     last_empty = ([0, 1], [2, 3, 4, -1])[rank]
@@ -119,7 +116,7 @@ def fsdp1():
 
     def gradient():
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            return gradient_of(model)
+            return flat_gradient(model)
 
     return model, gradient
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.gradients import error, gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,11 +35,6 @@ def batch(rows=PIECES):
     return {"input_ids": ids, "labels": ids}
 
 
-def gradient(model):
-    found = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(found)
-
-
 def summed_in_float64(model):
     """What each micro-batch's backward gives, added up by this test."""
     total = 0
@@ -59,10 +55,6 @@ def accumulated(model, **options):
         **options,
     )
     return gradient(model)
-
-
-def error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.gradients import error
+from support.gradients import taken_gradient as gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmem_lib import accumulate_gradients, check_pieces_add_up, split
 from gradmem_lib.course.machine.thread_ranks import on_ranks
-from gradmem_lib.techniques.pieces import as_in_evaluation, rounding
+from gradmem_lib.techniques.asking import as_in_evaluation, asking
 
 WEIGHT = torch.tensor([0.3, 1.0, 4.7], dtype=torch.float64)
 
@@ -114,12 +116,6 @@ WRONG = {
 }
 
 
-def gradient(model):
-    found = torch.cat([p.grad.flatten() for p in model.parameters()])
-    model.zero_grad()
-    return found
-
-
 def state(model):
     torch_state, of_numpy = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
     modes = [module.training for module in model.modules()]
@@ -159,7 +155,7 @@ def test_what_is_right_in_pieces_passes(loss, reduction):
     totals = [float(n) for _, n in found] if isinstance(found, list) else float(found[1])
     pieces = (piece for piece in split(batch, 2))  # can be read once
     accumulate_gradients(pieces, loss_and_count, total_items=totals, reduction=reduction)
-    assert (gradient(model) - expected).norm() <= 1e-12 * expected.norm()
+    assert error(gradient(model), expected) <= 1e-12
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -196,6 +192,8 @@ def test_a_batch_that_shows_nothing_is_refused():
     model, batch = model_and_batch()
     with pytest.raises(ValueError, match="give at least two rows"):
         check_pieces_add_up(model, next(split(batch, 1)), lambda m: smoothed(model, m))
+    two = next(split(batch, 2))  # which are enough
+    check_pieces_add_up(model, two, lambda m: smoothed(model, m), reduction="mean")
     batch["labels"][-1] = -100
 
     def of_labels(micro):
@@ -227,12 +225,12 @@ def test_all_processes_refuse_together():
 def test_autocast_inside_of_the_loss_rounds_more():
     model = nn.Linear(64, 512)
     x = torch.randn(8, 64)
-    with as_in_evaluation(model) as autocasts:
-        model(x)
-        assert rounding(model, autocasts) == 1e-5
+    with asking(model, model) as question:
+        question.observe(x)
+        assert question.rounding == 1e-5
         with torch.autocast("cpu", torch.bfloat16):
-            model(x)
-    assert rounding(model, autocasts) == torch.finfo(torch.bfloat16).eps
+            question.observe(x)
+    assert question.rounding == torch.finfo(torch.bfloat16).eps
     hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
     with pytest.raises(KeyboardInterrupt), as_in_evaluation(model):
         raise KeyboardInterrupt

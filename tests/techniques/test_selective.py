@@ -11,12 +11,9 @@ from math import inf
 import pytest
 import torch
 from support.predicted import (
-    assert_same,
     config,
     example_batch,
-    measured,
     model_class,
-    predict,
 )
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -125,19 +122,6 @@ def test_elementwise_multiplies_no_matrices_again_and_a_part_does(part):
         assert work() == plain
     with checkpoint_parts(model, part):
         assert work() > plain
-
-
-@pytest.mark.parametrize(
-    ("family", "part"),
-    [("vit", "elementwise"), ("gqa", "attention")],
-)
-def test_predicted_is_tracked(family, part):
-    recipe = Recipe(checkpointing=part, precision="autocast-bf16" if family == "gqa" else "float32")
-    shape = config(family, layers=10 if family == "gqa" else 3)  # ten: from short traces
-    assert_same(
-        predict(shape, batch_size=4, seq_len=16, recipe=recipe, target="cpu"),
-        measured(shape, recipe),
-    )
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,9 @@ def test_arguments_are_transformers_own(tmp_path):
     assert kwargs == {"use_reentrant": False, "every_n_layers": 2}
 
 
+LORA = Recipe(lora_rank=4, precision="bf16")
+
+
 @pytest.mark.parametrize(
     ("recipe", "given", "says"),
     [
@@ -158,6 +161,11 @@ def test_arguments_are_transformers_own(tmp_path):
         (Recipe(), {"bf16": True}, "bf16=True"),
         (Recipe(), {"gradient_checkpointing": True}, "gradient_checkpointing=True"),
         (Recipe(), {"optim": "sgd"}, "optim='sgd'"),
+        (LORA, {"model_init": small}, "make_trainer, since the recipe has changed this model"),
+        (LORA, {"optimizers": (None, None)}, "make_trainer, since the recipe makes the optimizer"),
+        (LORA, {"optimizer_cls_and_kwargs": (nn.Linear, {})}, "the recipe makes the optimizer"),
+        (LORA, {"torch_empty_cache_steps": 1}, "its own step knows nothing of it"),
+        (LORA, {"deepspeed": {"zero_optimization": {"stage": 2}}}, "its own step knows nothing"),
     ],
 )
 def test_what_contradicts_the_recipe_is_an_error_and_changes_nothing(recipe, given, says, tmp_path):

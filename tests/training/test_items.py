@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.gradients import error, gradient
 from support.nightly import each
 from torch import nn
 from transformers import TrainerCallback
@@ -34,6 +35,7 @@ from gradmem_lib.training.losses import predicts_next_token
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 6, 5, 7
+EXACT = 1e-10
 RECIPE = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
 LENGTHS = torch.tensor([7, 3, 5, 2, 7, 6, 1, 4])
 SHOWN = torch.arange(STEPS) < LENGTHS[:, None]
@@ -50,10 +52,6 @@ def mlp(outputs=CLASSES, inputs=WIDTH):
     return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs)).double()
 
 
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def full(model, batch, loss):
     model = copy.deepcopy(model)
     loss(model, batch).backward()
@@ -67,10 +65,6 @@ def stepped(model, batch, loss=None, items=None, pieces=4):
     recipe = replace(RECIPE, accumulation=pieces)
     step(model, optimizer, batch, recipe, loss=loss, items=items, keep_gradients=True)
     return gradient(model)
-
-
-def same(found, expected, limit=1e-10):
-    return (found - expected).norm() <= limit * expected.norm()
 
 
 # Batches.
@@ -214,7 +208,7 @@ def test_a_mean_over_items_is_the_full_batchs(kind):
     model = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert same(stepped(model, batch, loss), full(model, batch, loss))
+        assert error(stepped(model, batch, loss), full(model, batch, loss)) <= EXACT
 
 
 # transformers' models, whose names say nothing.
@@ -278,8 +272,8 @@ def test_a_renamed_subclass_trains_as_its_parent(family):
     # The models' losses are computed in float32.
     for dtype, limit in ((torch.float64, 1e-5), (torch.bfloat16, 0.03)):
         model.to(dtype)
-        expected = full(model, batch, partial(of_logits, shifted=FAMILIES[family])).double()
-        assert same(stepped(model, batch).double(), expected, limit)
+        expected = full(model, batch, partial(of_logits, shifted=FAMILIES[family]))
+        assert error(stepped(model, batch), expected) <= limit
 
 
 @pytest.mark.filterwarnings("error:.*more than rounding seems")
@@ -296,7 +290,7 @@ def test_an_autocast_around_the_step_does_not_keep_the_other_numbers():
     for pieces in (1, 4):  # only pieces are asked
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(stepped(tiny(transformers.LlamaForCausalLM), ragged(), pieces=pieces))
-    assert same(found[1], found[0], 0.02)
+    assert error(found[1], found[0]) <= 0.02
 
 
 def test_a_model_of_two_heads_is_refused():
@@ -365,7 +359,7 @@ def test_what_step_refuses_is_exact_as_sums_with_their_counts(kind):
     if kind == "z-loss":
         with pytest.warns(UserWarning, match="more than rounding seems to explain"):
             found = stepped(model, batch, loss)
-        assert not same(found, expected)  # the warning is true
+        assert error(found, expected) > EXACT  # the warning is true
     else:
         with pytest.raises(ValueError, match="is no mean over labels or rows"):
             stepped(model, batch, loss)
@@ -380,7 +374,9 @@ def test_what_step_refuses_is_exact_as_sums_with_their_counts(kind):
     for total in ({"count_items": counts}, {"total_items": counts(batch)}):
         model.zero_grad()
         found = accumulate_gradients(several, lambda micro: pairs(model, micro), **total)
-        assert same(gradient(model), expected) and found.items == pytest.approx(counts(batch))
+        assert error(gradient(model), expected) <= EXACT and found.items == pytest.approx(
+            counts(batch)
+        )
 
 
 # Refused: rows are compared. Uncut, each of them is right.
@@ -499,7 +495,10 @@ def test_a_first_ignored_label_in_a_later_batch_is_asked_about():
     """Equally long rows do not show that each row has a mean of its own."""
     model = mlp()
     stepped(model, tagged() | {"labels": tagged()["labels"].clamp(min=0)}, mean_of_means)
-    assert same(stepped(model, tagged(), mean_of_means), full(model, tagged(), mean_of_means))
+    assert (
+        error(stepped(model, tagged(), mean_of_means), full(model, tagged(), mean_of_means))
+        <= EXACT
+    )
 
 
 def test_the_same_code_with_another_word_is_asked_again():
@@ -585,7 +584,7 @@ def test_a_tuple_begins_with_the_loss():
             return out.square().mean(), out
 
     model = Pair(WIDTH, 1).double()
-    assert same(stepped(model, numbers()), full(model, numbers(), lambda m, b: m(**b)[0]))
+    assert error(stepped(model, numbers()), full(model, numbers(), lambda m, b: m(**b)[0])) <= EXACT
 
 
 # The same through make_trainer: the model returns its loss, and rows come from a data set.
@@ -630,7 +629,7 @@ def trained(model, batch, loss, folder, items=None):
 @pytest.mark.parametrize("kind", ["ctc", "diffusion", "samples"])
 def test_make_trainer_has_the_full_batchs_gradient(kind, tmp_path):
     model, batch, loss = RIGHT[kind]
-    assert same(trained(model, batch, loss, tmp_path), full(model, batch, loss))
+    assert error(trained(model, batch, loss, tmp_path), full(model, batch, loss)) <= EXACT
 
 
 @pytest.mark.parametrize("kind", ["dice", "router at the start"])
@@ -685,9 +684,9 @@ def test_a_count_that_is_said_is_exact_and_a_wrong_one_is_refused(kind, tmp_path
     batch, loss, right, wrong = SAID[kind]
     model = mlp()
     expected = full(model, batch, loss)
-    assert same(stepped(copy.deepcopy(model), batch, loss, right), expected)
+    assert error(stepped(copy.deepcopy(model), batch, loss, right), expected) <= EXACT
     if kind == "weights of rows":
-        assert same(trained(model, batch, loss, tmp_path, right), expected)
+        assert error(trained(model, batch, loss, tmp_path, right), expected) <= EXACT
     for items, says in ((None, "labels or rows"), (wrong, "what items= counts")):
         with pytest.raises(ValueError, match=rf"^say what .* items=.*is no mean over {says}: "):
             stepped(copy.deepcopy(model), batch, loss, items)
@@ -703,7 +702,7 @@ def test_a_tuple_as_batch_has_a_count_too(items):
     def loss(model, pair):
         return token_mean(-100, 1)(model, {"x": pair[0], 1: pair[1]})
 
-    assert same(stepped(model, pair, loss, items), full(model, pair, loss))
+    assert error(stepped(model, pair, loss, items), full(model, pair, loss)) <= EXACT
 
 
 @pytest.mark.parametrize(

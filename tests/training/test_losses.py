@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from support.families import PAIR, SMALL, tiny_config
 from support.nightly import each
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -208,57 +209,41 @@ def test_labels_that_usually_count(model, counted):
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
 
 
-HEADS = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "vocab_size": 60,
-}
-PAIR = {
-    f"{part}_{what}": n
-    for part in ("encoder", "decoder")
-    for what, n in {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()
-}
-
-
-PIXELS = {
-    "num_encoder_blocks": 1,
-    "depths": [1],
-    "hidden_sizes": [8],
-    "sr_ratios": [2],
-    "patch_sizes": [3],
-    "strides": [2],
-    "num_attention_heads": [1],
-    "mlp_ratios": [2],
-    "decoder_hidden_size": 16,
-}
 HEARD = {
-    "text_config": HEADS | {"num_key_value_heads": 2, "model_type": "qwen2"},
-    "audio_config": PAIR | {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16},
-    "audio_token_index": 59,
+    "text_config": SMALL | {"model_type": "qwen2"},
+    "audio_config": PAIR | {"num_mel_bins": 8, "max_source_positions": 16},
+    "audio_token_index": 95,
 }
-PADDED = {"sparse_pred_ignore_index": 0, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "family", "options"),
     [
-        ("BertForSequenceClassification", HEADS | {"num_labels": 1}),
-        ("ModernBertForMaskedLM", HEADS | PADDED | {"sparse_prediction": True}),
-        ("BioGptForTokenClassification", HEADS | {"num_labels": 60}),
-        ("Qwen2AudioForConditionalGeneration", HEARD),
-        ("SegformerForSemanticSegmentation", PIXELS | {"num_labels": 1}),
-        ("SegformerForSemanticSegmentation", PIXELS),
+        ("BertForSequenceClassification", "bert", {"num_labels": 1}),
+        (
+            "ModernBertForMaskedLM",
+            "modernbert",
+            {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
+        ),
+        ("BioGptForTokenClassification", "biogpt", {"num_labels": 60}),
+        ("Qwen2AudioForConditionalGeneration", None, HEARD),
+        ("SegformerForSemanticSegmentation", "segformer", {"num_labels": 1}),
+        ("SegformerForSemanticSegmentation", "segformer", {}),
     ],
 )
-def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
+def test_labels_that_count_are_those_of_the_models_own_loss(name, family, options):
     """Rows with unlike numbers of them, and one -100.0 that is a number like any other: in pieces,
     the whole batch's loss.
     """
     cls = getattr(transformers, name)
+    if family is None:
+        config = cls.config_class(**options)
+    else:
+        config = tiny_config(family)
+        for option, value in options.items():
+            setattr(config, option, value)
     torch.manual_seed(0)
-    model = cls(cls.config_class(**options)).eval()
+    model = cls(config).eval()
     for p in model.parameters():  # else some give every label the same loss
         torch.nn.init.normal_(p, std=0.3)
     ids = torch.randint(3, 60, (4, 12))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from support.gradients import error, gradient
 from support.paths import ROOT
 from support.trainers import rows, small
 from torch.optim.lr_scheduler import StepLR
@@ -34,10 +35,6 @@ def of_pair(model, pair):
     ids, labels = pair
     logits = model(input_ids=ids).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def full_gradient(model):
@@ -96,7 +93,7 @@ def test_the_line_does_what_is_wanted(kind, wanted, line, tmp_path):
         exec(line, known)  # the page's own line
     moved = any(not torch.equal(t, before[name]) for name, t in known["model"].state_dict().items())
     done = {
-        "accumulate_gradients": lambda: same(gradient(model), full_gradient(model)),
+        "accumulate_gradients": lambda: error(gradient(model), full_gradient(model)) <= 1e-6,
         "check_pieces_add_up": lambda: not moved,
         "prepare": lambda: [g["weight_decay"] for g in known["optimizer"].param_groups] == [0.1, 0],
         "step": lambda: moved and known["optimizer"].param_groups[0]["lr"] in (2.5e-5, 5e-5),
@@ -106,10 +103,6 @@ def test_the_line_does_what_is_wanted(kind, wanted, line, tmp_path):
     }
     called = re.match(r"(?:[\w, ]+ = )?(\w+)\(", line)[1]
     assert done[called]()
-
-
-def same(found, expected):
-    return (found - expected).norm() <= 1e-6 * expected.norm()  # the loss is in float32
 
 
 _, _, TABLE = PAGE.partition("## Every public name\n")

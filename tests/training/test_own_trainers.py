@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.trainers import small
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from support.trainers import plain_arguments, small
+from transformers import PrinterCallback, Trainer
 
 from gradmem_lib import check_accumulation
 from gradmem_lib.course import run_ranks
@@ -76,15 +76,10 @@ class Failing(Trainer):
 
 def trainer_of(kind, folder, accumulation=4, data=None):
     torch.manual_seed(0)
-    arguments = TrainingArguments(
-        str(folder),
+    arguments = plain_arguments(
+        folder,
         per_device_train_batch_size=4 // accumulation,
         gradient_accumulation_steps=accumulation,
-        max_steps=2,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
         remove_unused_columns=False,
         accelerator_config={"dispatch_batches": False},  # each process reads its own rows
     )

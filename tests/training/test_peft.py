@@ -19,7 +19,7 @@ from transformers import LlamaForSequenceClassification
 from gradmem_lib import Recipe, merge_adapters, predict
 from gradmem_lib.course.material import models
 from gradmem_lib.prediction.configs import model_class
-from gradmem_lib.techniques.lora import LoRALinear, add_lora, replace_module
+from gradmem_lib.techniques.lora import LoRALinear, add_lora
 from gradmem_lib.techniques.quantized import quantize_base
 from gradmem_lib.training.adapters import adapters_of, save_adapters
 from gradmem_lib.training.prepare import prepare
@@ -70,11 +70,8 @@ def random_additions(model):
 
 def of_several_ranks(model):
     add_lora(model, 3, ("q_proj", "v_proj"))
-    replace_module(
-        model,
-        "model.layers.1.mlp.up_proj",
-        LoRALinear(model.model.layers[1].mlp.up_proj, 5, alpha=4.0),
-    )
+    addition = LoRALinear(model.model.layers[1].mlp.up_proj, 5, alpha=4.0)
+    model.set_submodule("model.layers.1.mlp.up_proj", addition)
 
 
 @pytest.mark.parametrize(

@@ -263,19 +263,23 @@ def test_8bit_steps_go_where_those_of_32_bits_go(how, width):
     assert (ends[0] - ends[1]).abs().max() < (1e-6 if width == 3 else 0.002)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
-def test_weights_that_float32_cannot_hold_are_their_own_masters(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float64])
+def test_masters_are_adamw_in_float32_rounded_or_in_what_holds_more(dtype):
+    """Each update of a weight in bf16 is far below its last bit."""
     torch.manual_seed(0)
-    start, gradient = torch.randn(4, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    start = torch.randn(4, 75, dtype=dtype)
+    gradients = [torch.randn(4, 75, dtype=dtype) + 0.5 for _ in range(20)]
     ends = []
-    for kind in (MasterAdamW, torch.optim.AdamW):
-        p = nn.Parameter(start.clone())
-        optimizer = kind([p], lr=0.01)
-        for _ in range(3):
-            p.grad = gradient.clone()
+    wide = torch.promote_types(dtype, torch.float32)
+    for kind, held in ((MasterAdamW, dtype), (torch.optim.AdamW, wide)):
+        p = nn.Parameter(start.clone().to(held))
+        optimizer = kind([p], lr=1e-4)
+        for gradient in gradients:
+            p.grad = gradient.to(held)
             optimizer.step()
-        ends.append(p.detach())
-    torch.testing.assert_close(*ends, rtol=1e-6 if dtype.is_complex else 1e-12, atol=0)
+        ends.append(p.detach().to(dtype))
+    assert not torch.equal(ends[0], start)
+    torch.testing.assert_close(*ends, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])

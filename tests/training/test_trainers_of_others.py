@@ -10,8 +10,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.trainers import small
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from support.trainers import plain_arguments, small
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from gradmem_lib import MemoryCallback, MemoryTracker, diagnose
 
@@ -82,16 +82,11 @@ def trained(kind, tmp_path, watch, accumulation, precompute=False):
     """The weights after two steps, and what watched them."""
     torch.manual_seed(0)
     model = small(layers=2)
-    arguments = TrainingArguments(
-        str(tmp_path),
+    arguments = plain_arguments(
+        tmp_path,
         per_device_train_batch_size=4 // accumulation,
         gradient_accumulation_steps=accumulation,
-        max_steps=2,
         optim="sgd",
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
     )

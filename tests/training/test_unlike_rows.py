@@ -7,13 +7,16 @@ weight, or a label that is ignored.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
+from gradmem_lib.course import run_ranks
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
@@ -174,3 +177,45 @@ def test_numbers_that_are_none_hide_no_others():
     assert rows_found({"t": targets}) >= {5, 8}
     assert rows_found({"c": torch.ones(12, 2, dtype=torch.complex64)}) == set()
     assert rows_found({"s": torch.eye(12).to_sparse()}) == set()
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def breaks(model, batch):
+    value = model(batch["x"]).sum()
+    if dist.get_rank() == 1:
+        raise KeyError("no such column")
+    return value
+
+
+def refused_on_a_rank() -> list[str]:
+    """What is said where the rows of the second process alone show that the loss is no mean over
+    rows, and where its loss alone raises an error.
+    """
+    batch, loss = hidden_words()
+    if dist.get_rank() == 0:
+        batch["mask"] = torch.ones(ROWS, TOKENS)
+    recipe = replace(RECIPE, sharding="fsdp", layers=("layers",))
+    run = prepare(Chain().double(), recipe)
+    said = []
+    for asked in (loss, breaks):
+        with pytest.raises(ValueError) as raised:
+            step(run.model, run.optimizer, batch, recipe, loss=asked)
+        said.append(str(raised.value))
+    return said
+
+
+def test_processes_that_compute_together_ask_equally_often():
+    first, second = run_ranks(refused_on_a_rank)
+    assert "another process found it" in first[0] and "mean of their losses alone" in second[0]
+    assert "no mean over labels or rows" in first[1] and "no such column" in second[1]

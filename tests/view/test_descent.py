@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from gradmem_lib.view import descent
-from gradmem_lib.view.style import png
 
 
 def bowl(points):
@@ -85,6 +84,6 @@ def test_what_is_shown_has_words_and_a_constant_text(shown):
 
 
 def test_the_same_picture_is_the_same_bytes():
-    first, second = (png(descent.plot_paths(bowl, PATHS)) for _ in range(2))
+    first, second = (descent.plot_paths(bowl, PATHS).png() for _ in range(2))
     assert first == second
     assert Image.open(io.BytesIO(first)).width > 1000

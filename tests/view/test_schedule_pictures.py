@@ -16,9 +16,6 @@ from view.test_view import SIGHT, lab
 
 from gradmem_lib import record_schedule
 from gradmem_lib.view import schedule_explorer, schedule_record, schedules
-from gradmem_lib.view.style import png
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def test_the_figure_shows_its_peak_and_is_small(n):
 
     layers, _ = chain(n)
     record = record_schedule(layers, step_of(layers, [n // 2] * 2))
-    first, second = (png(schedules.plot_schedule(record, title="halves")) for _ in range(2))
+    first, second = (schedules.plot_schedule(record, title="halves").png() for _ in range(2))
     assert first == second and len(first) < 60_000
     assert Image.open(io.BytesIO(first)).width > 1000
     figure = schedules.plot_schedule(record, title="halves")
@@ -85,7 +82,7 @@ def test_the_figure_shows_its_peak_and_is_small(n):
 
 
 def test_thinning_keeps_the_peak(record, monkeypatch):
-    monkeypatch.setattr(schedules, "MAX_SAMPLES", 20)
+    monkeypatch.setattr(schedules, "MAX_POINTS", 20)
     x, live = schedules.samples(record)
     assert len(x) <= 20 and sum(live.values()).max() == record.peak
     assert (np.diff(x) > 0).all()
@@ -127,7 +124,7 @@ def explorer():
 
 def drawn(explorer) -> dict[str, str]:
     """The words of the picture, by role."""
-    root = ET.fromstring(explorer._picture.svg)
+    root = ET.fromstring(explorer.answer.svg)
     assert root.get("role") == "img"
     named = {e.get("id"): e.text for e in root.iter() if e.get("id") and e.text}
     title, description = (named[key] for key in root.get("aria-labelledby").split())
@@ -135,10 +132,10 @@ def drawn(explorer) -> dict[str, str]:
 
 
 def test_every_control_changes_picture_and_words(explorer):
-    picture, controls = explorer._picture, explorer.controls
+    picture, controls = explorer.answer, explorer.controls
     assert (
-        "18 forward calls (9 + 9 again)" in picture.summary
-        and picture.summary == drawn(explorer)["title"]
+        "18 forward calls (9 + 9 again)" in picture.verdict
+        and picture.verdict == drawn(explorer)["title"]
     )
     for name, value in (
         ("segment", 5),
@@ -147,13 +144,13 @@ def test_every_control_changes_picture_and_words(explorer):
         ("schedule", "best segments"),
         ("schedule", "none"),
     ):
-        before = picture.svg, picture.summary, picture.details
+        before = picture.svg, picture.verdict, picture.detail
         controls[name].value = value
-        assert picture.svg != before[0] and (picture.summary, picture.details) != before[1:], (
+        assert picture.svg != before[0] and (picture.verdict, picture.detail) != before[1:], (
             name,
             value,
         )
-    assert "12 forward calls (12 + 0 again)" in picture.summary
+    assert "12 forward calls (12 + 0 again)" in picture.verdict
     assert controls["segment"].disabled
     assert "Grid of 12 layers" in drawn(explorer)["description"]
 
@@ -162,24 +159,25 @@ def test_segments_are_never_longer_than_the_chain(explorer):
     explorer.controls["segment"].value = 9
     explorer.controls["depth"].value = 4
     assert explorer.controls["segment"].value == explorer.controls["segment"].max == 4
-    assert "1 segment of 4." in explorer._picture.details
+    assert "1 segment of 4." in explorer.answer.detail
 
 
 def test_the_curve_is_measured_and_marks_where_you_are(explorer):
-    assert set(explorer.curve) == set(range(1, 10))
-    assert {k: r.peak for k, r in explorer.curve.items()} == {
+    assert explorer.curve == {
         k: schedule_explorer.run_chain(9, k, 2, "equal segments").peak for k in range(1, 10)
     }
-    lowest = min(r.peak for r in explorer.curve.values()) // X
-    assert f"Lowest measured of these: {lowest} boundaries" in explorer._picture.details
-    root = ET.fromstring(explorer._picture.svg)
-    here = next(e for e in root.iter(f"{SVG}circle") if e.get("class") == "gm-here")
-    dots = [
-        (float(e.get("cx")), float(e.get("cy")))
-        for e in root.iter(f"{SVG}circle")
-        if e.get("r") == "2"
-    ]
-    assert len(dots) == 9 and dots[2] == (float(here.get("cx")), float(here.get("cy")))
+    lowest = min(explorer.curve.values()) // X
+    assert f"Lowest measured of these: {lowest} boundaries" in explorer.answer.detail
+    here = schedule_explorer.run_chain(9, 3, 2, "equal segments")
+    axes = schedules.plot_schedule(here, curve=explorer.curve, here=(3, "")).axes[2]
+    line, dot = axes.lines
+    assert line.get_xdata().tolist() == list(range(1, 10))
+    assert (line.get_ydata() * 1024).tolist() == list(explorer.curve.values())
+    assert dot.get_xydata()[0].tolist() == line.get_xydata()[2].tolist()
+    best = schedule_explorer.run_chain(9, 3, 2, "best segments")
+    axes = schedules.plot_schedule(best, curve=explorer.curve, here=(None, "best")).axes[2]
+    assert axes.lines[1].get_ydata()[0] * 1024 == best.peak < min(explorer.curve.values())
+    assert "best" in [text.get_text() for text in axes.texts]
 
 
 def test_at_a_ratio_of_one_the_lowest_point_is_the_square_root():
@@ -203,15 +201,15 @@ def test_in_a_running_kernel_the_curve_follows_between_messages():
     async def drag():
         shown = schedule_explorer.ScheduleExplorer(depth=5)
         shown.widget()
-        first = shown._picture.svg
+        first = shown.answer.svg
         assert len(shown.curve) == 1
         shown.controls["depth"].value = 6
         await shown._task
         return first, shown
 
     first, shown = asyncio.run(drag())
-    assert set(shown.curve) == set(range(1, 7)) and shown._picture.svg != first
-    assert "Lowest measured" in shown._picture.details
+    assert set(shown.curve) == set(range(1, 7)) and shown.answer.svg != first
+    assert "Lowest measured" in shown.answer.detail
 
 
 def test_the_explorer_draws_no_random_numbers_of_the_learner():

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 from support.paths import ROOT
 
 from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
 from gradmem_lib.names import CATEGORIES, PHASES
 from gradmem_lib.units import GiB, MiB, format_bytes
-from gradmem_lib.view import live, style
-from gradmem_lib.view import timeline as stills
+from gradmem_lib.view import live, picture, style
+from gradmem_lib.view import timeline_picture as stills
 from gradmem_lib.view.interrupt import keep_own_lines
 
 
@@ -116,13 +117,13 @@ def test_a_frame_holds_the_whole_picture():
     head = np.frombuffer(frame, "<f8", live.HEADER_VALUES)
     n = int(head[1])
     assert 300 < n <= style.MAX_POINTS
-    assert len(frame) == 8 * live.HEADER_VALUES + 4 * 8 * n <= 13_000
+    assert len(frame) == 8 * live.HEADER_VALUES + 4 * (8 * n + 1) <= 13_010
     assert head[3] == peak.total and head[4] == timeline.events[timeline.peak_index]
     assert PHASES[int(head[5])] == peak.phase and PHASES[int(head[7])] == current.phase
     assert head[6] == current.total
     assert head[8:14].tolist() == list(peak.by_category.values())
     assert head[14:].tolist() == list(current.by_category.values())
-    body = np.frombuffer(frame, "<f4", offset=8 * live.HEADER_VALUES).reshape(8, n)
+    body = np.frombuffer(frame, "<f4", offset=8 * live.HEADER_VALUES)[:-1].reshape(8, n)
     shown = timeline.decimate(style.MAX_POINTS)
     assert np.array_equal(body[0], shown.rows[:, 0]) and np.array_equal(body[1], shown.rows[:, 1])
     assert np.allclose(body[2:].sum(axis=0), shown.rows[:, 2], rtol=1e-6)
@@ -133,7 +134,7 @@ def test_a_frame_holds_the_whole_picture():
 
 def test_a_frame_before_the_first_operation_is_a_header_alone():
     for nothing in (None, Timeline(np.zeros((0, 9), np.int64))):
-        assert live.encode_frame(nothing, None, None)[8:] == bytes(8 * (live.HEADER_VALUES - 1))
+        assert live.encode_frame(nothing, None, None) == bytes(8 * live.HEADER_VALUES)
 
 
 def test_a_frame_with_marks_holds_what_grows_and_the_sizes_of_the_batch():
@@ -141,10 +142,8 @@ def test_a_frame_with_marks_holds_what_grows_and_the_sizes_of_the_batch():
     marked.growing = np.arange(50 * 6).reshape(50, 6)
     marked.batches = [(0, 8), (60, 16)]
     frames = [np.frombuffer(live.encode_frame(t, None, None), "<f4") for t in (plain, marked)]
-    both = len(frames[0])
-    assert np.array_equal(frames[0][2:both], frames[1][2:both])
-    head = [np.frombuffer(frame.tobytes(), "<f8", 1)[0] for frame in frames]
-    assert head == [1, 2]
+    both = len(frames[0]) - 1
+    assert np.array_equal(frames[0][:both], frames[1][:both]) and frames[0][both] == 0
     marks = frames[1][both:]
     assert marks[0] == 6 and marks[-4:].tolist() == [0, 8, 60, 16]
     assert np.array_equal(marks[1:-4].reshape(6, 50), marked.growing.T)
@@ -159,7 +158,7 @@ def test_stills_are_small_and_the_same_every_time(samples, budget):
 
     def draw():
         timeline = timeline_of(samples, steps=9)
-        return style.png(stills.plot_timeline(timeline, title="a run", budget=budget))
+        return stills.plot_timeline(timeline, title="a run", budget=budget).png()
 
     first = draw()
     assert first == draw()
@@ -331,7 +330,7 @@ def test_a_picture_in_a_notebook_at_work_can_be_read_out(monkeypatch):
     built, metadata = figure._repr_mimebundle_()
     assert set(built) == {"image/png", "text/plain"}
     assert metadata["image/png"]["alt"] == stills.describe(timeline, title='a "run"')
-    monkeypatch.setattr(style, "live_enabled", lambda: True)
+    monkeypatch.setattr(picture, "live_enabled", lambda: True)
     at_work, _ = figure._repr_mimebundle_()
     (image,) = ElementTree.fromstring(f"<p>{at_work.pop('text/html')}</p>".replace('">', '"/>'))
     assert image.get("alt") == metadata["image/png"]["alt"]
@@ -339,13 +338,13 @@ def test_a_picture_in_a_notebook_at_work_can_be_read_out(monkeypatch):
     assert at_work == built
 
 
-def test_an_own_axes_and_settings_are_respected():
+def test_settings_are_the_pictures_own_inside_and_the_readers_outside():
     import matplotlib
-    from matplotlib.figure import Figure
 
     before = dict(matplotlib.rcParams)
-    figure = Figure()
-    assert stills.plot_timeline(timeline_of(50), ax=figure.subplots()) is figure
+    with matplotlib.rc_context({"font.size": 30, "text.color": "red"}):
+        title = stills.plot_timeline(timeline_of(50), title="x").texts[0]
+    assert to_hex(title.get_color()) == style.INK
     assert dict(matplotlib.rcParams) == before
 
 
@@ -353,7 +352,7 @@ def test_nothing_recorded_is_said_in_words():
     empty = Timeline(np.zeros((0, 9), np.int64))
     with pytest.raises(ValueError, match="no samples"):
         stills.plot_timeline(empty)
-    data, _ = live.still_bundle(empty, title="x")
+    data, _ = live.Moving("x").bundle()
     assert data == {
         "text/html": "<em>Memory of x: nothing was recorded.</em>",
         "text/plain": "MemoryTracker plot: x",
@@ -403,7 +402,7 @@ from gradmem_lib.view.live import LivePlot, show_timeline
 plot = LivePlot(title="a layer", budget=10**6)
 plot.start()
 for _ in range(3):
-    plot.push(tracker.timeline, tracker.peak, tracker.current, "forward")
+    plot.push(tracker.timeline, tracker.peak, tracker.current)
 try:
     raise KeyboardInterrupt
 except KeyboardInterrupt:
@@ -473,17 +472,15 @@ def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(m
 
 
 def test_several_ranks_stand_side_by_side_on_one_scale():
-    from gradmem_lib.view.ranks import plot_ranks
-
     lower, higher = timeline_of(300), timeline_of(600)
     higher.rows[:, 2:] *= 3
-    figure = plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
+    figure = stills.plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
     axes = figure.axes
     assert axes[0].get_ylim() == axes[1].get_ylim() and axes[0].get_ylim()[1] * MiB > max(
         higher.totals
     )
-    assert [ax.get_title(loc="left") for ax in axes] == ["rank 0", "rank 1", "rank 2"]
-    for ax, timeline in zip(axes, (lower, higher), strict=False):
-        assert ax.get_title(loc="right") == f"peak {format_bytes(max(timeline.totals))}"
+    shown = {text.get_text() for text in figure.texts}
+    peaks = {f"peak {format_bytes(max(timeline.totals))}" for timeline in (lower, higher)}
+    assert {"rank 0", "rank 1", "rank 2", *peaks} <= shown
     assert "not measured to its end" in [text.get_text() for text in axes[2].texts]
-    assert {"three ranks", *CATEGORIES} <= {text.get_text() for text in figure.texts}
+    assert {"three ranks", *CATEGORIES} <= shown

@@ -5,6 +5,7 @@ changes.
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 from matplotlib.colors import to_hex
@@ -87,10 +88,10 @@ def test_the_budget_is_a_line_and_marks_what_fits():
 def test_peaks_are_in_the_unit_of_the_axis_beside_them():
     chart = ladder().add("3 GiB", snapshot(parameters=3 * 1024))
     figure = chart.plot()
-    assert figure.axes[0].get_xlabel() == "GiB"
+    assert figure.axes[0].get_xticklabels()[-1].get_text() == "3 GiB"
     assert {"0.98 GiB", "0.44 GiB", "3.00 GiB"} <= set(texts(figure))
     assert "1000 MiB" not in texts(figure)
-    assert ladder().plot().axes[0].get_xlabel() == "MiB"
+    assert "MiB" in ladder().plot().axes[0].get_xticklabels()[-1].get_text()
 
 
 def test_every_change_has_an_arrowhead_that_no_bar_covers():
@@ -130,7 +131,7 @@ def test_what_is_shown_has_words_and_a_constant_text():
 
 
 def test_the_same_chart_is_the_same_bytes():
-    first, second = (style.png(ladder(budget="460 MiB").plot()) for _ in range(2))
+    first, second = (ladder(budget="460 MiB").plot().png() for _ in range(2))
     assert first == second
     assert Image.open(io.BytesIO(first)).width > 1000
 
@@ -167,17 +168,16 @@ def test_a_long_name_does_not_run_into_its_bar():
 
 
 @pytest.mark.parametrize("budget", [200, 250, 310, 1000, 1450, 2950])
-def test_the_unit_stands_apart_from_the_last_number(budget):
+def test_the_numbers_of_the_axis_stand_apart(budget):
     figure = Waterfall(budget=budget * MiB).add("one", snapshot(parameters=budget - 40)).plot()
     figure.canvas.draw()
-    axis = figure.axes[0].xaxis
-    unit, last = (t.get_window_extent() for t in (axis.label, axis.get_ticklabels()[-1]))
-    assert last.x1 < unit.x0 or unit.x1 < last.x0
-    assert unit.x1 < figure.bbox.width * 0.82
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert boxes[-1].x1 < figure.bbox.width * 0.82
 
 
 def test_the_budget_is_in_the_axis_unit():
     chart = Waterfall(budget=int(0.8 * 2**30)).add("one", snapshot(parameters=3350))
     axes = chart.plot().axes[0]
-    assert axes.xaxis.label.get_text() == "GiB"
+    assert axes.get_xticklabels()[-1].get_text().endswith(" GiB")
     assert "budget 0.80 GiB" in [text.get_text() for text in axes.texts]

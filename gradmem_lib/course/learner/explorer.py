@@ -12,20 +12,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ...names import ATTENTION
 from ...planning.cards import CARDS, find_card
 from ...planning.held import overhead_bytes
 from ...units import format_bytes
-from ...view.bars import bar_svg, plot_bars
-from ...view.live import show_explorer
-from ...view.style import picture_bundle
+from ...view import explorers
+from ...view.bars import plot_bar
+from ...view.picture import Picture
 from ..material import accounting
 
-PLAIN_TEXT = "Memory explorer"
 REST = 0.15  # seconds without a change, before a trace begins
 BATCH_SIZES = tuple(2**k for k in range(9))
 SEQUENCE_LENGTHS = tuple(2**k for k in range(6, 16))
@@ -201,20 +198,11 @@ def detail(found: Answer, settings: dict) -> str:
     return words
 
 
-def _bars(settings: dict, found: Answer) -> dict:
-    """The bar, and the line up to which the card has room for tensors."""
+def picture(settings: dict, found: Answer) -> Picture:
+    """The stacked bar, and the line up to which the card has room for tensors."""
     card = settings["card"]
-    line = {f"{find_card(card).name}: room for tensors": max(room(found, card), 0)}
-    return {"bars": {_label(settings): found.by_category}, "cards": line}
-
-
-def picture(settings: dict, found: Answer) -> str:
-    """The stacked bar as an inline SVG."""
-    words = verdict(found, settings["card"])
-    return bar_svg(
-        **_bars(settings, found),
-        title=f"{settings['model']} at the peak of a training step. {words}",
-    )
+    line = f"{find_card(card).name}: room for tensors"
+    return plot_bar(_label(settings), found.by_category, line, max(room(found, card), 0))
 
 
 def _label(settings: dict) -> str:
@@ -233,25 +221,8 @@ def _known(table: dict, key: str, what: str):
     return table[key]
 
 
-@cache
-def _picture_class():
-    import anywidget
-    import traitlets
-
-    class ExplorerPicture(anywidget.AnyWidget):
-        _esm = Path(__file__).with_name("explorer.js")
-        _css = Path(__file__).with_name("explorer.css")
-        svg = traitlets.Unicode("").tag(sync=True)
-        verdict = traitlets.Unicode("").tag(sync=True)
-        detail = traitlets.Unicode("").tag(sync=True)
-        fits = traitlets.Bool(True).tag(sync=True)
-        pending = traitlets.Bool(False).tag(sync=True)
-
-    return ExplorerPicture
-
-
-class Explorer:
-    """The explorer's settings, and its widgets once they are shown.
+class Explorer(explorers.Explorer):
+    """The memory explorer.
 
     Arguments are the starting settings; their names and values are those of
     ``accounting.estimate``, with ``model`` a key of ``accounting.SHAPES`` and ``card`` an argument
@@ -259,17 +230,13 @@ class Explorer:
     setting.
     """
 
+    defaults = DEFAULTS
+    text = "Memory explorer"
+
     def __init__(self, **settings):
-        unknown = set(settings) - set(DEFAULTS)
-        if unknown:
-            raise TypeError(
-                f"no setting named {', '.join(sorted(unknown))}: choose from {', '.join(DEFAULTS)}"
-            )
-        self.settings = DEFAULTS | settings
+        super().__init__(**settings)
         # a mistake shows here, not in a callback
         verdict(preview(self.settings), self.settings["card"])
-        self.controls: dict = {}
-        self._picture = None
         self._answers: dict[tuple, Answer] = {}
         self._drawing = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -278,60 +245,40 @@ class Explorer:
         except RuntimeError:
             self._loop = None
 
-    def still_bundle(self) -> tuple[dict, dict]:
-        """The picture of the starting settings as a mimebundle: (data, metadata)."""
+    def picture(self) -> Picture:
         settings, found = self.settings, self._answer(self.settings)
         words = verdict(found, settings["card"])
-        figure = plot_bars(**_bars(settings, found), title=words.split(":")[0])
-        alt = f"{_label(settings)}. {words} {detail(found, settings)}"
-        return picture_bundle(figure, alt, PLAIN_TEXT)
+        drawn = picture(settings, found)
+        drawn.alt = f"{_label(settings)}. {words} {detail(found, settings)}"
+        return drawn
 
-    def widget(self):
-        """The controls over the picture, as one ipywidget."""
-        import ipywidgets
+    def make_controls(self) -> None:
+        self._menu("model", "model", tuple(accounting.SHAPES))
+        self._menu("card", "card", tuple(CARDS))
+        self._slider("batch_size", "micro-batch", BATCH_SIZES)
+        self._slider("seq_len", "sequence", SEQUENCE_LENGTHS)
+        self._menu("precision", "precision", tuple(accounting.PRECISIONS))
+        self._menu("optimizer", "optimizer", OPTIMIZERS)
+        self._menu("attention", "attention", tuple(ATTENTION))
+        self._menu("checkpointing", "checkpointing", CHECKPOINTING)
 
-        start, made = self.settings, self.controls
+    def _slider(self, name: str, label: str, values) -> None:
+        from ipywidgets import SelectionSlider
 
-        def looks() -> dict:
-            layout = ipywidgets.Layout(width="auto", margin="2px 14px 2px 0")
-            return {"style": {"description_width": "96px"}, "layout": layout}
+        start = self.settings[name]
+        options = [(f"{v:,}", v) for v in sorted({*values, start})]
+        self.add(name, SelectionSlider, label, options=options, value=start)
 
-        def slider(name: str, label: str, values) -> None:
-            options = [(f"{v:,}", v) for v in sorted({*values, start[name]})]
-            made[name] = ipywidgets.SelectionSlider(
-                options=options, value=start[name], description=label, **looks()
-            )
+    def _menu(self, name: str, label: str, options) -> None:
+        from ipywidgets import Dropdown
 
-        def menu(name: str, label: str, options) -> None:
-            pairs = (
-                list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
-            )
-            if start[name] not in dict(pairs).values():
-                pairs.append((str(start[name]), start[name]))
-            place = [value for _, value in pairs].index(start[name])
-            pairs = [(text, NONE if value is None else value) for text, value in pairs]
-            made[name] = ipywidgets.Dropdown(
-                options=pairs, index=place, description=label, **looks()
-            )
-
-        menu("model", "model", tuple(accounting.SHAPES))
-        menu("card", "card", tuple(CARDS))
-        slider("batch_size", "micro-batch", BATCH_SIZES)
-        slider("seq_len", "sequence", SEQUENCE_LENGTHS)
-        menu("precision", "precision", tuple(accounting.PRECISIONS))
-        menu("optimizer", "optimizer", OPTIMIZERS)
-        menu("attention", "attention", tuple(ATTENTION))
-        menu("checkpointing", "checkpointing", CHECKPOINTING)
-        self._picture = _picture_class()()
-        for control in made.values():
-            control.observe(self._changed, "value")
-        self._changed()
-        grid = ipywidgets.Layout(
-            grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px"
-        )
-        return ipywidgets.VBox(
-            [ipywidgets.GridBox(list(made.values()), layout=grid), self._picture]
-        )
+        pairs = list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
+        values, start = [value for _, value in pairs], self.settings[name]
+        if start not in values:
+            pairs.append((str(start), start))
+            values.append(start)
+        pairs = [(text, NONE if value is None else value) for text, value in pairs]
+        self.add(name, Dropdown, label, options=pairs, index=values.index(start))
 
     def _now(self) -> dict:
         found = {}
@@ -339,7 +286,7 @@ class Explorer:
             found[name] = None if control.value == NONE else control.value
         return found
 
-    def _changed(self, _=None) -> None:
+    def changed(self, change=None) -> None:
         now = self._now()
         known = self._answers.get(_key(now))
         self._draw(now, known or preview(now), pending=known is None)
@@ -374,12 +321,14 @@ class Explorer:
         return self._answers[key]
 
     def _draw(self, now: dict, found: Answer, *, pending: bool) -> None:
-        with self._drawing, self._picture.hold_sync():
-            self._picture.svg = picture(now, found)
-            self._picture.verdict = verdict(found, now["card"])
-            self._picture.detail = detail(found, now)
-            self._picture.fits = fits(found, now["card"])
-            self._picture.pending = pending
+        words = verdict(found, now["card"])
+        drawn = picture(now, found).svg(f"{now['model']} at the peak of a training step. {words}")
+        with self._drawing, self.answer.hold_sync():
+            self.answer.svg = drawn
+            self.answer.verdict = words
+            self.answer.detail = detail(found, now)
+            self.answer.fits = fits(found, now["card"])
+            self.answer.pending = pending
 
 
 def _key(settings: dict) -> tuple:
@@ -392,5 +341,4 @@ def explore(**settings: Any) -> None:
 
     With ``GRADMEM_LIVE=0``: a still picture.
     """
-    explorer = Explorer(**settings)
-    show_explorer(explorer, PLAIN_TEXT)
+    Explorer(**settings).show()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...units import MiB
-from ...view.peaks import off_by, plot_pairs
+from ...view.peaks import off_by, pairs_table
 
 RECORD = Path(__file__).with_name("published.json")
 BERT_LARGE = "Transformers' documentation, BERT-large, V100, 2022"
@@ -64,7 +64,7 @@ def show(*sources: str) -> None:
     """Show all figures as a picture, or only those of ``sources`` (the beginnings of names, as in
     ``"PEFT"``). ``table()`` has the numbers.
     """
-    from IPython.display import display
+    from IPython.display import HTML, display
 
     groups: dict[str, list] = {}
     for row in rows():
@@ -75,4 +75,5 @@ def show(*sources: str) -> None:
         raise ValueError(
             f"nothing is recorded of {', '.join(sources)}: choose among {', '.join(SOURCES)}"
         )
-    display(plot_pairs(groups, title="Measured on a card by others, and predicted without one"))
+    title = "Measured on a card by others, and predicted without one"
+    display(HTML(pairs_table(groups, title)))

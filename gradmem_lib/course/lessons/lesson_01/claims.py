@@ -52,8 +52,8 @@ def seven_billion() -> Finding:
         ),
         where=about("without float32 weights", "84 GB", without),
         says=f"""
-            only if: Adam's states are in FP32 and the weights are not; PyTorch's mixed
-                precision keeps the weights in FP32, too.
+            only if: nothing keeps the weights in FP32; mixed precision does, in place of those in
+                FP16 (autocast) or beside them (master copies).
             why: Autocast keeps the weights in float32, and other recipes keep a float32 master
                 copy beside 16-bit weights. Both need 16 bytes a parameter. Pure bf16 keeps
                 {gb(kept["bf16"])}, with Adam's states in bf16. Without accumulation, the peak is

@@ -84,8 +84,8 @@ def attention_alone() -> Finding:
             "share with fused attention", "60 to 80%", share["attention", "fused", 2048]
         ),
         says=f"""
-            only if: attention is eager, and stores scores; with fused attention, recompute the
-                MLP instead.
+            only if: attention stores its scores (eager); fused attention stores none, and the MLP
+                saves more.
             fails: Attention alone keeps a different share of the saving, or costs a different
                 amount of work.
             why: The advice is for stored scores, and with them the share grows with length:
@@ -121,7 +121,7 @@ def checkpointing_auto() -> Finding:
             yes('every="fit" leaves it off where there is room', fitted[1] == found[False]),
         ),
         says=f"""
-            fails: No code looks at the memory: any text always switches checkpointing on.
+            fails: Transformers knows no "auto": any text, even "no", switches checkpointing on.
             holds: It stays off where there is room.
             why: The code only tests if the value is true, and every string with letters is
                 true, even "no". This model is tiny and far from any limit. checkpoint_layers(model,

@@ -1,8 +1,8 @@
-// The explorer's answer: one bar, and the verdict in words, in a live region that stays while the bar is redrawn.
+// An explorer's answer: a picture, and the verdict in words, in a live region that stays while the picture is redrawn.
 const PATIENCE = 300; // milliseconds, after which a wait is said
 
 function render({ model, el }) {
-  const root = document.createElement("div"), bar = document.createElement("div");
+  const root = document.createElement("div"), picture = document.createElement("div");
   const [verdict, detail, state] = ["gm-verdict", "gm-detail", "gm-state"].map((name) => {
     const line = document.createElement("p");
     line.className = name;
@@ -13,7 +13,7 @@ function render({ model, el }) {
     line.setAttribute("role", "status");
     line.setAttribute("aria-live", "polite");
   }
-  root.append(verdict, bar, detail, state);
+  root.append(verdict, picture, detail, state);
   el.append(root);
   // The sliders come without a name, and with the index of their value: give screen readers what the eye sees.
   const nameSliders = () => {
@@ -29,9 +29,11 @@ function render({ model, el }) {
     state.textContent = waiting ? "Computing the exact bytes…" : "";
   };
   const update = () => {
-    if (bar.dataset.svg !== model.get("svg")) bar.innerHTML = bar.dataset.svg = model.get("svg");
+    const svg = model.get("svg");
+    if (picture.gmSvg !== svg) picture.innerHTML = picture.gmSvg = svg;
     verdict.textContent = model.get("verdict");
-    verdict.classList.toggle("gm-exceeds", !model.get("fits"));
+    verdict.classList.toggle("gm-fits", model.get("fits") === true);
+    verdict.classList.toggle("gm-exceeds", model.get("fits") === false);
     detail.textContent = model.get("detail");
     // What will change in a moment need not be read out twice.
     verdict.setAttribute("aria-busy", model.get("pending"));
