@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .cause import belongs_to_training, place_in_training
 from .facts import Facts
 from .timeline import STEP, Holder
 
@@ -76,6 +75,10 @@ class _NeededUntil:
 
 def _place_in_a_round(holder: Holder) -> tuple:
     """The same for storages that are in use one after another."""
-    if belongs_to_training(holder):
-        return place_in_training(holder)
+    if holder.category == "parameters":
+        # of models of several rounds; the parameters of one model are made at the same time
+        return holder.line, holder.shape, holder.dtype
+    if holder.is_of_training:
+        # one parameter has gradients or states of several steps
+        return holder.category, holder.module, holder.shape, holder.dtype
     return holder.line, holder.op, holder.dtype

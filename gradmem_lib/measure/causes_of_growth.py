@@ -16,7 +16,6 @@ from ..units import format_bytes
 from .cause import (
     DOMINATES,
     WORTH,
-    belongs_to_training,
     detached,
     in_words,
     larger_than_its_tensor,
@@ -26,7 +25,7 @@ from .cause import (
 from .causes_of_holders import SEVERAL
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
-from .paths import NOBODY, Held
+from .paths import Held
 from .rows import Group, Row, cause_of
 from .source_lines import source_line
 from .timeline import Holder
@@ -87,10 +86,9 @@ def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
     """The same, of a name that may grow no more: a full cache, the first results, a deque with a
     bound.
     """
-    named = [holder for holder in free if holder.held is not None]
     groups = defaultdict[str, list[Holder]](list)
-    for holder in named:
-        groups[LAYER.sub(".…", holder.held.box)].append(holder)
+    for holder in free:
+        groups[LAYER.sub(".…", holder.keeper.box)].append(holder)
     groups.pop("", None)
     found = []
     for group in groups.values():
@@ -140,8 +138,8 @@ def _place_of(holder: Holder) -> tuple | None:
     """What may keep tensors of many steps: a name of a list, or of a tensor with its graph; or what
     has no name that was found, by the line that makes it.
     """
-    held = holder.held or NOBODY
-    if not held.path and holder.line is not None and not belongs_to_training(holder):
+    held = holder.keeper
+    if not held.path and holder.line is not None and not holder.is_of_training:
         return holder.line, holder.op, holder.dtype
     if held.kind == "window" and not held.graph:
         return None
@@ -169,8 +167,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
     if is_empty_later and 2 * total(copies) > total(group):
         return None  # copies of a round, which are averaged at its end
-    has_a_name = (group[0].held or NOBODY).path
-    if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
+    if not group[0].keeper.path and facts.peak_time < LATE * (facts.times - 1):
         return None  # later steps did not need more
     if len(by_step) < SEVERAL:
         return _collected(by_forward, facts)
@@ -216,15 +213,15 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         "each": format_bytes(each),
     }
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
-    changes["needed_in"] = "round" if any(map(belongs_to_training, old)) else unit
-    if (held is None or not held.path) and all(holder.held is not None for holder in old):
-        changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
-    if held is not None and held.path:
+    changes["needed_in"] = "round" if any(holder.is_of_training for holder in old) else unit
+    if held.path:
         words["by"] = f"`{name_of(held)}`"
         changes["remedy"] = _remedy(held, old, unit == "forward")
         if _is_history(held):
             changes["condition"] = f"If the history has {HISTORY} steps"
             changes["stays"] = min(total(old), HISTORY * each)
+    elif all(holder.held is not None for holder in old):
+        changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
     return Group(old, words, changes)
 
 
@@ -245,7 +242,7 @@ def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder
 def _may_be_the_batch(holder: Holder, facts: Facts) -> bool:
     """Whether it was made right before the peak's step, which may be in use of it."""
     is_last = facts.time_of(holder) == facts.peak_time - 1
-    return is_last and holder.made_in == BETWEEN_STEPS and not belongs_to_training(holder)
+    return is_last and holder.made_in == BETWEEN_STEPS and not holder.is_of_training
 
 
 def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
@@ -255,13 +252,13 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
     A boosted ensemble calls such models in later rounds.
     """
     if _calls_older_models(facts):
-        group = [holder for holder in group if not belongs_to_training(holder)]
+        group = [holder for holder in group if not holder.is_of_training]
     births = defaultdict[tuple, set[int]](set)
     for holder in facts.at_peak:
         births[_kind(holder)].add(holder.step)
     old, gradients, replaced = [], [], Counter[str]()
     for holder in group:
-        held = holder.held or NOBODY
+        held = holder.keeper
         if held.path.endswith(".grad"):
             gradients.append(holder)
             continue
@@ -363,11 +360,11 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
     kinds = Counter[str]()
     for holder in holders:
         kind = "other"
-        if belongs_to_training(holder):
+        if holder.is_of_training:
             kind = holder.category
         elif holder.computed_from == "parameters":
             kind = "parameters"  # copies of weights
-        if (holder.held or NOBODY).graph:
+        if holder.keeper.graph:
             kind = "graphs"
         kinds[kind] += holder.nbytes
     most = kinds.most_common(1)[0][0]
@@ -487,7 +484,7 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
 
     A batch is made before the step that it belongs to, but it is no sum of earlier ones.
     """
-    if holder.op != "aten.cat" or belongs_to_training(holder):
+    if holder.op != "aten.cat" or holder.is_of_training:
         return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True

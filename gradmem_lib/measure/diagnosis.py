@@ -17,11 +17,11 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .cause import DOMINATES, LINES, MUCH, WORTH, Cause, belongs_to_training, in_words, within
+from .cause import DOMINATES, LINES, MUCH, WORTH, Cause, in_words, within
 from .causes import find_causes
+from .causes_of_evaluation import peak_may_be_of_the_step
 from .causes_of_weights import MOMENTUM, is_state
-from .facts import Facts, total
-from .parts_of_the_step import peak_may_be_of_the_step
+from .facts import IN_BACKWARD, Facts, largest_of_one_line, total
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -173,19 +173,14 @@ class Diagnosis:
         older = []
         for holder in facts.at_peak:
             of_earlier_steps = 0 <= facts.time_of(holder) < facts.peak_time
-            if of_earlier_steps and not belongs_to_training(holder):
+            if of_earlier_steps and not holder.is_of_training:
                 older.append(holder)
         return bool(self.helps) and total(older) < MUCH * self.peak.total
 
     def _largest_line(self) -> list[str]:
-        """The line of the script that makes the most of the peak, in tensors of one kind."""
-        kinds = defaultdict[tuple, list[Holder]](list)
-        for holder in self.facts.at_peak:
-            if holder.line is not None and not belongs_to_training(holder):
-                # a comprehension is a function of its own in some versions of Python
-                place = holder.line.file, holder.line.line
-                kinds[place, holder.shape[1:]].append(holder)
-        most = max(kinds.values(), key=total, default=[])
+        """The line of the script that makes the most of the peak."""
+        made = [holder for holder in self.facts.at_peak if holder.made_in != IN_BACKWARD]
+        most = largest_of_one_line(holder for holder in made if not holder.is_of_training)
         if total(most) < DOMINATES * self.peak.total:
             return []
         largest = max(most, key=lambda holder: holder.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,6 +206,23 @@ class Facts:
                 found.append(done)
         return found
 
+    @cached_property
+    def finished_turns(self) -> set[int]:
+        """The turns before the peak's whose forwards no later backward needs.
+
+        Those of older steps are left to the causes of growth. A generator's graph may wait while
+        the critic steps several times.
+        """
+        finished, needed = set[int](), set[int]()
+        for done in self.of_models:
+            if done.step < self.peak.step - 1 or done.turn >= self.peak.turn or not done.has_graph:
+                continue
+            if done.used and done.used_in_turn < self.peak.turn and not done.differentiable:
+                finished.add(done.turn)
+            else:
+                needed.add(done.turn)
+        return finished - needed
+
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)
 
@@ -247,6 +265,16 @@ class Facts:
             return False
         as_a_parameter = holder.shape in self.structure.shapes.values()
         return holder.shape[-1] in self.structure.outputs and not as_a_parameter
+
+
+def largest_of_one_line(holders: Iterable[Holder]) -> list[Holder]:
+    """Of the holders that each line has made, those with the most bytes together."""
+    by_line = defaultdict[tuple, list[Holder]](list)
+    for holder in holders:
+        if holder.line is not None:
+            # a comprehension is a function of its own in some versions of Python
+            by_line[holder.line.file, holder.line.line].append(holder)
+    return max(by_line.values(), key=total, default=[])
 
 
 def total(holders: Iterable[Holder]) -> int:
