@@ -98,12 +98,22 @@ def kinds_of(holders: Iterable[Holder]) -> str:
 
 
 def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
-    """What holds the most of the bytes that are known to be held, and how many."""
-    nbytes = Counter[Held]()
+    """What holds the most of the bytes that are known to be held, and how many: the box, where
+    its entries have different paths.
+    """
+    held_by = dict[tuple, Held]()
+    nbytes = Counter[tuple]()
     for holder in holders:
-        if holder.keeper != NOBODY:
-            nbytes[holder.keeper] += holder.nbytes
-    return max(nbytes.items(), key=lambda item: item[1], default=(NOBODY, 0))
+        held = holder.keeper
+        if held == NOBODY:
+            continue
+        place = name_of(held), held.where, held.graph
+        nbytes[place] += holder.nbytes
+        if held_by.setdefault(place, held).path != held.path:
+            held_by[place] = held._replace(path=held.box)
+    for place, most in nbytes.most_common(1):
+        return held_by[place], most
+    return NOBODY, 0
 
 
 def name_of(held: Held) -> str:

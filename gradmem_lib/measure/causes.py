@@ -19,6 +19,7 @@ from .cause import MUCH, Cause, largest_held, name_of
 from .facts import Facts, total
 from .remedied_peak import limit_of
 from .rows import Row, cause_of
+from .timeline import Holder
 
 ROWS: tuple[Row, ...] = (
     holders.EXCEPTION,
@@ -67,9 +68,25 @@ def find_causes(facts: Facts) -> list[Cause]:
         if cause is None:
             continue
         found.append(replace(cause, limit=limit_of(cause, facts), held=_holder_of(cause)))
-        claimed = {id(holder) for holder in cause.holders if row.claims}
-        free = [holder for holder in free if id(holder) not in claimed]
+        if row.claims:
+            free = _not_claimed(free, cause)
     return sorted(found, key=lambda cause: _is_small(cause, facts))
+
+
+def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
+    """The storages that are left for later rows: neither the cause's, nor what the same name keeps
+    of the newest step, except for what is trained.
+    """
+    claimed = {id(holder) for holder in cause.holders}
+    boxes = set[str]()
+    if cause.name == growth.GROWTH:
+        boxes = {holder.keeper.box for holder in cause.holders} - {""}
+    left = []
+    for holder in free:
+        of_the_name = holder.keeper.box in boxes and not holder.is_of_training
+        if id(holder) not in claimed and not of_the_name:
+            left.append(holder)
+    return left
 
 
 def _holder_of(cause: Cause) -> str:

@@ -16,7 +16,7 @@ from .cause import (
     is_copy_of_a_storage,
     lines_of_forwards,
 )
-from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, largest_of_one_line
+from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
 from .rows import Group, Row, those
 from .timeline import STEP, TOTAL, Holder
 
@@ -144,7 +144,12 @@ ONE_TENSOR = Row(
 
 def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
     """Tensors that no layer has made, and one line has: together they are most of the peak."""
-    return Group(largest_of_one_line([holder for holder in free if holder.category == "other"]))
+    by_line = defaultdict[tuple, list[Holder]](list)
+    for holder in free:
+        if holder.category == "other" and holder.line is not None:
+            # a comprehension is a function of its own in some versions of Python
+            by_line[holder.line.file, holder.line.line].append(holder)
+    return Group(max(by_line.values(), key=total, default=[]))
 
 
 ONE_LINE = Row(

@@ -118,7 +118,9 @@ FOR_NO_OPTIMIZER = Row(
     "module.requires_grad_(False) for what is not trained (a backbone, the network of a perceptual "
     "loss, a teacher): its gradients, and the graph in front of the first trained layer, are then "
     "never made. What is there from before goes with zero_grad() on the whole model. A teacher's "
-    "outputs can be computed under torch.no_grad().",
+    "outputs can be computed under torch.no_grad(). What is to be trained, such as layers that "
+    "were added later, has to be given to the optimizer: optimizer.add_param_group({'params': "
+    "layer.parameters()}).",
     _for_no_optimizer,
     condition=f"If these gradients and graphs are not made, {ONE_FORWARD}",
 )

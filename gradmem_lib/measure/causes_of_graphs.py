@@ -25,30 +25,9 @@ from .cause import (
 from .causes_of_holders import SEVERAL
 from .facts import IN_BACKWARD, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
+from .paths import ATTRIBUTE
 from .rows import BEFORE_THE_OPTIMIZER, Group, Row, those
 from .timeline import ForwardPass, Holder
-
-
-def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Forwards that record gradients, though no backward goes through them."""
-    unused = []
-    for done in facts.forwards:
-        nothing_came = facts.ended and _may_be_unused(done, facts)
-        if done.has_graph and not done.used and (is_unused(done, facts) or nothing_came):
-            unused.append(done)
-    return _left_by(unused, free, facts)
-
-
-def _unused_so_far(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """The same, in a run that was stopped: a backward for all of them may have been meant to come.
-
-    So it is asked after what has losses in between.
-    """
-    unused = []
-    for done in facts.forwards:
-        if done.has_graph and not done.used and _may_be_unused(done, facts):
-            unused.append(done)
-    return _left_by(unused, free, facts)
 
 
 def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -81,6 +60,21 @@ def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) ->
     return Group(holders, words, changes)
 
 
+def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """Forwards that record gradients, though no backward goes through them."""
+    found = [done for done in facts.forwards if done.has_graph and is_unused(done, facts)]
+    return _left_by(found, free, facts)
+
+
+def _unused_so_far(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """The same, in a run that was stopped: a backward for all of them may have been meant to come.
+
+    So it is asked after what has losses in between.
+    """
+    found = [done for done in facts.forwards if done.has_graph and _may_be_unused(done, facts)]
+    return _left_by(found, free, facts)
+
+
 def _unused_functions(free: Sequence[Holder], facts: Facts) -> Group | None:
     """The same, of a model that is written as a function: no module is called."""
     of_modules = any(done.step == facts.peak.step for done in facts.of_models)
@@ -110,36 +104,23 @@ def is_unused(done: ForwardPass, facts: Facts) -> bool:
     """Whether it is known that no backward goes through this forward."""
     if done.used:
         return False
-    if facts.ended and _trains(facts):
-        return True
-    if _backward_may_come(done, facts):
+    if facts.ended:
+        return _trains(facts) or _may_be_unused(done, facts)
+    # A backward may still come, as far as one can tell: its optimizer has still to step for the
+    # first time (a generator's, after the discriminator's steps), or an earlier call was used.
+    if done.waits_for_step or any(other.used for other in _calls_like(done, facts)):
         return False
     if done.step < facts.steps - 1:
         return True  # the optimizer has stepped twice since then
-    if _is_new_to_the_training(done, facts):
-        return True
-    # Another call of this line was never used.
-    for other in facts.forwards:
-        if _calls_the_same(other, done) and other.step < facts.steps - 1 and not other.used:
-            return True
-    return False
+    # At least two steps have used forwards, all of other calls than this one.
+    used = [other for other in facts.forwards if other.used and other.step < done.step]
+    return len({other.step for other in used}) >= 2 and done.call not in {p.call for p in used}
 
 
-def _backward_may_come(done: ForwardPass, facts: Facts) -> bool:
-    """Whether a run that was stopped before its end would have gone back through this forward, as
-    far as one can tell: its optimizer has still to step for the first time (a generator's, after
-    the discriminator's steps), or an earlier call of this line was used.
-    """
-    if facts.ended:
-        return False
-    if done.waits_for_step:
-        return True
-    return any(other.used and _calls_the_same(other, done) for other in facts.forwards)
-
-
-def _calls_the_same(other: ForwardPass, done: ForwardPass) -> bool:
-    """Whether another forward with a graph is a call of the same kind."""
-    return other is not done and other.has_graph and other.call == done.call
+def _calls_like(done: ForwardPass, facts: Facts) -> list[ForwardPass]:
+    """The other forwards with a graph that are calls of the same kind."""
+    alike = [other for other in facts.forwards if other.has_graph and other.call == done.call]
+    return [other for other in alike if other is not done]
 
 
 def _trains(facts: Facts) -> bool:
@@ -154,14 +135,7 @@ def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
     optimizer_waits = facts.optimized is not None or done.waits_for_step
     if _trains(facts) or (optimizer_waits and not facts.ended):
         return False
-    return any(_calls_the_same(other, done) for other in facts.forwards)
-
-
-def _is_new_to_the_training(done: ForwardPass, facts: Facts) -> bool:
-    """Whether two steps at least have used forwards, all of other calls than this one."""
-    used = [p for p in facts.forwards if p.used and p.step < done.step]
-    steps = {p.step for p in used}
-    return len(steps) >= 2 and done.call not in {p.call for p in used}
+    return bool(_calls_like(done, facts))
 
 
 def _is_of_a_finished_turn(holder: Holder, facts: Facts) -> bool:
@@ -183,6 +157,9 @@ def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:
         why = f"the graph of `{name_of(held)}` reaches back over them."
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
         changes["stays"] = 0
+    elif held.graph and held.kind.startswith("attribute"):
+        why = f"the graph of `{name_of(held)}` is kept."
+        changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
     elif times >= SEVERAL and any(done.chained for done in facts.forwards):
         why = "each forward takes a state from the one before it, with its graph."
         changes["remedy"] = (
@@ -221,7 +198,15 @@ def _may_go_first(left: list[Holder], facts: Facts) -> Group:
     if facts.peak.moment != IN_BACKWARD:
         # The backward may begin without them: its own peak remains.
         nbytes = min(nbytes, facts.peak.total - facts.highest_in(IN_BACKWARD))
-    return Group(left, {"size": format_bytes(total(left))}, {"nbytes": nbytes})
+    changes: dict[str, Any] = {"nbytes": nbytes}
+    held, _ = largest_held(left)
+    if held.kind == ATTRIBUTE:
+        name = held.box or held.path
+        changes["remedy"] = (
+            f"`{name}` keeps them until the next forward assigns it again: let it go at the end of "
+            f"a step ({name} = None), or keep a copy off the card (.detach().cpu())."
+        )
+    return Group(left, {"size": format_bytes(total(left))}, changes)
 
 
 LEFT_OVER = Row(
@@ -233,18 +218,42 @@ LEFT_OVER = Row(
     "returns numbers.",
     those(_is_of_a_finished_turn, _may_go_first),
     least=MUCH,
-    moments=BEFORE_THE_OPTIMIZER,
     condition="Without these tensors",
 )
 
 
 def _of_a_gradient(holder: Holder, facts: Facts) -> bool:
-    """Whether it was computed with a gradient that was taken with ``create_graph=True``."""
-    of_a_gradient = holder.category == "activations" and holder.made_in == IN_BACKWARD
-    # torch.func.grad takes all gradients with a graph, and vmap one for each row
-    return facts.has_second_derivatives and of_a_gradient and not facts.is_a_row_of_weights(holder)
+    """Whether it was computed with a gradient that was taken with ``create_graph=True``, or such a
+    gradient keeps the graph of an earlier turn.
+    """
+    if holder.category != "activations" or facts.is_a_row_of_weights(holder):
+        return False  # torch.func.grad takes all gradients with a graph, and vmap one for each row
+    if holder.made_in == IN_BACKWARD:
+        return facts.has_second_derivatives
+    return holder.turn in facts.differentiated_turns
 
 
+def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
+    older = [holder for holder in kept if holder.turn < facts.peak.turn]
+    held, _ = largest_held(older or kept)
+    by_a_gradient = held.path.endswith(".grad")
+    if 2 * total(older) < total(kept) and not by_a_gradient:
+        return Group(kept) if total(kept) >= DOMINATES * facts.peak.total else None
+    for holder in facts.at_peak:
+        is_old = holder.category == "gradients" and holder.turn < facts.peak.turn
+        by_a_gradient = by_a_gradient or is_old
+    remedy = OF_A_BACKWARD
+    if held.box or (held.path and not by_a_gradient):
+        remedy = detached(held)
+    return Group(kept, changes={"remedy": remedy, "needed_in": "turn"})
+
+
+OF_A_BACKWARD = (
+    "after loss.backward(create_graph=True), each p.grad keeps the graph that it was computed "
+    "with, and this graph keeps p: take the gradients by torch.autograd.grad(loss, "
+    "list(model.parameters()), create_graph=True), or set p.grad to None as soon as it has "
+    "been used (optimizer.zero_grad() after the step), and `del` the loss."
+)
 SECOND_DERIVATIVES = Row(
     "Gradients keep graphs of their own",
     "{size} at the peak were computed with gradients, for a second derivative (create_graph=True).",
@@ -252,8 +261,8 @@ SECOND_DERIVATIVES = Row(
     " of several, or .detach() it at once: what is computed from it otherwise keeps all of this. "
     "If a loss needs it, take it for fewer rows (a gradient penalty), or for fewer inner steps "
     "(meta-learning, whose first-order method needs no create_graph).",
-    those(_of_a_gradient),
-    least=DOMINATES,
+    those(_of_a_gradient, _of_second_derivatives),
+    least=MUCH,
     stays=None,
 )
 

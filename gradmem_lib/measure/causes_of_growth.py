@@ -139,7 +139,7 @@ def _place_of(holder: Holder) -> tuple | None:
     has no name that was found, by the line that makes it.
     """
     held = holder.keeper
-    if not held.path and holder.line is not None and not holder.is_of_training:
+    if not held.path:
         return holder.line, holder.op, holder.dtype
     if held.kind == "window" and not held.graph:
         return None
@@ -167,10 +167,21 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
     if is_empty_later and 2 * total(copies) > total(group):
         return None  # copies of a round, which are averaged at its end
+    if not group[0].keeper.path and facts.has_second_derivatives:
+        return None  # gradients with a graph of their own keep it
     if not group[0].keeper.path and facts.peak_time < LATE * (facts.times - 1):
         return None  # later steps did not need more
     if len(by_step) < SEVERAL:
-        return _collected(by_forward, facts)
+        *earlier, newest = by_forward  # the newest result may be in use
+        found = _group(earlier, "forward", facts)
+        if found is None:
+            return None
+        of_one = {
+            "name": COLLECTED,
+            "stays": min(total(newest), total(found.holders)),
+            "condition": "If those of only one forward are kept at a time",
+        }
+        return replace(found, changes={**found.changes, **of_one})
     if not _goes_on(group, facts):
         return None
     rounds = []
@@ -181,47 +192,30 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     return _group(rounds, facts.unit, facts)
 
 
-def _collected(by_forward: list[list[Holder]], facts: Facts) -> Group | None:
-    """What an evaluation collects. The newest result may be in use."""
-    *earlier, newest = by_forward
-    found = _group(earlier, "forward", facts)
-    if found is None or total(found.holders) < WORTH * facts.peak.total:
-        return None
-    changes = {
-        "name": COLLECTED,
-        "stays": min(total(newest), total(found.holders)),
-        "condition": "If those of only one forward are kept at a time",
-        "needed_in": "",
-    }
-    return replace(found, changes=dict(found.changes) | changes)
-
-
 def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
     """What was kept of several steps, turns or forwards."""
     old = list[Holder]()
     for kept in rounds:
         old += kept
-    each = total(old) // max(len(rounds), 1)
-    least = min(WORTH, GROWS * len(rounds))
+    in_an_evaluation = unit == "forward"
+    least = WORTH if in_an_evaluation else min(WORTH, GROWS * len(rounds))
     if total(old) < least * facts.peak.total or not old:
         return None
+    each = total(old) // len(rounds)
     held, _ = largest_held(old)
-    words = {
-        "by": "something that has no name",
-        "rounds": len(rounds),
-        "unit": unit,
-        "each": format_bytes(each),
-    }
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
-    changes["needed_in"] = "round" if any(holder.is_of_training for holder in old) else unit
+    if not in_an_evaluation:
+        changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
+    by = "something that has no name"
     if held.path:
-        words["by"] = f"`{name_of(held)}`"
-        changes["remedy"] = _remedy(held, old, unit == "forward")
+        by = f"`{name_of(held)}`"
+        changes["remedy"] = _remedy(held, old, in_an_evaluation)
         if _is_history(held):
             changes["condition"] = f"If the history has {HISTORY} steps"
             changes["stays"] = min(total(old), HISTORY * each)
     elif all(holder.held is not None for holder in old):
         changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
+    words = {"by": by, "rounds": len(rounds), "unit": unit, "each": format_bytes(each)}
     return Group(old, words, changes)
 
 
@@ -246,7 +240,7 @@ def _may_be_the_batch(holder: Holder, facts: Facts) -> bool:
 
 
 def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
-    """The group without weights and states that are in use, and without their gradients.
+    """The group without weights and states that are in use.
 
     They are of an earlier round if they were not updated after the next ones like them were made.
     A boosted ensemble calls such models in later rounds.
@@ -256,23 +250,11 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
     births = defaultdict[tuple, set[int]](set)
     for holder in facts.at_peak:
         births[_kind(holder)].add(holder.step)
-    old, gradients, replaced = [], [], Counter[str]()
+    old = []
     for holder in group:
-        held = holder.keeper
-        if held.path.endswith(".grad"):
-            gradients.append(holder)
-            continue
         is_in_use = holder.category in ("parameters", "optimizer")
-        may_be_in_use = is_in_use and not _is_history(held)
+        may_be_in_use = is_in_use and not _is_history(holder.keeper)
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
-            old.append(holder)
-            replaced[held.path] += 1
-    # A gradient is old if a weight of the same path is; several may have one path, so they count.
-    gradients.sort(key=lambda holder: holder.samples[0])
-    for holder in gradients:
-        weight = holder.held.path.removesuffix(".grad")
-        if replaced[weight] > 0:
-            replaced[weight] -= 1
             old.append(holder)
     return old
 
@@ -484,7 +466,7 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
 
     A batch is made before the step that it belongs to, but it is no sum of earlier ones.
     """
-    if holder.op != "aten.cat" or holder.is_of_training:
+    if holder.op != "aten.cat":
         return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True

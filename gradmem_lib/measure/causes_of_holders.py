@@ -15,11 +15,13 @@ SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not ove
 
 
 def _kept_by(kind: str) -> Callable[[Holder, Facts], bool]:
-    """Whether it is held so, was made before the peak's step, and is nothing that is trained."""
+    """Whether it is held so, was made before the peak's step, and is not trained any more."""
 
     def which(holder: Holder, facts: Facts) -> bool:
         earlier = facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
-        return holder.keeper.kind == kind and earlier and not holder.is_of_training
+        if holder.is_of_training and max(holder.updated, holder.step) >= facts.peak.step:
+            return False
+        return holder.keeper.kind == kind and earlier
 
     return which
 

@@ -18,7 +18,7 @@ from .cause import (
     dtype_of,
     lines_of,
 )
-from .facts import BETWEEN_STEPS, OF_A_TRAINING_STEP, Facts, total
+from .facts import BETWEEN_STEPS, IN_BACKWARD, OF_A_TRAINING_STEP, Facts, total
 from .rows import Group, Row, those
 from .timeline import Holder
 
@@ -193,6 +193,10 @@ def _expanded(free: Sequence[Holder], facts: Facts) -> Group | None:
         filled_now = filled_now and holder.category in ("activations", "other")
         if filled_now or (holder.expanded and not _is_augmented(holder, facts)):
             expanded.append(holder)
+    if facts.peak.moment == IN_BACKWARD:
+        # its gradient is as large, when the tensor itself may be gone
+        of_the_step = [h for h in facts.others if h.expanded and h.step == facts.peak.step]
+        expanded += [holder for holder in of_the_step if holder.category == "activations"]
     for holder in free:
         can_be = holder.category in (*COMPUTED, "other")
         if can_be and any(_is_of_kind(holder, example) for example in expanded):
@@ -239,12 +243,14 @@ def _without_the_large_tensor(expanded: list[Holder]) -> str:
     for operations, sentence in INSTEAD:
         if any(name in holder.op for holder in expanded for name in operations):
             advice.append(sentence)
+    if not advice:
+        advice.append(IN_GENERAL)
     if any(_looks_like_a_mistake(holder) for holder in expanded):
         advice.append(
             "If one number for each row was meant, two shapes did not fit, such as (rows, 1) and "
             "(rows,): give both the same one with targets.view_as(outputs)."
         )
-    return " ".join(advice or [IN_GENERAL])
+    return " ".join(advice)
 
 
 def _looks_like_a_mistake(holder: Holder) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,6 +222,12 @@ class Facts:
                 needed.add(done.turn)
         return finished - needed
 
+    @cached_property
+    def differentiated_turns(self) -> set[int]:
+        """The turns before the peak's with a gradient that has a graph of its own."""
+        turns = {done.turn for done in self.forwards if done.differentiable}
+        return {turn for turn in turns if turn < self.peak.turn}
+
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)
 
@@ -237,19 +242,22 @@ class Facts:
 
     @property
     def numbers_of_states(self) -> float:
-        """How many numbers the optimizer keeps for each trained weight; infinite if that is not
-        known, as in a step that has not ended.
+        """How many numbers the optimizer keeps for each weight that has any; infinite if that is
+        not known, as in a step that has not ended.
         """
         in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
         if self.structure is None or in_a_step:
             return inf
-        trained = sum(prod(self.structure.shapes[name]) for name in self.trained)
-        states = 0
+        states, names = 0, set[str]()
         for holder in self.at_peak:
             if holder.category == "optimizer":
                 width = 4 if holder.dtype is None else holder.dtype.itemsize  # float32
                 states += holder.nbytes // width
-        return states / max(trained, 1)
+                names.add(holder.module)
+        shapes = self.structure.shapes
+        # a weight that was added after the optimizer was made has no states
+        names = names & shapes.keys() or self.trained
+        return states / max(sum(prod(shapes[name]) for name in names), 1)
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for
@@ -265,16 +273,6 @@ class Facts:
             return False
         as_a_parameter = holder.shape in self.structure.shapes.values()
         return holder.shape[-1] in self.structure.outputs and not as_a_parameter
-
-
-def largest_of_one_line(holders: Iterable[Holder]) -> list[Holder]:
-    """Of the holders that each line has made, those with the most bytes together."""
-    by_line = defaultdict[tuple, list[Holder]](list)
-    for holder in holders:
-        if holder.line is not None:
-            # a comprehension is a function of its own in some versions of Python
-            by_line[holder.line.file, holder.line.line].append(holder)
-    return max(by_line.values(), key=total, default=[])
 
 
 def total(holders: Iterable[Holder]) -> int:

@@ -123,6 +123,68 @@ PROGRAMS = {
         "no name any more",
         "self.x, self.me",
     ),
+    "models that their hooks keep": Program(
+        "gc.disable()\n"
+        "class Seen(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Linear(256, 256)\n"
+        "        self.body.register_forward_hook(lambda *_: setattr(self, 'called', True))\n"
+        "for _ in range(8):\n"
+        "    own = Seen()\n"
+        "    sgd = torch.optim.SGD(own.parameters(), 0.1)\n"
+        "    for _ in range(2):\n"
+        "        own.body(torch.randn(8, 256)).square().mean().backward()\n"
+        "        sgd.step()\n"
+        "    'collect'\n",
+        "'collect'",
+        "del own, sgd; gc.collect()",
+        "Reference cycles keep tensors",
+        "no name any more",
+        "nn.Linear(256, 256)",
+    ),
+    "what each module of a list keeps": Program(
+        "def keep(module, inputs, output):\n"
+        "    module.output = output.detach()\n"
+        "models = [nn.Sequential(nn.Linear(64, 256), nn.ReLU()) for _ in range(6)]\n"
+        "for model in models:\n"
+        "    model[1].register_forward_hook(keep)\n"
+        "    x = torch.randn(512, 64, requires_grad=True)\n"
+        "    torch.autograd.grad(model(x).sum(), x)\n"
+        "    'empty'\n",
+        "'empty'",
+        "del model[1].output",
+        GROWTH,
+        "`models[…].1.output`",
+        "model(x)",
+    ),
+    "gradients with a graph of their own": Program(
+        "for _ in range(6):\n"
+        "    loss = net(torch.randn(512, 64)).square().mean()\n"
+        "    opt.zero_grad()\n"
+        "    loss.backward(create_graph=True)\n"
+        "    opt.step()\n"
+        "    'let go'\n",
+        "'let go'",
+        "opt.zero_grad(); del loss",
+        "Gradients keep graphs of their own",
+        "create_graph=True",
+        "net(torch.randn(512, 64))",
+    ),
+    "a target with its graph": Program(
+        "class Style:\n"
+        "    def __init__(self, features):\n"
+        "        self.target = features.mT @ features\n"
+        "style = Style(net(torch.randn(512, 64)))\n"
+        "for _ in range(4):\n"
+        "    out = net(torch.randn(64, 64))\n"
+        "    (out.mT @ out - style.target).square().mean().backward(retain_graph=True)\n",
+        "features.mT @ features",
+        "(features.mT @ features).detach()",
+        "Forwards stay in memory after their own backward",
+        "`style.target`",
+        "net(torch.randn(512, 64))",
+    ),
     "buckets of a parallel model": Program(
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"

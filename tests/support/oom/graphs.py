@@ -327,7 +327,7 @@ def scores_of_a_reference_first():
     return trained(net, optimizer, step, steps=2)
 
 
-@has(GROWS, UNUSED)
+@has(GROWS)
 def rollouts_with_graph():
     """Log-probabilities of a rollout go into a buffer, and keep the graph of their forward."""
     policy, buffer = Net(), []

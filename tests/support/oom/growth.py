@@ -11,7 +11,6 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 from support.oom import (
-    COPIED,
     EVALUATION,
     EXCEPTION,
     FIRST_STEP,
@@ -101,7 +100,7 @@ def the_best_outputs():
     return trained_with(lambda i, net, x, y, out, loss: kept.update(best=out.detach()))
 
 
-@has(GROWS, COPIED)
+@has(GROWS)
 def weights_of_each_epoch(remedied=False):
     kept = []
 
@@ -205,7 +204,7 @@ def metric_over_epochs(remedied=False):
     return trained(net, optimizer, epoch, steps=6)
 
 
-@has(GROWS, COPIED, IN_EACH_STEP, line="members.append(copy.deepcopy(net))", says=".cpu()")
+@has(GROWS, IN_EACH_STEP, line="members.append(copy.deepcopy(net))", says=".cpu()")
 def snapshot_ensemble(remedied=False):
     """Models of several epochs vote together."""
     net, x = Net(512), torch.randn(16, 64)
