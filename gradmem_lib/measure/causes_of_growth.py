@@ -79,6 +79,8 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
 
     Of several such names, the one with the most bytes.
     """
+    # Of a deque with a bound, only the graphs may grow.
+    free = [holder for holder in free if holder.keeper.kind != "window" or holder.keeper.graph]
     return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
 
 
@@ -86,18 +88,11 @@ def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
     """The same, of a name that may grow no more: a full cache, the first results, a deque with a
     bound.
     """
-    groups = defaultdict[str, list[Holder]](list)
-    for holder in free:
-        groups[LAYER.sub(".…", holder.keeper.box)].append(holder)
-    groups.pop("", None)
     found = []
-    for group in groups.values():
-        old = _without_the_model_in_use(group, facts)
-        steps = len(_by_step(old, facts))
-        if steps >= SEVERAL:
-            held, _ = largest_held(old)
-            words = {"by": f"`{name_of(held)}`", "rounds": steps, "unit": facts.unit}
-            found.append(Group(old, words, {"remedy": _remedy(held, old, False)}))
+    for group in _by_place(free).values():
+        by_step = _by_step(_without_the_model_in_use(group, facts), facts)
+        if group[0].keeper.box and len(by_step) >= SEVERAL:
+            found.append(_group([kept for _, kept in by_step], facts.unit, facts))
     return _largest(found)
 
 
@@ -141,8 +136,6 @@ def _place_of(holder: Holder) -> tuple | None:
     held = holder.keeper
     if not held.path:
         return holder.line, holder.op, holder.dtype
-    if held.kind == "window" and not held.graph:
-        return None
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
     if held.box:
@@ -161,16 +154,8 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     """Those of this group that are no longer in use, if it grows."""
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
-    if max(len(by_step), len(by_forward)) < SEVERAL or _is_a_window(place, group, facts):
+    if max(len(by_step), len(by_forward)) < SEVERAL or _ends(place, group, facts):
         return None
-    copies = [holder for holder in group if holder.computed_from == "parameters"]
-    is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
-    if is_empty_later and 2 * total(copies) > total(group):
-        return None  # copies of a round, which are averaged at its end
-    if not group[0].keeper.path and facts.has_second_derivatives:
-        return None  # gradients with a graph of their own keep it
-    if not group[0].keeper.path and facts.peak_time < LATE * (facts.times - 1):
-        return None  # later steps did not need more
     if len(by_step) < SEVERAL:
         *earlier, newest = by_forward  # the newest result may be in use
         found = _group(earlier, "forward", facts)
@@ -190,6 +175,20 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
         if time < facts.peak_time and old:
             rounds.append(old)
     return _group(rounds, facts.unit, facts)
+
+
+def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
+    """Whether these are known to become no more."""
+    copies = [holder for holder in group if holder.computed_from == "parameters"]
+    is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
+    if is_empty_later and 2 * total(copies) > total(group):
+        return True  # copies of a round, which are averaged at its end
+    if not group[0].keeper.path:
+        # Later steps did not need more, or gradients with a graph of their own keep it.
+        is_early = facts.peak_time < LATE * (facts.times - 1)
+        if is_early or facts.has_second_derivatives:
+            return True
+    return _is_a_window(place, group, facts)
 
 
 def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
