@@ -27,6 +27,7 @@ from support.oom import (
     WAIT,
     Net,
     adamw,
+    added_up,
     has,
     llama,
     rows,
@@ -192,18 +193,8 @@ def losses_added_up(remedied=False):
     batches = [(torch.randn(256, 64), torch.randn(256, 64)) for _ in range(6)]
 
     def step(i):
-        summed = 0
-        for x, y in batches:
-            loss = F.mse_loss(net(x), y) / 6
-            if remedied:
-                loss.backward()
-            else:
-                summed = summed + loss
-            del loss
-        if not remedied:
-            summed.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses = (F.mse_loss(net(x), y) / 6 for x, y in batches)
+        added_up(losses, optimizer, remedied)
 
     return trained(net, optimizer, step, steps=2)
 
@@ -251,18 +242,8 @@ def tasks_added_up(remedied=False):
         return functional_call(net, fast, x).square().mean() / 6
 
     def step(i):
-        summed = 0
-        for _ in range(6):
-            loss = loss_of(torch.randn(64, 64))
-            if remedied:
-                loss.backward()
-            else:
-                summed = summed + loss
-            del loss
-        if not remedied:
-            summed.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses = (loss_of(torch.randn(64, 64)) for _ in range(6))
+        added_up(losses, optimizer, remedied)
 
     return trained(net, optimizer, step, steps=3)
 
