@@ -34,7 +34,6 @@ from support.oom import (
     sgd,
     stepped,
     trained,
-    trained_with,
     trains,
     updated,
 )
@@ -83,11 +82,6 @@ def sampling_with_gradients(remedied=False):
         for _ in range(10):
             x = x - 0.1 * net(x)
     return tracker
-
-
-@has()
-def ordinary_training():
-    return trained_with(lambda *given: None, 3)
 
 
 @has()
@@ -362,23 +356,6 @@ def adversaries(remedied=False):
 @has()
 def adversaries_detached():
     return adversaries(remedied=True)
-
-
-@has()
-def gradient_penalty():
-    """A gradient that has a graph, through which the loss goes back."""
-    critic = Net()
-    optimizer = adamw(critic)
-
-    def step(i):
-        x = torch.randn(256, 64, requires_grad=True)
-        gradient = torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0]
-        loss = critic(torch.randn(256, 64)).mean() + gradient.norm(dim=1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return trained(critic, optimizer, step, steps=3)
 
 
 @has(STAY, says=".item()")

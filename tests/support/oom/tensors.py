@@ -554,18 +554,6 @@ def all_in_float64():
     return trains(net, lambda i: net(x).square().mean(), steps=2)
 
 
-@has(ONE_TENSOR)
-def dense_neighbours(remedied=False):
-    """A matrix of all pairs of nodes, almost all of them zeros."""
-    nodes = 400
-    neighbours = torch.zeros(nodes, nodes)
-    neighbours[torch.randint(0, nodes, (800,)), torch.randint(0, nodes, (800,))] = 1
-    if remedied:
-        neighbours = neighbours.to_sparse()
-    net, x = nn.Linear(8, 8), torch.randn(nodes, 8)
-    return trains(net, lambda i: (neighbours @ net(x)).square().mean(), steps=4)
-
-
 class MasksAreGiven(nn.Module):
     """Attention with a mask from the batch, or a causal one."""
 
