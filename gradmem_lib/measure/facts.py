@@ -256,8 +256,8 @@ class Facts:
                 names.add(holder.module)
         shapes = self.structure.shapes
         # a weight that was added after the optimizer was made has no states
-        names = names & shapes.keys() or self.trained
-        return states / max(sum(prod(shapes[name]) for name in names), 1)
+        have_states = names & shapes.keys() or self.trained
+        return states / max(sum(prod(shapes[name]) for name in have_states), 1)
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for
