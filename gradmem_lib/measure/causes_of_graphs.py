@@ -236,7 +236,9 @@ def _of_a_gradient(holder: Holder, facts: Facts) -> bool:
 def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
     older = [holder for holder in kept if holder.turn < facts.peak.turn]
     held, _ = largest_held(older or kept)
-    by_a_gradient = held.path.endswith(".grad")
+    # of several backwards without a step in between
+    again = [p for p in facts.forwards if p.differentiable and p.turn == facts.peak.turn]
+    by_a_gradient = held.path.endswith(".grad") and len(again) >= SEVERAL
     if 2 * total(older) < total(kept) and not by_a_gradient:
         return Group(kept) if total(kept) >= DOMINATES * facts.peak.total else None
     for holder in facts.at_peak:
