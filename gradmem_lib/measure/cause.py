@@ -65,21 +65,6 @@ class Cause:
         return "\n".join(lines)
 
 
-def belongs_to_training(holder: Holder) -> bool:
-    return holder.category in ("parameters", "gradients", "optimizer")
-
-
-def place_in_training(holder: Holder) -> tuple:
-    """For a weight, a gradient or an optimizer's state: the same for those that are in use one
-    after another.
-    """
-    if holder.category == "parameters":
-        # of models of several rounds; the parameters of one model are made at the same time
-        return "parameters", holder.line, holder.shape, holder.dtype
-    # one parameter has gradients or states of several steps
-    return holder.category, holder.module, holder.shape, holder.dtype
-
-
 def is_copy_of_a_storage(holder: Holder) -> bool:
     """Whether it is a storage that deepcopy, or torch.save, has copied byte by byte."""
     return holder.dtype is torch.uint8 and holder.shape == (holder.nbytes,)
@@ -89,13 +74,6 @@ def larger_than_its_tensor(holder: Holder) -> bool:
     if holder.dtype is None or holder.shape != ():
         return False
     return holder.nbytes > 8 * holder.dtype.itemsize
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def dtype_of(holder: Holder) -> str:
@@ -119,13 +97,23 @@ def kinds_of(holders: Iterable[Holder]) -> str:
     return "; ".join(words for words, _ in kinds.most_common(LINES))
 
 
-def largest_held(holders: Iterable[Holder]) -> tuple[Held | None, int]:
-    """What holds the most of the bytes, and how many; ``None`` if no holder is known."""
-    nbytes = Counter[Held]()
+def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
+    """What holds the most of the bytes that are known to be held, and how many: the box, where
+    its entries have different paths.
+    """
+    held_by = dict[tuple, Held]()
+    nbytes = Counter[tuple]()
     for holder in holders:
-        if holder.held not in (None, NOBODY):
-            nbytes[holder.held] += holder.nbytes
-    return nbytes.most_common(1)[0] if nbytes else (None, 0)
+        held = holder.keeper
+        if held == NOBODY:
+            continue
+        place = name_of(held), held.where, held.graph
+        nbytes[place] += holder.nbytes
+        if held_by.setdefault(place, held).path != held.path:
+            held_by[place] = held._replace(path=held.box)
+    for place, most in nbytes.most_common(1):
+        return held_by[place], most
+    return NOBODY, 0
 
 
 def name_of(held: Held) -> str:

@@ -7,58 +7,53 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from . import causes_of_data as data
+from . import causes_of_evaluation as evaluation
+from . import causes_of_gradients as gradients
+from . import causes_of_graphs as graphs
+from . import causes_of_growth as growth
+from . import causes_of_holders as holders
+from . import causes_of_tensors as tensors
+from . import causes_of_weights as weights
 from .cause import MUCH, Cause, largest_held, name_of
-from .causes_of_data import DATA_WAITS, ONE_LARGE_STEP, ONE_LINE
-from .causes_of_evaluation import EVALUATION_BATCH, GENERATION, RESULTS_IN_TRAINING
-from .causes_of_gradients import COPIED_GRADIENTS, FOR_NO_OPTIMIZER, GRADIENTS_WAIT
-from .causes_of_graphs import (
-    FINISHED,
-    IDLE_CHECKPOINTS,
-    LEFT_OVER,
-    SECOND_DERIVATIVES,
-    UNUSED,
-    UNUSED_SO_FAR,
-)
-from .causes_of_growth import FULL, GROWING_TENSOR, GROWTH, KEPT_BY_A_NAME
-from .causes_of_holders import BUCKETS, CYCLES, EXCEPTION
-from .causes_of_many_graphs import ADDED_UP
-from .causes_of_tensors import DOUBLE, EMBEDDING, EXPANDED, LOGITS, SCORES
-from .causes_of_weights import COPIES, FIRST_STATES, SECOND_MODEL, WIDE
 from .facts import Facts, total
 from .remedied_peak import limit_of
 from .rows import Row, cause_of
+from .timeline import Holder
 
 ROWS: tuple[Row, ...] = (
-    EXCEPTION,
-    CYCLES,
-    KEPT_BY_A_NAME,
-    GROWING_TENSOR,
-    RESULTS_IN_TRAINING,
-    GENERATION,
-    UNUSED,
-    FINISHED,
-    ADDED_UP,
-    UNUSED_SO_FAR,
-    SECOND_DERIVATIVES,
-    FOR_NO_OPTIMIZER,
-    COPIES,
-    COPIED_GRADIENTS,
-    GRADIENTS_WAIT,
-    BUCKETS,
-    DATA_WAITS,
-    FULL,
-    SECOND_MODEL,
-    IDLE_CHECKPOINTS,
-    ONE_LARGE_STEP,
-    FIRST_STATES,
-    WIDE,
-    DOUBLE,
-    EMBEDDING,
-    SCORES,
-    LOGITS,
-    EXPANDED,
-    LEFT_OVER,
-    EVALUATION_BATCH,
+    holders.EXCEPTION,
+    holders.CYCLES,
+    growth.KEPT_BY_A_NAME,
+    growth.GROWING_TENSOR,
+    evaluation.RESULTS_IN_TRAINING,
+    evaluation.GENERATION,
+    graphs.UNUSED,
+    graphs.FINISHED,
+    graphs.ADDED_UP,
+    graphs.UNUSED_SO_FAR,
+    graphs.SECOND_DERIVATIVES,
+    gradients.FOR_NO_OPTIMIZER,
+    weights.COPIES,
+    gradients.COPIED_GRADIENTS,
+    gradients.GRADIENTS_WAIT,
+    holders.BUCKETS,
+    data.DATA_WAITS,
+    growth.FULL,
+    weights.SECOND_MODEL,
+    graphs.IDLE_CHECKPOINTS,
+    data.ONE_LARGE_STEP,
+    weights.FIRST_STATES,
+    weights.WIDE,
+    tensors.DOUBLE,
+    tensors.EMBEDDING,
+    tensors.SCORES,
+    tensors.LOGITS,
+    tensors.EXPANDED,
+    graphs.LEFT_OVER,
+    evaluation.EVALUATION_BATCH,
+    data.ONE_TENSOR,
+    data.ONE_LINE,
 )
 
 
@@ -66,28 +61,43 @@ def find_causes(facts: Facts) -> list[Cause]:
     """The causes that the facts show, in the order of ``ROWS``; small ones come last."""
     found = list[Cause]()
     free = list(facts.at_peak)  # to be claimed by a row
-    for row in (*ROWS, ONE_LINE):
-        if row is ONE_LINE and found:
-            break  # it says the least
+    for row in ROWS:
+        if row.alone and found:
+            continue
         cause = cause_of(row, free, facts)
         if cause is None:
             continue
         found.append(replace(cause, limit=limit_of(cause, facts), held=_holder_of(cause)))
-        claimed = {id(holder) for holder in cause.holders if row.claims}
-        free = [holder for holder in free if id(holder) not in claimed]
+        if row.claims:
+            free = _not_claimed(free, cause)
     return sorted(found, key=lambda cause: _is_small(cause, facts))
+
+
+def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
+    """The storages that are left for later rows: neither the cause's, nor what the same name keeps
+    of the newest step, except for what is trained.
+    """
+    claimed = {id(holder) for holder in cause.holders}
+    boxes = set[str]()
+    if cause.name == growth.GROWTH:
+        boxes = {holder.keeper.box for holder in cause.holders} - {""}
+    left = []
+    for holder in free:
+        of_the_name = holder.keeper.box in boxes and not holder.is_of_training
+        if id(holder) not in claimed and not of_the_name:
+            left.append(holder)
+    return left
 
 
 def _holder_of(cause: Cause) -> str:
     """What holds most of a cause's bytes, if the evidence does not say it."""
     held, nbytes = largest_held(cause.holders)
-    if held is None or not held.path or 2 * nbytes <= total(cause.holders):
-        return ""
-    if f"`{name_of(held)}" in cause.evidence:
+    is_said = f"`{name_of(held)}" in cause.evidence
+    if not held.path or is_said or 2 * nbytes <= total(cause.holders):
         return ""
     return str(held)
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:
     """Whether it is a small part of the peak, and stays one: what grows does not stay small."""
-    return cause.nbytes < MUCH * facts.peak.total and cause.name != GROWTH
+    return cause.nbytes < MUCH * facts.peak.total and cause.name != growth.GROWTH

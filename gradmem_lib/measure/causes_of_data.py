@@ -17,7 +17,7 @@ from .cause import (
     lines_of_forwards,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
-from .rows import Group, Row
+from .rows import Group, Row, those
 from .timeline import STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
@@ -34,15 +34,13 @@ def _waiting_data(free: Sequence[Holder], facts: Facts) -> Group:
         if is_data and not facts.of_another_model(holder):
             kinds[holder.line, holder.op, holder.shape, holder.dtype].append(holder)
     waiting = list[Holder]()
+    one_batch = 0  # of several equal batches, one counts
     for kind in kinds.values():
         if _waits(kind, facts):
             waiting += kind
-    one_batch = dict[tuple, int]()  # of several equal batches, one counts
-    for holder in waiting:
-        part = min(facts.batch_rows / max((*holder.shape[:1], 1)), 1)
-        one_batch[holder.line, holder.shape, holder.dtype] = ceil(part * holder.nbytes)
-    stays = sum(one_batch.values()) if facts.batch_rows else None
-    return Group(waiting, changes={"stays": stays})
+            rows = max((*kind[0].shape[:1], 1))
+            one_batch += ceil(min(facts.batch_rows / rows, 1) * kind[0].nbytes)
+    return Group(waiting, changes={"stays": one_batch if facts.batch_rows else None})
 
 
 def _waits(kind: list[Holder], facts: Facts) -> bool:
@@ -75,20 +73,18 @@ def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
     """One step that needs much more than the others: its batch has longer rows."""
     if facts.samples is None or not facts.has_backward_in_step(facts.peak.step):
         return None
-    steps, totals = facts.rows[:, STEP], facts.rows[:, TOTAL]
-    numbers = set(steps.tolist())
-    usual = int(statistics.median(int(totals[steps == step].max()) for step in numbers))
-    is_larger = len(numbers) >= STEPS_TO_COMPARE and facts.peak.total >= OUTLIER * usual
+    highest = dict[int, int]()  # of each step
+    for step, nbytes in facts.rows[:, [STEP, TOTAL]].tolist():
+        highest[step] = max(highest.get(step, 0), nbytes)
+    usual = int(statistics.median(highest.values()))
+    is_larger = len(highest) >= STEPS_TO_COMPARE and facts.peak.total >= OUTLIER * usual
     if not is_larger or not _has_larger_tensors(facts):
         return None
     inputs = [holder for holder in facts.at_peak if holder.module == INPUTS]
-    batch = ""
-    if inputs:
-        batch = f", with a batch of {in_words(inputs[0])}"
     words = {
         "step": facts.peak.step + 1,
-        "batch": batch,
-        "steps": len(numbers),
+        "batch": f", with a batch of {in_words(inputs[0])}" if inputs else "",
+        "steps": len(highest),
         "usual": format_bytes(usual),
     }
     forwards = [done for done in facts.of_models if done.step == facts.peak.step]
@@ -128,34 +124,37 @@ def _has_larger_tensors(facts: Facts) -> bool:
     return nbytes > LARGER * sum(of_others[place] for place in in_both)
 
 
+def _is_most(holder: Holder, facts: Facts) -> bool:
+    return holder.category == "other" and holder.nbytes >= MOST * facts.peak.total
+
+
+ONE_TENSOR = Row(
+    "One tensor is most of the peak",
+    "{size} at the peak are one tensor: {kinds}.",
+    "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
+    "keep it off the card and move the rows that a step needs. If it is the batch, take a "
+    "smaller one.",
+    those(_is_most),
+    least=MOST,
+    stays=0.5,
+    condition="If half of these bytes are gone",
+    alone=True,
+)
+
+
 def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
     """Tensors that no layer has made, and one line has: together they are most of the peak."""
     by_line = defaultdict[tuple, list[Holder]](list)
     for holder in free:
-        if holder.category != "other":
-            continue
-        if holder.nbytes >= MOST * facts.peak.total:
-            return _one_tensor(holder)
-        if holder.line is not None:
+        if holder.category == "other" and holder.line is not None:
             # a comprehension is a function of its own in some versions of Python
             by_line[holder.line.file, holder.line.line].append(holder)
-    made = max(by_line.values(), key=total, default=[])
-    return Group(made, {"tensors": f"{len(made)} tensors of one line"})
-
-
-def _one_tensor(holder: Holder) -> Group:
-    remedy = (
-        "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
-        "keep it off the card and move the rows that a step needs. If it is the batch, take a "
-        "smaller one."
-    )
-    changes = {"name": "One tensor is most of the peak", "remedy": remedy}
-    return Group([holder], {"tensors": "one tensor"}, changes)
+    return Group(max(by_line.values(), key=total, default=[]))
 
 
 ONE_LINE = Row(
     "One line makes most of the peak",
-    "{size} at the peak are {tensors}: {kinds}.",
+    "{size} at the peak are {count} tensors of one line: {kinds}.",
     "make fewer of them at once, or store them in fewer bytes (a narrower dtype). torch.stack and "
     "torch.cat need the pieces and the result at the same time: make the result first, and write "
     "each piece into it (result[i] = piece). What is the same for all rows, such as a causal mask, "
@@ -164,4 +163,5 @@ ONE_LINE = Row(
     least=MOST,
     stays=0.5,
     condition="If half of these bytes are gone",
+    alone=True,
 )

@@ -1,4 +1,11 @@
-"""Causes: forwards without gradients: results that stay, what a generation keeps, large batches."""
+"""Causes: forwards without gradients: results that stay, what a generation keeps, large batches.
+
+Whether such a forward is a part of the training step, such as a teacher's, a frozen encoder's or a
+target network's, or an evaluation beside it, a script does not say. What is known is how often they
+run: a part of the step runs between each two calls of the same training forward, and once or twice.
+A validation each few steps does not, and a teacher that is given the whole batch at once does not
+run between two micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +13,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..units import format_bytes
-from .cause import DOMINATES, WORTH, belongs_to_training, lines_of_forwards
+from .cause import DOMINATES, WORTH, lines_of_forwards
 from .facts import EVALUATION, OF_A_TRAINING_STEP, Facts, total
 from .made_by_forwards import lines_of_results
-from .parts_of_the_step import largest_evaluation, may_be_part_of_the_step
-from .rows import Group, Row
+from .rows import Group, Row, those
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
+OF_THE_STEP = 2  # in a row, at most; more may be a generation or a validation's loop
 
 
-def _results(free: Sequence[Holder], facts: Facts) -> Group:
-    left = []
-    for holder in free:
-        if holder.made_in == EVALUATION and holder.category == "temporaries":
-            left.append(holder)
+def _is_result(holder: Holder, facts: Facts) -> bool:
+    return holder.made_in == EVALUATION and holder.category == "temporaries"
+
+
+def _made_by_calls(left: list[Holder], facts: Facts) -> Group:
     return Group(left, changes={"lines": lines_of_results(left, facts)})
 
 
@@ -30,7 +37,7 @@ RESULTS_IN_TRAINING = Row(
     "keep less of each: outputs.argmax(-1), or of log-probabilities those of the chosen tokens "
     "alone; and `del` the rest before the training goes on. What a loss needs later can wait off "
     "the card (outputs.cpu()), or be computed for one micro-batch at a time.",
-    _results,
+    those(_is_result, _made_by_calls),
     least=DOMINATES,
     moments=OF_A_TRAINING_STEP,
     stays=None,  # the last one of each kind may be in use
@@ -49,7 +56,7 @@ def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:
     made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
         since = holder.samples[0] >= passes[0].samples[0]  # a data set may have come before
-        if since and holder.step == facts.peak.step and not belongs_to_training(holder):
+        if since and holder.step == facts.peak.step and not holder.is_of_training:
             made.append(holder)
             of_a_kind[_kind(holder)] += 1
     cache = []
@@ -108,7 +115,7 @@ def _large_forward(free: Sequence[Holder], facts: Facts) -> Group | None:
         "nbytes": largest.peak - largest.live_before,
         "lines": lines_of_forwards([largest]),
     }
-    if may_be_part_of_the_step(largest, facts):
+    if peak_may_be_of_the_step(facts):
         changes["name"] = "A forward without gradients is the peak"
         changes["remedy"] = (
             "give it fewer rows at a time. If each step has it (a teacher, a frozen encoder), "
@@ -127,3 +134,39 @@ EVALUATION_BATCH = Row(
     _large_forward,
     stays=None,  # half of the rows do not need half of the masks and tables
 )
+
+
+def largest_evaluation(facts: Facts) -> ForwardPass | None:
+    """The forward without gradients in which the peak is, if it is in one."""
+    if facts.peak.moment != EVALUATION:
+        return None
+    passes = [done for done in facts.evaluations if done.step == facts.peak.step]
+    largest = max(passes, key=lambda done: done.peak, default=None)
+    if largest is None or largest.peak < facts.peak.total:
+        return None
+    return largest
+
+
+def peak_may_be_of_the_step(facts: Facts) -> bool:
+    """Whether the peak is in a forward without gradients that the training may run with each batch:
+    as far as is known, it was called between all pairs of the same training forward, and no more
+    than twice in a row.
+    """
+    largest = largest_evaluation(facts)
+    if largest is None:
+        return False
+    in_a_row = calls = 0
+    calls_at_last = dict[tuple, int]()  # for each training forward: ``calls`` at its last call
+    between = dict[tuple, list[int]]()  # for each: the calls between each two of its own
+    for done in facts.forwards:
+        if not done.with_grad and done.call == largest.call:
+            calls, in_a_row = calls + 1, in_a_row + 1
+            if in_a_row > OF_THE_STEP:
+                return False
+        if done.used and done.has_weights:
+            in_a_row = 0
+            counts = between.setdefault(done.call, [])
+            if done.call in calls_at_last:
+                counts.append(calls - calls_at_last[done.call])
+            calls_at_last[done.call] = calls
+    return not between or any(min(counts, default=1) > 0 for counts in between.values())

@@ -7,45 +7,49 @@ from collections.abc import Sequence
 from .cause import MUCH, WORTH, lines_of_forwards
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
-from .rows import Group, Row
+from .rows import BEFORE_THE_OPTIMIZER, Group, Row, those
 from .timeline import Holder
 
 
-def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Copies of the gradients, and what else was computed from gradients alone."""
-    copies = []
-    for holder in free:
-        can_be = holder.category in ("gradients", "other")
-        # as the directions of sharpness-aware minimization, which some keep as states
-        is_kept = holder.category == "optimizer" and holder.turn < facts.peak.turn
-        before_a_step = facts.peak.moment in (TRAINING_FORWARD, LOSS, IN_BACKWARD)
-        if holder.computed_from == "gradients" and (can_be or (is_kept and before_a_step)):
-            copies.append(holder)
+def _is_copy(holder: Holder, facts: Facts) -> bool:
+    """Whether it is a copy of a gradient, or what else was computed from gradients alone."""
+    if holder.computed_from != "gradients":
+        return False
+    # as the directions of sharpness-aware minimization, which some keep as states
+    is_kept = holder.category == "optimizer" and holder.turn < facts.peak.turn
+    before_a_step = facts.peak.moment in BEFORE_THE_OPTIMIZER
+    return holder.category in ("gradients", "other") or (is_kept and before_a_step)
+
+
+def _beside_gradients(copies: list[Holder], facts: Facts) -> Group | None:
     turns = {holder.turn for holder in copies}
-    originals = [h for h in free if h.category == "gradients" and not h.computed_from]
+    originals = []
+    for holder in facts.at_peak:
+        if holder.category == "gradients" and not holder.computed_from:
+            originals.append(holder)
     there_twice = total(originals) >= WORTH * facts.peak.total
-    if not there_twice and max(turns, default=facts.peak.turn) == facts.peak.turn:
+    if not there_twice and max(turns) == facts.peak.turn:
         return None  # they have taken the gradients' place
     instead = [holder for holder in copies if holder.category == "gradients"]
-    changes = {}
+    remedy = COPIED_GRADIENTS.remedy
     if 2 * total(instead) > total(copies):
         # An optimizer reads the copies, so the gradients that they were made from can go.
-        changes["remedy"] = (
+        remedy = (
             "set p.grad = None as soon as a copy in another dtype has taken its place, for one "
             "weight after another."
         )
     elif len(turns) > 1:
-        changes["remedy"] = (
+        remedy = (
             "keep one running sum for the gradients of several backwards, or a number of each, "
             "such as p.grad.norm().item(), instead of a list of copies."
         )
-    elif turns and max(turns) < facts.peak.turn:
-        changes["remedy"] = (
+    elif max(turns) < facts.peak.turn:
+        remedy = (
             "a method that goes back later, such as SAM, needs them only then: keep them off the "
             "card (e.cpu(), and e.to(p.device) on the way back), or in bf16, or for a part of the "
             "weights, such as the normalization layers."
         )
-    return Group(copies, changes=changes)
+    return Group(copies, changes={"remedy": remedy})
 
 
 COPIED_GRADIENTS = Row(
@@ -53,19 +57,21 @@ COPIED_GRADIENTS = Row(
     "{size} at the peak were computed from gradients alone, as a copy or in another dtype.",
     "take one gradient after another instead of all at once: p.grad.norm() of each for a norm "
     "(torch.nn.utils.clip_grad_norm_ does that).",
-    _copies,
+    those(_is_copy, _beside_gradients),
     stays=None,
 )
 
 
-def _waiting(free: Sequence[Holder], facts: Facts) -> Group:
-    """Gradients that the optimizer has used, beside the next step's forward."""
-    old = []
-    for holder in free:
-        is_used = holder.category == "gradients" and 0 <= holder.step < facts.peak.step
-        # a gradient that no optimizer has is a cause of its own
-        if is_used and (facts.optimized is None or holder.module in facts.optimized):
-            old.append(holder)
+def _is_used(holder: Holder, facts: Facts) -> bool:
+    """Whether it is a gradient that the optimizer has used. One that no optimizer has is a cause of
+    its own.
+    """
+    if holder.category != "gradients" or not 0 <= holder.step < facts.peak.step:
+        return False
+    return facts.optimized is None or holder.module in facts.optimized
+
+
+def _until_the_backward(old: list[Holder], facts: Facts) -> Group:
     # A backward makes them again: its own peak remains.
     later = max(facts.highest_in(IN_BACKWARD), facts.highest_in(IN_OPTIMIZER_STEP))
     nbytes = min(total(old), facts.peak.total - later)
@@ -77,10 +83,9 @@ GRADIENTS_WAIT = Row(
     "{size} at the peak are gradients that the optimizer has already used.",
     "call optimizer.zero_grad() right after optimizer.step(), not before the next backward, and "
     "leave set_to_none as it is (True).",
-    _waiting,
+    those(_is_used, _until_the_backward),
     least=MUCH,
     moments=(TRAINING_FORWARD, LOSS),
-    shows_lines=False,
 )
 
 
@@ -102,9 +107,7 @@ def _for_no_optimizer(free: Sequence[Holder], facts: Facts) -> Group | None:
             forwards.append(done)
     graphs = made_by(forwards, free, facts)
     changes = {"lines": lines_of_forwards(forwards), "stays": largest_forward(graphs, facts)}
-    so_far = ""
-    if not facts.steps:
-        so_far = " so far"
+    so_far = "" if facts.steps else " so far"
     return Group(gradients + graphs, {"so_far": so_far}, changes)
 
 
@@ -115,7 +118,9 @@ FOR_NO_OPTIMIZER = Row(
     "module.requires_grad_(False) for what is not trained (a backbone, the network of a perceptual "
     "loss, a teacher): its gradients, and the graph in front of the first trained layer, are then "
     "never made. What is there from before goes with zero_grad() on the whole model. A teacher's "
-    "outputs can be computed under torch.no_grad().",
+    "outputs can be computed under torch.no_grad(). What is to be trained, such as layers that "
+    "were added later, has to be given to the optimizer: optimizer.add_param_group({'params': "
+    "layer.parameters()}).",
     _for_no_optimizer,
     condition=f"If these gradients and graphs are not made, {ONE_FORWARD}",
 )

@@ -1,9 +1,12 @@
 """Causes: graphs that nobody needs, since no backward goes through them or it has run already;
-graphs of gradients; checkpoints that nothing recomputes.
+graphs of gradients; graphs that a backward needs, but not all at once; checkpoints that nothing
+recomputes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,30 +25,9 @@ from .cause import (
 from .causes_of_holders import SEVERAL
 from .facts import IN_BACKWARD, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
-from .rows import BEFORE_THE_OPTIMIZER, Group, Row
+from .paths import ATTRIBUTE
+from .rows import BEFORE_THE_OPTIMIZER, Group, Row, those
 from .timeline import ForwardPass, Holder
-
-
-def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Forwards that record gradients, though no backward goes through them."""
-    unused = []
-    for done in facts.forwards:
-        nothing_came = facts.ended and _may_be_unused(done, facts)
-        if done.has_graph and not done.used and (is_unused(done, facts) or nothing_came):
-            unused.append(done)
-    return _left_by(unused, free, facts)
-
-
-def _unused_so_far(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """The same, in a run that was stopped: a backward for all of them may have been meant to come.
-
-    So it is asked after what has losses in between.
-    """
-    unused = []
-    for done in facts.forwards:
-        if done.has_graph and not done.used and _may_be_unused(done, facts):
-            unused.append(done)
-    return _left_by(unused, free, facts)
 
 
 def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -78,6 +60,21 @@ def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) ->
     return Group(holders, words, changes)
 
 
+def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """Forwards that record gradients, though no backward goes through them."""
+    found = [done for done in facts.forwards if done.has_graph and is_unused(done, facts)]
+    return _left_by(found, free, facts)
+
+
+def _unused_so_far(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """The same, in a run that was stopped: a backward for all of them may have been meant to come.
+
+    So it is asked after what has losses in between.
+    """
+    found = [done for done in facts.forwards if done.has_graph and _may_be_unused(done, facts)]
+    return _left_by(found, free, facts)
+
+
 def _unused_functions(free: Sequence[Holder], facts: Facts) -> Group | None:
     """The same, of a model that is written as a function: no module is called."""
     of_modules = any(done.step == facts.peak.step for done in facts.of_models)
@@ -107,36 +104,23 @@ def is_unused(done: ForwardPass, facts: Facts) -> bool:
     """Whether it is known that no backward goes through this forward."""
     if done.used:
         return False
-    if facts.ended and _trains(facts):
-        return True
-    if _backward_may_come(done, facts):
+    if facts.ended:
+        return _trains(facts) or _may_be_unused(done, facts)
+    # A backward may still come, as far as one can tell: its optimizer has still to step for the
+    # first time (a generator's, after the discriminator's steps), or an earlier call was used.
+    if done.waits_for_step or any(other.used for other in _calls_like(done, facts)):
         return False
     if done.step < facts.steps - 1:
         return True  # the optimizer has stepped twice since then
-    if _is_new_to_the_training(done, facts):
-        return True
-    # Another call of this line was never used.
-    for other in facts.forwards:
-        if _calls_the_same(other, done) and other.step < facts.steps - 1 and not other.used:
-            return True
-    return False
+    # At least two steps have used forwards, all of other calls than this one.
+    used = [other for other in facts.forwards if other.used and other.step < done.step]
+    return len({other.step for other in used}) >= 2 and done.call not in {p.call for p in used}
 
 
-def _backward_may_come(done: ForwardPass, facts: Facts) -> bool:
-    """Whether a run that was stopped before its end would have gone back through this forward, as
-    far as one can tell: its optimizer has still to step for the first time (a generator's, after
-    the discriminator's steps), or an earlier call of this line was used.
-    """
-    if facts.ended:
-        return False
-    if done.waits_for_step:
-        return True
-    return any(other.used and _calls_the_same(other, done) for other in facts.forwards)
-
-
-def _calls_the_same(other: ForwardPass, done: ForwardPass) -> bool:
-    """Whether another forward with a graph is a call of the same kind."""
-    return other is not done and other.has_graph and other.call == done.call
+def _calls_like(done: ForwardPass, facts: Facts) -> list[ForwardPass]:
+    """The other forwards with a graph that are calls of the same kind."""
+    alike = [other for other in facts.forwards if other.has_graph and other.call == done.call]
+    return [other for other in alike if other is not done]
 
 
 def _trains(facts: Facts) -> bool:
@@ -151,33 +135,31 @@ def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
     optimizer_waits = facts.optimized is not None or done.waits_for_step
     if _trains(facts) or (optimizer_waits and not facts.ended):
         return False
-    return any(_calls_the_same(other, done) for other in facts.forwards)
+    return bool(_calls_like(done, facts))
 
 
-def _is_new_to_the_training(done: ForwardPass, facts: Facts) -> bool:
-    """Whether two steps at least have used forwards, all of other calls than this one."""
-    used = [p for p in facts.forwards if p.used and p.step < done.step]
-    steps = {p.step for p in used}
-    return len(steps) >= 2 and done.call not in {p.call for p in used}
+def _is_of_a_finished_turn(holder: Holder, facts: Facts) -> bool:
+    return holder.category == "activations" and holder.turn in facts.finished_turns
 
 
-def _finished(free: Sequence[Holder], facts: Facts) -> Group | None:
+def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:
     """What several forwards have made whose own backward has run, or a whole graph: outputs in a
     list, a metric with its graph, a state that goes on with its graph, ``retain_graph=True``.
     """
-    kept = _of_finished_turns(free, facts)
     times = len({holder.turn for holder in kept})
     held, _ = largest_held(kept)
-    by_a_graph = held is not None and held.graph
-    if times < SEVERAL and not by_a_graph:
+    if times < SEVERAL and not held.graph:
         return None  # variables of the last step
     changes: dict[str, Any] = {}
     why = "something keeps what they have made."
     results = [holder for holder in kept if holder.is_result]
-    if times >= SEVERAL and by_a_graph:
+    if times >= SEVERAL and held.graph:
         why = f"the graph of `{name_of(held)}` reaches back over them."
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
         changes["stays"] = 0
+    elif held.graph and held.kind.startswith("attribute"):
+        why = f"the graph of `{name_of(held)}` is kept."
+        changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
     elif times >= SEVERAL and any(done.chained for done in facts.forwards):
         why = "each forward takes a state from the one before it, with its graph."
         changes["remedy"] = (
@@ -203,21 +185,28 @@ FINISHED = Row(
     "outputs that the next forward does not need. If the script has backward(retain_graph=True), "
     "leave it out, and detach what the second loss does not train, such as "
     "discriminator(fake.detach()). Two losses of one graph can be added up, for one backward.",
-    _finished,
+    those(_is_of_a_finished_turn, _after_their_backward),
     least=MUCH,
     moments=BEFORE_THE_OPTIMIZER,
     stays=None,
 )
 
 
-def _left_over(free: Sequence[Holder], facts: Facts) -> Group:
+def _may_go_first(left: list[Holder], facts: Facts) -> Group:
     """What the step before has computed and a variable still holds, such as its outputs or loss."""
-    left = _of_finished_turns(free, facts)
     nbytes = total(left)
     if facts.peak.moment != IN_BACKWARD:
         # The backward may begin without them: its own peak remains.
         nbytes = min(nbytes, facts.peak.total - facts.highest_in(IN_BACKWARD))
-    return Group(left, {"size": format_bytes(total(left))}, {"nbytes": nbytes})
+    changes: dict[str, Any] = {"nbytes": nbytes}
+    held, _ = largest_held(left)
+    if held.kind == ATTRIBUTE:
+        name = held.box or held.path
+        changes["remedy"] = (
+            f"`{name}` keeps them until the next forward assigns it again: let it go at the end of "
+            f"a step ({name} = None), or keep a copy off the card (.detach().cpu())."
+        )
+    return Group(left, {"size": format_bytes(total(left))}, changes)
 
 
 LEFT_OVER = Row(
@@ -227,48 +216,46 @@ LEFT_OVER = Row(
     "a variable keeps its tensor until it is assigned again, and that is after the next forward. "
     "`del` the outputs and the loss at the end of a step, or compute them in a function that "
     "returns numbers.",
-    _left_over,
+    those(_is_of_a_finished_turn, _may_go_first),
     least=MUCH,
-    moments=BEFORE_THE_OPTIMIZER,
     condition="Without these tensors",
 )
 
 
-def _of_finished_turns(free: Sequence[Holder], facts: Facts) -> list[Holder]:
-    turns = _finished_turns(facts)
-    return [h for h in free if h.category == "activations" and h.turn in turns]
-
-
-def _finished_turns(facts: Facts) -> set[int]:
-    """The turns before the peak's whose forwards no later backward needs.
-
-    Those of older steps are left to the causes of growth. A generator's graph may wait while the
-    critic steps several times.
+def _of_a_gradient(holder: Holder, facts: Facts) -> bool:
+    """Whether it was computed with a gradient that was taken with ``create_graph=True``, or such a
+    gradient keeps the graph of an earlier turn.
     """
-    finished, needed = set[int](), set[int]()
-    for done in facts.of_models:
-        if done.step < facts.peak.step - 1 or done.turn >= facts.peak.turn or not done.has_graph:
-            continue
-        if done.used and done.used_in_turn < facts.peak.turn and not done.differentiable:
-            finished.add(done.turn)
-        else:
-            needed.add(done.turn)
-    return finished - needed
+    if holder.category != "activations" or facts.is_a_row_of_weights(holder):
+        return False  # torch.func.grad takes all gradients with a graph, and vmap one for each row
+    if holder.made_in == IN_BACKWARD:
+        return facts.has_second_derivatives
+    return holder.turn in facts.differentiated_turns
 
 
-def _second_derivatives(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Gradients that were taken with ``create_graph=True``, and what they keep."""
-    if not facts.has_second_derivatives:
-        return None
-    kept = []
-    for holder in free:
-        of_a_gradient = holder.category == "activations" and holder.made_in == IN_BACKWARD
-        # torch.func.grad takes all gradients with a graph, and vmap one for each row
-        if of_a_gradient and not facts.is_a_row_of_weights(holder):
-            kept.append(holder)
-    return Group(kept)
+def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
+    older = [holder for holder in kept if holder.turn < facts.peak.turn]
+    held, _ = largest_held(older or kept)
+    # of several backwards without a step in between
+    again = [p for p in facts.forwards if p.differentiable and p.turn == facts.peak.turn]
+    by_a_gradient = held.path.endswith(".grad") and len(again) >= SEVERAL
+    if 2 * total(older) < total(kept) and not by_a_gradient:
+        return Group(kept) if total(kept) >= DOMINATES * facts.peak.total else None
+    for holder in facts.at_peak:
+        is_old = holder.category == "gradients" and holder.turn < facts.peak.turn
+        by_a_gradient = by_a_gradient or is_old
+    remedy = OF_A_BACKWARD
+    if held.box or (held.path and not by_a_gradient):
+        remedy = detached(held)
+    return Group(kept, changes={"remedy": remedy, "needed_in": "turn"})
 
 
+OF_A_BACKWARD = (
+    "after loss.backward(create_graph=True), each p.grad keeps the graph that it was computed "
+    "with, and this graph keeps p: take the gradients by torch.autograd.grad(loss, "
+    "list(model.parameters()), create_graph=True), or set p.grad to None as soon as it has "
+    "been used (optimizer.zero_grad() after the step), and `del` the loss."
+)
 SECOND_DERIVATIVES = Row(
     "Gradients keep graphs of their own",
     "{size} at the peak were computed with gradients, for a second derivative (create_graph=True).",
@@ -276,8 +263,8 @@ SECOND_DERIVATIVES = Row(
     " of several, or .detach() it at once: what is computed from it otherwise keeps all of this. "
     "If a loss needs it, take it for fewer rows (a gradient penalty), or for fewer inner steps "
     "(meta-learning, whose first-order method needs no create_graph).",
-    _second_derivatives,
-    least=DOMINATES,
+    those(_of_a_gradient, _of_second_derivatives),
+    least=MUCH,
     stays=None,
 )
 
@@ -321,5 +308,81 @@ IDLE_CHECKPOINTS = Row(
     _idle_checkpoints,
     least=0,
     stays=None,
-    shows_lines=False,
 )
+
+
+GRAPHS_AT_ONCE = 3  # two may be the two sides of one loss
+
+
+def _added_up(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """Losses that are added up over several forwards, and one backward for all of them."""
+    passes = _alive_together(free, facts)
+    if len(passes) < GRAPHS_AT_ONCE:
+        return None
+    holders = []  # the first forward's graph is there in any case
+    for holder in free:
+        if holder.category == "activations" and holder.samples[0] >= passes[1].samples[0]:
+            holders.append(holder)
+    each = total(holders) // (len(passes) - 1)
+    changes = {
+        "lines": lines_of_forwards(passes[-1:]),
+        "stays": min(facts.gradients_to_come(), total(holders)),
+    }
+    return Group(holders, {"forwards": len(passes), "each": format_bytes(each)}, changes)
+
+
+ADDED_UP = Row(
+    "Losses are added up before one backward",
+    "the graphs of {forwards} forwards of one step are alive at once, about {each} each.",
+    "call backward after each forward, (loss / n).backward() for n of them, and step the optimizer "
+    "after the last: the gradients add up by themselves. (If one loss compares the outputs of all "
+    "these forwards, this is not possible.)",
+    _added_up,
+    moments=BEFORE_THE_OPTIMIZER,
+    condition="If one forward at a time is in memory, beside all gradients",
+)
+
+
+def _alive_together(free: Sequence[Holder], facts: Facts) -> list[ForwardPass]:
+    """Forwards in the peak's step whose graphs are alive at the peak, with a loss between them.
+
+    They are calls of one kind: of several such groups, the largest. A forward that
+    continues another one, as in backward through time, does not count.
+    """
+    of_the_step = [done for done in facts.of_models if done.step == facts.peak.step]
+    if all(done.differentiable for done in of_the_step):
+        # Gradients have been taken already. In meta-learning, the forwards of the outer losses are
+        # not differentiated twice.
+        return []
+    calls = defaultdict[tuple, list[ForwardPass]](list)
+    for done in of_the_step:
+        if done.has_graph and not done.chained and not is_unused(done, facts):
+            calls[done.call].append(done)
+    alive = list[ForwardPass]()
+    for passes in calls.values():
+        nbytes = [total(made_by([done], free, facts)) for done in passes]
+        # Of a graph that is free, some tensors may be left.
+        together = [done for done, n in zip(passes, nbytes, strict=True) if 2 * n > max(nbytes)]
+        alive = max(alive, together, key=len)
+    if not alive:
+        return []
+    # Without a loss in between, such as for features that are averaged, one loss takes all outputs.
+    losses = _samples_of_losses(facts)
+    first, last = (bisect_left(losses, done.samples[0]) for done in (alive[0], alive[-1]))
+    return alive if first < last else []
+
+
+def _samples_of_losses(facts: Facts) -> list[int]:
+    """The first sample of each loss that is known, in order: one number with a graph, which a model
+    has returned or which was made outside of models.
+    """
+    samples = []
+    for holder in (*facts.at_peak, *facts.others):
+        if holder.category != "activations" or holder.shape != ():
+            continue
+        made = holder.samples[0]
+        last = facts.last_begun(made)
+        inside = last is not None and last.has_weights and made < last.samples[1]
+        if holder.is_result or not inside:
+            samples.append(made)
+    return sorted(samples)

@@ -16,7 +16,6 @@ from ..units import format_bytes
 from .cause import (
     DOMINATES,
     WORTH,
-    belongs_to_training,
     detached,
     in_words,
     larger_than_its_tensor,
@@ -26,7 +25,7 @@ from .cause import (
 from .causes_of_holders import SEVERAL
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
-from .paths import NOBODY, Held
+from .paths import Held
 from .rows import Group, Row, cause_of
 from .source_lines import source_line
 from .timeline import Holder
@@ -80,6 +79,8 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
 
     Of several such names, the one with the most bytes.
     """
+    # Of a deque with a bound, only the graphs may grow.
+    free = [holder for holder in free if holder.keeper.kind != "window" or holder.keeper.graph]
     return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
 
 
@@ -87,19 +88,11 @@ def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
     """The same, of a name that may grow no more: a full cache, the first results, a deque with a
     bound.
     """
-    named = [holder for holder in free if holder.held is not None]
-    groups = defaultdict[str, list[Holder]](list)
-    for holder in named:
-        groups[LAYER.sub(".…", holder.held.box)].append(holder)
-    groups.pop("", None)
     found = []
-    for group in groups.values():
-        old = _without_the_model_in_use(group, facts)
-        steps = len(_by_step(old, facts))
-        if steps >= SEVERAL:
-            held, _ = largest_held(old)
-            words = {"by": f"`{name_of(held)}`", "rounds": steps, "unit": facts.unit}
-            found.append(Group(old, words, {"remedy": _remedy(held, old, False)}))
+    for group in _by_place(free).values():
+        by_step = _by_step(_without_the_model_in_use(group, facts), facts)
+        if group[0].keeper.box and len(by_step) >= SEVERAL:
+            found.append(_group([kept for _, kept in by_step], facts.unit, facts))
     return _largest(found)
 
 
@@ -140,11 +133,9 @@ def _place_of(holder: Holder) -> tuple | None:
     """What may keep tensors of many steps: a name of a list, or of a tensor with its graph; or what
     has no name that was found, by the line that makes it.
     """
-    held = holder.held or NOBODY
-    if not held.path and holder.line is not None and not belongs_to_training(holder):
+    held = holder.keeper
+    if not held.path:
         return holder.line, holder.op, holder.dtype
-    if held.kind == "window" and not held.graph:
-        return None
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
     if held.box:
@@ -163,17 +154,19 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     """Those of this group that are no longer in use, if it grows."""
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
-    if max(len(by_step), len(by_forward)) < SEVERAL or _is_a_window(place, group, facts):
+    if max(len(by_step), len(by_forward)) < SEVERAL or _ends(place, group, facts):
         return None
-    copies = [holder for holder in group if holder.computed_from == "parameters"]
-    is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
-    if is_empty_later and 2 * total(copies) > total(group):
-        return None  # copies of a round, which are averaged at its end
-    has_a_name = (group[0].held or NOBODY).path
-    if not has_a_name and facts.peak_time < LATE * (facts.times - 1):
-        return None  # later steps did not need more
     if len(by_step) < SEVERAL:
-        return _collected(by_forward, facts)
+        *earlier, newest = by_forward  # the newest result may be in use
+        found = _group(earlier, "forward", facts)
+        if found is None:
+            return None
+        of_one = {
+            "name": COLLECTED,
+            "stays": min(total(newest), total(found.holders)),
+            "condition": "If those of only one forward are kept at a time",
+        }
+        return replace(found, changes={**found.changes, **of_one})
     if not _goes_on(group, facts):
         return None
     rounds = []
@@ -184,19 +177,18 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     return _group(rounds, facts.unit, facts)
 
 
-def _collected(by_forward: list[list[Holder]], facts: Facts) -> Group | None:
-    """What an evaluation collects. The newest result may be in use."""
-    *earlier, newest = by_forward
-    found = _group(earlier, "forward", facts)
-    if found is None or total(found.holders) < WORTH * facts.peak.total:
-        return None
-    changes = {
-        "name": COLLECTED,
-        "stays": min(total(newest), total(found.holders)),
-        "condition": "If those of only one forward are kept at a time",
-        "needed_in": "",
-    }
-    return replace(found, changes=dict(found.changes) | changes)
+def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
+    """Whether these are known to become no more."""
+    copies = [holder for holder in group if holder.computed_from == "parameters"]
+    is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
+    if is_empty_later and 2 * total(copies) > total(group):
+        return True  # copies of a round, which are averaged at its end
+    if not group[0].keeper.path:
+        # Later steps did not need more, or gradients with a graph of their own keep it.
+        is_early = facts.peak_time < LATE * (facts.times - 1)
+        if is_early or facts.has_second_derivatives:
+            return True
+    return _is_a_window(place, group, facts)
 
 
 def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
@@ -204,27 +196,25 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
     old = list[Holder]()
     for kept in rounds:
         old += kept
-    each = total(old) // max(len(rounds), 1)
-    least = min(WORTH, GROWS * len(rounds))
+    in_an_evaluation = unit == "forward"
+    least = WORTH if in_an_evaluation else min(WORTH, GROWS * len(rounds))
     if total(old) < least * facts.peak.total or not old:
         return None
+    each = total(old) // len(rounds)
     held, _ = largest_held(old)
-    words = {
-        "by": "something that has no name",
-        "rounds": len(rounds),
-        "unit": unit,
-        "each": format_bytes(each),
-    }
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
-    changes["needed_in"] = "round" if any(map(belongs_to_training, old)) else unit
-    if (held is None or not held.path) and all(holder.held is not None for holder in old):
-        changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
-    if held is not None and held.path:
-        words["by"] = f"`{name_of(held)}`"
-        changes["remedy"] = _remedy(held, old, unit == "forward")
+    if not in_an_evaluation:
+        changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
+    by = "something that has no name"
+    if held.path:
+        by = f"`{name_of(held)}`"
+        changes["remedy"] = _remedy(held, old, in_an_evaluation)
         if _is_history(held):
             changes["condition"] = f"If the history has {HISTORY} steps"
             changes["stays"] = min(total(old), HISTORY * each)
+    elif all(holder.held is not None for holder in old):
+        changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
+    words = {"by": by, "rounds": len(rounds), "unit": unit, "each": format_bytes(each)}
     return Group(old, words, changes)
 
 
@@ -245,37 +235,25 @@ def _by_step(holders: list[Holder], facts: Facts) -> list[tuple[int, list[Holder
 def _may_be_the_batch(holder: Holder, facts: Facts) -> bool:
     """Whether it was made right before the peak's step, which may be in use of it."""
     is_last = facts.time_of(holder) == facts.peak_time - 1
-    return is_last and holder.made_in == BETWEEN_STEPS and not belongs_to_training(holder)
+    return is_last and holder.made_in == BETWEEN_STEPS and not holder.is_of_training
 
 
 def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]:
-    """The group without weights and states that are in use, and without their gradients.
+    """The group without weights and states that are in use.
 
     They are of an earlier round if they were not updated after the next ones like them were made.
     A boosted ensemble calls such models in later rounds.
     """
     if _calls_older_models(facts):
-        group = [holder for holder in group if not belongs_to_training(holder)]
+        group = [holder for holder in group if not holder.is_of_training]
     births = defaultdict[tuple, set[int]](set)
     for holder in facts.at_peak:
         births[_kind(holder)].add(holder.step)
-    old, gradients, replaced = [], [], Counter[str]()
+    old = []
     for holder in group:
-        held = holder.held or NOBODY
-        if held.path.endswith(".grad"):
-            gradients.append(holder)
-            continue
         is_in_use = holder.category in ("parameters", "optimizer")
-        may_be_in_use = is_in_use and not _is_history(held)
+        may_be_in_use = is_in_use and not _is_history(holder.keeper)
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
-            old.append(holder)
-            replaced[held.path] += 1
-    # A gradient is old if a weight of the same path is; several may have one path, so they count.
-    gradients.sort(key=lambda holder: holder.samples[0])
-    for holder in gradients:
-        weight = holder.held.path.removesuffix(".grad")
-        if replaced[weight] > 0:
-            replaced[weight] -= 1
             old.append(holder)
     return old
 
@@ -363,11 +341,11 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
     kinds = Counter[str]()
     for holder in holders:
         kind = "other"
-        if belongs_to_training(holder):
+        if holder.is_of_training:
             kind = holder.category
         elif holder.computed_from == "parameters":
             kind = "parameters"  # copies of weights
-        if (holder.held or NOBODY).graph:
+        if holder.keeper.graph:
             kind = "graphs"
         kinds[kind] += holder.nbytes
     most = kinds.most_common(1)[0][0]
@@ -487,7 +465,7 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
 
     A batch is made before the step that it belongs to, but it is no sum of earlier ones.
     """
-    if holder.op != "aten.cat" or belongs_to_training(holder):
+    if holder.op != "aten.cat":
         return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True

@@ -4,18 +4,30 @@ a parallel model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from .cause import MUCH, belongs_to_training
+from .cause import MUCH
 from .facts import BETWEEN_STEPS, Facts
-from .rows import Group, Row
+from .rows import Group, Row, those
 from .timeline import Holder
 
 SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
 
 
-def _in_an_exception(free: Sequence[Holder], facts: Facts) -> Group:
-    return Group(_held_as("exception", free, facts), changes={"needed_in": facts.unit})
+def _kept_by(kind: str) -> Callable[[Holder, Facts], bool]:
+    """Whether it is held so, was made before the peak's step, and is not trained any more."""
+
+    def which(holder: Holder, facts: Facts) -> bool:
+        earlier = facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
+        if holder.is_of_training and max(holder.updated, holder.step) >= facts.peak.step:
+            return False
+        return holder.keeper.kind == kind and earlier
+
+    return which
+
+
+def _until_the_step_ends(kept: list[Holder], facts: Facts) -> Group:
+    return Group(kept, changes={"needed_in": facts.unit})
 
 
 EXCEPTION = Row(
@@ -24,17 +36,15 @@ EXCEPTION = Row(
     "the variables of the functions that it ended.",
     "keep str(error) in place of the error: its traceback holds the variables of all functions that"
     " it went through.",
-    _in_an_exception,
+    those(_kept_by("exception"), _until_the_step_ends),
     least=MUCH,
 )
 
 
-def _in_cycles(free: Sequence[Holder], facts: Facts) -> Group | None:
-    kept = _held_as("cycle", free, facts)
-    times = {facts.time_of(holder) for holder in kept}
-    if len(times) < SEVERAL or facts.has_second_derivatives:
+def _of_several_steps(kept: list[Holder], facts: Facts) -> Group | None:
+    if len(set(map(facts.time_of, kept))) < SEVERAL or facts.has_second_derivatives:
         return None
-    return Group(kept, changes={"needed_in": facts.unit})
+    return _until_the_step_ends(kept, facts)
 
 
 CYCLES = Row(
@@ -43,31 +53,13 @@ CYCLES = Row(
     "them, until Python's collector runs, and bytes of tensors do not make it run.",
     "let no object refer to itself (weakref.ref for the way back; in a torch.autograd.Function, "
     "ctx.save_for_backward(y) in place of ctx.y = y), or call gc.collect() at the end of a step.",
-    _in_cycles,
+    those(_kept_by("cycle"), _of_several_steps),
     least=MUCH,
 )
 
 
-def _held_as(kind: str, free: Sequence[Holder], facts: Facts) -> list[Holder]:
-    """What is held so, was made before the peak's step, and is nothing that is trained."""
-    found = []
-    for holder in free:
-        earlier = facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
-        is_held = holder.held is not None and holder.held.kind == kind
-        if is_held and earlier and not belongs_to_training(holder):
-            found.append(holder)
-    return found
-
-
-def _in_buckets(free: Sequence[Holder], facts: Facts) -> Group | None:
-    if not facts.in_ddp:
-        return None
-    kept = []
-    for holder in free:
-        in_cpp = holder.held is not None and holder.held.kind == "C++"
-        if in_cpp and holder.category == "other":
-            kept.append(holder)
-    return Group(kept)
+def _in_buckets(holder: Holder, facts: Facts) -> bool:
+    return facts.in_ddp and holder.keeper.kind == "C++" and holder.category == "other"
 
 
 BUCKETS = Row(
@@ -76,7 +68,7 @@ BUCKETS = Row(
     " of the gradients.",
     "DistributedDataParallel(model, gradient_as_bucket_view=True): the gradients are views of the "
     "buckets then.",
-    _in_buckets,
+    those(_in_buckets),
     least=MUCH,
     stays=None,  # without gradients, as after zero_grad(), the buckets are still there
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -16,9 +17,8 @@ from .cause import (
     WORTH,
     dtype_of,
     lines_of,
-    numel,
 )
-from .facts import BETWEEN_STEPS, OF_A_TRAINING_STEP, Facts, total
+from .facts import BETWEEN_STEPS, IN_BACKWARD, OF_A_TRAINING_STEP, Facts, total
 from .rows import Group, Row, those
 from .timeline import Holder
 
@@ -51,13 +51,16 @@ IN_GENERAL = (
 COMPUTED = ("activations", "temporaries")
 
 
-def _double(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Tensors in float64 beside weights in a narrower dtype: numpy's numbers are float64, and so
-    is what ``.double()`` makes.
+def _is_double(holder: Holder, facts: Facts) -> bool:
+    """Whether it is in float64 beside weights in a narrower dtype: numpy's numbers are float64, and
+    so is what ``.double()`` makes.
     """
     if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
-        return None
-    double = [h for h in free if h.dtype is torch.float64 and h.category != "optimizer"]
+        return False
+    return holder.dtype is torch.float64 and holder.category != "optimizer"
+
+
+def _from_data_on(double: list[Holder], facts: Facts) -> Group:
     # Lines of data come first: float64 most often begins there.
     data = [h for h in double if h.category == "other" and not h.computed_from]
     lines = tuple(dict.fromkeys((*lines_of(data), *lines_of(double))))
@@ -71,7 +74,7 @@ DOUBLE = Row(
     "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
     "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them. Where "
     ".double() or dtype=torch.float64 has made them, float32 has half as many bytes.",
-    _double,
+    those(_is_double, _from_data_on),
     least=2 * WORTH,
     stays=0.5,
     condition="If these tensors are in float32",
@@ -122,7 +125,7 @@ def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
     for name in facts.trained:
         shape = facts.structure.shapes[name]
         if len(shape) == 2 and outputs & set(shape):
-            largest = max(largest, numel(shape) * facts.structure.dtypes[name].itemsize)
+            largest = max(largest, prod(shape) * facts.structure.dtypes[name].itemsize)
     return largest
 
 
@@ -190,6 +193,10 @@ def _expanded(free: Sequence[Holder], facts: Facts) -> Group | None:
         filled_now = filled_now and holder.category in ("activations", "other")
         if filled_now or (holder.expanded and not _is_augmented(holder, facts)):
             expanded.append(holder)
+    if facts.peak.moment == IN_BACKWARD:
+        # its gradient is as large, when the tensor itself may be gone
+        of_the_step = [h for h in facts.others if h.expanded and h.step == facts.peak.step]
+        expanded += [holder for holder in of_the_step if holder.category == "activations"]
     for holder in free:
         can_be = holder.category in (*COMPUTED, "other")
         if can_be and any(_is_of_kind(holder, example) for example in expanded):
@@ -225,7 +232,7 @@ def _is_of_kind(holder: Holder, expanded: Holder) -> bool:
     """Whether it has the shape of an expanded tensor, or at least as many bytes for its rows."""
     if holder.shape == expanded.shape:
         return True
-    of_same_rows = numel(holder.shape[:-1]) == numel(expanded.shape[:-1])
+    of_same_rows = prod(holder.shape[:-1]) == prod(expanded.shape[:-1])
     is_followed = expanded.expanded and len(expanded.shape) > 2  # zeros may be of any size
     return is_followed and of_same_rows and holder.nbytes >= expanded.nbytes
 
@@ -236,12 +243,14 @@ def _without_the_large_tensor(expanded: list[Holder]) -> str:
     for operations, sentence in INSTEAD:
         if any(name in holder.op for holder in expanded for name in operations):
             advice.append(sentence)
+    if not advice:
+        advice.append(IN_GENERAL)
     if any(_looks_like_a_mistake(holder) for holder in expanded):
         advice.append(
             "If one number for each row was meant, two shapes did not fit, such as (rows, 1) and "
             "(rows,): give both the same one with targets.view_as(outputs)."
         )
-    return " ".join(advice or [IN_GENERAL])
+    return " ".join(advice)
 
 
 def _looks_like_a_mistake(holder: Holder) -> bool:
@@ -266,5 +275,4 @@ EMBEDDING = Row(
     those(_of_an_embedding),
     least=DOMINATES,
     stays=None,  # a sparse gradient has a row for each entry of a batch: these may be more
-    shows_lines=False,
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from .cause import ALMOST_ALL, DOMINATES, WORTH, is_copy_of_a_storage, numel
+from .cause import ALMOST_ALL, DOMINATES, WORTH, is_copy_of_a_storage
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
 from .rows import Group, Row, those
 from .timeline import Holder
@@ -103,23 +104,19 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
     twice = {name for name, times in names.items() if times > 1}
     groups = defaultdict[Any, list[Holder]](list)
     for holder in free:
-        is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
-        of_gradients = holder.computed_from == "gradients"
-        can_be = holder.category == "other" or _is_copy_to_go_back_to(holder, twice)
-        can_be = can_be or _is_copy_with_a_graph(holder, facts)
-        if is_data or of_gradients or not can_be:
-            continue
-        if holder.module in facts.untrained:
-            groups["other models"].append(holder)
-        else:
-            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
+        if _may_be_of_a_copy(holder, twice, facts):
+            of_another = facts.of_another_model(holder)
+            place: Any = holder.line, holder.step, of_another
+            if holder.module in facts.untrained:
+                place = "other models"
+            groups[place].append(holder)
     copies = []
     for group in groups.values():
         if not facts.of_another_model(group[0]):
             copies += _copies_among(group, facts)[0]
             continue
         in_group = _copies_in_other_models(group, facts)
-        if not in_group and group[0].module in facts.untrained:
+        if not in_group:
             # An average of the weights beside a teacher: each has a name of its own.
             models = defaultdict[str, list[Holder]](list)
             for holder in group:
@@ -130,10 +127,27 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
     return copies
 
 
+def _may_be_of_a_copy(holder: Holder, twice: set[str], facts: Facts) -> bool:
+    """Whether it is loose, or an optimizer keeps it to go back to, or it has become the parameter
+    later, or it is an average without ``detach``: code outside of all modules has computed it with
+    a graph, and it is still there in another turn. In its own turn, a forward may have used it.
+
+    ``twice``: the names of parameters that have two storages at the peak.
+    """
+    if holder.category == "other":
+        is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
+        return not is_data and holder.computed_from != "gradients"
+    if holder.computed_from != "parameters":
+        return False
+    if holder.category == "activations":
+        return not holder.module and holder.turn < facts.peak.turn
+    return holder.category == "optimizer" or holder.module in twice
+
+
 def _copies_among(holders: list[Holder], facts: Facts) -> tuple[list[list[Holder]], list[Holder]]:
     """The copies of the model's weights among ``holders``, and the rest of them."""
     copies, rest = [], holders
-    while copy := _with_shapes_of_the_model(rest, facts):
+    while copy := _one_of_each(rest, facts):
         copies.append(copy)
         in_copy = set(map(id, copy))
         rest = [holder for holder in rest if id(holder) not in in_copy]
@@ -146,66 +160,40 @@ def _copies_in_other_models(holders: list[Holder], facts: Facts) -> list[list[Ho
     """
     shapes = facts.structure.shapes.values()
     copies, rest = _copies_among(holders, facts)
-    have_different_sizes = len(set(map(len, copies))) > 1
-    if have_different_sizes:
+    if len(set(map(len, copies))) > 1:
         return []  # a second model: twice as many layers, say, and only one head
-    if not rest:
-        return copies  # parameters may be missing in all copies, if no step reads them
     some_are_missing = any(len(copy) < len(shapes) for copy in copies)
-    if some_are_missing:
+    if rest and some_are_missing:
         return []  # a second model, which has the rest in their place, such as another head
-    more_of_the_same = sum(numel(holder.shape) for holder in rest if holder.shape in shapes)
-    everything = sum(map(numel, shapes))
-    return copies if more_of_the_same < (1 - ALMOST_ALL) * everything else []
+    more_of_the_same = sum(prod(holder.shape) for holder in rest if holder.shape in shapes)
+    return copies if more_of_the_same < (1 - ALMOST_ALL) * sum(map(prod, shapes)) else []
 
 
-def _is_copy_to_go_back_to(holder: Holder, twice: set[str]) -> bool:
-    """Whether an optimizer keeps it among its states, or it has become the parameter later.
-
-    ``twice``: the names of parameters that have two storages at the peak.
-    """
-    if holder.computed_from != "parameters":
-        return False
-    return holder.category == "optimizer" or holder.module in twice
-
-
-def _is_copy_with_a_graph(holder: Holder, facts: Facts) -> bool:
-    """Whether code outside of all modules has computed it from weights with a graph, and it is
-    still there in another turn: an average without ``detach``. In its own turn, a forward may have
-    used it.
-    """
-    if holder.category != "activations" or holder.computed_from != "parameters":
-        return False
-    return not holder.module and holder.turn < facts.peak.turn
-
-
-def _with_shapes_of_the_model(holders: list[Holder], facts: Facts) -> list[Holder]:
-    """Those of ``holders`` that have the shapes of the model's parameters, one for each.
+def _one_of_each(holders: list[Holder], facts: Facts) -> list[Holder]:
+    """Those of ``holders`` that have as many numbers as the model's parameters, one for each.
 
     Empty if more than a tenth of the parameters' numbers has none.
     """
     structure = facts.structure
+    everything = sum(map(prod, structure.shapes.values()))
     missing = Counter(structure.shapes.values())
-    everything = sum(numel(shape) * n for shape, n in missing.items())
     # shapes by bytes, for copies of whole storages, whose shape is not known
     of_size = defaultdict[int, set[tuple[int, ...]]](set)
     for name, shape in structure.shapes.items():
-        of_size[numel(shape) * structure.dtypes[name].itemsize].add(shape)
-    found, numbers = [], 0
+        of_size[prod(shape) * structure.dtypes[name].itemsize].add(shape)
+    found = []
     for holder in holders:
-        shape = holder.shape
-        is_whole_storage = is_copy_of_a_storage(holder)
-        if not is_whole_storage and not (holder.dtype and holder.dtype.is_floating_point):
+        possible = {holder.shape}
+        if is_copy_of_a_storage(holder):
+            possible = of_size[holder.nbytes]
+        elif not holder.dtype or not holder.dtype.is_floating_point:
             continue  # labels are no weights
-        if is_whole_storage:
-            for possible in of_size[holder.nbytes]:
-                if missing[possible] > 0:
-                    shape = possible
-        if missing[shape] > 0:
-            missing[shape] -= 1
-            numbers += numel(shape)
-            found.append(holder)
-    if numbers < ALMOST_ALL * everything:
+        for shape in possible:
+            if missing[shape] > 0:
+                missing[shape] -= 1
+                found.append(holder)
+                break
+    if sum(prod(shape) * n for shape, n in missing.items()) > (1 - ALMOST_ALL) * everything:
         return []
     # One tensor that looks like the largest weight may be a batch, or its targets.
     is_known = any(_is_known_to_be_weights(holder, facts) for holder in found)
@@ -233,13 +221,12 @@ SECOND_MODEL = Row(
 )
 
 
-def _first_states(free: Sequence[Holder], facts: Facts) -> Group:
-    """The optimizer makes its states at the peak."""
-    states = []
-    for holder in free:
-        existed = not holder.op  # an optimizer had it when the block began
-        if holder.step == facts.peak.step and is_state(holder, facts) and not existed:
-            states.append(holder)
+def _is_new_state(holder: Holder, facts: Facts) -> bool:
+    existed = not holder.op  # an optimizer had it when the block began
+    return holder.step == facts.peak.step and is_state(holder, facts) and not existed
+
+
+def _instead_of_these(states: list[Holder], facts: Facts) -> Group:
     less = "without momentum, this optimizer would keep less, or nothing. "
     if facts.numbers_of_states > MOMENTUM:
         less = (
@@ -255,9 +242,8 @@ FIRST_STATES = Row(
     " them.",
     "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains "
     "fewer parameters. A smaller batch and checkpointing do not change this.",
-    _first_states,
+    those(_is_new_state, _instead_of_these),
     moments=(IN_OPTIMIZER_STEP,),
-    shows_lines=False,
 )
 
 
@@ -298,5 +284,4 @@ WIDE = Row(
     _wide,
     stays=0.5,
     condition="If these weights are half as wide",
-    shows_lines=False,
 )

@@ -17,11 +17,11 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
-from .cause import DOMINATES, LINES, MUCH, WORTH, Cause, belongs_to_training, in_words, within
+from .cause import LINES, MUCH, WORTH, Cause, in_words, within
 from .causes import find_causes
+from .causes_of_evaluation import peak_may_be_of_the_step
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
-from .parts_of_the_step import peak_may_be_of_the_step
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -150,10 +150,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         lines = [self.peak_line(), *self.cause_lines()]
-        if not self.causes and self._is_ordinary():
-            lines += ["This is an ordinary step.", *self._largest_line()]
-        elif not self.causes:
-            lines += self._largest_lines()
+        if not self.causes:
+            what = "This is an ordinary step" if self._is_ordinary() else "No cause was found"
+            lines += [f"{what}. The largest at the peak:", *self._largest_lines()]
         if self.helps:
             width = max(len(name) for name in self.helps)
             else_ = " else" * bool(self.causes)
@@ -173,35 +172,17 @@ class Diagnosis:
         older = []
         for holder in facts.at_peak:
             of_earlier_steps = 0 <= facts.time_of(holder) < facts.peak_time
-            if of_earlier_steps and not belongs_to_training(holder):
+            if of_earlier_steps and not holder.is_of_training:
                 older.append(holder)
         return bool(self.helps) and total(older) < MUCH * self.peak.total
 
-    def _largest_line(self) -> list[str]:
-        """The line of the script that makes the most of the peak, in tensors of one kind."""
-        kinds = defaultdict[tuple, list[Holder]](list)
-        for holder in self.facts.at_peak:
-            if holder.line is not None and not belongs_to_training(holder):
-                # a comprehension is a function of its own in some versions of Python
-                place = holder.line.file, holder.line.line
-                kinds[place, holder.shape[1:]].append(holder)
-        most = max(kinds.values(), key=total, default=[])
-        if total(most) < DOMINATES * self.peak.total:
-            return []
-        largest = max(most, key=lambda holder: holder.nbytes)
-        return [
-            f"One line makes {format_bytes(total(most))} of it, {largest.line}: {len(most)} "
-            f"tensors, the largest {in_words(largest)}."
-        ]
-
     def _largest_lines(self) -> list[str]:
-        """Who holds the most at the peak, where nothing else can be said."""
-        lines = ["No cause was found. The largest at the peak:"]
+        """Who holds the most at the peak, and which lines have made it."""
         groups = defaultdict[tuple, list[Holder]](list)
         for holder in self.facts.at_peak:
             groups[holder.line, holder.category, holder.held].append(holder)
-        largest_first = sorted(groups.values(), key=total, reverse=True)
-        for group in largest_first[:LINES]:
+        lines = []
+        for group in sorted(groups.values(), key=total, reverse=True)[:LINES]:
             first = group[0]
             line = f", at {first.line}" if first.line else ""
             held = f", held by {first.held}" if first.held else ""

@@ -205,6 +205,29 @@ class Facts:
                 found.append(done)
         return found
 
+    @cached_property
+    def finished_turns(self) -> set[int]:
+        """The turns before the peak's whose forwards no later backward needs.
+
+        Those of older steps are left to the causes of growth. A generator's graph may wait while
+        the critic steps several times.
+        """
+        finished, needed = set[int](), set[int]()
+        for done in self.of_models:
+            if done.step < self.peak.step - 1 or done.turn >= self.peak.turn or not done.has_graph:
+                continue
+            if done.used and done.used_in_turn < self.peak.turn and not done.differentiable:
+                finished.add(done.turn)
+            else:
+                needed.add(done.turn)
+        return finished - needed
+
+    @cached_property
+    def differentiated_turns(self) -> set[int]:
+        """The turns before the peak's with a gradient that has a graph of its own."""
+        turns = {done.turn for done in self.forwards if done.differentiable}
+        return {turn for turn in turns if turn < self.peak.turn}
+
     def in_layers(self, holder: Holder) -> bool:
         return self.structure is not None and self.structure.in_layers(holder.module)
 
@@ -219,19 +242,22 @@ class Facts:
 
     @property
     def numbers_of_states(self) -> float:
-        """How many numbers the optimizer keeps for each trained weight; infinite if that is not
-        known, as in a step that has not ended.
+        """How many numbers the optimizer keeps for each weight that has any; infinite if that is
+        not known, as in a step that has not ended.
         """
         in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
         if self.structure is None or in_a_step:
             return inf
-        trained = sum(prod(self.structure.shapes[name]) for name in self.trained)
-        states = 0
+        states, names = 0, set[str]()
         for holder in self.at_peak:
             if holder.category == "optimizer":
                 width = 4 if holder.dtype is None else holder.dtype.itemsize  # float32
                 states += holder.nbytes // width
-        return states / max(trained, 1)
+                names.add(holder.module)
+        shapes = self.structure.shapes
+        # a weight that was added after the optimizer was made has no states
+        have_states = names & shapes.keys() or self.trained
+        return states / max(sum(prod(shapes[name]) for name in have_states), 1)
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for

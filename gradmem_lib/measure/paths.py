@@ -327,13 +327,17 @@ class _Walk:
 
 def _box_of(words: list[str], kinds: list[str]) -> int:
     """How many words lead to the cache on the way, or to the innermost list or dict with numbered
-    entries, or else to the outermost one of any kind; 0 if there is none.
+    entries, or else to the outermost one of any kind; 0 if there is none. Of a list of modules, it
+    is the attribute that each of them has.
     """
     if "cache" in kinds:
         return kinds.index("cache")
     boxes = [i for i, kind in enumerate(kinds) if kind in BOXES]
     numbered = [i for i in boxes if _plain(words[i]) == "[…]"]
-    return max(numbered, default=min(boxes, default=0))
+    box = max(numbered, default=min(boxes, default=0))
+    if box and ATTRIBUTE in kinds[box:]:
+        return kinds.index(ATTRIBUTE, box) + 1
+    return box
 
 
 def _kind_of(kinds: list[str], box: int) -> str:

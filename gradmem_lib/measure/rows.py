@@ -15,7 +15,6 @@ from typing import Any
 from ..units import format_bytes
 from .cause import WORTH, Cause, kinds_of, largest_held, lines_of
 from .facts import Facts, total
-from .source_lines import SourceLine
 from .timeline import Holder
 
 # The peak is in a part of a step in which graphs and gradients wait for one another.
@@ -54,15 +53,23 @@ class Row:
     # The part of the bytes that the remedy needs as well, at most; ``None`` if it is not known.
     stays: float | None = 0
     condition: str = "Without these bytes"
-    shows_lines: bool = True
     claims: bool = True  # whether no later row is given its storages
+    alone: bool = False  # whether it is said only where nothing else can be
 
 
-def those(which: Callable[[Holder, Facts], bool]) -> Find:
-    """A search for all storages of which ``which`` is true."""
+def those(
+    which: Callable[[Holder, Facts], bool],
+    more: Callable[[list[Holder], Facts], Group | None] | None = None,
+) -> Find:
+    """A search for all storages of which ``which`` is true, and for what there is ``more`` to say
+    of them.
+    """
 
-    def find(free: Sequence[Holder], facts: Facts) -> Group:
-        return Group([holder for holder in free if which(holder, facts)])
+    def find(free: Sequence[Holder], facts: Facts) -> Group | None:
+        found = [holder for holder in free if which(holder, facts)]
+        if more is None or not found:
+            return Group(found)
+        return more(found, facts)
 
     return find
 
@@ -78,30 +85,21 @@ def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
     if nbytes < row.least * facts.peak.total:
         return None
     held, _ = largest_held(group.holders)
-    path = ""
-    if held is not None:
-        path = held.path
-    stays = None
-    if row.stays is not None:
-        stays = ceil(row.stays * nbytes)
-    lines: tuple[SourceLine, ...] = ()
-    if row.shows_lines:
-        lines = lines_of(group.holders)
     words = {
         "size": format_bytes(nbytes),
         "peak": format_bytes(facts.peak.total),
         "count": len(group.holders),
         "kinds": kinds_of(group.holders),
-        "path": path,
+        "path": held.path,
     }
     cause = Cause(
         name=row.name,
         nbytes=nbytes,
         evidence=row.evidence.format(**words | dict(group.words)),
         remedy=row.remedy,
-        lines=lines,
+        lines=lines_of(group.holders),
         holders=group.holders,
-        stays=stays,
+        stays=None if row.stays is None else ceil(row.stays * nbytes),
         condition=row.condition,
     )
     return replace(cause, **group.changes)

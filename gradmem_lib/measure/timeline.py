@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..names import CATEGORIES, MOMENT_OF_PHASE, MOMENTS, PHASES
-from .paths import Held
+from .paths import NOBODY, Held
 from .source_lines import SourceLine
 
 # Columns of a timeline's rows. The last two may be missing, as in predictions.
@@ -78,6 +78,16 @@ class Holder(NamedTuple):
     samples: tuple[int, int] = (0, 0)
     updated: int = -1
     held: Held | None = None
+
+    @property
+    def keeper(self) -> Held:
+        """Who holds it; ``NOBODY`` if that is not known."""
+        return self.held or NOBODY
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether it is a weight, a gradient or an optimizer's state."""
+        return self.category in ("parameters", "gradients", "optimizer")
 
     def __repr__(self) -> str:
         """What a reader asks first; the other fields are for who looks for causes."""

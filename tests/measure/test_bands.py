@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import oom
-from support.oom import evaluations, graphs, growth
+from support.oom import evaluations, growth
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
@@ -16,7 +16,7 @@ SIZE = 4 * 512 * 64  # bytes of an output in these programs
 
 
 def test_the_band_is_what_the_program_keeps():
-    timeline = growth.outputs_in_a_list().timeline
+    timeline = growth.losses_in_a_list().timeline
     band = timeline.growing[:, CATEGORIES.index("activations")]
     assert np.array_equal(band, timeline.growing.sum(axis=1))
     seen = sorted(set(band.tolist()))
@@ -67,11 +67,8 @@ def test_what_is_freed_after_the_peak_leaves_the_band():
     assert timeline.growing[-1].sum() == 0
 
 
-@pytest.mark.parametrize(
-    "program", [graphs.ordinary_training, growth.numbers_in_a_list, growth.the_last_outputs]
-)
-def test_there_is_no_band_where_nothing_grows(program):
-    timeline = program().timeline
+def test_there_is_no_band_where_nothing_grows():
+    timeline = growth.the_last_outputs().timeline
     assert timeline.growing is None and timeline.batches == ()
 
 

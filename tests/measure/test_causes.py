@@ -307,26 +307,3 @@ def test_gradients_that_a_backward_makes_again_are_not_promised():
 
 def test_where_no_other_moment_becomes_the_peak_nothing_is_said_of_one():
     assert not diagnose(growth.losses_in_a_list()).causes[0].limit
-
-
-def test_a_state_that_goes_on_with_its_graph_is_detached():
-    """Truncated backpropagation through time, several windows for one step."""
-
-    def causes_and_peak(detach: bool):
-        model = nn.ModuleDict({"cell": nn.GRU(16, 64, batch_first=True), "out": nn.Linear(64, 50)})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        hidden = torch.zeros(1, 8, 64)
-        with MemoryTracker(model, optimizer, live=False) as tracker:
-            for _ in range(8):
-                states, hidden = model["cell"](torch.randn(8, 32, 16), hidden)
-                if detach:
-                    hidden = hidden.detach()
-                model["out"](states).pow(2).mean().backward(retain_graph=not detach)
-            optimizer.step()
-        return diagnose(tracker).causes, tracker.peak.total
-
-    [cause, *_], peak = causes_and_peak(detach=False)
-    others, lower = causes_and_peak(detach=True)
-    assert "hidden = hidden.detach()" in cause.remedy
-    assert peak - lower >= cause.nbytes
-    assert cause.name not in [other.name for other in others]

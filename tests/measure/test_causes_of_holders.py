@@ -123,6 +123,55 @@ PROGRAMS = {
         "no name any more",
         "self.x, self.me",
     ),
+    "models that their hooks keep": Program(
+        "gc.disable()\n"
+        "class Seen(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Linear(256, 256)\n"
+        "        self.body.register_forward_hook(lambda *_: setattr(self, 'called', True))\n"
+        "for _ in range(8):\n"
+        "    own = Seen()\n"
+        "    sgd = torch.optim.SGD(own.parameters(), 0.1)\n"
+        "    for _ in range(2):\n"
+        "        own.body(torch.randn(8, 256)).square().mean().backward()\n"
+        "        sgd.step()\n"
+        "    'collect'\n",
+        "'collect'",
+        "del own, sgd; gc.collect()",
+        "Reference cycles keep tensors",
+        "no name any more",
+        "nn.Linear(256, 256)",
+    ),
+    "what each module of a list keeps": Program(
+        "def keep(module, inputs, output):\n"
+        "    module.output = output.detach()\n"
+        "models = [nn.Sequential(nn.Linear(64, 256), nn.ReLU()) for _ in range(6)]\n"
+        "for model in models:\n"
+        "    model[1].register_forward_hook(keep)\n"
+        "    x = torch.randn(512, 64, requires_grad=True)\n"
+        "    torch.autograd.grad(model(x).sum(), x)\n"
+        "    'empty'\n",
+        "'empty'",
+        "del model[1].output",
+        GROWTH,
+        "`models[…].1.output`",
+        "model(x)",
+    ),
+    "a target with its graph": Program(
+        "class Style:\n"
+        "    def __init__(self, features):\n"
+        "        self.target = features.mT @ features\n"
+        "style = Style(net(torch.randn(512, 64)))\n"
+        "for _ in range(4):\n"
+        "    out = net(torch.randn(64, 64))\n"
+        "    (out.mT @ out - style.target).square().mean().backward(retain_graph=True)\n",
+        "features.mT @ features",
+        "(features.mT @ features).detach()",
+        "Forwards stay in memory after their own backward",
+        "`style.target`",
+        "net(torch.randn(512, 64))",
+    ),
     "buckets of a parallel model": Program(
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
@@ -323,3 +372,20 @@ def test_a_number_in_a_function_that_an_error_ends_is_named(measured):
     body = "".join(f"    {line}\n" for line in RUNNING_MEAN.splitlines())
     said = measured(f"def main():\n{body}    1 / 0\nmain()\n")
     assert "`mean in main()`" in said.growing_graph
+
+
+def test_gradients_with_a_graph_are_let_go_with_their_loss(measured):
+    text = (
+        "for _ in range(6):\n"
+        "    loss = net(torch.randn(512, 64)).square().mean()\n"
+        "    opt.zero_grad()\n"
+        "    loss.backward(create_graph=True)\n"
+        "    opt.step()\n"
+        "    'let go'\n"
+    )
+    before = measured(text)
+    assert before.causes[0].name == "Gradients keep graphs of their own"
+    assert "torch.autograd.grad(" in before.causes[0].remedy
+    after = measured(text.replace("'let go'", "opt.zero_grad(); del loss"))
+    assert after.peak < before.peak
+    assert all("set p.grad to None" not in cause.remedy for cause in after.causes)

@@ -214,5 +214,5 @@ def test_an_ordinary_step_names_the_line_that_makes_most_of_it():
     lines = Path(__file__).read_text().splitlines()
     number = lines.index("            wide = net[0](x)") + 1
     nbytes = 2000 * 512 * 4
-    assert f"One line makes {format_bytes(nbytes)} of it" in said
+    assert f"  {format_bytes(nbytes)} activations, held by wide" in said
     assert f"test_diagnosis.py:{number}" in said and "float32 2000 × 512" in said

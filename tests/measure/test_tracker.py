@@ -291,14 +291,6 @@ def test_sparse_gradients_have_bytes_too():
     assert now == 3 * 16 * 4 + 3 * 8  # values and indices
 
 
-def test_storages_that_are_resized():
-    with MemoryTracker(live=False) as tracker:
-        x = torch.zeros(100)
-        x.untyped_storage().resize_(40)
-        x.view(torch.uint8)
-        assert tracker.current.total == 40
-
-
 def test_a_dtype_change_inside_the_block_is_followed():
     model = nn.Linear(64, 64, bias=False)
     with MemoryTracker(model, live=False) as tracker:

@@ -126,6 +126,21 @@ def updated(loss, optimizer):
     optimizer.step()
 
 
+def added_up(losses, optimizer, remedied):
+    """One backward for all losses; ``remedied``: one for each."""
+    summed = 0
+    for loss in losses:
+        if remedied:
+            loss.backward()
+        else:
+            summed = summed + loss
+        del loss
+    if not remedied:
+        summed.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def trains(net, loss, make_optimizer=sgd, steps=3) -> MemoryTracker:
     """Each step: ``loss(i)``, its backward, and the optimizer's step."""
     optimizer = make_optimizer(net)

@@ -27,13 +27,13 @@ from support.oom import (
     WAIT,
     Net,
     adamw,
+    added_up,
     has,
     llama,
     rows,
     sgd,
     stepped,
     trained,
-    trained_with,
     trains,
     updated,
 )
@@ -82,11 +82,6 @@ def sampling_with_gradients(remedied=False):
         for _ in range(10):
             x = x - 0.1 * net(x)
     return tracker
-
-
-@has()
-def ordinary_training():
-    return trained_with(lambda *given: None, 3)
 
 
 @has()
@@ -192,18 +187,8 @@ def losses_added_up(remedied=False):
     batches = [(torch.randn(256, 64), torch.randn(256, 64)) for _ in range(6)]
 
     def step(i):
-        summed = 0
-        for x, y in batches:
-            loss = F.mse_loss(net(x), y) / 6
-            if remedied:
-                loss.backward()
-            else:
-                summed = summed + loss
-            del loss
-        if not remedied:
-            summed.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses = (F.mse_loss(net(x), y) / 6 for x, y in batches)
+        added_up(losses, optimizer, remedied)
 
     return trained(net, optimizer, step, steps=2)
 
@@ -251,18 +236,8 @@ def tasks_added_up(remedied=False):
         return functional_call(net, fast, x).square().mean() / 6
 
     def step(i):
-        summed = 0
-        for _ in range(6):
-            loss = loss_of(torch.randn(64, 64))
-            if remedied:
-                loss.backward()
-            else:
-                summed = summed + loss
-            del loss
-        if not remedied:
-            summed.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses = (loss_of(torch.randn(64, 64)) for _ in range(6))
+        added_up(losses, optimizer, remedied)
 
     return trained(net, optimizer, step, steps=3)
 
@@ -327,7 +302,7 @@ def scores_of_a_reference_first():
     return trained(net, optimizer, step, steps=2)
 
 
-@has(GROWS, UNUSED)
+@has(GROWS)
 def rollouts_with_graph():
     """Log-probabilities of a rollout go into a buffer, and keep the graph of their forward."""
     policy, buffer = Net(), []
@@ -381,23 +356,6 @@ def adversaries(remedied=False):
 @has()
 def adversaries_detached():
     return adversaries(remedied=True)
-
-
-@has()
-def gradient_penalty():
-    """A gradient that has a graph, through which the loss goes back."""
-    critic = Net()
-    optimizer = adamw(critic)
-
-    def step(i):
-        x = torch.randn(256, 64, requires_grad=True)
-        gradient = torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0]
-        loss = critic(torch.randn(256, 64)).mean() + gradient.norm(dim=1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return trained(critic, optimizer, step, steps=3)
 
 
 @has(STAY, says=".item()")

@@ -11,7 +11,6 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 from support.oom import (
-    COPIED,
     EVALUATION,
     EXCEPTION,
     FIRST_STEP,
@@ -47,16 +46,6 @@ def losses_in_a_list(remedied=False):
 
 
 @has(GROWS)
-def outputs_in_a_list(remedied=False):
-    kept = []
-
-    def keep(i, net, x, y, out, loss):
-        kept.append(out.mean().item() if remedied else {"loss": loss.item(), "outputs": out})
-
-    return trained_with(keep)
-
-
-@has(GROWS)
 def metrics_with_their_graph(remedied=False):
     """A metric that is not in the loss."""
     net, x, y, kept = Net(), torch.randn(512, 64), torch.randn(512, 64), []
@@ -83,25 +72,13 @@ def batches_in_a_list(remedied=False):
 
 
 @has()
-def numbers_in_a_list():
-    kept = []
-    return trained_with(lambda i, net, x, y, out, loss: kept.append(loss.item()))
-
-
-@has()
 def the_last_outputs():
     """A window for a moving average: it ends to grow after three steps."""
     kept = deque(maxlen=3)
     return trained_with(lambda i, net, x, y, out, loss: kept.append(out.detach()))
 
 
-@has()
-def the_best_outputs():
-    kept = {}
-    return trained_with(lambda i, net, x, y, out, loss: kept.update(best=out.detach()))
-
-
-@has(GROWS, COPIED)
+@has(GROWS)
 def weights_of_each_epoch(remedied=False):
     kept = []
 
@@ -165,20 +142,6 @@ def longer_and_longer_batches():
     return trains(net, loss, adamw)
 
 
-@has()
-def gradients_that_stay():
-    """``set_to_none=False``: the same gradients in all steps, from the first one on."""
-    net, x = Net(), torch.randn(64, 64)
-    optimizer = adamw(net)
-
-    def step(i):
-        net(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    return trained(net, optimizer, step)
-
-
 class CatMetric:
     """A metric that joins the values of all batches at the end, and that nobody resets."""
 
@@ -205,7 +168,7 @@ def metric_over_epochs(remedied=False):
     return trained(net, optimizer, epoch, steps=6)
 
 
-@has(GROWS, COPIED, IN_EACH_STEP, line="members.append(copy.deepcopy(net))", says=".cpu()")
+@has(GROWS, IN_EACH_STEP, line="members.append(copy.deepcopy(net))", says=".cpu()")
 def snapshot_ensemble(remedied=False):
     """Models of several epochs vote together."""
     net, x = Net(512), torch.randn(16, 64)
@@ -303,24 +266,6 @@ def jacobian_of_a_batch(remedied=False):
         else:
             torch.autograd.functional.jacobian(net, x).square().sum()
     return tracker
-
-
-@has(GROWS)
-def running_average_of_a_metric(remedied=False):
-    """The metric has a graph of its own, and no backward goes through it."""
-    net, x, y = Net(), torch.randn(256, 64), torch.randn(256, 64)
-    average = torch.zeros(())
-
-    def loss(i):
-        nonlocal average
-        output = net(x)
-        metric = (output - y).square().mean(dim=0)
-        average = 0.9 * average + 0.1 * (metric.detach().cpu().clone() if remedied else metric)
-        loss = F.mse_loss(output, y)
-        del output, metric
-        return loss
-
-    return trains(net, loss)
 
 
 @has(GROWS, FIRST_STEP, says="history_size")

@@ -133,6 +133,25 @@ def large_table(remedied=False):
     return trains(net, lambda i: net(torch.randint(0, 20_000, (64,))).square().mean())
 
 
+@has(EXPANDED, line="[:, None] * ", says="for a few rows at a time")
+def pairs_of_a_contrast(remedied=False):
+    """The products of all pairs are gone after the forward, and their gradients are as large."""
+    net = Net(64)
+
+    def loss(i):
+        z = net(torch.randn(64, 64))
+        if not remedied:
+            return _products(z, z).logsumexp(-1).mean()
+        sums = [checkpoint(_products, part, z, use_reentrant=False) for part in z.split(8)]
+        return torch.cat(sums).logsumexp(-1).mean()
+
+    return trains(net, loss)
+
+
+def _products(some: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return (some[:, None] * z).sum(-1)
+
+
 @has(EXPANDED)
 def distances_of_all_pairs(remedied=False):
     net, x = Net(64), torch.randn(256, 64)
@@ -533,18 +552,6 @@ def targets_in_float64(remedied=False):
 def all_in_float64():
     net, x = Net(64).double(), torch.randn(512, 64, dtype=torch.float64)
     return trains(net, lambda i: net(x).square().mean(), steps=2)
-
-
-@has(ONE_TENSOR)
-def dense_neighbours(remedied=False):
-    """A matrix of all pairs of nodes, almost all of them zeros."""
-    nodes = 400
-    neighbours = torch.zeros(nodes, nodes)
-    neighbours[torch.randint(0, nodes, (800,)), torch.randint(0, nodes, (800,))] = 1
-    if remedied:
-        neighbours = neighbours.to_sparse()
-    net, x = nn.Linear(8, 8), torch.randn(nodes, 8)
-    return trains(net, lambda i: (neighbours @ net(x)).square().mean(), steps=4)
 
 
 class MasksAreGiven(nn.Module):

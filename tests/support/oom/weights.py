@@ -29,7 +29,6 @@ from support.oom import (
     updated,
 )
 from torch import nn
-from torch.func import functional_call
 
 from gradmem_lib import MemoryTracker
 
@@ -93,17 +92,6 @@ def copy_of_one_layer():
     return trained_beside(lambda net: copy.deepcopy(net.body[0]))
 
 
-@has()
-def gradients_kept_for_logging():
-    """Norms of gradients are numbers."""
-    norms = []
-
-    def after(kept, net):
-        norms.append([p.norm().item() for p in net.parameters()])
-
-    return trained_beside(lambda net: None, after)
-
-
 @has(FIRST_STEP)
 def data_like_a_weight():
     """A data set with the shape of the largest weight is no copy of the weights."""
@@ -133,18 +121,6 @@ def targets_like_a_weight(bias=False):
     net = nn.Linear(256, 256, bias=bias)
     x, y = torch.randn(256, 256), torch.randn(256, 256)
     return trains(net, lambda i: F.mse_loss(net(x), y))
-
-
-@has()
-def batches_like_a_weight():
-    """The same with a batch that each step makes."""
-    net = nn.Linear(256, 256)
-
-    def loss(i):
-        x, y = torch.randn(256, 256), torch.randn(256, 256)
-        return F.mse_loss(net(x), y)
-
-    return trains(net, loss)
 
 
 class SharpnessAware:
@@ -284,25 +260,6 @@ def states_of_a_checkpoint_before():
         for _ in range(2):
             updated(net(x).square().mean(), optimizer)
     return tracker
-
-
-@has()
-def curvature():
-    """A second derivative along random signs, which have the shapes of the weights."""
-    net, x = Net(256), torch.randn(64, 64)
-    optimizer = sgd(net)
-
-    def step(i):
-        parameters = list(net.parameters())
-        gradients = torch.autograd.grad(net(x).square().mean(), parameters, create_graph=True)
-        signs = [2 * torch.randint_like(parameter, 2) - 1 for parameter in parameters]
-        curved = torch.autograd.grad(gradients, parameters, signs)
-        for parameter, gradient, curve in zip(parameters, gradients, curved, strict=True):
-            parameter.grad = (gradient / (curve.abs() + 1)).detach()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return trained(net, optimizer, step, steps=2)
 
 
 @has()
@@ -487,21 +444,6 @@ def gradients_that_are_clipped():
         net(x).square().mean().backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-
-    return trained(net, optimizer, step, steps=3)
-
-
-@has()
-def members_by_functional_call():
-    """The module's own parameters are not used: an optimizer has others, that stand in for them."""
-    net, x = Net(), torch.randn(512, 64)
-    members = [{n: p.detach().clone() for n, p in net.named_parameters()} for _ in range(2)]
-    parameters = [p.requires_grad_() for member in members for p in member.values()]
-    optimizer = torch.optim.SGD([*parameters, next(net.parameters())], lr=0.1, foreach=False)
-
-    def step(i):
-        loss = sum(functional_call(net, member, x).square().mean() for member in members)
-        stepped(loss, optimizer)
 
     return trained(net, optimizer, step, steps=3)
 
