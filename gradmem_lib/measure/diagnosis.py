@@ -186,8 +186,9 @@ class Diagnosis:
             first = group[0]
             line = f", at {first.line}" if first.line else ""
             held = f", held by {first.held}" if first.held else ""
-            words = f"  {format_bytes(total(group))} {first.category}{held}{line}"
-            lines.append(f"{words}: {in_words(first)}")
+            # What was there before the run began is known by its bytes alone.
+            tensor = f": {in_words(first)}" if first.dtype else ""
+            lines.append(f"  {format_bytes(total(group))} {first.category}{held}{line}{tensor}")
         return lines
 
     __repr__ = __str__
