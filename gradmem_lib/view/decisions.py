@@ -27,7 +27,8 @@ PAGE = """
     <tr>
       <td></td>
       {% for group, phase, parts in groups %}
-        <th scope='colgroup' colspan='{{ parts | length }}' style='text-align:left'>{{ group }}</th>
+        {% set look = "text-align:left;padding-left:1em" %}
+        <th scope='colgroup' colspan='{{ parts | length }}' style='{{ look }}'>{{ group }}</th>
       {% endfor %}
     </tr>
     <tr>
@@ -47,7 +48,7 @@ PAGE = """
   <tbody>
     {% for technique in techniques %}
       <tr>
-        <th scope='row' style='text-align:left'>
+        <th scope='row' style='text-align:left;white-space:normal'>
           {{ technique.name }}{{ of_part.get(technique.part, "") }}
         </th>
         {% for group, phase, parts in groups %}
@@ -60,7 +61,7 @@ PAGE = """
             </td>
           {% endfor %}
         {% endfor %}
-        <td style='text-align:left'>{{ technique.price }}</td>
+        <td style='text-align:left;white-space:normal;min-width:11em'>{{ technique.price }}</td>
         {% if found %}
           {% set lowest = found.lowest[technique.name] %}
           <td>{{ shown(lowest) }}{% if lowest <= capacity %}{{ " " }}<b>✓</b>{% endif %}</td>

@@ -120,7 +120,8 @@ class Picture(Figure):
             self.savefig(drawn, format="svg")
         shapes = drawn.getvalue()
         shapes = shapes[shapes.index('<g id="figure_1">') :].replace("xlink:", "")
-        shapes = " ".join(shapes.split())  # a line of a notebook's file, not thousands
+        # a line of a notebook's file, not thousands; a space that does not break stays
+        shapes = re.sub(r"[ \n]+", " ", shapes)
         shapes = shapes.replace(INK, "currentColor")
         shapes = re.sub(r' id="[\w.]+_\d+"', "", shapes)  # which another picture has too
         shapes = re.sub(r"(\.\d\d)\d\d+", r"\1", shapes)  # a hundredth of a point is enough

@@ -45,6 +45,7 @@ def test_bars_are_in_proportion_and_described():
 
 def test_bars_as_svg_are_small_have_hatches_and_follow_the_page():
     svg = bars.plot_bar("x", {"activations": GiB, "gradients": GiB}, "card", GiB).svg("x")
+    assert "\N{NO-BREAK SPACE}2.00 GiB<" in svg  # away from the bar's end, or from the card's line
     assert len(svg) < 15_000 and INK not in svg and "currentColor" in svg
     root = ET.fromstring(svg)
     patterns = [f"url(#{e.get('id')})" for e in root.iter(f"{SVG}pattern")]
