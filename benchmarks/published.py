@@ -4,8 +4,9 @@
 
 Each of ``published_*.py`` says what that software did otherwise than a ``Recipe`` of today, taken
 from its source. Only the lengths of rows behind PEFT's figures are found from one of its methods;
-nothing else is fitted. Ten minutes for all; the rows of those that are not named stay as they
-were recorded. PEFT's need ``pip install --no-deps peft==0.19.1``.
+nothing else is fitted. What FitCheck's process held after loading is an input. Ten minutes for all;
+the rows of those that are not named stay as they were recorded. PEFT's need ``pip install --no-deps
+peft==0.19.1``.
 """
 
 from __future__ import annotations

@@ -801,7 +801,7 @@ train_t5 = check("6.4", train_t5)
 # %% [markdown]
 # ## Optional: what others measured
 #
-# Others have published what their runs needed on real cards. The next picture has their figures, and beside each what this
+# Others have published what their runs needed on real cards. The next table has their figures, and beside each what this
 # library computes for the same run. Where their software does something else than a `Recipe`, `benchmarks/published.py`
 # names it and computes it.
 

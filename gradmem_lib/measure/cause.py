@@ -116,6 +116,12 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
     return NOBODY, 0
 
 
+def holder_of_most(holders: Sequence[Holder]) -> Held:
+    """What holds more than half of the bytes; ``NOBODY`` if nothing does."""
+    held, nbytes = largest_held(holders)
+    return held if 2 * nbytes > sum(holder.nbytes for holder in holders) else NOBODY
+
+
 def name_of(held: Held) -> str:
     """The list, dict or attribute that holds it, where there is one."""
     return held.box or held.path

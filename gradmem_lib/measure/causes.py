@@ -15,8 +15,8 @@ from . import causes_of_growth as growth
 from . import causes_of_holders as holders
 from . import causes_of_tensors as tensors
 from . import causes_of_weights as weights
-from .cause import MUCH, Cause, largest_held, name_of
-from .facts import Facts, total
+from .cause import MUCH, Cause, holder_of_most, name_of
+from .facts import Facts
 from .remedied_peak import limit_of
 from .rows import Row, cause_of
 from .timeline import Holder
@@ -78,12 +78,14 @@ def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
     of the newest step, except for what is trained.
     """
     claimed = {id(holder) for holder in cause.holders}
-    boxes = set[str]()
+    boxes = set[tuple]()
     if cause.name == growth.GROWTH:
-        boxes = {holder.keeper.box for holder in cause.holders} - {""}
+        keepers = [holder.keeper for holder in cause.holders if holder.keeper.box]
+        boxes = {(keeper.where, keeper.box) for keeper in keepers}
     left = []
     for holder in free:
-        of_the_name = holder.keeper.box in boxes and not holder.is_of_training
+        keeper = holder.keeper
+        of_the_name = (keeper.where, keeper.box) in boxes and not holder.is_of_training
         if id(holder) not in claimed and not of_the_name:
             left.append(holder)
     return left
@@ -91,9 +93,8 @@ def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
 
 def _holder_of(cause: Cause) -> str:
     """What holds most of a cause's bytes, if the evidence does not say it."""
-    held, nbytes = largest_held(cause.holders)
-    is_said = f"`{name_of(held)}" in cause.evidence
-    if not held.path or is_said or 2 * nbytes <= total(cause.holders):
+    held = holder_of_most(cause.holders)
+    if not held.path or f"`{name_of(held)}" in cause.evidence:
         return ""
     return str(held)
 

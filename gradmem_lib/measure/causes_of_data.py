@@ -128,13 +128,17 @@ def _is_most(holder: Holder, facts: Facts) -> bool:
     return holder.category == "other" and holder.nbytes >= MOST * facts.peak.total
 
 
+def _largest(found: list[Holder], facts: Facts) -> Group:
+    return Group([max(found, key=lambda holder: holder.nbytes)])
+
+
 ONE_TENSOR = Row(
     "One tensor is most of the peak",
     "{size} at the peak are one tensor: {kinds}.",
     "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
     "keep it off the card and move the rows that a step needs. If it is the batch, take a "
     "smaller one.",
-    those(_is_most),
+    those(_is_most, _largest),
     least=MOST,
     stays=0.5,
     condition="If half of these bytes are gone",

@@ -18,7 +18,7 @@ from .cause import (
     MUCH,
     WORTH,
     detached,
-    largest_held,
+    holder_of_most,
     lines_of_forwards,
     name_of,
 )
@@ -147,7 +147,7 @@ def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:
     list, a metric with its graph, a state that goes on with its graph, ``retain_graph=True``.
     """
     times = len({holder.turn for holder in kept})
-    held, _ = largest_held(kept)
+    held = holder_of_most(kept)
     if times < SEVERAL and not held.graph:
         return None  # variables of the last step
     changes: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def _may_go_first(left: list[Holder], facts: Facts) -> Group:
         # The backward may begin without them: its own peak remains.
         nbytes = min(nbytes, facts.peak.total - facts.highest_in(IN_BACKWARD))
     changes: dict[str, Any] = {"nbytes": nbytes}
-    held, _ = largest_held(left)
+    held = holder_of_most(left)
     if held.kind == ATTRIBUTE:
         name = held.box or held.path
         changes["remedy"] = (
@@ -235,7 +235,7 @@ def _of_a_gradient(holder: Holder, facts: Facts) -> bool:
 
 def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
     older = [holder for holder in kept if holder.turn < facts.peak.turn]
-    held, _ = largest_held(older or kept)
+    held = holder_of_most(older or kept)
     # of several backwards without a step in between
     again = [p for p in facts.forwards if p.differentiable and p.turn == facts.peak.turn]
     by_a_gradient = held.path.endswith(".grad") and len(again) >= SEVERAL

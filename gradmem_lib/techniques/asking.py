@@ -1,14 +1,14 @@
 """The one way to ask a loss: a few forwards in eval mode, of which nothing stays.
 
-What a loss is the mean of, whether it may be cut, and whether a forward changes it is not said by
-any name. So the loss is computed for a few rows, together, alone or again, and what was observed is
-compared. Who asks, and about which rows:
+No name says what a loss is the mean of, whether it may be cut, or whether a forward changes it. So
+the loss is computed for a few rows, together, alone or again, and what was observed is compared.
+Who asks, and about which rows:
 
 - ``pieces``: the sums and counts of a batch, and of all its rows but the last and of the last one;
 - ``training.probe``: the means of a few unlike rows together, and of each alone;
 - ``training.own_trainers``: a step of a ``Trainer`` in one micro-batch, and in pieces;
 - ``training.changed_loss``: the same rows before a window and after it;
-- ``training.finite``: each row alone.
+- ``training.finite``: each row alone, and beside a row whose loss is finite.
 """
 
 import math
@@ -65,7 +65,7 @@ class Question:
         for number in count():
             if not self.processes.sums(number < len(batches))[0]:
                 break
-            if batches:
+            if batches:  # a process that has no more repeats its last one
                 found.append(self._observe(batches[min(number, len(batches) - 1)]))
         return found[: len(batches)]
 
@@ -82,8 +82,9 @@ class Question:
 
     def observe_with_other_weights(
         self, *batches: Any, is_finite: Callable[[Any], bool] = math.isfinite
-    ) -> list[Observation]:
-        """The same with a few other numbers in the weights (``other_weights``).
+    ) -> tuple[list[Observation], bool]:
+        """The same with a few other numbers in the weights (``other_weights``), and whether the
+        weights had them.
 
         If some process then has an error, or a first loss that is not finite, the model cannot have
         such weights, and all of them ask it with its own.
@@ -92,16 +93,24 @@ class Question:
             found = self.observe(*batches)
         failed = any(error for _, error in found) or not is_finite(found[0].value)
         if self.processes.sums(failed)[0]:
-            return self.observe(*batches)
-        return found
+            return self.observe(*batches), False
+        return found, True
 
-    def changes(self, *batches: Any) -> bool:
-        """Whether one of ``batches`` has another loss when it is computed again.
+    def changes(self, *batches: Any, differ: Callable[[Any, Any], bool] | None = None) -> bool:
+        """Whether one of ``batches`` has another loss when it is computed again, with its own
+        weights or with others: a head of zeros hides random numbers.
 
         Asked only before a refusal, so that random numbers are not taken for a comparison of rows.
+        ``differ``: whether two values do, if they are no numbers.
         """
-        losses = [loss for loss, _ in self.observe(*batches, *batches)]
-        return any(map(self.differ, losses, losses[len(batches) :]))
+        differ, changed = differ or self.differ, False
+        for weights in (nullcontext(), other_weights(self.model, self.processes)):
+            with weights:
+                found = self.observe(*batches, *batches)
+            for once, again in zip(found, found[len(batches) :], strict=False):
+                if once.error is None and again.error is None:
+                    changed |= differ(once.value, again.value)
+        return changed
 
     @property
     def rounding(self) -> float:

@@ -7,11 +7,12 @@ the other rows; and a count that is not the loss's divisor.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from .asking import DRAWS_RANDOM_NUMBERS, asking, first_line
+from .asking import DRAWS_RANDOM_NUMBERS, Question, asking, first_line
 from .counts import check_reduction, checked_pair
 from .data_parallel import processes_of
 from .splitting import count_rows, split
@@ -37,7 +38,7 @@ def check_pieces_add_up(
     It costs three forwards of at most these rows: in eval mode, without gradients, with a few other
     numbers in the trained weights, and unseen by a tracker. Afterwards the model and the random
     numbers are as before. ``loss_and_count`` is called three times (before a
-    refusal up to eight times, and after a ``RuntimeError`` of its own once more, with gradients),
+    refusal up to ten times, and after a ``RuntimeError`` of its own once more, with gradients),
     with what it does besides.
 
     Args:
@@ -60,7 +61,7 @@ def check_pieces_add_up(
 
     pieces = _all_but_the_last_row_and_it(batch)
     with asking(model, sums_and_counts, processes) as question:
-        observed = question.observe_with_other_weights(batch, *pieces, is_finite=_is_finite)
+        observed, _ = question.observe_with_other_weights(batch, *pieces, is_finite=_is_finite)
         (together, *alone), errors = zip(*observed, strict=True)
         error = next(filter(None, errors), None)
         if processes.sums(error is None and not _is_finite(together))[0]:
@@ -74,8 +75,7 @@ def check_pieces_add_up(
             difference = first_line(error)
         refused = processes.sums(bool(difference))[0] > 0
         if refused:
-            (first, failed), (again, failed_again) = question.observe(batch, batch)
-            changes = failed or failed_again or _difference(first, [again], question.rounding)
+            changes = question.changes(batch, differ=partial(_differ, question))
             if changes and error is None:
                 difference = DRAWS_RANDOM_NUMBERS
     if refused:
@@ -102,6 +102,13 @@ def _sum_and_count(returned: Any, reduction: str) -> tuple[float, float]:
 
 def _is_finite(pairs: Pairs) -> bool:
     return all(math.isfinite(loss) for loss, _ in pairs)
+
+
+def _differ(question: Question, one: Pairs, other: Pairs) -> bool:
+    """Whether the same rows have other sums or counts."""
+    if len(one) != len(other):
+        return True
+    return any(any(map(question.differ, *both)) for both in zip(one, other, strict=True))
 
 
 def _difference(together: Pairs, alone: list[Pairs], limit: float) -> str:

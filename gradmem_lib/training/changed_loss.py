@@ -5,6 +5,7 @@ changed the loss, though no trained weight has changed.
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -13,9 +14,44 @@ from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
 from ..techniques.shared_statistics import batch_norms
 from .item_rules import Rule
-from .items import find_rule, forget, have_values, known_rule
+from .items import find_rule, forget, have_values
 from .losses import usual_rule
 from .probe_rows import some_rows
+
+# The keys of ``find_rule`` with which a model has been through a window.
+_checked: WeakKeyDictionary[nn.Module, set] = WeakKeyDictionary()
+
+
+def ask_before_window(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    loss_of: Callable,
+    *,
+    how: str,
+    items: Any,
+    key: Any,
+    processes: Processes,
+    weights_stay: bool = True,
+) -> tuple[Rule | None, "LossBeforeTheWindow | None"]:
+    """What the loss is a mean of (``find_rule``, which has the same arguments), and before the
+    first window also how large it is.
+
+    ``weights_stay``: whether the weights are the same in the whole window.
+    """
+    loss_before = None
+    if weights_stay and key not in _checked.get(inside_wrapper(model), ()):
+        loss_before = LossBeforeTheWindow(model, micro_batches, loss_of, how, processes, key)
+    rule = find_rule(
+        model,
+        micro_batches,
+        loss_of,
+        usual_rule(model),
+        how=how,
+        items=items,
+        key=key,
+        processes=processes,
+    )
+    return rule, loss_before
 
 
 class LossBeforeTheWindow:
@@ -37,22 +73,25 @@ class LossBeforeTheWindow:
         loss_of: Callable,
         how: str,
         processes: Processes,
+        key: Any,
     ):
         self.model, self.loss_of = inside_wrapper(model), loss_of
-        self.how, self.processes = how, processes
-        self.rows = None  # what is asked; None: nothing can be
+        self.how, self.processes, self.key = how, processes, key
+        self.batches = []  # what is asked: a few rows, or nothing
         if have_values(self.model, micro_batches) and not batch_norms(self.model):
-            self.rows = some_rows(micro_batches)
+            rows = some_rows(micro_batches)
+            self.batches = [] if rows is None else [rows]
         self.before, _ = self._loss_now()
 
     def _loss_now(self, before: float = math.nan) -> tuple[float, bool]:
         """The loss of the rows, not a number if nothing can be asked; and whether it differs from
-        the one ``before``.
+        the one ``before``. Also a process without such rows asks together with the others.
         """
-        if self.rows is None:
+        if not self.processes.sums(bool(self.batches))[0]:
             return math.nan, False
         with asking_loss(self.model, self.loss_of, self.processes) as question:
-            [(loss, _)] = question.observe(self.rows)
+            found = question.observe(*self.batches)
+            loss = found[0].value if found else math.nan
             return loss, question.differ(before, loss)
 
     def check(self) -> None:
@@ -70,35 +109,4 @@ class LossBeforeTheWindow:
                 f"loss of {type(self.model).__name__} from {self.before:.6g} to {after:.6g} on the "
                 "same rows, though no trained weight has changed"
             )
-
-
-def ask_before_window(
-    model: nn.Module,
-    micro_batches: Sequence[Any],
-    loss_of: Callable,
-    *,
-    how: str,
-    items: Any,
-    key: Any,
-    processes: Processes,
-    weights_stay: bool = True,
-) -> tuple[Rule | None, LossBeforeTheWindow | None]:
-    """What the loss is a mean of (``find_rule``, which has the same arguments), and before the
-    first window also how large it is.
-
-    ``weights_stay``: whether the weights are the same in the whole window.
-    """
-    loss_before = None
-    if weights_stay and known_rule(model, key) is None:
-        loss_before = LossBeforeTheWindow(model, micro_batches, loss_of, how, processes)
-    rule = find_rule(
-        model,
-        micro_batches,
-        loss_of,
-        usual_rule(model),
-        how=how,
-        items=items,
-        key=key,
-        processes=processes,
-    )
-    return rule, loss_before
+        _checked.setdefault(self.model, set()).add(self.key)

@@ -62,13 +62,13 @@ def check_accumulation(trainer: Trainer) -> None:
     with asking(trainer.model, loss_of, processes) as question:
         rows = _first_rows(loader.dataset, args.world_size)
         whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
-        observed = question.observe_with_other_weights(cut, whole)
+        observed, with_others = question.observe_with_other_weights(cut, whole)
         errors = [error for _, error in observed if error is not None]
         (in_pieces, _), (together, _) = observed
         # Also after an error: other processes must not wait for this one.
         failed, added_up = processes.sums(bool(errors), 0.0 if errors else in_pieces)
         if failed:
-            raise _could_not_be_asked(name, next(iter(errors), None))
+            raise _could_not_be_asked(name, next(iter(errors), None), args)
         in_pieces = added_up / args.world_size
         if not processes.sums(question.differ(together, in_pieces))[0]:
             return
@@ -76,25 +76,29 @@ def check_accumulation(trainer: Trainer) -> None:
             raise ValueError(
                 f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"
             )
+    context = "with a few other numbers in the weights, " if with_others else ""
     how = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
     if args.world_size > 1:
         how += f" over {args.world_size} processes"
     raise ValueError(
-        f"{how} trains another loss with {name}: with a few other numbers in the weights, "
-        f"{len(rows)} rows have the loss {together:.6g} in one micro-batch, and {in_pieces:.6g} as "
-        f"{name} puts it together from pieces. {_advice(together, in_pieces, trainer)}"
+        f"{how} trains another loss with {name}: {context}{len(rows)} rows have the loss "
+        f"{together:.6g} in one micro-batch, and {in_pieces:.6g} as {name} puts it together from "
+        f"pieces. {_advice(together, in_pieces, trainer)}"
     )
 
 
-def _could_not_be_asked(name: str, error: Exception | None) -> ValueError:
+def _could_not_be_asked(name: str, error: Exception | None, args: Any) -> ValueError:
     if isinstance(error, _NotFinite):
         return error
     found = "an error in another process"
     if error is not None:
         found = first_line(error)
+    advice = "Use gradient_accumulation_steps=1"
+    if args.gradient_accumulation_steps == 1:
+        advice = "Train in one process"
     refusal = ValueError(
         f"it cannot be seen whether the loss of {name} may be cut: its loss for a few rows raised "
-        f"{found}. Use gradient_accumulation_steps=1"
+        f"{found}. {advice}"
     )
     refusal.__cause__ = error
     return refusal

@@ -165,8 +165,8 @@ def _judge(answer: Answer, model: nn.Module, rules: Sequence[Rule]) -> None:
             answer.differences[number] = max(answer.differences[number], difference)
             if sentence and difference > max(worst, answer.limit):
                 worst, said = difference, sentence
-        if said and (worst < nearest or not answer.sentence):
-            nearest, answer.sentence = worst, said
+        if said and (answer.differences[number] < nearest or not answer.sentence):
+            nearest, answer.sentence = answer.differences[number], said
 
 
 def _difference(rule: Rule, model: nn.Module, row: Row) -> tuple[float, str]:

@@ -44,7 +44,7 @@ def command_after(row: Row, error: ErrorText, step: dict[str, str], own: Frame |
         f"gradmem plan {filled['model']} --card {_card(error)} --seq-len {filled['tokens']} "
         f"--global-batch {filled['rows']}"
     )
-    # A tracker's budget counts the bytes of the CPU.
+    # Budgets are for where there is no card: on one, the words say what to leave out.
     return f"{command} --target cpu" if error.kind == "budget" else command
 
 
@@ -61,6 +61,8 @@ def words_before(row: Row, step: dict[str, str]) -> str:
             examples.append(f"{EXAMPLES[name]} {name}")
     if examples:
         words += f" ({' and '.join(examples)} are an example)"
+    if row.case == "budget":
+        words += "; for a model on a card, without --target cpu"
     return f"{words}:"
 
 

@@ -13,6 +13,7 @@ import re
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -28,6 +29,12 @@ from .svg import frame, pattern
 
 _DPI = 160
 BESIDE, RIGHT = 0.772, 0.985  # of what stands to the right of the axes
+
+
+def _has_hatch(artist: Artist) -> bool:
+    """Whether it is a filled area with signs."""
+    is_filled = hasattr(artist, "get_facecolor") and np.size(artist.get_facecolor())
+    return bool(hasattr(artist, "get_hatch") and artist.get_hatch() and is_filled)
 
 
 class Picture(Figure):
@@ -105,19 +112,23 @@ class Picture(Figure):
 
     def svg(self, title: str) -> str:
         """An inline ``<svg>`` in the page's own colours, which shrinks with the page. ``title`` and
-        ``alt`` are read out. The picture has lost its hatches afterwards.
+        ``alt`` are read out.
         """
         key = "gm" + hashlib.sha1((title + self.alt).encode()).hexdigest()[:8]
+        hatched = [artist for artist in self.findobj(_has_hatch)]
+        signs = [artist.get_hatch() for artist in hatched]
         hatches = {}
-        for artist in self.findobj(lambda artist: hasattr(artist, "set_hatch")):
-            if artist.get_hatch():
-                # matplotlib's own patterns take 50 KB each
-                color = to_hex(np.atleast_2d(artist.get_facecolor())[0])
-                hatches[color] = artist.get_hatch()
-                artist.set_hatch(None)
+        for artist, sign in zip(hatched, signs, strict=True):
+            hatches[to_hex(np.atleast_2d(artist.get_facecolor())[0])] = sign
         drawn = io.StringIO()
-        with style(), matplotlib.rc_context({"svg.hashsalt": key}):
-            self.savefig(drawn, format="svg")
+        try:
+            for artist in hatched:
+                artist.set_hatch(None)  # matplotlib's own patterns take 50 KB each
+            with style(), matplotlib.rc_context({"svg.hashsalt": key}):
+                self.savefig(drawn, format="svg")
+        finally:
+            for artist, sign in zip(hatched, signs, strict=True):
+                artist.set_hatch(sign)
         shapes = drawn.getvalue()
         shapes = shapes[shapes.index('<g id="figure_1">') :].replace("xlink:", "")
         # a line of a notebook's file, not thousands; a space that does not break stays

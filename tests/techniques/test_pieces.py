@@ -202,6 +202,9 @@ def test_a_batch_that_shows_nothing_is_refused():
 
     with pytest.raises(ValueError, match="give rows that all have labels"):
         check_pieces_add_up(model, batch, of_labels, reduction="mean")
+    batch["labels"][:] = -100
+    with pytest.raises(ValueError, match="give rows that all have labels"):
+        check_pieces_add_up(model, batch, lambda m: (model(m["x"]).sum() * 0, 0))
     with pytest.raises(ValueError, match="reduction='none'"):
         check_pieces_add_up(model, batch, lambda m: smoothed(model, m), reduction="none")
 

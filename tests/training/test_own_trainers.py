@@ -69,6 +69,14 @@ class OfChance(Trainer):
         return torch.rand(()) * -parts(model, inputs)[1].mean()
 
 
+class HiddenChance(Trainer):
+    """Its dropout is always on; a head of zeros shows none of it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = F.dropout(model(input_ids=inputs["input_ids"]).logits, 0.5, True)
+        return F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten())
+
+
 class Failing(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         raise KeyError("no such column")
@@ -126,6 +134,10 @@ def test_two_means_are_refused_and_uncut_they_are_right(tmp_path):
 def test_what_cannot_be_asked_is_said_so(tmp_path):
     with pytest.raises(ValueError, match=r"cannot be seen.*draw random numbers"):
         check_accumulation(trainer_of(OfChance, tmp_path))
+    hidden = trainer_of(HiddenChance, tmp_path)
+    torch.nn.init.zeros_(hidden.model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"cannot be seen.*draw random numbers"):
+        check_accumulation(hidden)
     with pytest.raises(ValueError, match=r"cannot be seen.*raised KeyError: 'no such column'"):
         check_accumulation(trainer_of(Failing, tmp_path))
 

@@ -15,7 +15,7 @@ from support.trainers import trainer_for
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from gradmem_lib import Recipe, accumulate_gradients, make_trainer, next_token_loss
+from gradmem_lib import Recipe, accumulate_gradients, make_trainer, next_token_loss, step
 from gradmem_lib.course import run_ranks
 from gradmem_lib.course.material import models
 
@@ -241,6 +241,22 @@ class Counts(type(tiny())):
         return out
 
 
+def test_an_evaluation_before_it_does_not_hide_what_a_window_changes(tmp_path):
+    given = settings(tmp_path, max_steps=1, batch_size=4, eval_dataset=Rows(4))
+    trainer = make_trainer(
+        Counts(tiny().config), Recipe(accumulation=2), train_dataset=Rows(4), **given
+    )
+    trainer.evaluate()
+    for _ in range(2):  # and it is asked again
+        with pytest.raises(ValueError, match="though no trained weight has"):
+            trainer.train()
+
+
+class WithEdges(torch.nn.Linear):
+    def forward(self, x, labels, edges):
+        return F.cross_entropy(super().forward(x), labels)
+
+
 def in_two_processes(folder):
     found = {}
     rank, model = dist.get_rank(), tiny(torch.float64)
@@ -268,6 +284,13 @@ def in_two_processes(folder):
         make_trainer(counts, recipe, train_dataset=Rows(7), **given, max_steps=1).train()
     except ValueError as error:
         found["counts"] = str(error)
+    # Rank 1 has a batch that cannot be cut into rows, and asks nothing.
+    edges = torch.zeros([4, 9][rank], 2)
+    given = {"x": torch.randn(4, 3), "labels": torch.tensor([0, 1, 0, 1]), "edges": edges}
+    linear = DistributedDataParallel(WithEdges(3, 2))
+    sgd = torch.optim.SGD(linear.parameters(), lr=0.1)
+    ddp = Recipe(sharding="ddp")
+    found["uncut"] = float(step(linear, sgd, given, ddp, loss=lambda model, b: model(**b)))
     return rank, found
 
 
@@ -288,3 +311,4 @@ def test_in_two_processes(tmp_path):
         assert found["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
         assert "is no mean over labels or rows" in found["compares rows"]
         assert "though no trained weight has" in found["counts"]
+        assert found["uncut"] > 0

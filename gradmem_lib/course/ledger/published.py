@@ -61,8 +61,8 @@ def table() -> str:
 
 
 def show(*sources: str) -> None:
-    """Show all figures as a picture, or only those of ``sources`` (the beginnings of names, as in
-    ``"PEFT"``). ``table()`` has the numbers.
+    """Show all figures with bars, or only those of ``sources`` (the beginnings of names, as in
+    ``"PEFT"``). ``table()`` has them as text.
     """
     from IPython.display import HTML, display
 

@@ -156,8 +156,7 @@ def seven_billion_on_24() -> Finding:
         where=fits("the trio around LoRA", "to fit 24 GB", card, lora),
         beyond=fits("Adafactor in backward, no accumulation", "to fit 24 GB", card, backward),
         says=f"""
-            only if: adapters are trained; with all weights, weights and gradients alone exceed
-                the card.
+            only if: adapters are trained; all weights and their gradients alone exceed the card.
             fails: Even adapters alone exceed the card.
             holds: Weights and gradients leave room on the card.
             why: Accumulation keeps the gradients, so no micro-batch is small enough. With
@@ -294,8 +293,8 @@ def bert_large_accumulated() -> Finding:
         ),
         elsewhere=_near("BERT-large, batch 4, today's step", whole, whole.parts["today"]),
         says=f"""
-            only if: the software of its time runs it, and all that the card held counts; the
-                tensors of a step of today are {whole.parts["today"] / whole.run.mib:.0%} of that.
+            only if: the step runs on the software of its year, and all that the card held is
+                counted; today's step needs less.
             fails: A replay with the software of January 2022 gives other figures.
             why: The published MB are MiB. A replay without a card gives {whole.total:,.0f} and
                 {cut.total:,.0f} MiB, with the driver's context and the allocator's idle blocks.

@@ -84,8 +84,7 @@ def attention_alone() -> Finding:
             "share with fused attention", "60 to 80%", share["attention", "fused", 2048]
         ),
         says=f"""
-            only if: attention stores its scores (eager); fused attention stores none, and the MLP
-                saves more.
+            only if: attention stores its scores (eager); with fused attention, the MLP saves more.
             fails: Attention alone keeps a different share of the saving, or costs a different
                 amount of work.
             why: The advice is for stored scores, and with them the share grows with length:
