@@ -9,6 +9,7 @@ also carries a hatch of its own.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -58,12 +59,16 @@ def _settings():
     return rc_params_from_file(path, use_default_template=False)
 
 
+_one_draws = threading.RLock()
+
+
 @contextmanager
 def style():
     """The course's own matplotlib settings, independent of the reader's matplotlibrc."""
     import matplotlib.style  # here, since a plain script draws nothing
 
-    with matplotlib.style.context(["default", _settings()]):
+    # The settings are the process's, and a widget's changes may arrive on a thread of their own.
+    with _one_draws, matplotlib.style.context(["default", _settings()]):
         yield
 
 

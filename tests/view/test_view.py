@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+import threading
 from xml.etree import ElementTree
 
 import nbformat
@@ -345,6 +346,28 @@ def test_settings_are_the_pictures_own_inside_and_the_readers_outside():
     with matplotlib.rc_context({"font.size": 30, "text.color": "red"}):
         title = stills.plot_timeline(timeline_of(50), title="x").texts[0]
     assert to_hex(title.get_color()) == style.INK
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_two_threads_that_draw_leave_the_readers_settings():
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    inside = [threading.Event(), threading.Event()]
+    may_leave = [threading.Event(), threading.Event()]
+
+    def draw(number):
+        with style.style():
+            inside[number].set()
+            may_leave[number].wait(10)
+
+    threads = [threading.Thread(target=draw, args=(number,)) for number in (0, 1)]
+    for thread, entered in zip(threads, inside, strict=True):
+        thread.start()
+        entered.wait(0.5)  # the second one waits for the first
+    for thread, leave in zip(threads, may_leave, strict=True):
+        leave.set()
+        thread.join()
     assert dict(matplotlib.rcParams) == before
 
 
