@@ -235,7 +235,7 @@ class RecipeTrainer(Trainer):
             loss_sum += batch_sum
             items += batch_items
         loss_sum, items = self._processes().sums(loss_sum, items)
-        name = f"{metric_key_prefix}_loss"
+        name = "_".join((metric_key_prefix, "loss"))
         if name in output.metrics and items:
             output.metrics[name] = loss_sum / items
         return output

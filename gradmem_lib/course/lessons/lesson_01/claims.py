@@ -52,8 +52,8 @@ def seven_billion() -> Finding:
         ),
         where=about("without float32 weights", "84 GB", without),
         says=f"""
-            only if: no weights are kept in FP32; mixed precision keeps them, instead of those in
-                FP16 (autocast) or beside them (masters).
+            only if: no weights are kept in FP32; mixed precision keeps them, instead of FP16 ones
+                (autocast) or beside them.
             why: Autocast keeps the weights in float32, and other recipes keep a float32 master
                 copy beside 16-bit weights. Both need 16 bytes a parameter. Pure bf16 keeps
                 {gb(kept["bf16"])}, with Adam's states in bf16. Without accumulation, the peak is

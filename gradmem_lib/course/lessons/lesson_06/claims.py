@@ -156,7 +156,7 @@ def seven_billion_on_24() -> Finding:
         where=fits("the trio around LoRA", "to fit 24 GB", card, lora),
         beyond=fits("Adafactor in backward, no accumulation", "to fit 24 GB", card, backward),
         says=f"""
-            only if: adapters are trained; all weights and their gradients alone exceed the card.
+            only if: adapters are trained; weights and gradients alone exceed the card.
             fails: Even adapters alone exceed the card.
             holds: Weights and gradients leave room on the card.
             why: Accumulation keeps the gradients, so no micro-batch is small enough. With
