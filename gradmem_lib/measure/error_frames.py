@@ -18,8 +18,9 @@ _FRAMES = (
     re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?P<name>)"),
 )
 _LIBRARY = re.compile(
-    r"site-packages|dist-packages|/lib/python3|\\lib\\|<frozen|/tmp/torchinductor"
+    r"site-packages|dist-packages|/lib/python3|\\lib\\|<frozen|/tmp/torchinductor|gradmem_lib[/\\]"
 )
+_TRACKER = re.compile(r"gradmem_lib[/\\]measure[/\\]")  # where a budget ends a run
 
 # (a part of the file's path, names of functions, the moment that it is a sign of)
 FRAMES = (
@@ -107,7 +108,7 @@ def _frames(lines: list[Line]) -> list[Frame]:
         match = _frame(line.text)
         if match is None and 'File "' in line.text:  # wrapped
             match = _frame(line.text.rstrip("\n") + following)
-        if match is not None:
+        if match is not None and not _TRACKER.search(match["file"]):
             code = _arrow(lines[i + 1 : i + 12]) or following.strip()
             if _frame(following) or code[:1] in "^~":
                 code = ""

@@ -870,6 +870,7 @@ def test_it_reads_a_budget():
     assert explanation.cases == ("budget",)
     figures = [explanation.figures[name] for name in ("asked", "allocated", "total")]
     assert figures == [4_000, 8_000, 10_000]
+    assert explanation.moment == "" and explanation.own_line.file == __file__
     assert explanation.command == (
         "gradmem plan MODEL --card 9.77KiB --seq-len 2048 --global-batch 8 --target cpu"
     )
