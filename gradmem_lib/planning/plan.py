@@ -248,8 +248,8 @@ def _check_own_module(module: nn.Module, method: str | None) -> None:
 ROUNDED = (
     "The weights of the first recipe are in bf16 alone: every update below 1/512 of a weight is "
     "lost to rounding. Recipe(precision='float32-master') keeps such updates, and "
-    "Recipe(precision='bf16', optimizer='adamw-stochastic') keeps them in the mean: gradmem "
-    "predict says what they need."
+    "Recipe(precision='bf16', optimizer='adamw-stochastic') keeps them on average. gradmem predict "
+    "says how many bytes each of these needs."
 )
 
 
