@@ -2,6 +2,7 @@
 and one that grows by its tensors, once, or not at all is not.
 """
 
+import gc
 import multiprocessing
 import time
 
@@ -22,6 +23,7 @@ def host():
 
 
 def test_arrays_that_are_kept_are_found_with_their_bytes(host):
+    gc.collect()  # what other tests have left would go in between
     kept, before = [], psutil.Process().memory_info().rss
     for step in range(10):
         kept.append(np.ones(STEP // 8))
