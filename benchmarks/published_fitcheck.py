@@ -25,7 +25,7 @@ import torch
 
 from gradmem_lib.course.ledger.published import Row
 from gradmem_lib.planning.models import known_model
-from gradmem_lib.prediction.allocator import Allocator, workspace
+from gradmem_lib.prediction.allocator import replayed, workspace
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import Prediction, predict
@@ -118,28 +118,19 @@ def predicted(run: Run) -> Prediction:
     )
 
 
-def reserved(prediction: Prediction, left: int) -> int:
-    """Bytes that the allocator holds at the end, with cuBLAS's workspaces and what earlier runs
-    have left among the others.
-    """
-    allocator, addresses = Allocator(), []
-    for nbytes in (workspace(T4) // 2, workspace(T4) // 2, left):
-        allocator.allocate(nbytes)
-    for request in prediction.requests():
-        if request >= 0:
-            addresses.append(allocator.allocate(request))
-        else:
-            allocator.free(addresses[-1 - request])
-    return allocator.reserved
+def figures(run: Run) -> dict[str, int]:
+    """The predicted bytes, with cuBLAS's workspaces and what earlier runs had left."""
+    found = predicted(run)
+    left = round(run.loaded * MiB) - found.current.by_category["parameters"]
+    one = workspace(T4) // 2
+    return {
+        "most allocated": found.peak.total + 2 * one + left,
+        "reserved": replayed(found.requests(), held=(one, one, left)),
+    }
 
 
 def rows() -> Iterator[Row]:
     for run in runs():
-        found = predicted(run)
-        left = round(run.loaded * MiB) - found.current.by_category["parameters"]
-        figures = {
-            "most allocated": (run.allocated, found.peak.total + workspace(T4) + left),
-            "reserved": (run.reserved, reserved(found, left)),
-        }
-        for what, (mib, nbytes) in figures.items():
-            yield Row(SOURCE, str(run), what, round(mib * MiB), nbytes)
+        published = {"most allocated": run.allocated, "reserved": run.reserved}
+        for what, nbytes in figures(run).items():
+            yield Row(SOURCE, str(run), what, round(published[what] * MiB), nbytes)

@@ -109,7 +109,8 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
             continue
         place = name_of(held), held.where, held.graph
         nbytes[place] += holder.nbytes
-        if held_by.setdefault(place, held).path != held.path:
+        first = held_by.setdefault(place, held)
+        if first.path != held.path:  # several entries of one list or dict
             held_by[place] = held._replace(path=held.box)
     for place, most in nbytes.most_common(1):
         return held_by[place], most

@@ -256,7 +256,9 @@ class Facts:
                 names.add(holder.module)
         shapes = self.structure.shapes
         # a weight that was added after the optimizer was made has no states
-        have_states = names & shapes.keys() or self.trained
+        have_states = frozenset(names & shapes.keys())
+        if not have_states:  # their names are not known
+            have_states = self.trained
         return states / max(sum(prod(shapes[name]) for name in have_states), 1)
 
     def is_logits(self, holder: Holder) -> bool:

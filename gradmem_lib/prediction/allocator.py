@@ -137,12 +137,14 @@ class Allocator:
         )
 
 
-def replayed(requests: Iterable[int]) -> int:
-    """Bytes reserved after ``requests``.
+def replayed(requests: Iterable[int], held: Iterable[int] = ()) -> int:
+    """Bytes reserved after ``requests``, with blocks of ``held`` bytes there before and after them.
 
     A request is a number of bytes to allocate, or ``-1 - n`` to free the block of request n.
     """
     allocator, addresses = Allocator(), []
+    for nbytes in held:
+        allocator.allocate(nbytes)
     for request in requests:
         if request >= 0:
             addresses.append(allocator.allocate(request))

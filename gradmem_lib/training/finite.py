@@ -20,8 +20,8 @@ from .probe_rows import rows_together, some_rows
 def by_finite_loss(
     model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable
 ) -> tuple[list[Any], str]:
-    """The rows whose losses are finite, as micro-batches of one row, and in words the first other
-    one; these are empty if there is none. Each row is asked about alone.
+    """The rows whose losses are finite, as micro-batches of one row, and where the first row
+    without a finite loss is (empty: all are finite). Each row is asked about alone.
 
     The mean of nothing is nan too, as of a row without labels, or of a loss that compares rows. So
     a row counts as finite if its loss is, alone or beside a row that has one.

@@ -93,8 +93,9 @@ def ask(
     if is_enough:
         return with_others
     if with_others.finite and not with_others.shows_nothing and with_its_own.fits:
-        context = "with a few other numbers in its weights, "
-        with_others.sentence = with_others.sentence and context + with_others.sentence
+        if with_others.sentence:
+            context = "with a few other numbers in its weights, "
+            with_others.sentence = context + with_others.sentence
         return with_others
     return with_its_own
 

@@ -137,6 +137,14 @@ def test_a_recorded_row_can_be_predicted_again(load):
     assert module.predicted("StableLM-Alpha-3B", "nf4", 1) == row.predicted
 
 
+def test_a_recorded_run_of_fitcheck_can_be_predicted_again(load):
+    """Its peak is in attention: without the softmax's own product, it is 128 MiB lower."""
+    module = load("published_fitcheck")
+    (run,) = [run for run in module.runs() if str(run) == "TinyLlama-1.1B, nf4, eager, 1 x 1,024"]
+    recorded = {row.what: row.predicted for row in published.rows() if row.run == str(run)}
+    assert module.figures(run) == recorded
+
+
 @pytest.mark.parametrize(
     "double, nbytes", [(False, 0.5 + 4 / 64), (True, 0.5 + 1 / 64 + 4 / 64 / 256)]
 )
