@@ -10,7 +10,7 @@ from .bars import plot_bar
 from .template import html_from
 
 PAGE = """
-<div>
+<div style='overflow-x:auto'>
   {% if fit.held and fit.is_right is not none %}
     {% set sign, color = ("✓", "#12806a") if fit.is_right else ("✕", "#c4312b") %}
     {% set look = "display:inline-block; width:22px; margin-right:6px; border-radius:11px" %}
