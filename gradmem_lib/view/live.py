@@ -114,7 +114,7 @@ APPEARANCE = {
     "growing": {"name": GROWING_WORDS, "look": (GROWING, GROWING_HATCH[:1])},
 }
 # The files of the script in the order of their imports, which one script does without.
-SCRIPTS = ("words", "run", "stack", "draw", "plot")
+SCRIPTS = ("words", "run", "stack", "draw", "say", "parts", "moves", "plot")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 
 

@@ -6,7 +6,7 @@ import { ALARM, INK, UNITS, formatBytes, grouped, isDark, niceStep } from "./wor
 export const PAD = { left: 52, right: 14, top: 38, bottom: 38 };
 export const STRIP = 21; // the strip begins so far above the areas
 export const MOST_BATCHES = 12; // marks of changes of the batch's size; more would hide the picture
-const STRIP_HEIGHT = 15;
+export const STRIP_HEIGHT = 15;
 const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
 const SEEN = 3; // pixels from which on a block has an outline of its own
 
@@ -41,6 +41,14 @@ export function fillOf(g, look, ratio) {
   const pattern = g.createPattern(hatched(look, ratio), "repeat");
   pattern.setTransform(new DOMMatrix().scale(1 / ratio));
   return pattern;
+}
+
+// The bytes that the axis reaches, in half steps of its marks, so that it does not tremble while a run grows. A budget far
+// above the run is left out, since it would flatten the picture.
+export function topOf(highest, budget) {
+  const [, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
+  const reach = Math.max(highest, budget <= 2.5 * highest ? budget : 0) * 1.08, half = (niceStep(reach / factor, 4) * factor) / 2;
+  return Math.ceil(reach / half) * half;
 }
 
 // The place of operations and bytes on the canvas: x0 to x1 for view.from to view.to, y0 (below) to y1 for 0 to top.
