@@ -6,10 +6,10 @@ import { make } from "./words.js";
 
 // A row of the table: a swatch and a name. Returns the cell of its bytes.
 export function addRow(tr, look, name) {
-  const th = make("th", "", tr), swatch = make("canvas", "gm-swatch", th);
+  const th = make("th", "", tr), label = make("div", "gm-label", th), swatch = make("canvas", "gm-swatch", label);
   th.scope = "row";
   th.title = name;
-  make("bdi", "", make("span", "gm-name", th), name);
+  make("bdi", "", make("span", "gm-name", label), name);
   swatch.width = 34;
   swatch.height = 28;
   const g = swatch.getContext("2d");

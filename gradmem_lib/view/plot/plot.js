@@ -16,6 +16,8 @@ const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kerne
 const FEWEST = 4; // operations that a zoomed picture shows, at least
 const MOVES_FOR = 150; // milliseconds after the last pan or zoom
 
+const NOTHING = { n: 0, parts: [], totals: [], growing: null, blocks: [] };
+
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 // An earlier run, drawn as a line over this one.
@@ -233,7 +235,7 @@ export function render({ model, el }) {
     edges = run?.n ? edgesOf(run.op) : null;
     cursor = op === null || !edges ? -1 : sampleOf(run, op);
     under = null;
-    if (edges) groups = arrange(run, by, appearance);
+    groups = arrange(run ?? NOTHING, by, appearance);
     listGroups();
     change();
   }

@@ -39,7 +39,7 @@ function groupOf(name, look, blocks, total) {
 function categories(run, { names, looks, growing }) {
   const growingRows = run.growing;
   const groups = names.map((name, c) => {
-    const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c];
+    const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c] ?? [];
     return groupOf(name, looks[c], run.blocks.filter((block) => block.category === c && !block.grows), total);
   });
   if (!growingRows) return groups;
