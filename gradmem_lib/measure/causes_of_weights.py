@@ -30,7 +30,8 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
         # random numbers of the same shapes, for one step, are no copy
         is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
         is_kept = first.step < 0 or facts.time_of(first) < facts.peak_time
-        if is_copied or is_kept or facts.of_another_model(first):
+        is_twin = first.category == "parameters"
+        if is_copied or is_kept or is_twin or facts.of_another_model(first):
             copies.append(copy)
     holders = [holder for copy in copies for holder in copy]
     if not holders:
@@ -40,7 +41,10 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
         how_many = "a second copy"
     is_called = _calls_another_model(facts)
     words, remedy = "made in the tracked run and still alive", OF_THIS_RUN
-    if facts.of_another_model(holders[0]):
+    if holders[0].category == "parameters" and holders[0].module in facts.twins:
+        is_called = True  # together with the rest of the model
+        words, remedy = f"`{facts.twins[holders[0].module]}`, which nothing trains", OF_A_REFERENCE
+    elif facts.of_another_model(holders[0]):
         words = "parameters of a module that is not the tracked one"
         remedy = OF_A_REFERENCE if is_called else OF_A_MODULE + OF_A_REFERENCE
     elif holders[0].step < 0:
@@ -103,14 +107,17 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
     names = Counter(h.module for h in facts.at_peak if h.category == "parameters")
     twice = {name for name, times in names.items() if times > 1}
     groups = defaultdict[Any, list[Holder]](list)
+    twins = list[Holder]()
     for holder in free:
-        if _may_be_of_a_copy(holder, twice, facts):
+        if holder.category == "parameters" and holder.module in facts.twins:
+            twins.append(holder)
+        elif _may_be_of_a_copy(holder, twice, facts):
             of_another = facts.of_another_model(holder)
             place: Any = holder.line, holder.step, of_another
             if holder.module in facts.untrained:
                 place = "other models"
             groups[place].append(holder)
-    copies = []
+    copies = [twins] if twins else []
     for group in groups.values():
         if not facts.of_another_model(group[0]):
             copies += _copies_among(group, facts)[0]

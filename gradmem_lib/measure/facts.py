@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,6 +140,34 @@ class Facts:
         if self.optimized is not None:
             names &= self.structure.trained | self.optimized
         return frozenset(names)
+
+    @cached_property
+    def twins(self) -> dict[str, str]:
+        """The names of parameters that nothing trains, in a part of the model that has the same
+        names and shapes as a trained part beside it: a reference, a target network. To each name,
+        the part. Layers of a list are no such parts.
+        """
+        if self.structure is None:
+            return {}
+        parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+        for name, shape in self.structure.shapes.items():
+            part, _, rest = name.rpartition(".")
+            while part:
+                parts[part][rest] = shape
+                part, _, last = part.rpartition(".")
+                rest = f"{last}.{rest}"
+        trained = set[str]()
+        in_training = self.trained if self.optimized is None else self.trained & self.optimized
+        for name in in_training:
+            trained.update(part for part in parts if name.startswith(f"{part}."))
+        twins = dict[str, str]()
+        for part in parts.keys() - trained:
+            whole = part.rpartition(".")[0]
+            beside = [other for other in trained if other.rpartition(".")[0] == whole]
+            has_twin = any(parts[part].items() <= parts[other].items() for other in beside)
+            if has_twin and not self.structure.in_layers(part):
+                twins.update((f"{part}.{rest}", part) for rest in parts[part])
+        return twins
 
     def gradients_to_come(self) -> int:
         """The bytes of gradients of the trained parameters that are not there at the peak."""

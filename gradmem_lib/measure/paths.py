@@ -55,8 +55,9 @@ NOT_INTO = (
 )
 BOXES = ("list", "dict", "cache", "window")
 ATTRIBUTE = "attribute of a module"
+EXCEPTION = "exception"
 # These say more of why a tensor is there than the list or dict that it is in.
-TELLING = ("exception", "cache", "optimizer", "gradient")
+TELLING = (EXCEPTION, "cache", "optimizer", "gradient")
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
 
 
@@ -120,7 +121,8 @@ def who_holds(
         frames = _frames(frame, error)
         walk.running = {id(each) for each in frames}
         own, of_libraries = _names_of_frames(frames)
-        walk.search([*_names_of_modules(own=True), *own])
+        handled = Edge("the error that is handled", sys.exc_info()[1], EXCEPTION)
+        walk.search([*_names_of_modules(own=True), *own, handled])
         walk.in_script = False
         walk.search(of_libraries)
         if not everywhere and walk.is_complete and not walk.has_enough():
@@ -205,6 +207,7 @@ class _Walk:
         self.came_from: dict[int, tuple[Edge, int | None]] = {}
         self.waiting = deque[Any]()
         self.private = deque[tuple[Edge, int | None]]()
+        self.of_errors = deque[tuple[Edge, int | None]]()
         self.with_graph: list[torch.Tensor] = []
         self.in_script = True
         self.is_complete = True
@@ -220,8 +223,8 @@ class _Walk:
 
     def look_around(self, names: Collection[Edge]) -> None:
         """Breadth first, so that each object is found by its shortest path."""
-        self.waiting.clear()
-        self.private.clear()
+        for queue in (self.waiting, self.private, self.of_errors):
+            queue.clear()
         parts = set[int]()
         for name in names:
             if issubclass(type(name.value), nn.Module):
@@ -231,9 +234,9 @@ class _Walk:
             if id(name.value) not in parts:
                 self._reach_in_turn(name, None)
         seen = 0
-        while (self.waiting or self.private) and not self.has_enough():
+        while (self.waiting or self.private or self.of_errors) and not self.has_enough():
             if not self.waiting:
-                self._reach(*self.private.popleft())
+                self._reach(*(self.private or self.of_errors).popleft())
                 continue
             self._look_at(self.waiting.popleft())
             seen += 1
@@ -254,12 +257,14 @@ class _Walk:
             self.is_complete = False
 
     def _reach_in_turn(self, edge: Edge, parent: int | None) -> None:
-        """What private names and errors lead to comes after all that public names lead to: an
-        error's functions had variables for what has better names.
+        """What private names lead to comes after all that public names lead to, and what errors
+        lead to comes last: an error's functions had variables for what has better names.
         """
         if type(edge.value) in ATOMS or id(edge.value) in self.came_from:
             return
-        if edge.kind == "exception" or edge.words.startswith(("_", "._")):
+        if edge.kind == EXCEPTION:
+            self.of_errors.append((edge, parent))
+        elif edge.words.startswith(("_", "._")):
             self.private.append((edge, parent))
         else:
             self._reach(edge, parent)
@@ -655,14 +660,14 @@ EDGES: tuple[tuple[Any, Callable[[Any], Iterator[Edge]]], ...] = (
     (
         BaseException,
         _fields(
-            "exception",
+            EXCEPTION,
             __traceback__=".__traceback__",
             __context__=".__context__",
             __cause__=".__cause__",
             args=".args",
         ),
     ),
-    (types.TracebackType, _fields(tb_frame="", tb_next="")),
+    (types.TracebackType, _fields(EXCEPTION, tb_frame="", tb_next="")),
     (types.FrameType, _of_a_frame),
     ((types.GeneratorType, types.CoroutineType), _of_a_generator),
     (np.ndarray, _of_an_array),
