@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..units import format_bytes
+from .facts import total
 from .paths import NOBODY, Held
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
@@ -120,7 +121,7 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
 def holder_of_most(holders: Sequence[Holder]) -> Held:
     """What holds more than half of the bytes; ``NOBODY`` if nothing does."""
     held, nbytes = largest_held(holders)
-    return held if 2 * nbytes > sum(holder.nbytes for holder in holders) else NOBODY
+    return held if 2 * nbytes > total(holders) else NOBODY
 
 
 def name_of(held: Held) -> str:

@@ -59,6 +59,8 @@ ROWS: tuple[Row, ...] = (
 
 def find_causes(facts: Facts) -> list[Cause]:
     """The causes that the facts show, in the order of ``ROWS``; small ones come last."""
+    if facts.holders is None:
+        return []
     found = list[Cause]()
     free = list(facts.at_peak)  # to be claimed by a row
     for row in ROWS:

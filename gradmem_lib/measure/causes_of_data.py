@@ -51,7 +51,7 @@ def _waits(kind: list[Holder], facts: Facts) -> bool:
     if len(kind) > MANY and newest < facts.peak_time:
         # A list of pieces is no data if a loss joins them, and they are free during the step.
         first, last = facts.samples_of_the_step
-        there = [h for h in kind if h.samples[0] <= first and last < h.samples[1]]
+        there = [h for h in kind if h.first_sample <= first and last < h.end_sample]
         return 2 * len(there) > len(kind)
     filled_long_ago = kind[0].op in FILLED and newest < facts.peak_time - 1
     return kind[0].op == READ_IN_PARTS or filled_long_ago
@@ -71,7 +71,7 @@ DATA_WAITS = Row(
 
 def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
     """One step that needs much more than the others: its batch has longer rows."""
-    if facts.samples is None or not facts.has_backward_in_step(facts.peak.step):
+    if not facts.has_backward_in_step(facts.peak.step):
         return None
     highest = dict[int, int]()  # of each step
     for step, nbytes in facts.rows[:, [STEP, TOTAL]].tolist():
@@ -87,9 +87,8 @@ def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
         "steps": len(highest),
         "usual": format_bytes(usual),
     }
-    forwards = [done for done in facts.of_models if done.step == facts.peak.step]
     made = [h for h in free if h.category == "activations" and h.step == facts.peak.step]
-    changes = {"nbytes": facts.peak.total - usual, "lines": lines_of_forwards(forwards)}
+    changes = {"nbytes": facts.peak.total - usual, "lines": lines_of_forwards(facts.of_the_step)}
     return Group(made, words, changes)
 
 

@@ -91,7 +91,7 @@ GRADIENTS_WAIT = Row(
 
 def _for_no_optimizer(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Weights that need a gradient, though no optimizer has them: a backbone, VGG in a loss."""
-    if facts.optimized is None or facts.structure is None:
+    if facts.optimized is None:
         return None
     shapes_of_others = {h.shape for h in facts.at_peak if facts.of_another_model(h)}
     gradients = []

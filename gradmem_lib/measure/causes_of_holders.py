@@ -24,10 +24,10 @@ def _is_earlier(holder: Holder, facts: Facts) -> bool:
 
 def _was_given_up(holder: Holder, facts: Facts) -> bool:
     """Whether no backward used the forward that made it, and another one has begun since."""
-    newest = max(other.samples[0] for other in facts.at_peak)
-    maker = facts.last_begun(holder.samples[0])
+    newest = max(facts.at_peak, key=lambda other: other.first_sample)
+    maker = facts.maker_of(holder)
     is_used = maker is not None and maker.used
-    return not is_used and maker is not facts.last_begun(newest)
+    return not is_used and maker is not facts.maker_of(newest)
 
 
 def _kept_by_an_error(holder: Holder, facts: Facts) -> bool:

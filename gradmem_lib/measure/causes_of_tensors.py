@@ -55,9 +55,9 @@ def _is_double(holder: Holder, facts: Facts) -> bool:
     """Whether it is in float64 beside weights in a narrower dtype: numpy's numbers are float64, and
     so is what ``.double()`` makes.
     """
-    if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
-        return False
-    return holder.dtype is torch.float64 and holder.category != "optimizer"
+    dtypes = facts.structure.dtypes.values()
+    beside_narrower = bool(dtypes) and torch.float64 not in dtypes
+    return beside_narrower and holder.dtype is torch.float64 and holder.category != "optimizer"
 
 
 def _from_data_on(double: list[Holder], facts: Facts) -> Group:
@@ -125,7 +125,7 @@ def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
     for name in facts.trained:
         shape = facts.structure.shapes[name]
         if len(shape) == 2 and outputs & set(shape):
-            largest = max(largest, prod(shape) * facts.structure.dtypes[name].itemsize)
+            largest = max(largest, facts.structure.nbytes(name))
     return largest
 
 

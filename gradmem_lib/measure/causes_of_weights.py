@@ -19,6 +19,7 @@ CALLED_IN_EACH_STEP = (
     "averaged weights), the step needs it: keep it in a narrower dtype (copy.to(torch.bfloat16) "
     "halves float32), or move it to the card for its forward alone. "
 )
+TWINS = "twins"  # the group of such parameters
 MOMENTUM = 1.1  # numbers for each weight, with some numbers for the optimizer itself
 
 
@@ -102,35 +103,38 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
     The parameters of other models, whose layers have a line each, are one group if their names are
     known.
     """
-    if facts.structure is None or not facts.structure.shapes:
+    if not facts.structure.shapes:
         return []
     names = Counter(h.module for h in facts.at_peak if h.category == "parameters")
     twice = {name for name, times in names.items() if times > 1}
     groups = defaultdict[Any, list[Holder]](list)
-    twins = list[Holder]()
     for holder in free:
-        if holder.category == "parameters" and holder.module in facts.twins:
-            twins.append(holder)
+        # a model of an earlier round was updated
+        if holder.category == "parameters" and holder.module in facts.twins and holder.updated < 0:
+            groups[TWINS].append(holder)
+        elif holder.module in facts.untrained:
+            groups["other models"].append(holder)
         elif _may_be_of_a_copy(holder, twice, facts):
-            of_another = facts.of_another_model(holder)
-            place: Any = holder.line, holder.step, of_another
-            if holder.module in facts.untrained:
-                place = "other models"
-            groups[place].append(holder)
-    copies = [twins] if twins else []
-    for group in groups.values():
-        if not facts.of_another_model(group[0]):
+            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
+    copies = []
+    for place, group in groups.items():
+        if place == TWINS:
+            copies.append(group)
+        elif facts.of_another_model(group[0]):
+            copies += _copies_in_other_models(group, facts) or _copies_by_name(group, facts)
+        else:
             copies += _copies_among(group, facts)[0]
-            continue
-        in_group = _copies_in_other_models(group, facts)
-        if not in_group:
-            # An average of the weights beside a teacher: each has a name of its own.
-            models = defaultdict[str, list[Holder]](list)
-            for holder in group:
-                models[holder.module.partition(".")[0]].append(holder)
-            for model in models.values():
-                in_group += _copies_in_other_models(model, facts)
-        copies += in_group
+    return copies
+
+
+def _copies_by_name(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
+    """The copies in models with a name each, such as an average of the weights and a teacher."""
+    models = defaultdict[str, list[Holder]](list)
+    for holder in holders:
+        models[holder.module.partition(".")[0]].append(holder)
+    copies = []
+    for model in models.values():
+        copies += _copies_in_other_models(model, facts)
     return copies
 
 
@@ -187,7 +191,7 @@ def _one_of_each(holders: list[Holder], facts: Facts) -> list[Holder]:
     # shapes by bytes, for copies of whole storages, whose shape is not known
     of_size = defaultdict[int, set[tuple[int, ...]]](set)
     for name, shape in structure.shapes.items():
-        of_size[prod(shape) * structure.dtypes[name].itemsize].add(shape)
+        of_size[structure.nbytes(name)].add(shape)
     found = []
     for holder in holders:
         possible = {holder.shape}
@@ -258,7 +262,7 @@ def is_state(holder: Holder, facts: Facts) -> bool:
     """Whether it is an optimizer's state, or zeros that will be one."""
     if holder.category == "optimizer":
         return True
-    if facts.structure is None or facts.peak.moment != IN_OPTIMIZER_STEP:
+    if facts.peak.moment != IN_OPTIMIZER_STEP:
         return False
     zeros = holder.category == "temporaries" and "zeros" in holder.op
     return zeros and holder.shape in facts.structure.shapes.values()
@@ -268,7 +272,7 @@ def _wide(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Weights in float64, or frozen ones in float32."""
     double, frozen = list[Holder](), list[Holder]()
     for holder in free:
-        if facts.structure is None or holder.category != "parameters":
+        if holder.category != "parameters":
             continue
         dtype = facts.structure.dtypes.get(holder.module)
         if dtype is torch.float64:

@@ -22,6 +22,7 @@ from .causes import find_causes
 from .causes_of_evaluation import peak_may_be_of_the_step
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import Facts, total
+from .structure import NO_MODEL
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -225,7 +226,7 @@ def applies(technique: Technique, facts: Facts) -> bool:
     """Whether the technique can be applied to this peak, as far as the facts say."""
     if technique.of_the_step and facts.outside_of_training:
         return technique.name == MICRO_BATCHES and peak_may_be_of_the_step(facts)
-    if facts.holders is None or facts.structure is None:
+    if facts.holders is None or facts.structure is NO_MODEL:
         return True
     if technique.name == SGD and facts.had_optimizer_step:
         return facts.numbers_of_states > MOMENTUM
@@ -262,6 +263,6 @@ def _out_of_reach(technique: Technique, facts: Facts) -> Sequence[Holder]:
 
 def _is_in_another_part(holder: Holder, technique: Technique, facts: Facts) -> bool:
     """Whether it is known to be in a part of the model on which the technique does not act."""
-    if facts.structure is None or not technique.part:
+    if not technique.part or facts.structure is NO_MODEL:
         return False
     return facts.in_layers(holder) != (technique.part == "layers")

@@ -29,7 +29,7 @@ from .patches import patched_torch
 from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
-from .structure import Structure
+from .structure import NO_MODEL, Structure
 from .timeline import ForwardPass
 from .walks import Walks
 from .watch import Watch
@@ -252,8 +252,10 @@ class Meter(ParameterMeter):
 
     # What a diagnosis asks
 
-    def structure(self) -> Structure | None:
+    def structure(self) -> Structure:
         """What a diagnosis has to know of the model."""
+        if self.model is None:
+            return NO_MODEL
         return Structure.of(self.model)
 
     def untrained(self) -> frozenset[str]:
@@ -269,16 +271,20 @@ class Meter(ParameterMeter):
         ``None`` if there are none: no optimizer is known, or it has copies of its own.
         """
         taken = self._ids_in_optimizers()
-        named = self.model.named_parameters() if self.model is not None else ()
-        return frozenset(name for name, p in named if id(p) in taken) or None
+        return frozenset(name for name, p in self._parameters() if id(p) in taken) or None
+
+    def _parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The model's parameters, and their names."""
+        if self.model is None:
+            return ()
+        return self.model.named_parameters()
 
     def mark_passes(self) -> None:
         """Note of each forward whether an optimizer has its module's weights, and has stepped; and
         whether they are weights of the tracked model.
         """
         taken, stepped = self._ids_in_optimizers(), ids_of_parameters(self.stepped)
-        named = self.model.named_parameters() if self.model is not None else ()
-        tracked = {id(parameter) for _, parameter in named}
+        tracked = {id(parameter) for _, parameter in self._parameters()}
         found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
             module = done.called() if done.called is not None else None

@@ -70,7 +70,7 @@ from .paths import Held
 from .recording import Entry, Peak, Recording
 from .source_lines import source_line
 from .storages import tensors_to_watch
-from .structure import Structure
+from .structure import NO_MODEL
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 from .walks import likely_holders
 
@@ -140,7 +140,7 @@ class MemoryTracker:
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
         # what is known of the model, set when the block ends and the model is dropped
-        self._structure: Structure | None = None
+        self._structure = NO_MODEL
         self._optimized: frozenset[str] | None = None
         # Whether an error ended the block: what would have come after it is not known then.
         self._interrupted = False
@@ -186,22 +186,12 @@ class MemoryTracker:
 
     def _growing(self) -> np.ndarray | None:
         """Of each sample's bytes by category, those that grow from step to step, if any do."""
-        if not self._may_grow():
-            return None  # found without the facts, which a live plot should not wait for
-        holders = growing_holders(self._facts(self._recording.run_peak))
-        return self._recording.bytes_of(holders) if holders else None
-
-    def _may_grow(self) -> bool:
-        """Whether storages of several earlier steps or turns were alive at the peak, or the peak
-        is outside of a training step, where an evaluation may collect its results.
-        """
         peak = self._recording.run_peak
-        if peak.moment in (BETWEEN_STEPS, EVALUATION):
-            return True
-        entries = self._recording.entries(peak)
-        steps = {entry.step for entry in entries if 0 <= entry.step < peak.step}
-        turns = {entry.turn for entry in entries if entry.turn < peak.turn}
-        return max(len(steps), len(turns)) >= SEVERAL
+        in_a_step = peak.moment not in (BETWEEN_STEPS, EVALUATION)
+        if in_a_step and max(peak.step, peak.turn) < SEVERAL:
+            return None  # found without the facts, which a live plot should not wait for
+        holders = growing_holders(self._facts(peak))
+        return self._recording.bytes_of(holders) if holders else None
 
     def largest_at_peak(self, n: int = 5) -> Holders:
         """The ``n`` largest storages that were alive at the peak, largest first: a list of
@@ -417,7 +407,6 @@ class MemoryTracker:
             rows=recording.rows()[since_reset],
             samples=samples[since_reset],
             first_sample=recording.restarted_at,
-            joined=self._holders(recording.joined),
             batch_rows=max((rows for _, rows in recording.batches), default=0),
             holders=self._holders(entries, likely),
             find_others=lambda: self._holders(others, likely),  # a live plot does without them

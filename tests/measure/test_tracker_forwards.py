@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker
+from gradmem_lib.measure.structure import NO_MODEL
 
 
 class Net(nn.Module):
@@ -206,7 +207,7 @@ def test_without_an_optimizer_nothing_is_known_of_one():
     assert tracker.facts.optimized is None
     with MemoryTracker(live=False) as tracker:
         pass
-    assert tracker.facts.structure is None
+    assert tracker.facts.structure is NO_MODEL
 
 
 def test_after_an_error_the_optimizers_that_wait_are_found():

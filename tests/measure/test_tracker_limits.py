@@ -197,7 +197,7 @@ def test_the_message_has_every_figure():
         "  A card of that size would be out of memory.",
     ]
     assert "the budget: none of these by itself." in str(
-        BudgetExceeded(299, 60, "mul", snapshot, everything)
+        BudgetExceeded(299, 60, "mul", snapshot, everything, facts)
     )
 
 
