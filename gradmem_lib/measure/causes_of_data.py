@@ -12,12 +12,14 @@ from .cause import (
     DOMINATES,
     FILLED,
     MANY,
+    Group,
+    Row,
     in_words,
     is_copy_of_a_storage,
     lines_of_forwards,
+    those,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
-from .rows import Group, Row, those
 from .timeline import STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps

@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..units import format_bytes
-from .cause import DOMINATES, WORTH, lines_of_forwards
+from .cause import DOMINATES, WORTH, Group, Row, lines_of_forwards, those
 from .facts import EVALUATION, OF_A_TRAINING_STEP, Facts, total
 from .made_by_forwards import lines_of_results
-from .rows import Group, Row, those
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3

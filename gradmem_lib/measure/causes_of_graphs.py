@@ -14,18 +14,22 @@ from typing import Any
 from ..units import format_bytes
 from .cause import (
     ALMOST_ALL,
+    BEFORE_THE_OPTIMIZER,
     DOMINATES,
     MUCH,
+    SEVERAL,
     WORTH,
+    Find,
+    Group,
+    Row,
     detached,
     holder_of_most,
     lines_of_forwards,
     name_of,
+    those,
 )
-from .causes_of_holders import SEVERAL
 from .facts import IN_BACKWARD, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
-from .rows import BEFORE_THE_OPTIMIZER, Find, Group, Row, those
 from .timeline import ForwardPass, Holder
 
 
@@ -363,7 +367,9 @@ def _alive_together(free: Sequence[Holder], facts: Facts) -> list[ForwardPass]:
     # Without a loss in between, such as for features that are averaged, one loss takes all outputs.
     losses = _samples_of_losses(facts)
     first, last = (bisect_left(losses, done.first_sample) for done in (alive[0], alive[-1]))
-    return alive if first < last else []
+    if first == last:
+        return []
+    return alive
 
 
 def _samples_of_losses(facts: Facts) -> list[int]:

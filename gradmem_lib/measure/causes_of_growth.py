@@ -15,18 +15,20 @@ from typing import Any
 from ..units import format_bytes
 from .cause import (
     DOMINATES,
+    SEVERAL,
     WORTH,
+    Group,
+    Row,
+    cause_of,
     detached,
     in_words,
     larger_than_its_tensor,
     largest_held,
     name_of,
 )
-from .causes_of_holders import SEVERAL
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
 from .paths import MODULE_ATTRIBUTE, Held
-from .rows import Group, Row, cause_of
 from .source_lines import source_line
 from .timeline import Holder
 
@@ -468,10 +470,9 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
         return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True
-    of_this_step = facts.time_of(holder) == facts.peak_time
-    if not facts.outside_of_training or not of_this_step or holder.made_in != BETWEEN_STEPS:
-        return False  # layers join keys and values
-    return any(holder.first_sample < done.first_sample for done in facts.evaluations[-1:])
+    by_a_layer = holder.made_in != BETWEEN_STEPS  # which joins keys and values
+    last = facts.evaluations[-1:]
+    return bool(last) and not by_a_layer and holder.first_sample < last[0].first_sample
 
 
 def _same_code(one: Holder, other: Holder) -> bool:

@@ -5,12 +5,9 @@ a parallel model.
 from __future__ import annotations
 
 from . import paths
-from .cause import MUCH
+from .cause import MUCH, SEVERAL, Group, Row, those
 from .facts import BETWEEN_STEPS, Facts
-from .rows import Group, Row, those
 from .timeline import Holder
-
-SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
 
 
 def _is_in_use(holder: Holder, facts: Facts) -> bool:

@@ -15,11 +15,13 @@ from .cause import (
     IN_PIECES,
     PIECES_LEAVE,
     WORTH,
+    Group,
+    Row,
     dtype_of,
     lines_of,
+    those,
 )
 from .facts import BETWEEN_STEPS, IN_BACKWARD, OF_A_TRAINING_STEP, Facts, total
-from .rows import Group, Row, those
 from .timeline import Holder
 
 # What computes the same without a large tensor, by the operations that make one.
@@ -154,7 +156,9 @@ def _scores(free: Sequence[Holder], facts: Facts) -> Group | None:
     in_forward = [holder for holder in normalized if "backward" not in holder.op]
     by_sdpa = [holder for holder in in_forward if SOFTMAX_OF_SDPA in holder.op]
     if 2 * total(by_sdpa) > total(in_forward):
-        changes["remedy"] = OF_THREE if len(by_sdpa[0].shape) == 3 else THAT_RUNS_ALREADY
+        changes["remedy"] = THAT_RUNS_ALREADY
+        if len(by_sdpa[0].shape) == 3:
+            changes["remedy"] = OF_THREE
     return Group(scores, {"tokens": f"{scores[0].shape[-1]:,}"}, changes)
 
 

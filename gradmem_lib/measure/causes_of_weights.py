@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .cause import ALMOST_ALL, DOMINATES, WORTH, is_copy_of_a_storage
+from .cause import ALMOST_ALL, DOMINATES, WORTH, Group, Row, is_copy_of_a_storage, those
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
-from .rows import Group, Row, those
 from .timeline import Holder
 
 CALLED_IN_EACH_STEP = (
@@ -208,7 +207,9 @@ def _one_of_each(holders: list[Holder], facts: Facts) -> list[Holder]:
         return []
     # One tensor that looks like the largest weight may be a batch, or its targets.
     is_known = any(_is_known_to_be_weights(holder, facts) for holder in found)
-    return found if is_known or len(found) > 1 else []
+    if not is_known and len(found) == 1:
+        return []
+    return found
 
 
 def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:

@@ -185,11 +185,14 @@ class Diagnosis:
         lines = []
         for group in sorted(groups.values(), key=total, reverse=True)[:LINES]:
             first = group[0]
-            line = f", at {first.line}" if first.line else ""
-            held = f", held by {first.held}" if first.held else ""
-            # What was there before the run began is known by its bytes alone.
-            tensor = f": {in_words(first)}" if first.dtype else ""
-            lines.append(f"  {format_bytes(total(group))} {first.category}{held}{line}{tensor}")
+            line = f"  {format_bytes(total(group))} {first.category}"
+            if first.held:
+                line += f", held by {first.held}"
+            if first.line:
+                line += f", at {first.line}"
+            if first.dtype:  # what was there before the run began is known by its bytes alone
+                line += f": {in_words(first)}"
+            lines.append(line)
         return lines
 
     __repr__ = __str__

@@ -143,8 +143,7 @@ class Facts:
                 part, _, last = part.rpartition(".")
                 rest = f"{last}.{rest}"
         trained = set[str]()
-        in_training = self.trained if self.optimized is None else self.trained & self.optimized
-        for name in in_training:
+        for name in self.trained & (self.optimized or self.trained):
             trained.update(part for part in parts if name.startswith(f"{part}."))
         twins = dict[str, str]()
         for part in parts.keys() - trained:

@@ -10,22 +10,22 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from ..compat.autograd import graph_task, next_sequence_nr
-from ..compat.compiled import is_compiled
+from ..compat.compiled import is_compiled, watch_compiled_calls
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
-from .patches import patched_torch
 from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
@@ -84,13 +84,15 @@ class Meter(ParameterMeter):
             self.sample(self.recording.total, "what exists before the first step")
             undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(self.before_step).remove)
             undo.callback(optimizer_hooks.register_optimizer_step_post_hook(self.after_step).remove)
+            # Global hooks of modules take twice as long, and a hook on the model would be copied
+            # and pickled with it.
+            call = self._wrap_module_call(nn.Module.__call__)
+            undo.enter_context(patch.object(nn.Module, "__call__", call))
+            # The resize of a storage is not dispatched, and FSDP frees memory with it.
+            resize = self._wrap_storage_resize(UntypedStorage.resize_)
+            undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
             undo.enter_context(
-                patched_torch(
-                    self._wrap_module_call,
-                    self._wrap_storage_resize,
-                    self.on_compiled_call,
-                    run_eagerly=self.runs_compiled_eagerly,
-                )
+                watch_compiled_calls(self.on_compiled_call, run_eagerly=self.runs_compiled_eagerly)
             )
             self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()

@@ -60,9 +60,8 @@ from ..names import (
 )
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
-from .cause import MUCH
+from .cause import MUCH, SEVERAL
 from .causes_of_growth import growing_holders
-from .causes_of_holders import SEVERAL
 from .facts import Facts
 from .holders import Holders
 from .meter import Meter, name_of
