@@ -51,7 +51,6 @@ ROWS: tuple[Row, ...] = (
     tensors.EXPANDED,
     graphs.LEFT_OVER,
     evaluation.EVALUATION_BATCH,
-    data.ONE_TENSOR,
     data.ONE_LINE,
 )
 

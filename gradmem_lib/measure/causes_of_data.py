@@ -17,7 +17,6 @@ from .cause import (
     in_words,
     is_copy_of_a_storage,
     lines_of_forwards,
-    those,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
 from .timeline import STEP, TOTAL, Holder
@@ -125,30 +124,10 @@ def _has_larger_tensors(facts: Facts) -> bool:
     return nbytes > LARGER * sum(of_others[place] for place in in_both)
 
 
-def _is_most(holder: Holder, facts: Facts) -> bool:
-    return holder.category == "other" and holder.nbytes >= MOST * facts.peak.total
-
-
-def _largest(found: list[Holder], facts: Facts) -> Group:
-    return Group([max(found, key=lambda holder: holder.nbytes)])
-
-
-ONE_TENSOR = Row(
-    "One tensor is most of the peak",
-    "{size} at the peak are one tensor: {kinds}.",
-    "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
-    "keep it off the card and move the rows that a step needs. If it is the batch, take a "
-    "smaller one.",
-    those(_is_most, _largest),
-    least=MOST,
-    stays=0.5,
-    condition="If half of these bytes are gone",
-    alone=True,
-)
-
-
 def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
-    """Tensors that no layer has made, and one line has: together they are most of the peak."""
+    """Tensors that no layer has made, and one line has: together, or one of them alone, they are
+    most of the peak.
+    """
     by_line = defaultdict[tuple, list[Holder]](list)
     for holder in free:
         if holder.category == "other" and holder.line is not None:
@@ -159,11 +138,13 @@ def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
 
 ONE_LINE = Row(
     "One line makes most of the peak",
-    "{size} at the peak are {count} tensors of one line: {kinds}.",
-    "make fewer of them at once, or store them in fewer bytes (a narrower dtype). torch.stack and "
+    "{size} at the peak were made, or first read, by one line: {kinds}.",
+    "make less of it at once, store it in fewer bytes (a narrower dtype, or x.to_sparse() if most "
+    "of it is zeros), or keep it off the card and move the rows that a step needs. torch.stack and "
     "torch.cat need the pieces and the result at the same time: make the result first, and write "
     "each piece into it (result[i] = piece). What is the same for all rows, such as a causal mask, "
-    "is needed once (is_causal=True, or a mask of one row).",
+    "is needed once (is_causal=True, or a mask of one row). If it is the batch, take a smaller "
+    "one.",
     _one_line,
     least=MOST,
     stays=0.5,

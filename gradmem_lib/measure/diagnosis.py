@@ -21,7 +21,7 @@ from .cause import LINES, MUCH, WORTH, Cause, in_words, within
 from .causes import find_causes
 from .causes_of_evaluation import peak_may_be_of_the_step
 from .causes_of_weights import MOMENTUM, is_state
-from .facts import Facts, total
+from .facts import BETWEEN_STEPS, Facts, total
 from .structure import NO_MODEL
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
@@ -152,7 +152,11 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [self.peak_line(), *self.cause_lines()]
         if not self.causes:
-            what = "This is an ordinary step" if self._is_ordinary() else "No cause was found"
+            what = "No cause was found"
+            if self.facts.moments == {BETWEEN_STEPS}:
+                what = "No forward and no step was seen"
+            elif self._is_ordinary():
+                what = "This is an ordinary step"
             lines += [f"{what}. The largest at the peak:", *self._largest_lines()]
         if self.helps:
             width = max(len(name) for name in self.helps)

@@ -157,6 +157,16 @@ def test_weights_that_were_computed_chain_a_call():
     assert [p.chained for p in tracker.forwards] == [True, False, True]
 
 
+def test_of_a_call_with_computed_weights_it_is_not_said_that_no_optimizer_has_them():
+    """The module's own weights, which no optimizer has, stand aside while it runs."""
+    net, scale, x = Net(), nn.Parameter(torch.ones(())), torch.ones(16, 8)
+    with MemoryTracker(net, SGD([scale], lr=0.1), live=False) as tracker:
+        made = {name: p.detach() * scale for name, p in net.named_parameters()}
+        functional_call(net, made, x)
+        net(x)
+    assert [done.for_no_optimizer for done in tracker.forwards] == [False, True]
+
+
 def test_calls_of_one_module_have_one_number_and_others_another():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     other, relu, x = nn.Linear(8, 8), nn.ReLU(), torch.ones(4, 8)
