@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from . import paths
 from .cause import MUCH, SEVERAL, Group, Row, those
-from .facts import BETWEEN_STEPS, Facts
+from .facts import BETWEEN_STEPS, Facts, total
 from .timeline import Holder
 
 
@@ -39,10 +39,11 @@ def _only_in_cycles(holder: Holder, facts: Facts) -> bool:
 
 
 def _until_it_was_raised(kept: list[Holder], facts: Facts) -> Group:
-    if max(map(facts.time_of, kept)) == facts.peak_time:
-        # The functions that it ended needed them, and when that was is not known.
-        return Group(kept, changes={"stays": None})
-    return _until_the_step_ends(kept, facts)
+    """The functions that an error of the peak's step ended needed theirs, and it is not known until
+    when.
+    """
+    newest = [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
+    return Group(kept, changes={"needed_in": facts.unit, "stays": total(newest)})
 
 
 def _until_the_step_ends(kept: list[Holder], facts: Facts) -> Group:

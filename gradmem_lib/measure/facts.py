@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,26 +132,28 @@ class Facts:
     @cached_property
     def twins(self) -> dict[str, str]:
         """The names of parameters that nothing trains, in a part of the model that has the same
-        names and shapes as a trained part beside it: a reference, a target network. To each name,
-        the part. Layers of a list are no such parts.
+        names and shapes as the part beside it that has most of what is trained: a reference, a
+        target network. To each name, the part. Layers of a list are no such parts.
         """
+        in_training = self.trained & (self.optimized or self.trained)
         parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+        trained = Counter[str]()  # how many parameters of each part
         for name, shape in self.structure.shapes.items():
             part, _, rest = name.rpartition(".")
             while part:
                 parts[part][rest] = shape
+                trained[part] += name in in_training
                 part, _, last = part.rpartition(".")
                 rest = f"{last}.{rest}"
-        trained = set[str]()
-        for name in self.trained & (self.optimized or self.trained):
-            trained.update(part for part in parts if name.startswith(f"{part}."))
         twins = dict[str, str]()
-        for part in parts.keys() - trained:
-            whole = part.rpartition(".")[0]
-            beside = [other for other in trained if other.rpartition(".")[0] == whole]
-            has_twin = any(parts[part].items() <= parts[other].items() for other in beside)
-            if has_twin and not self.structure.in_layers(part):
-                twins.update((f"{part}.{rest}", part) for rest in parts[part])
+        for other, count in trained.items():
+            if 2 * count <= len(in_training):
+                continue
+            for part, weights in parts.items():
+                is_beside = part.rpartition(".")[0] == other.rpartition(".")[0]
+                is_alike = is_beside and weights.items() <= parts[other].items()
+                if is_alike and not trained[part] and not self.structure.in_layers(part):
+                    twins.update((f"{part}.{rest}", part) for rest in weights)
         return twins
 
     def gradients_to_come(self) -> int:

@@ -117,6 +117,15 @@ def lower_half_of_the_layers_is_frozen():
     return trains(net, lambda i: net(x).square().mean(), adamw)
 
 
+@has(FIRST_STEP)
+def one_layer_of_three_is_frozen():
+    layers = {name: nn.Linear(256, 256) for name in ("first", "second", "third")}
+    layers["first"].requires_grad_(False)
+    net = nn.ModuleDict(layers)
+    x = torch.randn(16, 256)
+    return trains(net, lambda i: net.third(net.second(net.first(x))).square().mean(), adamw)
+
+
 @has(COPIED)
 def checkpoint_after_resume(remedied=False):
     net = Net(2048)
