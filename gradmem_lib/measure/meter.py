@@ -65,6 +65,9 @@ class Meter(ParameterMeter):
         # and the number of these calls.
         self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
         self._next_number = itertools.count()
+        # of the model, as they were when these were last asked for
+        self._structure = NO_MODEL
+        self._optimized: frozenset[str] | None = None
         self.walks = Walks(recording, self.seconds_for_walks)
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
@@ -256,9 +259,9 @@ class Meter(ParameterMeter):
 
     def structure(self) -> Structure:
         """What a diagnosis has to know of the model."""
-        if self.model is None:
-            return NO_MODEL
-        return Structure.of(self.model)
+        if self.model is not None:
+            self._structure = Structure.of(self.model)
+        return self._structure
 
     def untrained(self) -> frozenset[str]:
         """The names of the parameters of other models than the tracked one, where they are known.
@@ -272,21 +275,20 @@ class Meter(ParameterMeter):
 
         ``None`` if there are none: no optimizer is known, or it has copies of its own.
         """
-        taken = self._ids_in_optimizers()
-        return frozenset(name for name, p in self._parameters() if id(p) in taken) or None
-
-    def _parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """The model's parameters, and their names."""
-        if self.model is None:
-            return ()
-        return self.model.named_parameters()
+        if self.model is not None:
+            taken = self._ids_in_optimizers()
+            names = (name for name, p in self.model.named_parameters() if id(p) in taken)
+            self._optimized = frozenset(names) or None
+        return self._optimized
 
     def mark_passes(self) -> None:
         """Note of each forward whether an optimizer has its module's weights, and has stepped; and
         whether they are weights of the tracked model.
         """
         taken, stepped = self._ids_in_optimizers(), ids_of_parameters(self.stepped)
-        tracked = {id(parameter) for _, parameter in self._parameters()}
+        tracked = set[int]()
+        if self.model is not None:
+            tracked = {id(parameter) for _, parameter in self.model.named_parameters()}
         found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
             module = done.called() if done.called is not None else None
@@ -321,7 +323,10 @@ class Meter(ParameterMeter):
         return {id(module): name for name, module in self.model.named_modules()}
 
     def close(self) -> None:
-        """Drop the model. The recorded entries keep the names of its modules."""
+        """Drop the model. What a diagnosis asks of it stays known, as the names of its modules."""
+        self.structure()
+        self.optimized()
+        self.mark_passes()
         modules, recording = self.module_names(), self.recording
         entries = [*recording.past, *recording.entries()]
         for peak in (recording.run_peak, recording.window_peak):

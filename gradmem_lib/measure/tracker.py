@@ -69,7 +69,6 @@ from .paths import Held
 from .recording import Entry, Peak, Recording
 from .source_lines import source_line
 from .storages import tensors_to_watch
-from .structure import NO_MODEL
 from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
 from .walks import likely_holders
 
@@ -138,9 +137,6 @@ class MemoryTracker:
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
-        # what is known of the model, set when the block ends and the model is dropped
-        self._structure = NO_MODEL
-        self._optimized: frozenset[str] | None = None
         # Whether an error ended the block: what would have come after it is not known then.
         self._interrupted = False
 
@@ -344,9 +340,6 @@ class MemoryTracker:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
-                self._structure = self._meter.structure()
-                self._optimized = self._meter.optimized()
-                self._meter.mark_passes()
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -392,7 +385,6 @@ class MemoryTracker:
     def _facts(self, peak: Peak | None = None) -> Facts:
         """What ``diagnose`` has to know of ``peak``, or of now."""
         recording, meter = self._recording, self._meter
-        is_done = self._state == "done"
         entries = recording.entries(peak)
         known = [*recording.past, *recording.live.values()]
         likely = likely_holders({id(entry): entry for entry in (*known, *entries)}.values())
@@ -413,9 +405,9 @@ class MemoryTracker:
             steps=self.steps,
             turns=recording.turn + 1,
             moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
-            ended=is_done and not self._interrupted,
-            optimized=self._optimized if is_done else meter.optimized(),
-            structure=self._structure if is_done else meter.structure(),
+            ended=self._state == "done" and not self._interrupted,
+            optimized=meter.optimized(),
+            structure=meter.structure(),
             recomputed=meter.recomputed,
             untrained=meter.untrained(),
             in_ddp=meter.has_ddp,

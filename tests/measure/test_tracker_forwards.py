@@ -67,7 +67,7 @@ def test_what_is_alive_around_each_call():
     assert [p.used_in_turn for p in tracker.forwards] == [0, -1, 1]
     assert [p.turn for p in tracker.forwards] == [0, 0, 1]
     assert {p.line.function for p in tracker.forwards} == {"test_what_is_alive_around_each_call"}
-    ends = [p.samples for p in tracker.forwards]
+    ends = [(p.first_sample, p.end_sample) for p in tracker.forwards]
     assert all(first < end for first, end in ends) and ends == sorted(ends)
 
 
