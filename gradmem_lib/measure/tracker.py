@@ -197,10 +197,10 @@ class MemoryTracker:
         recording = self._recording
         rows = recording.sample_numbers()
         entries = recording.largest(MOST_BLOCKS)
-        known = {id(entry): entry for entry in (*recording.past, *recording.entries())}
+        known = [*recording.past, *recording.live.values()]
         grown = {(holder.samples, holder.nbytes, holder.line) for holder in growing}
         blocks = []
-        for holder in self._holders(entries, likely_holders(known.values())):
+        for holder in self._holders(entries, likely_holders(known)):
             start, stop = np.searchsorted(rows, holder.samples).tolist()
             if start < stop:
                 grows = (holder.samples, holder.nbytes, holder.line) in grown
@@ -253,7 +253,10 @@ class MemoryTracker:
             live = recording.live
             still = sum(entry.nbytes for entry in at_peak if live.get(entry.key) is entry)
             if still > MUCH * recording.run_peak.total:
-                self._meter.walks.walk(sys._getframe(1))
+                ended_by = None
+                if self._interrupted:  # the functions that the error has ended are told as running
+                    ended_by = sys.exc_info()[1]
+                self._meter.walks.walk(sys._getframe(1), ended_by)
             return self._facts(recording.run_peak)
 
     @property
