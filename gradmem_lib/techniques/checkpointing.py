@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.modules import call_override, original_call, override_call
+from ..compat.modules import call_override, original_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from .best_schedule import Measurement
@@ -136,12 +136,8 @@ class CheckpointedLayers(Checkpoints):
     """
 
     def __init__(self, lists: dict[str, _LayerCalls]):
-        super().__init__()
         self._lists = lists
-        with ExitStack() as undo:
-            for calls in lists.values():
-                calls.install(undo)
-            self.push(undo.pop_all())
+        super().__init__(lists.values())
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("layers", "segments", "keep_last", "internal", "boundary"):
@@ -178,7 +174,7 @@ class _LayerCalls:
             hook = _Hook(torch.compiler.disable(self.before_model))
             undo.callback(self.owner.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for i, layer in enumerate(self.layers):
-            undo.callback(override_call(layer, _SegmentCall(self, call, i)))
+            _SegmentCall(layer, self, call, i).install(undo)
             for part in layer.children():
                 hook = _Hook(self.after_part)
                 undo.callback(part.register_forward_hook(hook).remove)
@@ -362,14 +358,14 @@ def checkpoints_of(model: nn.Module) -> list[_LayerCalls]:
 class _SegmentCall(CallOverride):
     """The override of one layer's call. A copy of the layer gets the layer's own call instead."""
 
-    def __init__(self, calls: _LayerCalls, call: Callable, index: int):
-        self.calls, self.call, self.index = calls, call, index
+    def __init__(self, layer: nn.Module, calls: _LayerCalls, call: Callable, index: int):
+        self.module, self.calls, self.call, self.index = layer, calls, call, index
 
     def __call__(self, *args, **kwargs):
         return self.call(self.index, args, kwargs)
 
     def __reduce__(self):
-        return original_call, (self.calls.layers[self.index],)
+        return original_call, (self.module,)
 
 
 class _Hook:

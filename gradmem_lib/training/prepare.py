@@ -190,10 +190,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
     set_attention(model, _name_in_transformers(recipe.attention))
     if recipe.chunked_loss:
         check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
-    exact = _exact_weights(model, recipe)
-    if recipe.weight_dtype is not None:
-        cast_weights(model, recipe.weight_dtype)
-    if recipe.lora_rank is not None:
+    if recipe.lora_rank is not None:  # which may refuse, so before weights are rounded
         add_lora(
             model,
             recipe.lora_rank,
@@ -202,6 +199,9 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
             alpha=recipe.lora_alpha,
             dropout=recipe.lora_dropout,
         )
+    exact = _exact_weights(model, recipe)
+    if recipe.weight_dtype is not None:
+        cast_weights(model, recipe.weight_dtype)
     if recipe.storage is not None:
         quantize_base(model, recipe.storage, recipe.dtype_of_products)
     refuse_frozen(model)
