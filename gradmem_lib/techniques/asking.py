@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,11 @@ class Question:
                 found.append(self._observe(batches[min(number, len(batches) - 1)]))
         return found[: len(batches)]
 
+    def observe_each(self, *groups: list[Any]) -> list[list[Observation]]:
+        """The same for lists of batches: what is found for each batch of each list."""
+        found = iter(self.observe(*chain(*groups)))
+        return [[next(found) for _ in group] for group in groups]
+
     def _observe(self, batch: Any) -> Observation:
         try:
             try:
@@ -106,8 +111,8 @@ class Question:
         differ, changed = differ or self.differ, False
         for weights in (nullcontext(), other_weights(self.model, self.processes)):
             with weights:
-                found = self.observe(*batches, *batches)
-            for once, again in zip(found, found[len(batches) :], strict=False):
+                first, second = self.observe_each(list(batches), list(batches))
+            for once, again in zip(first, second, strict=True):
                 if once.error is None and again.error is None:
                     changed |= differ(once.value, again.value)
         return changed

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -117,21 +116,19 @@ def _answer(
         dtypes.add(value.dtype)
         return float(value)
 
-    rows_of, to_ask = [], []
-    for batch in batches:
-        rows = list(split(batch, 1))
-        rows_of.append(rows)
-        to_ask += [batch, *rows]
-    for rows in rows_of[:1]:
-        to_ask += map(twice, rows[:2])
+    groups = [[batch, *split(batch, 1)] for batch in batches]
+    repeated = []  # of the first group
+    for group in groups[:1]:
+        repeated = [twice(row) for row in group[1:3]]
     with asking(model, loss, processes) as question, weights:
-        found = iter(question.observe(*to_ask))
-        for number, rows in enumerate(rows_of):
-            (together, *alone), errors = zip(*islice(found, 1 + len(rows)), strict=True)
+        *observed, again = question.observe_each(*groups, repeated)
+        for (_, *rows), found in zip(groups, observed, strict=True):
+            (together, *alone), errors = zip(*found, strict=True)
             error = next(filter(None, errors), None)
-            if number == 0:
+            is_first = not answer.table
+            if is_first:
                 answer.error = error
-            if number == 0 or error is None:  # labels that the model does not take prove nothing
+            if is_first or error is None:  # labels that the model does not take prove nothing
                 answer.table.append(Row(rows, together, alone))
         answer.limit = question.rounding
         short = [torch.finfo(dtype).eps for dtype in dtypes & SHORT_DTYPES]
@@ -140,7 +137,7 @@ def _answer(
         # Rows together and alone differ a little more than rows alone and twice. The loss itself
         # is rounded, too.
         least = max([min(ROUNDING, answer.limit / 10), *short])
-        noise = _noise(answer.table, found)
+        noise = _noise(answer.table, again)
         answer.noise = min(8 * noise + least, answer.limit)
         _judge(answer, inside_peft(model), rules)
     return answer
