@@ -7,7 +7,7 @@ Who asks, and about which rows:
 - ``pieces``: the sums and counts of a batch, and of all its rows but the last and of the last one;
 - ``training.probe``: the means of a few unlike rows together, and of each alone;
 - ``training.own_trainers``: a step of a ``Trainer`` in one micro-batch, and in pieces;
-- ``training.changed_loss``: the same rows before a window and after it;
+- ``training.window``: the same rows before a window and after it;
 - ``training.finite``: each row alone, and beside a row whose loss is finite.
 """
 
@@ -32,11 +32,12 @@ CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gra
 ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
 SHORT_DTYPES = {torch.bfloat16, torch.float16}
 
-DRAWS_RANDOM_NUMBERS = (
+# What to do where a loss differs from call to call, and what was found.
+RANDOM = (
     "draw random numbers in the data's collator, or only in training "
-    "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is: the same "
-    "rows have another loss each time, also in eval mode"
+    "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is"
 )
+SAME_ROWS = "is another one each time for the same rows, also in eval mode"
 
 
 class Observation(NamedTuple):
@@ -69,11 +70,6 @@ class Question:
                 found.append(self._observe(batches[min(number, len(batches) - 1)]))
         return found[: len(batches)]
 
-    def observe_each(self, *groups: list[Any]) -> list[list[Observation]]:
-        """The same for lists of batches: what is found for each batch of each list."""
-        found = iter(self.observe(*chain(*groups)))
-        return [[next(found) for _ in group] for group in groups]
-
     def _observe(self, batch: Any) -> Observation:
         try:
             try:
@@ -85,20 +81,26 @@ class Question:
         except Exception as error:  # the loss's own code may raise anything
             return Observation(math.nan, error)
 
-    def observe_with_other_weights(
-        self, *batches: Any, is_finite: Callable[[Any], bool] = math.isfinite
-    ) -> tuple[list[Observation], bool]:
-        """The same with a few other numbers in the weights (``other_weights``), and whether the
-        weights had them.
+    def observe_each(self, *groups: list[Any]) -> list[list[Observation]]:
+        """The same for lists of batches: what is found for each batch of each list."""
+        found = iter(self.observe(*chain(*groups)))
+        return [[next(found) for _ in group] for group in groups]
 
-        If some process then has an error, or a first loss that is not finite, the model cannot have
-        such weights, and all of them ask it with its own.
+    def observe_with_other_weights(
+        self, *groups: list[Any], shows: Callable[[list[Any]], bool]
+    ) -> tuple[list[list[Observation]], bool]:
+        """What is found for each batch of each list, with a few other numbers in the weights
+        (``other_weights``), and whether the weights had them.
+
+        If the first list of some process then raises an error, or its values show nothing, the
+        model cannot have such weights, and all processes ask it with its own.
         """
         with other_weights(self.model, self.processes):
-            found = self.observe(*batches)
-        failed = any(error for _, error in found) or not is_finite(found[0].value)
-        if self.processes.sums(failed)[0]:
-            return self.observe(*batches), False
+            found = self.observe_each(*groups)
+        error = first_error(found[0])
+        nothing = error is not None or not shows([one.value for one in found[0]])
+        if self.processes.sums(nothing)[0]:
+            return self.observe_each(*groups), False
         return found, True
 
     def changes(self, *batches: Any, differ: Callable[[Any, Any], bool] | None = None) -> bool:
@@ -151,6 +153,10 @@ def asking_loss(
 ) -> AbstractContextManager[Question]:
     """The same for ``loss_of(model, batch)``, which returns a tensor of one element."""
     return asking(model, lambda batch: float(loss_of(model, batch)), processes)
+
+
+def first_error(found: list[Observation]) -> Exception | None:
+    return next((one.error for one in found if one.error is not None), None)
 
 
 def first_line(error: Exception) -> str:

@@ -3,9 +3,10 @@
 A checkpoint runs a forward again in backward, and ``accumulate_through_embeddings`` runs one again
 with a graph. The second run must compute the same as the first, and leave no trace. So it gets the
 random numbers of the first run, copies of the buffers that a forward writes, such as the running
-statistics of a ``BatchNorm``, and the numbers among the modules' attributes. torch's own random numbers are left to the caller: PyTorch's
-checkpoint takes care of them. What a forward reads and writes elsewhere (a list, a tensor that is
-no buffer, the generator of a data set) is not put back. So the first two runs are compared.
+statistics of a ``BatchNorm``, and the numbers among the modules' attributes. torch's own random
+numbers are left to the caller: PyTorch's checkpoint takes care of them. What a forward reads and
+writes elsewhere (a list, a tensor that is no buffer, the generator of a data set) is not put back.
+So the first two runs are compared.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ def test_an_error_half_way_leaves_no_part_checkpointed():
 )
 def test_refused_lora_leaves_the_model_as_it_is(model, given):
     before = as_it_is(model)
-    with pytest.raises(ValueError, match="no linear layer|rank of at least 1"):
+    with pytest.raises(ValueError, match=r"no linear layer|rank of at least 1"):
         add_lora(model, **given)
     assert as_it_is(model) == before
 
