@@ -190,7 +190,7 @@ def _check_loss(loss: Any) -> None:
 @torch.no_grad()
 def _check_same(again: Tensor, first: Tensor) -> None:
     """``ValueError`` if the second pass has other embeddings than the first."""
-    if again.shape != first.shape or not nearly_same(again, first):
+    if again.shape != first.shape or not nearly_same(again, first, first.dtype):
         raise ValueError(
             "embed returned other embeddings for the same micro-batch in the second pass, and the "
             "gradient would be of neither: draw random numbers from torch, Python or NumPy, "

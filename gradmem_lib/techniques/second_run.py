@@ -68,9 +68,9 @@ class _Saved:
     def __init__(self, tensor: Tensor):
         self.kind = tensor.shape, tensor.dtype, tensor.device
         self.sums: list[Tensor] = []
-        plain = type(tensor) in (Tensor, nn.Parameter) and has_numbers(tensor)
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         # A BatchNorm changes what it has saved: its buffers.
-        if plain and tensor.numel() and tensor not in _BUFFERS:
+        if plain and has_numbers(tensor) and tensor.numel() and tensor not in _BUFFERS:
             with torch.no_grad(), without_modes():  # a tracker measures the model's step
                 self.sums = _sums(tensor)
 
@@ -78,7 +78,9 @@ class _Saved:
         if not isinstance(other, _Saved) or self.kind != other.kind:
             return False
         with torch.no_grad(), without_modes():
-            if not all(map(nearly_same, self.sums, other.sums)):
+            # A kernel for 16 bits may round otherwise.
+            dtypes = [self.kind[1]] * len(self.sums)
+            if not all(map(nearly_same, self.sums, other.sums, dtypes)):
                 raise RuntimeError(RUNS_DIFFER)
         return True
 
@@ -91,14 +93,14 @@ def _sums(tensor: Tensor) -> list[Tensor]:
     return [rows.sum(0, dtype=dtype), rows.sum(1, dtype=dtype)]
 
 
-def nearly_same(again: Tensor, first: Tensor) -> bool:
-    """Whether two tensors of one shape differ by rounding alone. Another kernel may round
-    otherwise; another dropout differs by far more.
+def nearly_same(again: Tensor, first: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of one shape, made of numbers of this ``dtype``, differ by rounding
+    alone. Another kernel may round otherwise; another dropout differs by far more.
     """
-    if not first.is_floating_point():
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.equal(again, first)
     difference = (again - first).norm()
-    return not difference > torch.finfo(first.dtype).eps ** 0.5 * first.norm()
+    return not difference > torch.finfo(dtype).eps ** 0.5 * first.norm()
 
 
 SAME_NUMBERS = "gradmem: the same numbers"

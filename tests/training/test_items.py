@@ -299,6 +299,23 @@ def test_a_model_of_two_heads_is_refused():
         stepped(tiny(transformers.BertForPreTraining), batch)
 
 
+@pytest.mark.parametrize("beyond", [[], [3], [1], [0, 1]])
+def test_answers_beyond_the_row_do_not_count(beyond):
+    """The loss of a question whose answer was cut off leaves it out."""
+    batch = {name: tensor for name, tensor in ragged().items() if name != "labels"}
+    rows, width = batch["input_ids"].shape
+    starts, ends = torch.arange(rows), torch.arange(rows) + 1
+    starts[beyond] = ends[beyond] = width + 3
+    model = tiny(transformers.BertForQuestionAnswering).double()
+    batch |= {"start_positions": starts, "end_positions": ends}
+    if beyond:
+        with pytest.raises(ValueError, match=REFUSED):
+            stepped(model, batch)
+    else:
+        expected = full(model, batch, lambda model, batch: model(**batch).loss)
+        assert error(stepped(model, batch), expected) <= EXACT
+
+
 # Refused, with a way out that works: sums with their counts.
 
 
