@@ -157,7 +157,7 @@ class Graph(Layer):
 
     def forward(self, x):
         of_neighbours = torch.sparse.mm(self.edges, self.linear(x))
-        return torch.fft.ifft(torch.fft.fft(of_neighbours) ** 2).real
+        return torch.fft.ifft(torch.fft.fft(of_neighbours) ** 2).real.tanh()
 
 
 KINDS = [
