@@ -216,8 +216,8 @@ def _refusal(
     else:
         advice = (
             "say what the loss is divided by: items=lambda batch: (batch['labels'] != -1).sum(), "
-            "or items='targets' for the name of labels or weights, or the sum of the labels' weights "
-            f"if it weighs classes; or {UNCUT}"
+            "or items='targets' for the name of labels or weights, or the sum of the labels' "
+            f"weights if it weighs classes; or {UNCUT}"
         )
         found = f"is no mean over labels or rows: {found}"
     if not answer.finite:  # as of weights that are not made yet: it proves nothing
