@@ -31,8 +31,8 @@ from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..compat.tensors import version
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_NUMBERS = (bool, int, float, str)
+# Attributes of modules that a forward may change: generators, a counter, a switch.
+_KEPT = (random.Random, np.random.Generator, np.random.RandomState, bool, int, float, str)
 # By module, and by its mode (``training``): the names of the buffers that its forward writes.
 _WRITTEN: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
 _BUFFERS = WeakTensorKeyDictionary()  # those that a run has found
@@ -139,13 +139,12 @@ class FirstRun:
         self.modules = dict.fromkeys(part for module in modules for part in module.modules())
         self.random_state = random.getstate(), np.random.get_state()
         self.used = _UsedGenerators()
-        # By module and name: copies of buffers, and of generators among the attributes; and numbers
-        # that the run has changed.
+        # By module and name: copies of buffers, and of generators and numbers among the attributes.
         self.copies: dict[tuple[nn.Module, str], Any] = {}
         copied: dict[int, Any] = {}  # what several modules share has one copy
         for module in self.modules:
             for name, value in vars(module).items():
-                if isinstance(value, _GENERATORS):
+                if isinstance(value, _KEPT):
                     self.copies[module, name] = _copy(value, copied)
 
     @property
@@ -165,13 +164,8 @@ class FirstRun:
                 _BUFFERS[buffer] = None
                 if written is None or name in written:
                     self.copies[module, name] = _copy(buffer, copied)
-        numbers = self._numbers()
         with self.used:
             yield
-        now = self._numbers()
-        for place, number in numbers.items():
-            if now.get(place) != number:
-                self.copies[place] = number
         asked = [module for module in self.modules if module.training not in _WRITTEN[module]]
         for module in asked:
             _WRITTEN[module][module.training] = set()
@@ -181,15 +175,6 @@ class FirstRun:
                 changed = self._differs(module, name, buffer)
             if changed:
                 self._note(module, name)
-
-    def _numbers(self) -> dict[tuple[nn.Module, str], Any]:
-        """The numbers among the attributes, such as a counter of calls."""
-        found = {}
-        for module in self.modules:
-            for name, value in vars(module).items():
-                if isinstance(value, _NUMBERS):
-                    found[module, name] = value
-        return found
 
     def _differs(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
         """Whether the run has written a buffer through ``.data``, which changes no version. If not,
@@ -218,9 +203,7 @@ class FirstRun:
     def found_again(self) -> Iterator[None]:
         """A second run. Afterwards, all is as just before it."""
         copied: dict[int, Any] = {}
-        own = self._numbers()
-        for place in self.copies:
-            own[place] = getattr(*place)
+        own = {place: getattr(*place) for place in self.copies}
         of_torch = {generator: generator.get_state() for generator in self.used.states}
         now = random.getstate(), np.random.get_state()
         try:
