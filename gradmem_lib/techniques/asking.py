@@ -47,6 +47,13 @@ class Observation(NamedTuple):
     error: Exception | None
 
 
+class Observations(NamedTuple):
+    """What ``ask`` returned for each batch of a list, and the first error."""
+
+    values: list[Any]
+    error: Exception | None
+
+
 @dataclass
 class Question:
     """What is asked in a block of ``asking``."""
@@ -81,26 +88,34 @@ class Question:
         except Exception as error:  # the loss's own code may raise anything
             return Observation(math.nan, error)
 
-    def observe_each(self, *groups: list[Any]) -> list[list[Observation]]:
-        """The same for lists of batches: what is found for each batch of each list."""
-        found = iter(self.observe(*chain(*groups)))
-        return [[next(found) for _ in group] for group in groups]
+    def observe_lists(self, *lists: list[Any]) -> list[Observations]:
+        """The same for lists of batches."""
+        observed = self.observe(*chain(*lists))
+        found = []
+        for batches in lists:
+            values: list[Any] = []
+            error = None
+            for one in observed[: len(batches)]:
+                values.append(one.value)
+                error = error or one.error
+            found.append(Observations(values, error))
+            observed = observed[len(batches) :]
+        return found
 
     def observe_with_other_weights(
-        self, *groups: list[Any], shows: Callable[[list[Any]], bool]
-    ) -> tuple[list[list[Observation]], bool]:
-        """What is found for each batch of each list, with a few other numbers in the weights
+        self, *lists: list[Any], shows: Callable[[list[Any]], bool]
+    ) -> tuple[list[Observations], bool]:
+        """What is found for lists of batches, with a few other numbers in the weights
         (``other_weights``), and whether the weights had them.
 
         If the first list of some process then raises an error, or its values show nothing, the
         model cannot have such weights, and all processes ask it with its own.
         """
         with other_weights(self.model, self.processes):
-            found = self.observe_each(*groups)
-        error = first_error(found[0])
-        nothing = error is not None or not shows([one.value for one in found[0]])
+            found = self.observe_lists(*lists)
+        nothing = found[0].error is not None or not shows(found[0].values)
         if self.processes.sums(nothing)[0]:
-            return self.observe_each(*groups), False
+            return self.observe_lists(*lists), False
         return found, True
 
     def changes(self, *batches: Any, differ: Callable[[Any, Any], bool] | None = None) -> bool:
@@ -113,8 +128,8 @@ class Question:
         differ, changed = differ or self.differ, False
         for weights in (nullcontext(), other_weights(self.model, self.processes)):
             with weights:
-                first, second = self.observe_each(list(batches), list(batches))
-            for once, again in zip(first, second, strict=True):
+                found = self.observe(*batches, *batches)
+            for once, again in zip(found, found[len(batches) :], strict=False):
                 if once.error is None and again.error is None:
                     changed |= differ(once.value, again.value)
         return changed
@@ -153,10 +168,6 @@ def asking_loss(
 ) -> AbstractContextManager[Question]:
     """The same for ``loss_of(model, batch)``, which returns a tensor of one element."""
     return asking(model, lambda batch: float(loss_of(model, batch)), processes)
-
-
-def first_error(found: list[Observation]) -> Exception | None:
-    return next((one.error for one in found if one.error is not None), None)
 
 
 def first_line(error: Exception) -> str:

@@ -123,11 +123,11 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     left_out = [model]  # nothing can be put in its place
     if hasattr(model, "get_output_embeddings"):
         left_out.append(model.get_output_embeddings())
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module not in left_out and linear_sizes(module)
-    }
+    found = {}
+    for name, module in model.named_modules():
+        if module not in left_out and linear_sizes(module):
+            found[name] = module
+    return found
 
 
 def add_lora(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .asking import RANDOM, SAME_ROWS, Question, asking, first_error, first_line
+from .asking import RANDOM, SAME_ROWS, Question, asking, first_line
 from .counts import check_reduction, checked_pair
 from .data_parallel import processes_of
 from .splitting import count_rows, split
@@ -61,16 +61,17 @@ def check_pieces_add_up(
 
     pieces = _all_but_the_last_row_and_it(batch)
     with asking(model, sums_and_counts, processes) as question:
-        [found], _ = question.observe_with_other_weights([batch, *pieces], shows=_is_finite)
-        error = first_error(found)
-        together, *alone = [one.value for one in found]
-        if processes.sums(error is None and not _is_finite([together]))[0]:
+        [(found, error)], _ = question.observe_with_other_weights(
+            [batch, *pieces], shows=_is_finite
+        )
+        if processes.sums(error is None and not _is_finite(found))[0]:
             raise ValueError(
                 "look for very large or missing numbers: the loss of all rows together is not "
                 "finite, which shows nothing about its pieces"
             )
         difference = ""
         if error is None:
+            together, *alone = found
             difference = _difference(together, alone, question.rounding)
         refused = processes.sums(bool(error or difference))[0] > 0
         if refused and question.changes(batch, differ=partial(_differ, question)):

@@ -68,7 +68,7 @@ class ChangedBuffers:
         self.before: list[tuple[str, str, weakref.ref[Tensor], int]] = []
         if model is None:
             return
-        have_a_warning = {name for name, _ in batch_norms(model)}
+        have_a_warning = dict(batch_norms(model))
         for name, module in model.named_modules():
             if name in have_a_warning or _is_instance_norm(module):
                 continue

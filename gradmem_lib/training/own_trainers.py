@@ -18,7 +18,7 @@ from accelerate.data_loader import IterableDatasetShard
 from transformers import Trainer
 
 from ..compat.transformers_models import prepared_inputs
-from ..techniques.asking import RANDOM, SAME_ROWS, asking, first_error, first_line
+from ..techniques.asking import RANDOM, SAME_ROWS, asking, first_line
 from ..techniques.data_parallel import Processes
 from .probe_rows import MOST_ROWS
 
@@ -62,11 +62,9 @@ def check_accumulation(trainer: Trainer) -> None:
     with asking(trainer.model, loss_of, processes) as question:
         rows = _first_rows(loader.dataset, args.world_size)
         whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
-        [observed], with_others = question.observe_with_other_weights(
+        [((in_pieces, together), error)], with_others = question.observe_with_other_weights(
             [cut, whole], shows=lambda losses: all(map(math.isfinite, losses))
         )
-        error = first_error(observed)
-        in_pieces, together = [one.value for one in observed]
         # Also after an error: other processes must not wait for this one.
         failed, added_up = processes.sums(error is not None, in_pieces)
         if failed:

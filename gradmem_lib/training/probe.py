@@ -7,7 +7,7 @@ training starts from may hide what the loss does.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..compat.transformers_models import inside_peft
-from ..techniques.asking import ROUNDING, SHORT_DTYPES, Observation, asking, first_error
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split
 from .item_rules import Rule
@@ -92,10 +92,12 @@ def ask(
         dtypes.add(value.dtype)
         return float(value)
 
-    groups = [[batch, *split(batch, 1)] for batch in batches]
-    repeated = []  # of the first group
-    for group in groups[:1]:
-        repeated = [twice(row) for row in group[1:3]]
+    lists = []
+    for batch in batches:
+        lists.append([batch, *split(batch, 1)])
+    repeated = []
+    if lists:
+        repeated = list(map(twice, lists[0][1:3]))
 
     def shows(losses: list[float]) -> bool:
         return not losses or (math.isfinite(losses[0]) and any(losses))
@@ -103,16 +105,14 @@ def ask(
     answer = Answer([0.0] * len(rules))
     with asking(model, loss, processes) as question:
         (*found, again), with_others = question.observe_with_other_weights(
-            *groups, repeated, shows=shows
+            *lists, repeated, shows=shows
         )
-        for (_, *rows), observed in zip(groups, found, strict=True):
-            error = first_error(observed)
+        for (_, *rows), (losses, error) in zip(lists, found, strict=True):
             if not answer.table:
                 answer.error = error
             elif error is not None:
                 continue  # labels that the model does not take prove nothing
-            together, *alone = [one.value for one in observed]
-            answer.table.append(Row(rows, together, alone))
+            answer.table.append(Row(rows, losses[0], losses[1:]))
         answer.limit = question.rounding
         short = [torch.finfo(dtype).eps for dtype in dtypes & SHORT_DTYPES]
         if short:  # the items' losses are rounded, and then their mean
@@ -120,7 +120,7 @@ def ask(
         # Rows together and alone differ a little more than rows alone and twice. The loss itself
         # is rounded, too.
         least = max([min(ROUNDING, answer.limit / 10), *short])
-        noise = _noise(answer.table, again)
+        noise = _noise(answer.table, again.values)
         answer.noise = min(8 * noise + least, answer.limit)
         _judge(answer, inside_peft(model), rules)
     if with_others and answer.sentence:
@@ -128,11 +128,11 @@ def ask(
     return answer
 
 
-def _noise(table: list[Row], repeated: Iterable[Observation]) -> float:
+def _noise(table: list[Row], repeated: list[float]) -> float:
     """The largest relative difference between the loss of a row and of the same row twice."""
     largest = 0.0
     for row in table[:1]:
-        for once, (again, _) in zip(row.alone, repeated, strict=False):
+        for once, again in zip(row.alone, repeated, strict=False):
             if math.isfinite(once) and math.isfinite(again) and once:
                 largest = max(largest, abs(again - once) / abs(once))
     return largest
