@@ -29,6 +29,7 @@ from .probe import Answer, ask
 from .probe_rows import groups_of_rows, have_ignored_labels, with_fewer_labels
 
 UNCUT = "use accumulation=1 and no sharding, with checkpointing to save memory"
+SUMS = "accumulate_gradients with a list of sums and what each is divided by"
 UNCHECKED = "accumulate_gradients, which does not check your loss and its count"
 
 
@@ -153,8 +154,7 @@ def _warn_of_a_small_difference(model: nn.Module, how: str, difference: float) -
         f"{how} cuts the batch, and the loss of a few rows of {type(model).__name__} differs from "
         f"the mean of their losses alone by {difference:.1e} of it, more than rounding seems to "
         "explain. If the loss adds a small part with a mean of its own (z-loss, router's loss), "
-        "that part's gradient is not the full batch's. Then use accumulation=1, or "
-        "accumulate_gradients with a list of sums and what each is divided by",
+        f"that part's gradient is not the full batch's. Then use accumulation=1, or {SUMS}",
         stacklevel=4,
     )
 
@@ -205,10 +205,7 @@ def _refusal(
         advice = "say what the loss is divided by with another items="
         found = f"is no mean over what items= counts: {found}"
     elif answer.beyond_all_rows:
-        advice = (
-            f"{UNCUT}, or accumulate_gradients with a list of sums and what each is divided by, or "
-            "accumulate_through_embeddings"
-        )
+        advice = f"{UNCUT}, or {SUMS}, or accumulate_through_embeddings"
         found = (
             "compares rows with each other or adds several means, and is no mean over labels or "
             f"rows: {found}"
@@ -217,7 +214,7 @@ def _refusal(
         advice = (
             "say what the loss is divided by: items=lambda batch: (batch['labels'] != -1).sum(), "
             "or items='targets' for the name of labels or weights, or the sum of the labels' "
-            f"weights if it weighs classes; or {UNCUT}"
+            f"weights if it weighs classes; or, if it adds several means, {SUMS}; or {UNCUT}"
         )
         found = f"is no mean over labels or rows: {found}"
     if not answer.finite:  # as of weights that are not made yet: it proves nothing
