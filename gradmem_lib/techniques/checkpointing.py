@@ -93,7 +93,8 @@ def checkpoint_layers(
     Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no
     list of layers is found, and ``RuntimeError`` if a layer, or a part of one, is checkpointed
     already (by this function or by transformers), if a layer is compiled, or if ``"best"`` is used
-    on weights that FSDP has sharded over processes.
+    on weights that FSDP has sharded over processes; and in the first backward if a layer's second
+    run has computed other numbers than its first, as with a generator that is not put back.
     """
     found = find_layers(layers_or_model, layers)
     refuse_checkpointed(layers_in(found))
