@@ -15,6 +15,7 @@ from torch import nn
 from gradmem_lib import accumulate_through_embeddings, split
 from gradmem_lib.techniques.asking import as_in_evaluation
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.second_run import nearly_same
 from gradmem_lib.techniques.selective import checkpoint_parts
 
 OF_ALL = torch.Generator()
@@ -266,6 +267,16 @@ class HowManyBefore(Layer):
 def test_a_second_run_with_other_numbers_is_refused(kind, way):
     with pytest.raises(RuntimeError, match="the second run of a checkpointed layer has computed"):
         trained(kind, way)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounding_is_no_other_number_and_another_dropout_is(dtype):
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(64, 64, generator=generator).double()
+    rounded = first * (1 + torch.finfo(dtype).eps * torch.rand(64, 64, generator=generator))
+    torch.manual_seed(0)
+    assert nearly_same(rounded.sum(0), first.sum(0), dtype)
+    assert not nearly_same(F.dropout(first, 0.1).sum(0), first.sum(0), dtype)
 
 
 def test_a_second_backward_through_a_kept_graph_runs_from_the_same_state():
