@@ -5,9 +5,10 @@ Works on real tensors and on fake ones.
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,10 +21,8 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.modules import is_persistent, own_tensors
 from ..compat.transformers_models import attention_of, checkpointing_name, inside_peft
-from ..names import ATTENTION, SELECTIVE, is_flash
+from ..names import ATTENTION, SELECTIVE
 from ..optimizers import OPTIMIZERS
-from ..techniques import optimizers as our_optimizers
-from ..techniques import precision as our_precision
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.data_parallel import processes_of
 from ..techniques.lora import add_lora
@@ -187,13 +186,13 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-    set_attention(model, _name_in_transformers(recipe.attention))
+    attention = recipe.attention
+    if attention in ATTENTION:
+        attention = ATTENTION[attention].in_transformers
+    set_attention(model, attention)
     if recipe.chunked_loss:
         check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
-    exact = _exact_weights(model, recipe)
-    if recipe.weight_dtype is not None:
-        cast_weights(model, recipe.weight_dtype)
-    if recipe.lora_rank is not None:
+    if recipe.lora_rank is not None:  # which may refuse, so before weights are rounded
         add_lora(
             model,
             recipe.lora_rank,
@@ -202,6 +201,9 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
             alpha=recipe.lora_alpha,
             dropout=recipe.lora_dropout,
         )
+    exact = _exact_weights(model, recipe)
+    if recipe.weight_dtype is not None:
+        cast_weights(model, recipe.weight_dtype)
     if recipe.storage is not None:
         quantize_base(model, recipe.storage, recipe.dtype_of_products)
     refuse_frozen(model)
@@ -214,13 +216,6 @@ def _exact_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tenso
     if recipe.keeps_masters and recipe.lora_rank is None:  # LoRA freezes what it is given
         trained = [p for p in model.parameters() if p.requires_grad]
     return {p: p.data for p in trained if p.dtype.itemsize > 2}
-
-
-def _name_in_transformers(attention: str | None) -> str | None:
-    """What transformers calls the ``attention`` of a recipe."""
-    if attention is None or is_flash(attention):
-        return attention
-    return ATTENTION[attention].in_transformers
 
 
 def refuse_frozen(model: nn.Module) -> None:
@@ -333,18 +328,12 @@ def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
     Raises ``ValueError`` if no such class is there.
     """
     module, _, name = made_by.rpartition(".")
-    homes: dict[str, Any] = {
-        "torch.optim": torch.optim,
-        "techniques.optimizers": our_optimizers,
-        "techniques.precision": our_precision,
-    }
-    if module == "transformers.optimization":  # imported only if needed: it takes a second
-        # It may import peft, which must not get the fake tensors of a prediction as constants.
-        with without_modes():
-            from transformers import optimization
-
-        homes[module] = optimization
-    home = homes.get(module)
+    if module.startswith("techniques."):
+        module = f"{__package__.rpartition('.')[0]}.{module}"
+    # transformers may import peft, which must not get a prediction's fake tensors as constants.
+    home = None
+    with without_modes(), suppress(ImportError, ValueError):
+        home = import_module(module)
     if not hasattr(home, name):
         raise ValueError(
             f"a row of OPTIMIZERS has made_by={made_by!r}, and there is no such class: write it in "
