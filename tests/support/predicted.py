@@ -100,6 +100,13 @@ def assert_same(predicted, tracker) -> None:
     assert {name: max(ours[name]) for name in ours} == {name: max(theirs[name]) for name in theirs}
 
 
-def assert_predicted(model, batch, recipe: Recipe | None = None, loss=None) -> None:
+def mean_square(model, x):
+    """A loss for modules that return a tensor."""
+    return model(x).square().mean()
+
+
+def assert_predicted(model, batch, recipe=None, loss=None, then=lambda: None) -> None:
+    """``then`` is called between the prediction and the step of the same model."""
     predicted = predict(model, batch=batch, recipe=recipe, loss=loss, target="cpu")
+    then()
     assert_same(predicted, tracked(model, batch, recipe, loss))
