@@ -280,7 +280,11 @@ def times(setting: Setting, ways: dict[str, Way], rounds: int) -> dict[str, floa
     same round.
     """
     taken = in_turns({name: partial(timed, setting, way) for name, way in ways.items()}, rounds)
-    return {name: ratio(taken, name, NONE) for name in ways if taken}
+    found: dict[str, float] = {}
+    if taken:
+        for name in ways:
+            found[name] = ratio(taken, name, NONE)
+    return found
 
 
 def show(rows: dict[str, dict]) -> None:

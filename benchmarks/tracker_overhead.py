@@ -79,8 +79,10 @@ def in_a_kernel(code: str) -> str:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     client = NotebookClient(notebook, timeout=None, kernel_name="python3")
     client.execute(cwd=str(ROOT / "benchmarks"))
-    streams = [o for o in notebook.cells[0].outputs if o.output_type == "stream"]
-    printed = "".join(o.text for o in streams if o.name == "stdout")
+    printed = ""
+    for output in notebook.cells[0].outputs:
+        if output.get("name") == "stdout":
+            printed += output.text
     return printed.strip().splitlines()[-1]
 
 

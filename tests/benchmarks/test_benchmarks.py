@@ -96,12 +96,16 @@ def test_without_a_card_it_says_so_and_writes_nothing(gpu, capsys, tmp_path, mon
     assert "No CUDA card here" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
+def written() -> dict[Path, int]:
+    """The records, and when each was written."""
+    return {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks/results").iterdir()}
+
+
 def test_dry_runs_from_a_plain_checkout_are_as_predicted_and_write_nothing(tmp_path):
     """Every night with every case of the fine-tuning. Otherwise there is no time for any of them:
     whatever it imports is there.
     """
-    results = ROOT / "benchmarks" / "results"
-    before = {path: path.stat().st_mtime_ns for path in results.iterdir()}
+    before = written()
     only = each(2, ["vit 32x", "llama-7b", "qwen3 8x1024", "gqa 4x1024", "adamw-8bit"])
     dry = "--dry-run"
     printed = from_a_plain_checkout(
@@ -117,7 +121,7 @@ def test_dry_runs_from_a_plain_checkout_are_as_predicted_and_write_nothing(tmp_p
     assert f"Dry run: {24 if ALL else 0} lines, 0 failed, 0 not as predicted" in printed
     assert printed.count(" states ") == 10 and "muon" in printed
     assert printed.count("time / none") == 9 + 11
-    assert before == {path: path.stat().st_mtime_ns for path in results.iterdir()}
+    assert written() == before
     assert not list(tmp_path.iterdir())
 
 

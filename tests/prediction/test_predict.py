@@ -12,7 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.nightly import each
-from support.predicted import BATCH, SEQ, assert_predicted, assert_same, config, measured, tracked
+from support.predicted import (
+    BATCH,
+    SEQ,
+    assert_predicted,
+    assert_same,
+    assert_short_is_full,
+    config,
+    measured,
+    tracked,
+)
 from torch import nn
 from transformers import LlamaConfig
 
@@ -266,10 +275,7 @@ def test_a_module_is_taken_in_the_dtypes_that_it_has(recipe):
 def test_short_traces_of_mixed_dtypes_and_their_layers():
     ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": Recipe(precision=None)}
     for target in ("cpu", "cuda"):
-        short, full = (
-            predict(adapted(9), **ask, target=target, full=full) for full in (False, True)
-        )
-        assert short.traced_layers and short.peak == full.peak
+        assert assert_short_is_full(adapted(9), **ask, target=target).traced_layers
 
 
 def test_prediction_looks_like_a_tracker():
