@@ -43,7 +43,10 @@ def _until_it_was_raised(kept: list[Holder], facts: Facts) -> Group:
     when.
     """
     newest = [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
-    return Group(kept, changes={"needed_in": facts.unit, "stays": total(newest)})
+    changes = {"needed_in": facts.unit, "stays": total(newest)}
+    if 2 * total(newest) > total(kept):
+        changes["stays"] = None
+    return Group(kept, changes=changes)
 
 
 def _until_the_step_ends(kept: list[Holder], facts: Facts) -> Group:

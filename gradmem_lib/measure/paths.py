@@ -543,7 +543,7 @@ def _of_a_function(thing: types.FunctionType) -> Iterator[Edge]:
     yield from _own_attributes(thing)
 
 
-OF_A_PARTIAL = " → an argument of the partial"
+OF_A_PARTIAL = " → arguments of the partial"
 
 
 def _fields(kind: str = "", **words: str) -> Callable[[Any], Iterator[Edge]]:

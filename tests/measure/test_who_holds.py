@@ -61,7 +61,7 @@ WAYS = {
     ),
     "def f():\n    x = torch.zeros(9)\n    yield x\ng = f()\nnext(g)": "g → x in f()",
     "import functools\ng = functools.partial(print, torch.zeros(9))": (
-        "g → an argument of the partial"
+        "g → arguments of the partial[…]"
     ),
     "import functools\n@functools.lru_cache\ndef f(n):\n    return torch.zeros(9)\nf(1)": (
         "f → its cache"
