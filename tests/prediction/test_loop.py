@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.nightly import each
-from support.predicted import config
+from support.predicted import assert_short_is_full, config
 from torch.nn.utils import clip_grad_norm_
 
 from gradmem_lib.measure.tracker import MemoryTracker
@@ -134,9 +134,7 @@ def test_shifted_logits_are_two_float32_copies_of_bf16_ones():
 def test_short_traces_know_the_loop():
     for loop in (Loop(zero_grad="before backward"), Loop(keeps="outputs", clips=True)):
         ask = {"batch_size": 2, "seq_len": 8, "target": "cpu", "loop": loop}
-        short = predict(config("llama", 9), **ask)
-        full = predict(config("llama", 9), **ask, full=True)
-        assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+        assert assert_short_is_full(config("llama", 9), **ask).traced_layers
 
 
 @pytest.mark.parametrize(
