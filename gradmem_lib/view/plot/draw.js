@@ -1,6 +1,6 @@
 // Draws a run on a canvas: areas, axes, the strip of phases, and marks. Nothing here knows of the pointer or the keys.
 
-import { stackAt } from "./stack.js";
+import { climb } from "./stack.js";
 import { ALARM, INK, UNITS, formatBytes, grouped, isDark, niceStep } from "./words.js";
 
 export const PAD = { left: 52, right: 14, top: 38, bottom: 38 };
@@ -130,14 +130,10 @@ export function drawAreas(g, groups, { samples, xs }, place, fills, { paper, ink
 export function drawBlocks(g, groups, { samples, xs }, place, { paper }) {
   const height = place.y(0) - place.y(1);
   g.beginPath();
-  samples.forEach((sample, k) => {
-    for (const { block, low, bytes } of stackAt(groups, sample)) {
-      if (!block || bytes * height < SEEN) continue;
-      const y = place.y(low + bytes);
-      g.moveTo(xs[k], y);
-      g.lineTo(xs[k + 1], y);
-      if (samples[k - 1] < block.start) { g.moveTo(xs[k], y); g.lineTo(xs[k], place.y(low)); }
-    }
+  climb(groups, samples, (block, first, end, feet) => {
+    if (block.bytes * height < SEEN) return;
+    const tops = Array.from(feet.subarray(first, end), (foot) => place.y(foot + block.bytes));
+    stairs(g, xs.slice(first, end + 1), tops);
   });
   g.strokeStyle = paper;
   g.globalAlpha = 0.45;
@@ -146,12 +142,12 @@ export function drawBlocks(g, groups, { samples, xs }, place, { paper }) {
   g.globalAlpha = 1;
 }
 
-// A block over its whole life, as [index of a column, bytes below it].
+// A block over its whole life (see lifeOf).
 export function drawLife(g, life, bytes, { xs }, place, { ink, paper }, isPinned) {
-  if (!life.length) return;
-  const first = life[0][0], own = xs.slice(first, first + life.length + 1);
-  own[life.length] = Math.max(own[life.length], own[0] + 2); // a short life is seen as well
-  const high = life.map(([, low]) => place.y(low + bytes)), low = life.map(([, foot], k) => Math.max(place.y(foot), high[k] + 2));
+  if (!life) return;
+  const { first, feet } = life, own = xs.slice(first, first + feet.length + 1);
+  own[feet.length] = Math.max(own[feet.length], own[0] + 2); // a short life is seen as well
+  const high = Array.from(feet, (foot) => place.y(foot + bytes)), low = Array.from(feet, (foot, k) => Math.max(place.y(foot), high[k] + 2));
   g.globalAlpha = isPinned ? 0.75 : 0.45;
   g.fillStyle = ink;
   fillBetween(g, own, high, low);
