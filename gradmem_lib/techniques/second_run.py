@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..compat.autograd import check_second_runs
+from ..compat.autograd import determinism_check
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..compat.tensors import version
@@ -48,7 +48,7 @@ def checkpoint_again(
     first = FirstRun(modules)
     has_run = False
     if first.is_new:
-        options["determinism_check"] = SAME_NUMBERS
+        options["determinism_check"] = determinism_check(_Saved)
 
     def run_or_run_again(*args: Any) -> Any:
         nonlocal has_run
@@ -103,7 +103,6 @@ def nearly_same(again: Tensor, first: Tensor, dtype: torch.dtype) -> bool:
     return not difference > torch.finfo(dtype).eps ** 0.5 * first.norm()
 
 
-SAME_NUMBERS = "gradmem: the same numbers"
 RUNS_DIFFER = (
     "keep the tensors that a forward changes in buffers, and draw random numbers from torch, "
     "random, np.random or a generator that is an attribute of its module: the second run of a "
@@ -111,7 +110,6 @@ RUNS_DIFFER = (
     "neither. If only the first forward differs, since it fills a cache, run one before the "
     "checkpoints"
 )
-check_second_runs(SAME_NUMBERS, _Saved)
 
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:

@@ -55,7 +55,7 @@ def check_accumulation(trainer: Trainer) -> None:
     processes = Processes(trainer.model, groups)
 
     def loss_of(step: _Step) -> float:
-        batches = [loader.collate_fn(copy.deepcopy(rows)) for rows in step.micro_batches]
+        batches = list(map(loader.collate_fn, copy.deepcopy(step.micro_batches)))
         with _in_processes(trainer, step.processes):
             return _loss_of_a_step(trainer, batches)
 

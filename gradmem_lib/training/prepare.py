@@ -5,10 +5,9 @@ Works on real tensors and on fake ones.
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,8 +20,10 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.modules import is_persistent, own_tensors
 from ..compat.transformers_models import attention_of, checkpointing_name, inside_peft
-from ..names import ATTENTION, SELECTIVE
+from ..names import ATTENTION, SELECTIVE, is_flash
 from ..optimizers import OPTIMIZERS
+from ..techniques import optimizers as our_optimizers
+from ..techniques import precision as our_precision
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.data_parallel import processes_of
 from ..techniques.lora import add_lora
@@ -187,7 +188,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
     if getattr(config, "use_cache", False):
         config.use_cache = False
     attention = recipe.attention
-    if attention in ATTENTION:
+    if attention is not None and not is_flash(attention):
         attention = ATTENTION[attention].in_transformers
     set_attention(model, attention)
     if recipe.chunked_loss:
@@ -328,12 +329,18 @@ def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
     Raises ``ValueError`` if no such class is there.
     """
     module, _, name = made_by.rpartition(".")
-    if module.startswith("techniques."):
-        module = f"{__package__.rpartition('.')[0]}.{module}"
-    # transformers may import peft, which must not get a prediction's fake tensors as constants.
-    home = None
-    with without_modes(), suppress(ImportError, ValueError):
-        home = import_module(module)
+    homes: dict[str, Any] = {
+        "torch.optim": torch.optim,
+        "techniques.optimizers": our_optimizers,
+        "techniques.precision": our_precision,
+    }
+    if module == "transformers.optimization":  # imported only if needed: it takes a second
+        # It may import peft, which must not get the fake tensors of a prediction as constants.
+        with without_modes():
+            from transformers import optimization
+
+        homes[module] = optimization
+    home = homes.get(module)
     if not hasattr(home, name):
         raise ValueError(
             f"a row of OPTIMIZERS has made_by={made_by!r}, and there is no such class: write it in "

@@ -63,7 +63,7 @@ class Answer:
         """
         for row in self.table:
             margin = self.limit * row.scale
-            numbers = [loss for loss in row.alone if math.isfinite(loss)]
+            numbers = list(filter(math.isfinite, row.alone))
             if numbers and not min(numbers) - margin <= row.together <= max(numbers) + margin:
                 return True
         return False
