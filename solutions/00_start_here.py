@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# *20 minutes: sections 1 to 5, with exercise 0.1. You need: a PyTorch training loop you could write yourself.*
+# *21 minutes: sections 1 to 5, with exercise 0.1. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
 # the card (the GPU) you own. You will build each technique by hand, and watch real memory. A laptop
@@ -267,6 +267,18 @@ except BudgetExceeded as error:
 # %% [markdown]
 # Four sequences fit, and five do not. You will work like this all the time: go past the limit, read who holds what,
 # change one thing, try again. A smaller batch is only the first thing to change.
+#
+# Now suppose that an update needs all sixteen sequences, and that the card has 48 MiB, a quarter of the memory.
+# `first_run` makes this update without a budget. It prints the highest moment of each phase, and compares the highest
+# of all with the card:
+
+# %%
+from gradmem_lib.course import first_run
+
+first_run()
+
+# %% [markdown]
+# Each of the lessons 01 to 05 ends with this run, and changes it by what the lesson has taught. In lesson 05 it fits.
 #
 # Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
 # live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.
