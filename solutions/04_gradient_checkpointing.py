@@ -386,7 +386,7 @@ guess_c.reveal(
 # %% [markdown]
 # A frozen matrix gets no gradient, so its input is not kept. So a is smaller than in the table above, and pairs of
 # layers are a little better than single ones. <!-- holds: ratio < 20 and found[2] < found[1] < 1.1 * found[2] -->
-# √30 ≈ 5 is far off. <!-- holds: found[5] > 1.5 * found[2] --> The rule held, with the a that is there: **measure a,
+# √30 ≈ 5 is far off. <!-- holds: found[5] > 1.5 * found[2] --> The rule holds with the a that is really there: **measure a,
 # do not look it up**, as `"best"` did.
 #
 # <details><summary>And <code>every_n_layers</code> of transformers?</summary>
