@@ -1,5 +1,6 @@
 """The live storages, their bytes by category, and both at every moment of a run."""
 
+import heapq
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -237,15 +238,22 @@ class Recording:
 
         New storages are counted.
         """
+        tensor = value if isinstance(value, torch.Tensor) else None
         for storage in storages_of(value):
-            self.tag_storage(storage, category, module)
+            self.tag_storage(storage, category, module, tensor)
 
-    def tag_storage(self, storage: UntypedStorage, category: int, module: object) -> None:
+    def tag_storage(
+        self,
+        storage: UntypedStorage,
+        category: int,
+        module: object,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
         if self.freed:
             self.drain()  # a storage that was just freed may have had the same address
         entry = self.live.get(storage_key(storage))
         if entry is None:
-            self.on_alloc(storage, category, module)
+            self.on_alloc(storage, category, module, tensor=tensor)
         else:
             entry.module, entry.category = module, category
 
@@ -370,6 +378,19 @@ class Recording:
         if peak is None:
             return live
         return [entry for entry in live if entry.sample <= peak.sample] + peak.freed_since
+
+    def largest(self, most: int) -> list[Entry]:
+        """The ``most`` storages with the most bytes times samples: of those that are alive, and of
+        those that were freed last. What was alive at the peak comes first.
+        """
+        entries = [*self.past, *self.live.values()]
+        peak = self.run_peak.sample
+
+        def size(entry: Entry) -> tuple[bool, int]:
+            first, stop = self.lifetime(entry)
+            return first <= peak < stop, entry.nbytes * (stop - first)
+
+        return heapq.nlargest(most, entries, size)
 
     def next_window(self) -> MemorySnapshot:
         """The peak of the current window. A new window begins."""

@@ -98,6 +98,18 @@ class Holder(NamedTuple):
         )
 
 
+class Block(NamedTuple):
+    """A storage that a picture shows by itself. ``start``, ``stop``: the first row of its timeline
+    that has it, and the first one after it. ``grows``: it is one of those that grow from step to
+    step.
+    """
+
+    holder: Holder
+    start: int
+    stop: int
+    grows: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class ForwardPass:
     """One call of an outermost module.
@@ -174,7 +186,8 @@ class Timeline:
     ``growing`` is an int64 array (samples, 6), or ``None`` if nothing grows. It has the part of the
     bytes by category that grows from step to step, as ``diagnose`` finds it. ``batches`` has pairs
     (operation, rows of a batch): the first pair is where training begins, and each other one is
-    where the batch's size changes. It is empty if the size never changes.
+    where the batch's size changes. It is empty if the size never changes. ``blocks``: the largest
+    storages, if the run has ended.
     """
 
     def __init__(
@@ -182,8 +195,9 @@ class Timeline:
         rows: np.ndarray,
         growing: np.ndarray | None = None,
         batches: Sequence[tuple[int, int]] = (),
+        blocks: Sequence[Block] = (),
     ):
-        self.rows, self.growing, self.batches = rows, growing, batches
+        self.rows, self.growing, self.batches, self.blocks = rows, growing, batches, blocks
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -229,7 +243,12 @@ class Timeline:
             return self
         kept = largest_of_windows(self.rows[:, TOTAL], -(-n // max_points))
         growing = None if self.growing is None else self.growing[kept]
-        return Timeline(self.rows[kept], growing, self.batches)
+        blocks = []
+        for block in self.blocks:
+            start, stop = np.searchsorted(kept, (block.start, block.stop)).tolist()
+            if start < stop:
+                blocks.append(block._replace(start=start, stop=stop))
+        return Timeline(self.rows[kept], growing, self.batches, blocks)
 
 
 def largest_of_windows(values: np.ndarray, window: int) -> np.ndarray:

@@ -37,9 +37,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,16 +69,18 @@ from .holders import Holders
 from .meter import Meter, name_of
 from .paths import Held
 from .recording import Entry, Peak, Recording
+from .snapshot import write_snapshot
 from .source_lines import source_line
 from .storages import tensors_to_watch
 from .structure import Structure
-from .timeline import ForwardPass, Holder, MemorySnapshot, Timeline
+from .timeline import Block, ForwardPass, Holder, MemorySnapshot, Timeline
 from .walks import likely_holders
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TIMELINE_SAMPLES = 16_384
+MOST_BLOCKS = 2000  # storages that a picture shows by themselves
 SOURCES = (*CATEGORIES, "")  # of NO_CATEGORY, which is -1
 NUMBER_BYTES = 8  # a Python number as a tensor: float64 or int64
 LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
@@ -178,18 +181,34 @@ class MemoryTracker:
 
     @property
     def timeline(self) -> Timeline:
-        """Live bytes after each operation so far."""
+        """Live bytes after each operation so far; after the block also its largest storages."""
         with self._meter.lock:
-            recording = self._recording
+            recording, growing = self._recording, self._growing()
             batches = recording.batches if len(recording.batches) > 1 else ()
-            return Timeline(recording.rows(), self._growing(), tuple(batches))
+            blocks = self._blocks(growing) if self._state == "done" else ()
+            grown = recording.bytes_of(growing) if growing else None
+            return Timeline(recording.rows(), grown, tuple(batches), blocks)
 
-    def _growing(self) -> np.ndarray | None:
-        """Of each sample's bytes by category, those that grow from step to step, if any do."""
+    def _growing(self) -> Sequence[Holder]:
+        """The storages that grow from step to step."""
         if not self._may_grow():
-            return None  # found without the facts, which a live plot should not wait for
-        holders = growing_holders(self._facts(self._recording.run_peak))
-        return self._recording.bytes_of(holders) if holders else None
+            return []  # found without the facts, which a live plot should not wait for
+        return growing_holders(self._facts(self._recording.run_peak))
+
+    def _blocks(self, growing: Sequence[Holder]) -> list[Block]:
+        """The largest storages as blocks, in the order in which they were made."""
+        recording = self._recording
+        rows = recording.sample_numbers()
+        entries = recording.largest(MOST_BLOCKS)
+        known = {id(entry): entry for entry in (*recording.past, *recording.entries())}
+        grown = {(holder.samples, holder.nbytes, holder.line) for holder in growing}
+        blocks = []
+        for holder in self._holders(entries, likely_holders(known.values())):
+            start, stop = np.searchsorted(rows, holder.samples).tolist()
+            if start < stop:
+                grows = (holder.samples, holder.nbytes, holder.line) in grown
+                blocks.append(Block(holder, start, stop, grows))
+        return sorted(blocks, key=lambda block: (block.start, -block.stop))
 
     def _may_grow(self) -> bool:
         """Whether storages of several earlier steps or turns were alive at the peak, or the peak
@@ -269,13 +288,30 @@ class MemoryTracker:
             name.replace("memory_", ""): getattr(torch.cuda, name)(self.device) for name in names
         }
 
-    def plot(self) -> Figure:
-        """The timeline as a matplotlib ``Figure``, for a document."""
-        return pictures().plot_timeline(self.timeline, title=self.title, budget=self.budget)
+    def plot(self, beside: MemoryTracker | None = None) -> Figure:
+        """The timeline as a matplotlib ``Figure``, for a document.
 
-    def show(self) -> None:
-        """Display the timeline as an interactive view (hover, arrow keys), after the block."""
-        pictures().show_timeline(self.timeline, title=self.title, budget=self.budget)
+        ``beside``: another tracker, whose run is drawn as an outline over this one.
+        """
+        return pictures().plot_timeline(
+            self.timeline, title=self.title, budget=self.budget, beside=_outline(beside)
+        )
+
+    def show(self, beside: MemoryTracker | None = None) -> None:
+        """Display the timeline as a view to explore (pointer, keys), after the block; ``beside`` as
+        in ``plot``.
+        """
+        pictures().show_timeline(
+            self.timeline, title=self.title, budget=self.budget, beside=_outline(beside)
+        )
+
+    def snapshot(self, file: str | Path) -> None:
+        """Write the allocations and frees to ``file`` for PyTorch's own viewer,
+        https://pytorch.org/memory_viz.
+        """
+        with self._meter.lock:
+            self._recording.drain()
+            write_snapshot(Path(file), self._recording, self._meter.module_names())
 
     def __repr__(self) -> str:
         card = "".join(f", CUDA {name} {n:,} bytes" for name, n in (self.allocator or {}).items())
@@ -473,6 +509,17 @@ class MemoryTracker:
             warnings.warn(
                 f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2
             )
+
+
+def _outline(tracker: MemoryTracker | None) -> tuple[str, Timeline] | None:
+    """The title and the timeline of a run that is drawn beside another one."""
+    if tracker is None:
+        return None
+    if not isinstance(tracker, MemoryTracker):
+        raise TypeError(
+            f"beside= takes another MemoryTracker, and was given {type(tracker).__name__}"
+        )
+    return tracker.title or "the other run", tracker.timeline
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:

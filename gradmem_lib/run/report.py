@@ -13,8 +13,7 @@ from ..measure.diagnosis import Diagnosis
 from ..measure.timeline import Holder, MemorySnapshot, Timeline
 from ..units import format_bytes
 from ..view.diagnosis import diagnose
-from ..view.live import encode_frame, explorable_html
-from ..view.style import MAX_POINTS
+from ..view.live import explorable_html, scene_of
 from ..view.timeline import describe
 from .host import Host
 from .steps import StepPeak, in_rows
@@ -161,10 +160,10 @@ class Report:
         return "\n".join(line for line in lines if line)
 
     def html(self) -> str:
-        frame = encode_frame(self.timeline, self.peak, None, finished=True)
         settings = {"title": "Live bytes by category", "budget": float(self.budget or 0)}
+        scene = scene_of(self.timeline, self.peak, **settings)
         words = escape(describe(self.timeline, title=self.title, budget=self.budget))
-        picture = explorable_html([(frame, settings)], words)
+        picture = explorable_html([scene], words)
         categories = _table(("category at the peak", "*bytes"), _sizes(self.by_category()))
         moments = _table(("highest of each moment", "*bytes"), _sizes(self.by_moment()))
         more = "\n".join(self._more())
@@ -174,8 +173,7 @@ class Report:
             f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_RULES}">\n'
             f"<title>gradmem run: {escape(self.title)}</title><style>{STYLE}</style></head><body>\n"
             f"<h1>Memory of {escape(self.title)}</h1><p>{escape(self.headline)}</p>\n"
-            f"{picture}\n<p>The picture has at most {MAX_POINTS} moments, each the largest of its "
-            "time.</p>\n"
+            f"{picture}\n"
             f"<h2>Why, and what to do</h2>{self._causes()}{self._techniques()}\n"
             f"<p>{escape(self.next_thing())}</p><pre>{escape(more)}</pre>\n"
             f'<h2>The peak</h2><div class="columns">{categories}{moments}</div>\n'

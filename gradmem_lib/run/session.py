@@ -76,7 +76,7 @@ class Session:
             return
         from .tracking import ScriptTracker
 
-        self.tracker = ScriptTracker(self.budget, snapshot=self.snapshot is not None)
+        self.tracker = ScriptTracker(self.budget)
         self.tracker.meter.limit, self.tracker.meter.at_limit = self.limit, self._go_on
         self.tracker.__enter__()
         if hasattr(os, "register_at_fork"):  # not on Windows
@@ -122,7 +122,7 @@ class Session:
             self._say(f"Report: {self.out}")
         if self.snapshot is None:
             return
-        if self._written(self.snapshot, lambda: self.tracker.write_snapshot(self.snapshot)):
+        if self._written(self.snapshot, lambda: self.tracker.snapshot(self.snapshot)):
             self._say(f"Snapshot, for https://pytorch.org/memory_viz: {self.snapshot}")
 
     def _written(self, file: Path, write: Callable[[], Any]) -> bool:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from ..measure.budget import BudgetExceeded
 from ..measure.meter import Meter
 from ..measure.operations import Owner
 from ..measure.paths import longest_graph
-from ..measure.recording import NEW, Entry, Recording
+from ..measure.recording import NEW, Recording
 from ..measure.structure import Structure
 from ..measure.timeline import BY, MOMENT, TOTAL
 from ..measure.tracker import MemoryTracker
@@ -36,7 +35,6 @@ from ..names import IN_BACKWARD, LOSS, TRAINING_FORWARD
 from ..units import format_bytes
 from .host import Host
 from .models import FoundModels
-from .snapshot import History
 from .steps import StepPeak, StepPeaks
 
 # Graphs of fewer steps are ordinary: a running mean over a window has one.
@@ -48,23 +46,12 @@ class ScriptRecording(Recording):
     """Counts the CPU's bytes until the script uses an accelerator, and from then on only that one.
 
     To ask for an accelerator at the beginning would start its driver, which a script may want to
-    configure first. ``history``: set if a snapshot is wanted. ``cards``: the numbers of the cards
-    whose bytes are counted.
+    configure first. ``cards``: the numbers of the cards whose bytes are counted.
     """
-
-    history: History | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.cards: set[int] = set()
-
-    def after_alloc(self, entry: Entry) -> None:
-        if self.history is not None:
-            self.history.on_alloc(entry)
-
-    def after_free(self, entry: Entry) -> None:
-        if self.history is not None:
-            self.history.on_free(entry)
 
     def size(self, storage: UntypedStorage) -> int:
         kind = storage.device.type
@@ -76,9 +63,8 @@ class ScriptRecording(Recording):
         return nbytes
 
     def _begin_again(self, device: torch.device) -> None:
-        if self.history is not None:
-            self.history = History()
         self.live.clear()  # the Meter has a reference to it
+        self.past.clear()
         self.total = 0
         self.device, self._type, self._index = device, device.type, device.index
         self._flushed = self._flushed[:0]
@@ -250,19 +236,14 @@ class ScriptMeter(Meter):
 
 
 class ScriptTracker(MemoryTracker):
-    """Measures the process from here on, until it is told to end.
-
-    ``snapshot``: keep what PyTorch's viewer shows.
-    """
+    """Measures the process from here on, until it is told to end."""
 
     recording_class, meter_class = ScriptRecording, ScriptMeter
 
-    def __init__(self, budget: int | None, *, snapshot: bool = False):
+    def __init__(self, budget: int | None):
         super().__init__(budget=budget, live=False, device="cpu")
         self.meter: Any = self._meter
         self.recording: Any = self._recording
-        if snapshot:
-            self.recording.history = History()
 
     def end(self, error: BaseException | None = None, *, goes_on: bool = False) -> None:
         """``error`` ended the program. ``goes_on``: the program runs on without being measured."""
@@ -283,9 +264,6 @@ class ScriptTracker(MemoryTracker):
             super().on_another()
         self.meter.note("the script measures its own memory with a MemoryTracker from here on")
         self.meter.at_limit()
-
-    def write_snapshot(self, file: Path) -> None:
-        self.recording.history.write(file, self.recording.entries())
 
     @property
     def step_peaks(self) -> list[StepPeak]:

@@ -1,5 +1,4 @@
 // An explorer's answer: a picture, and the verdict in words, in a live region that stays while the picture is redrawn.
-const PATIENCE = 300; // milliseconds, after which a wait is said
 
 function render({ model, el }) {
   const root = document.createElement("div"), picture = document.createElement("div");
@@ -23,11 +22,6 @@ function render({ model, el }) {
       if (readout) handle?.setAttribute("aria-valuetext", readout.textContent);
     }
   };
-  let timer;
-  const wait = (waiting) => {
-    root.classList.toggle("gm-waiting", waiting);
-    state.textContent = waiting ? "Computing the exact bytes…" : "";
-  };
   const update = () => {
     const svg = model.get("svg");
     if (picture.gmSvg !== svg) picture.innerHTML = picture.gmSvg = svg;
@@ -35,22 +29,16 @@ function render({ model, el }) {
     verdict.classList.toggle("gm-fits", model.get("fits") === true);
     verdict.classList.toggle("gm-exceeds", model.get("fits") === false);
     detail.textContent = model.get("detail");
-    // What will change in a moment need not be read out twice.
-    verdict.setAttribute("aria-busy", model.get("pending"));
-    if (model.get("pending")) timer ??= setTimeout(wait, PATIENCE, true);
-    else {
-      clearTimeout(timer);
-      timer = undefined;
-      wait(false);
-    }
+    // What will change in a moment fades, and need not be read out twice.
+    const isPending = model.get("pending");
+    verdict.setAttribute("aria-busy", isPending);
+    root.classList.toggle("gm-waiting", isPending);
+    state.textContent = isPending ? "Computing the exact bytes; this is the closed form's answer." : "";
     requestAnimationFrame(nameSliders);
   };
   model.on("change", update);
   update();
-  return () => {
-    model.off("change", update);
-    clearTimeout(timer);
-  };
+  return () => model.off("change", update);
 }
 
 export default { render };

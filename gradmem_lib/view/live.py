@@ -14,17 +14,21 @@ before the end, and says so once.
 from __future__ import annotations
 
 import base64
+import gzip
 import html
 import json
+import re
+import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import BY, OP, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
+from .blocks import encode_blocks
 from .interrupt import keep_own_lines
 from .place import place, show_bundle, still_html
 from .style import COLORS, GROWING, GROWING_HATCH, HATCHES, MAX_POINTS, PHASE_LABELS, joined
@@ -105,11 +109,21 @@ def _widgets_load() -> bool:
 # What a picture needs to know besides its frames, by the names of the script's settings.
 APPEARANCE = {
     "names": list(CATEGORIES),
-    "colors": [COLORS[name] for name in CATEGORIES],
-    "hatches": [HATCHES[name][:1] for name in CATEGORIES],
+    "looks": [(COLORS[name], HATCHES[name][:1]) for name in CATEGORIES],
     "phases": [PHASE_LABELS.get(name, "") for name in PHASES],
-    "growing": [GROWING, GROWING_HATCH[:1], GROWING_WORDS],
+    "growing": {"name": GROWING_WORDS, "look": (GROWING, GROWING_HATCH[:1])},
 }
+# The files of the script in the order of their imports, which one script does without.
+SCRIPTS = ("words", "run", "stack", "draw", "plot")
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+
+
+@cache
+def drawing(*more: str) -> str:
+    """The script that draws, with ``render`` in it; and the files that are named."""
+    folder = Path(__file__).parent / "plot"
+    parts = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in (*SCRIPTS, *more)]
+    return _IMPORT.sub("", "".join(parts)).replace("\nexport ", "\n")
 
 
 @cache
@@ -119,7 +133,7 @@ def widget_class():
     import traitlets
 
     class MemoryView(anywidget.AnyWidget):
-        _esm = Path(__file__).with_name("live.js")
+        _esm = drawing() + "\nexport default { render };\n"
         _css = Path(__file__).with_name("live.css")
         title = traitlets.Unicode("").tag(sync=True)
         budget = traitlets.Float(0.0).tag(sync=True)
@@ -127,6 +141,8 @@ def widget_class():
         small = traitlets.Bool(False).tag(sync=True)  # one of several, side by side
         appearance = traitlets.Dict(APPEARANCE).tag(sync=True)
         frame = traitlets.Bytes(b"").tag(sync=True)
+        blocks = traitlets.Bytes(b"").tag(sync=True)
+        outline = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
 
     return MemoryView
 
@@ -136,31 +152,77 @@ def plain_text(title: str) -> str:
     return joined("MemoryTracker plot", title)
 
 
-def explorable_html(pictures: list[tuple[bytes, dict]], still: str) -> str:
-    """HTML that draws ``pictures`` side by side, to be explored without a kernel.
+class Scene(NamedTuple):
+    """One picture on a page: a frame, its blocks (see ``encode_blocks``) and its own settings."""
 
-    Each is a frame (see ``encode_frame``) and its settings: title, budget, top, small.
-    ``still``: HTML for a page on which no script runs.
+    frame: bytes
+    blocks: bytes
+    settings: dict[str, Any]
+
+
+def scene_of(timeline: Timeline | None, peak: MemorySnapshot | None, **settings) -> Scene:
+    """The finished picture of ``timeline``; ``None``: nothing was measured."""
+    frame = encode_frame(timeline, peak, None, finished=True)
+    return Scene(frame, b"" if timeline is None else encode_blocks(timeline), settings)
+
+
+def outline_of(beside: tuple[str, Timeline] | None) -> dict[str, Any] | None:
+    """Another run as the setting of a picture."""
+    if beside is None:
+        return None
+    title, timeline = beside
+    shown = timeline.decimate(MAX_POINTS)
+    return {"title": title, "op": shown.events, "totals": shown.totals}
+
+
+def explorable_html(scenes: list[Scene], still: str, *, with_script: bool = True) -> str:
+    """HTML that draws ``scenes`` side by side, to be explored without a kernel.
+
+    ``still``: HTML for a page on which no script runs. ``with_script``: another output of the page
+    may have the script already.
     """
     hosts = []
-    for frame, own in pictures:
-        settings = {"budget": 0, "top": 0, "small": False, "appearance": APPEARANCE} | own
+    for frame, blocks, own in scenes:
+        settings = {"budget": 0, "top": 0, "small": False, "outline": None} | own
+        settings["appearance"] = APPEARANCE
         hosts.append(
             f"<div data-gradmem-settings='{html.escape(json.dumps(settings))}' "
-            f'data-gradmem-frame="{base64.b64encode(frame).decode()}"></div>'
+            f'data-gradmem-frame="{_in_text(gzip.compress(frame, mtime=0))}" '
+            f'data-gradmem-blocks="{_in_text(blocks)}"></div>'
         )
-    folder = Path(__file__).parent
-    style = (folder / "live.css").read_text(encoding="utf-8")
-    drawing = (folder / "live.js").read_text(encoding="utf-8").replace(_EXPORT, "")
-    finding = (folder / "explorable.js").read_text(encoding="utf-8")
+    script = "window.gradmemDraw?.();"
+    style = ""
+    if with_script:
+        script = f"(() => {{\n{drawing('page')}\n}})();"
+        looks = Path(__file__).with_name("live.css").read_text(encoding="utf-8")
+        style = f"<style>{looks}</style>"
     return (
-        f'<div class="gm-explorable"><style>{style}</style><div class="gm-row">{"".join(hosts)}'
-        f'</div><div class="gm-still">{still}</div>'
-        f"<script>(() => {{\n{drawing}\n{finding}\n}})();</script></div>"
+        f'<div class="gm-explorable">{style}<div class="gm-row">{"".join(hosts)}'
+        f'</div><div class="gm-still">{still}</div><script>{script}</script></div>'
     )
 
 
-_EXPORT = "export default { render };\n"  # a widget's script is a module, one in a page is not
+def _in_text(packed: bytes) -> str:
+    return base64.b64encode(packed).decode()
+
+
+_cell_with_script: str | None = None
+
+
+def _is_script_due() -> bool:
+    """Whether this cell's output has to bring the script: the first one that shows a picture does,
+    each time that it runs. So a saved notebook has the script once.
+    """
+    global _cell_with_script
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
+    cell = parent.get("metadata", {}).get("cellId")
+    if cell is None:  # a front end that does not name its cells
+        return True
+    if _cell_with_script is None:
+        _cell_with_script = cell
+    return cell == _cell_with_script
 
 
 class Moving:
@@ -171,8 +233,14 @@ class Moving:
     end.
     """
 
-    def __init__(self, title: str = "", budget: int | None = None, ranks: int = 1):
-        self.title, self.budget = title, budget
+    def __init__(
+        self,
+        title: str = "",
+        budget: int | None = None,
+        ranks: int = 1,
+        beside: tuple[str, Timeline] | None = None,
+    ):
+        self.title, self.budget, self.beside = title, budget, beside
         self.titles, name = [title], title
         if ranks > 1:
             self.titles = [joined(f"rank {rank}", title, by=", ") for rank in range(ranks)]
@@ -242,19 +310,24 @@ class Moving:
         about: dict[str, Any] = {"title": self.title, "budget": self.budget}
         first, *others = self.timelines
         if first is not None and not others:
-            picture = plot_timeline(first, peak=peak, **about)
+            picture = plot_timeline(first, peak=peak, beside=self.beside, **about)
         else:
             picture = plot_ranks(self.timelines, **about)
         picture.plain_text = self.text
         data, metadata = picture.bundle()
         if live_enabled():
-            common = {"budget": float(self.budget or 0), "top": float(highest)}
-            common["small"] = bool(others)
-            frames = []
+            common: dict[str, Any] = {"budget": float(self.budget or 0), "top": float(highest)}
+            common |= {"small": bool(others), "outline": outline_of(self.beside)}
+            scenes = []
             for title, timeline in zip(self.titles, self.timelines, strict=True):
-                frame = encode_frame(timeline, peak, None, finished=True)
-                frames.append((frame, common | {"title": title}))
-            data["text/html"] = explorable_html(frames, still_html((data, metadata), ""))
+                scenes.append(scene_of(timeline, peak, **common, title=title))
+            still = still_html((data, metadata), "")
+            script = _is_script_due()
+            data = {
+                "text/html": explorable_html(scenes, still, with_script=script),
+                "text/plain": self.text,
+            }  # the still picture is in the HTML
+            metadata = {}
         return data, metadata
 
 
@@ -285,13 +358,14 @@ def show_timeline(
     title: str = "",
     budget: int | None = None,
     peak: MemorySnapshot | None = None,
+    beside: tuple[str, Timeline] | None = None,
 ) -> None:
-    """Display a finished ``timeline`` as an interactive view (mouse, arrow keys), with the still
-    picture in the bundle.
+    """Display a finished ``timeline`` as a view to explore, with the still picture in it.
+    ``beside``: the title and the timeline of another run, drawn as an outline.
 
     With ``GRADMEM_LIVE=0``, it is a still picture. Outside a notebook, nothing is displayed.
     """
     if in_kernel():
-        plot = Moving(title, budget)
+        plot = Moving(title, budget, beside=beside)
         plot.timelines = [timeline]
         show_bundle(*plot.bundle(peak))

@@ -66,9 +66,9 @@ def draw_byte_axis(ax: Axes, top: float, unit: str) -> None:
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} {unit}" if value else "0")
 
 
-def draw_peak(ax: Axes, x: float, y: float, nbytes: int = 0) -> None:
+def draw_peak(ax: Axes, x: float, y: float, nbytes: int = 0, line: float | None = None) -> None:
     """A dot on the peak, drawn whole also at the picture's edge, and its ``nbytes``, if any, on the
-    side that has room.
+    side that has room. ``line``: the height of a line that the words must not cover.
     """
     dot = {"color": DARK, "markeredgecolor": LIGHT, "zorder": 6, "clip_on": False}
     ax.plot([x], [y], marker="o", markersize=6, **dot)
@@ -78,9 +78,11 @@ def draw_peak(ax: Axes, x: float, y: float, nbytes: int = 0) -> None:
     side, align = 1, "left"
     if x > left + 0.72 * (right - left):
         side, align = -1, "right"
+    near = 0.1 * ax.get_ylim()[1]
+    above = y if line is None or not 0 < line - y < near else line
     ax.annotate(
         f"peak {format_bytes(nbytes)}",
-        (x, y),
+        (x, above),
         xytext=(10 * side, 3),
         textcoords="offset points",
         ha=align,

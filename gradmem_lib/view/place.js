@@ -23,9 +23,26 @@ function initialize({ model }) {
     host.append(live);
     view.luminoWidget.processMessage(message("after-attach"));
     views.set(host, { view, live });
+    live.addEventListener("change", () => acknowledge(live));
     live.addEventListener("focusin", () => { focused = true; });
     // An output that is replaced loses the focus while it is still on the page, so ask afterwards.
     live.addEventListener("focusout", () => setTimeout(() => { if (live.isConnected) focused = false; }));
+  };
+  // A kernel that runs a cell answers afterwards: say so at once.
+  const acknowledge = (live) => {
+    const { kernel } = manager;
+    if (kernel?.status !== "busy" || live.querySelector(".gm-busy")) return;
+    const line = document.createElement("p");
+    line.className = "gm-busy";
+    line.setAttribute("role", "status");
+    line.textContent = "A cell is running: what you entered is taken when it has ended.";
+    live.append(line);
+    const wait = (_, status) => {
+      if (status === "busy") return;
+      kernel.statusChanged.disconnect(wait);
+      line.remove();
+    };
+    kernel.statusChanged.connect(wait);
   };
   // Its parts come one by one, so this is tried again whenever the page has changed.
   const giveFocusBack = () => {

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 
+LEAST_OF_WIDTH = 0.75  # of a still picture's own width, on a narrow page
+
+
 @cache
 def _place_class():
     # In a function, so that a plain script never imports the widget machinery.
@@ -49,8 +52,11 @@ def still_html(still: tuple[dict, dict], sentence: str) -> str:
     if "image/png" not in data:
         return words + data.get("text/html", "")
     shape = {"alt": "", **metadata.get("image/png", {})}
+    # On a narrow page its words stay large enough to be read: the picture scrolls.
+    shape["style"] = f"min-width:{round(LEAST_OF_WIDTH * shape.get('width', 0))}px"
     attributes = " ".join(f'{name}="{html.escape(str(value))}"' for name, value in shape.items())
-    return f'{words}<img src="data:image/png;base64,{data["image/png"]}" {attributes}>'
+    image = f'<img src="data:image/png;base64,{data["image/png"]}" {attributes}>'
+    return f'{words}<div style="overflow-x:auto">{image}</div>'
 
 
 def show_bundle(data: dict, metadata: dict) -> None:

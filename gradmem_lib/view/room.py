@@ -10,7 +10,14 @@ from .bars import plot_bar
 from .template import html_from
 
 PAGE = """
-<div>
+<div style='overflow-x:auto'>
+  {% if fit.held and fit.is_right is not none %}
+    {% set sign, color = ("✓", "#12806a") if fit.is_right else ("✕", "#c4312b") %}
+    {% set look = "display:inline-block; width:22px; margin-right:6px; border-radius:11px" %}
+    {% set look = look + "; text-align:center; color:#fff; background:" + color %}
+    {% set words = "right" if fit.is_right else "not yet" %}
+    <b role='img' aria-label='{{ words }}' style='{{ look }}'>{{ sign }}</b>
+  {% endif %}
   <b>{{ fit.title }}</b>
   {{ bar | safe }}
   {% for words in fit.words %}<div>{{ words }}</div>{% endfor %}
@@ -23,8 +30,9 @@ class MemoryFit:
     """How a recipe's bytes fit a card.
 
     ``held``: bytes at the peak by category, and the card's other bytes by name, which the bar shows
-    as ``other``. ``nbytes``: the card's bytes. ``words``: sentences below the bar. The text is the
-    same in every run.
+    as ``other``. ``nbytes``: the card's bytes. ``words``: sentences below the bar. ``is_right``:
+    the verdict, shown as a sign beside a recipe that has bytes; ``None``: there is none. The text
+    is the same in every run.
     """
 
     title: str
@@ -32,6 +40,7 @@ class MemoryFit:
     nbytes: int
     held: Mapping[str, int] = field(default_factory=dict)
     words: Sequence[str] = ()
+    is_right: bool | None = None
 
     def parts(self) -> dict[str, int]:
         """``held`` summed into the categories that have a colour."""

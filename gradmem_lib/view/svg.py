@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from html import escape
 
+from .place import LEAST_OF_WIDTH
 from .style import COLORS, HATCHES, is_dark
 
 # Reads on white and on black alike.
@@ -48,13 +49,16 @@ def frame(
     defs: str = "",
     scale: float = 1,
 ) -> str:
-    """The start of an ``<svg>`` that follows the page's colours and shrinks with it; ``title`` and
-    ``words`` are read out. ``scale``: pixels for one of its units, where there is room.
+    """The start of an ``<svg>`` that follows the page's colours and shrinks with it, as far as its
+    words can be read; ``title`` and ``words`` are read out. ``scale``: pixels for one of its units,
+    where there is room.
     """
+    wide = scale * width
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" '
         f'viewBox="0 0 {width:g} {height:g}" '
-        f'style="width:100%;max-width:{scale * width:g}px;height:auto;display:block;color:inherit;'
+        f'style="width:100%;min-width:{LEAST_OF_WIDTH * wide:g}px;max-width:{wide:g}px;height:auto;'
+        "display:block;color:inherit;"
         f'font:{font}px var(--jp-ui-font-family,system-ui,sans-serif)">'
         f'<title id="{key}t">{escape(title)}</title><desc '
         f'id="{key}d">{escape(words)}</desc><defs>{defs}</defs>'

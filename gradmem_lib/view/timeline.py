@@ -85,7 +85,7 @@ def edges_of(operations: Sequence[float]) -> np.ndarray:
     A sample holds until the next one. Samples of one operation share its width: what an error
     frees is one more sample of the operation that failed, and the peak before it has to be seen.
     The last operation is drawn at least a hundredth of the picture wide, for the same reason.
-    ``edgesOf`` in live.js is the same rule.
+    ``edgesOf`` in run.js is the same rule.
     """
     import numpy as np
 

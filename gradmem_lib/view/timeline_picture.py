@@ -1,6 +1,6 @@
 """Live bytes by category over the operations of a run: stacked areas with phases, peak and budget.
 
-``live.js`` draws the same, while the run goes on.
+The scripts in ``plot`` draw the same, while the run goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .style import (
     GROWING,
     GROWING_HATCH,
     INK,
+    LIGHT,
     MAX_POINTS,
     PHASE_COLORS,
     PHASE_LABELS,
@@ -54,6 +55,7 @@ def plot_timeline(
     title: str = "",
     budget: int | None = None,
     peak: MemorySnapshot | None = None,
+    beside: tuple[str, Timeline] | None = None,
 ) -> Picture:
     """Draw live bytes by category over the operations of ``timeline``, with its phases and its
     peak.
@@ -63,6 +65,7 @@ def plot_timeline(
         title: a heading.
         budget: bytes; drawn as a line.
         peak: the ``MemorySnapshot`` of the peak. Without it, the timeline's largest sample is used.
+        beside: the title and the timeline of another run, drawn as an outline.
 
     Raises ``ValueError`` if the timeline has no samples.
     """
@@ -72,9 +75,12 @@ def plot_timeline(
         )
     total, parts, phase, at = peak_of(timeline, peak)
     words = describe(timeline, title=title, budget=budget, peak=peak)
+    if beside is not None:
+        words += f" Beside it, {beside[0]} with a peak of {format_bytes(max(beside[1].totals))}."
     picture = Picture(8.6, 3.5, shortened(title or "Memory by category", 66), alt=words)
     ax = picture.panel(0.078, 0.75, 0.68, 3)
-    phases = draw_timeline(ax, timeline, budget, peak)
+    other = None if beside is None else beside[1]
+    phases = draw_timeline(ax, timeline, budget, peak, beside=other)
     where = f"in {PHASE_LABELS[phase]}" if phase in PHASE_LABELS else ""
     picture.write_peak(total, f"{total:,} bytes", where)
     # Categories from the top of the stack to its foot; of all these, the bytes that grow; phases.
@@ -86,6 +92,10 @@ def plot_timeline(
     picture.legend_beside(foot, 0.24, [(PHASE_LABELS[p], _phase_look(p), "") for p in phases])
     if not phases:
         picture.write(BESIDE, foot + 0.24, "strip: steps", fontsize=8)
+    if beside is not None:
+        name, other = beside
+        words = f"- - {shortened(name, 22)}: {format_bytes(max(other.totals))}"
+        picture.write(BESIDE, 3.28, words, fontsize=8)
     return picture
 
 
@@ -132,26 +142,42 @@ def draw_timeline(
     budget: int | None,
     peak: MemorySnapshot | None = None,
     highest: int = 0,
+    beside: Timeline | None = None,
 ) -> list[str]:
     """Draw into ``ax``. Returns the phases that occur. One of several has an axis up to
-    ``highest``, and a peak without name.
+    ``highest``, and a peak without name. ``beside``: another run.
     """
     total, _, _, at = peak_of(timeline, peak)
     shown = timeline.decimate(MAX_POINTS)
     x = edges_of(shown.events)
     reach = max(total, highest, *shown.totals)
+    if beside is not None:
+        reach = max(reach, *beside.totals)
     factor, unit = scale_of(reach)
-    top = round(reach_of(reach, budget) * 1.08)
+    headroom = 1.08 if budget is None else 1.2  # for the budget's name, above all data
+    top = round(reach_of(reach, budget) * headroom)
     draw_areas(ax, x, [(look, nbytes / factor) for look, nbytes in _stack(shown)])
+    if beside is not None:
+        _draw_beside(ax, beside.decimate(MAX_POINTS), factor)
     ax.set_xlabel("operations")
     draw_scale(ax, top / factor, unit)
     peak_x = edges_of(timeline.events)[at]
-    draw_peak(ax, peak_x, total / factor, 0 if highest else total)
+    line = None if budget is None else budget / factor
+    draw_peak(ax, peak_x, total / factor, 0 if highest else total, line)
     if budget is not None:
         # On the side without the peak, so that the two labels do not overlap.
         _mark_budget(ax, budget, factor, top, right=peak_x < (x[0] + x[-1]) / 2)
     _mark_batches(ax, shown.batches)
     return _draw_phases(ax, x, shown.phases)
+
+
+def _draw_beside(ax: Axes, shown: Timeline, factor: int) -> None:
+    """The outline of another run, which may be longer."""
+    edges = edges_of(shown.events)
+    nbytes = np.append(shown.totals, shown.totals[-1]) / factor
+    ax.step(edges, nbytes, where="post", color=LIGHT, linewidth=2.4, alpha=0.7, zorder=3.5)
+    ax.step(edges, nbytes, where="post", color=INK, linewidth=1.1, linestyle=DASHES, zorder=3.6)
+    ax.set_xlim(right=max(ax.get_xlim()[1], edges[-1]))
 
 
 def _stack(shown: Timeline) -> list[tuple[dict, np.ndarray]]:
@@ -169,19 +195,22 @@ def _stack(shown: Timeline) -> list[tuple[dict, np.ndarray]]:
 
 
 def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> None:
-    label = f"budget {format_bytes(budget)}"
+    """A line at ``budget`` with its name above it; the name alone, if it is above the picture."""
+    label, height = f"budget {format_bytes(budget)}", budget
+    above, align = 4, "bottom"
     if budget <= top:
         ax.axhline(budget / factor, color=ALARM, linewidth=1.4, linestyle=DASHES, zorder=5)
     else:
         label += " (above this picture)"
+        height, above, align = top, -4, "top"
     ax.annotate(
         label,
-        (int(right), min(budget, top) / factor),
+        (int(right), height / factor),
         xycoords=("axes fraction", "data"),
-        xytext=(-5 if right else 5, -6),
+        xytext=(-5 if right else 5, above),
         textcoords="offset points",
         ha="right" if right else "left",
-        va="top",
+        va=align,
         **plate(ALARM),
     )
 

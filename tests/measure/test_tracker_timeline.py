@@ -1,5 +1,7 @@
 """What MemoryTracker keeps of a run: samples, phases, peaks and laps."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -226,3 +228,40 @@ def test_what_follows_a_gradient_within_a_forward_is_forward():
         out.sum().backward()
         torch.rand(7)
     assert tracker.timeline.phases[-1] == "idle"
+
+
+def test_blocks_add_up_to_the_bytes_by_category_of_each_sample():
+    """In a run of few storages all have a block, but for the scratch memory of kernels."""
+    net = torch.nn.Sequential(torch.nn.Linear(30, 70), torch.nn.Tanh(), torch.nn.Linear(70, 9))
+    adam = torch.optim.Adam(net.parameters(), foreach=False)
+    with MemoryTracker(net, adam) as tracker:
+        assert tracker.timeline.blocks == ()
+        for _ in range(2):
+            net(torch.ones(11, 30)).square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+    for shown in (tracker.timeline, tracker.timeline.decimate(20)):
+        found = {name: [0] * len(shown) for name in CATEGORIES}
+        for block in shown.blocks:
+            for sample in range(block.start, block.stop):
+                found[block.holder.category][sample] += block.holder.nbytes
+        assert found == shown.by_category
+        weights = [b.holder for b in shown.blocks if b.holder.category == "parameters"]
+        assert {holder.shape for holder in weights} == {(70, 30), (70,), (9, 70), (9,)}
+
+
+def test_a_snapshot_replays_to_the_peak(tmp_path):
+    net = torch.nn.Linear(300, 300)
+    with MemoryTracker(net) as tracker:
+        net(torch.ones(50, 300)).sum().backward()
+    tracker.snapshot(tmp_path / "run.pickle")
+    snapshot = pickle.loads((tmp_path / "run.pickle").read_bytes())
+    live, highest = {}, 0
+    for event in snapshot["device_traces"][0]:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event["size"]
+        else:
+            assert live.pop(event["addr"]) == event["size"]
+        highest = max(highest, sum(live.values()))
+    assert highest == tracker.peak.total
+    assert live == {block["address"]: block["total_size"] for block in snapshot["segments"]}

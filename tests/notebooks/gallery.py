@@ -94,9 +94,31 @@ def shots_of_a_run(notebook: Notebook, folder: Path, where: Surrounding) -> list
     notebook.page.screenshot(path=folder / f"{where.name}.png")
     notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
     if where is not RUNS[0]:
-        return [where.name]
+        return [where.name, *states_of_a_picture(notebook, folder, where)]
     write_spoken(notebook, folder)
     return [where.name, *as_others_see(notebook, folder)]
+
+
+def states_of_a_picture(notebook: Notebook, folder: Path, where: Surrounding) -> list[str]:
+    """Screenshots of a finished picture as a reader changes it; returns their names."""
+    picture = notebook.panel.locator(".gm-live:has(canvas[data-blocks])").last
+    canvas, press = picture.locator("canvas.gm-canvas"), notebook.page.keyboard.press
+    canvas.focus()
+    names = []
+    for state, keys in {
+        "a block": ("p", "ArrowUp", "ArrowUp"),
+        "pinned": ("Enter", "End"),
+        "zoomed": ("p", "+", "+"),
+        "by line": ("0", "g", "g"),
+        "alone": ("Escape", "g", "g"),
+    }.items():
+        for key in keys:
+            press(key)
+        if state == "alone":
+            picture.locator("tbody tr").nth(2).click()
+        names.append(f"{where.name}, {state}")
+        picture.screenshot(path=folder / f"{names[-1]}.png")
+    return names
 
 
 def as_others_see(notebook: Notebook, folder: Path) -> list[str]:

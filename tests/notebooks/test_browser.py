@@ -5,14 +5,18 @@ that can be explored; an explorer that answers.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from contextlib import contextmanager
 
 import nbformat
 import pytest
+import torch
 from notebooks.browser import Lab, Notebook, assert_explorer_reacts, shot
 from support.nightly import each
 
+from gradmem_lib import MemoryTracker
 from gradmem_lib.view import timeline as stills
+from gradmem_lib.view.blocks import encode_blocks
+from gradmem_lib.view.live import APPEARANCE, drawing, encode_frame
 
 CANVAS = "document.querySelector('canvas.gm-canvas')"
 
@@ -44,6 +48,11 @@ PRINT = """
 from gradmem_lib.units import format_bytes
 parts = reversed(tracker.peak.by_category.values())
 print(format_bytes(tracker.peak.total), *(format_bytes(n) for n in parts), sep=", ")
+"""
+LARGEST = """
+weights = [holder for holder in tracker.holders() if holder.category == "parameters"]
+shape = " × ".join(map(str, weights[0].shape))
+print(f"{weights[0].nbytes:,}", weights[0].module, shape, sep="; ")
 """
 RANKS = """
 from gradmem_lib.course import run_ranks
@@ -92,6 +101,12 @@ NOTEBOOKS = {
         TRAIN.format(enough="iter([False, False, True]).__next__"),
         "tracker.show()",
         PRINT,
+    ],
+    "instrument.ipynb": [
+        MODEL,
+        TRAIN.format(enough="iter([False, False, True]).__next__"),
+        "tracker.show()",
+        LARGEST,
     ],
     "grows.ipynb": [GROWS, GROWING],
     "explorer.ipynb": ["from gradmem_lib.course.learner.explorer import explore\nexplore()"],
@@ -262,6 +277,91 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         assert spoken.inner_text().startswith("operation ")
 
 
+@contextmanager
+def instrument(browser, lab):
+    """A finished picture whose script another cell has brought: (notebook, its output, canvas)."""
+    with Notebook(browser, lab, "instrument.ipynb", width=900, scale=1.5) as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        output = notebook.output(2)
+        canvas = output.locator("canvas[data-blocks]")
+        canvas.wait_for()
+        canvas.scroll_into_view_if_needed()
+        yield notebook, output, canvas
+        assert notebook.errors == []
+
+
+def test_keys_read_each_block_of_a_moment_and_pin_one(browser, lab):
+    with instrument(browser, lab) as (notebook, output, canvas):
+        assert "function" not in output.locator("script").inner_text(), "the script stands once"
+        press, spoken = notebook.page.keyboard.press, output.locator(".gm-block")
+        largest_weight = notebook.output(3).inner_text().strip().split("; ")
+        canvas.focus()
+        press("p")
+        heard = []  # from the foot of the stack, where the weights are, the largest first
+        for _ in range(5):
+            press("ArrowUp")
+            heard.append(spoken.inner_text())
+        assert all(word in heard[0] for word in largest_weight)
+        assert len(set(heard)) == len(heard)
+        press("ArrowDown")
+        assert spoken.inner_text() == heard[-2]
+        press("Enter")
+        press("End")
+        assert "Pinned: " in output.locator(".gm-read").inner_text()
+        shot(notebook, "instrument_pinned")
+        press("Escape")
+        assert canvas.get_attribute("data-pinned") == ""
+
+
+def test_the_pointer_names_a_byte_zooms_and_pans(browser, lab):
+    with instrument(browser, lab) as (notebook, output, canvas):
+        mouse, box = notebook.page.mouse, canvas.bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + 0.8 * box["height"]
+        mouse.move(x - 1, y)
+        mouse.move(x, y)
+        named = output.locator(".gm-tip b").inner_text()
+        assert named.split(" ")[0] in output.locator(".gm-block").inner_text()
+        mouse.wheel(0, -600)
+        first, last = view_of(canvas)
+        mouse.down()
+        mouse.move(x - 80, y, steps=4)
+        mouse.up()
+        assert view_of(canvas)[0] > first and view_of(canvas)[1] > last
+        shot(notebook, "instrument_zoomed")
+        mouse.dblclick(x, y)
+        assert canvas.get_attribute("data-view") == ""
+        mouse.click(box["x"] + 0.3 * box["width"], box["y"] + 24)  # a phase in the strip
+        assert view_of(canvas)[1] < last
+        notebook.page.keyboard.press("0")
+        assert canvas.get_attribute("data-view") == ""
+
+
+def test_a_group_stands_alone_and_the_same_bytes_regroup(browser, lab):
+    with instrument(browser, lab) as (notebook, output, canvas):
+        row = output.locator("tbody tr").nth(2)
+        name = row.locator("th").inner_text()
+        for key, alone in (("Enter", name), (" ", "")):
+            row.press(key)
+            assert canvas.get_attribute("data-alone") == alone
+        row.click()
+        shot(notebook, "instrument_alone")
+        total = output.locator("tfoot td").first.inner_text()
+        for by in ("module", "line", "holder"):
+            output.locator(f"[data-by={by}]").click()
+            assert canvas.get_attribute("data-by") == by
+            assert output.locator("tfoot td").first.inner_text() == total
+            shot(notebook, f"instrument_by_{by}")
+        canvas.focus()
+        notebook.page.keyboard.press("g")
+        assert canvas.get_attribute("data-by") == "category"
+
+
+def view_of(canvas) -> list[int]:
+    """The first and the last operation that a zoomed picture shows."""
+    return [int(number) for number in canvas.get_attribute("data-view").split()]
+
+
 def test_what_grows_is_read_at_the_peak(browser, lab):
     """Not after it: the error frees what the function has kept."""
     with Notebook(browser, lab, "grows.ipynb") as notebook:
@@ -328,10 +428,43 @@ def test_schedule_explorer_reacts_to_the_keyboard(browser, lab):
 
 
 def test_the_moving_and_the_still_picture_are_as_wide(browser):
-    """``edgesOf`` in live.js is the rule of ``edges_of``."""
-    drawing = Path(stills.__file__).with_name("live.js").read_text().replace("export default", "")
+    """``edgesOf`` in run.js is the rule of ``edges_of``."""
     page = browser.new_page()
     for run in ([0], [0, 0], [0, 0, 1, 3, 9, 9], [5, 300, 300, 300, 1000], [*range(0, 4000, 3)]):
-        drawn = page.evaluate(f"(() => {{ {drawing}; return edgesOf({json.dumps(run)}); }})()")
+        drawn = page.evaluate(f"(() => {{ {drawing()}; return edgesOf({json.dumps(run)}); }})()")
         assert drawn == pytest.approx(stills.edges_of(run).tolist())
+    page.close()
+
+
+STACKS = """async ([frame, packed, appearance]) => {
+  const bytes = (list) => Uint8Array.from(list);
+  const run = await withBlocks(decodeFrame(new DataView(bytes(frame).buffer), 6), bytes(packed));
+  return GROUPINGS.map((by) => {
+    const groups = arrange(run, by, appearance);
+    const places = (i) => stackAt(groups, i).map(({ low, bytes }) => [low, bytes]);
+    return Array.from({ length: run.n }, (_, i) => places(i));
+  });
+}"""
+
+
+def test_each_grouping_stacks_the_bytes_of_each_moment_without_a_gap(browser):
+    net = torch.nn.Sequential(torch.nn.Linear(30, 70), torch.nn.Tanh(), torch.nn.Linear(70, 9))
+    adam = torch.optim.Adam(net.parameters(), foreach=False)
+    with MemoryTracker(net, adam) as tracker:
+        for _ in range(2):
+            net(torch.ones(11, 30)).square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+    timeline = tracker.timeline
+    frame, blocks = encode_frame(timeline, None, None, True), encode_blocks(timeline)
+    script = f"(given) => {{ {drawing()}; return ({STACKS})(given); }}"
+    page = browser.new_page()
+    page.goto("about:blank")
+    found = page.evaluate(script, [list(frame), list(blocks), APPEARANCE])
+    assert len(found) == 4
+    for moments in found:
+        assert [sum(nbytes for _, nbytes in stack) for stack in moments] == timeline.totals
+        for stack in moments:
+            ends = [0, *(low + nbytes for low, nbytes in stack)]
+            assert [low for low, _ in stack] == ends[:-1]
     page.close()

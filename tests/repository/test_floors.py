@@ -165,6 +165,13 @@ def test_exceptions_to_the_linters_rules_are_needed():
     assert not needless, "\n".join(needless)
 
 
+def test_the_scripts_in_pages_keep_their_rules():
+    """As ``.oxlintrc.json`` has them: each name is defined, and used, and each import is right."""
+    linter = Path(sys.executable).with_name("oxlint")
+    done = subprocess.run([linter, "gradmem_lib"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_folders_of_rooms_have_few_loose_files():
     for folder in ("gradmem_lib/course", "tests"):
         loose = [path.name for path in (ROOT / folder).iterdir() if path.is_file()]

@@ -21,6 +21,7 @@ from ...units import format_bytes
 from ...view import explorers
 from ...view.bars import plot_bar
 from ...view.picture import Picture
+from ...view.room import MemoryFit
 from ..material import accounting
 
 REST = 0.15  # seconds without a change, before a trace begins
@@ -187,7 +188,7 @@ def detail(found: Answer, settings: dict) -> str:
     known = find_card(settings["card"])
     extra = overhead_bytes(found.total, known.capability, found.reserved)
     words += (
-        " Beside the tensors: "
+        " Beside the tensors, as other: "
         f"{', '.join(f'{what} {format_bytes(n)}' for what, n in extra.items())}."
     )
     positions = accounting.SHAPES[settings["model"]].positions
@@ -199,10 +200,12 @@ def detail(found: Answer, settings: dict) -> str:
 
 
 def picture(settings: dict, found: Answer) -> Picture:
-    """The stacked bar, and the line up to which the card has room for tensors."""
-    card = settings["card"]
-    line = f"{find_card(card).name}: room for tensors"
-    return plot_bar(_label(settings), found.by_category, line, max(room(found, card), 0))
+    """The stacked bar with all that a card holds, and the card's bytes: what the card holds beside
+    the tensors is ``other``, as in ``MemoryFit``.
+    """
+    card = find_card(settings["card"])
+    held = found.by_category | overhead_bytes(found.total, card.capability, found.reserved)
+    return plot_bar(_label(settings), MemoryFit("", "", 0, held).parts(), card.name, card.nbytes)
 
 
 def _label(settings: dict) -> str:

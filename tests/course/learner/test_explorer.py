@@ -11,6 +11,7 @@ from support.nightly import each
 
 from gradmem_lib.course.learner import explorer
 from gradmem_lib.course.material import accounting
+from gradmem_lib.names import CATEGORIES
 from gradmem_lib.planning.cards import CARDS, find_card
 from gradmem_lib.planning.held import overhead_of_prediction
 from gradmem_lib.prediction import allocator
@@ -100,16 +101,19 @@ def test_verdict_is_that_of_plan_where_the_tensors_alone_would_fit():
 
 
 @pytest.mark.parametrize("model", accounting.SHAPES)
-@pytest.mark.parametrize("checkpointing", explorer.CHECKPOINTING.values())
-def test_every_model_has_a_picture(model, checkpointing):
-    settings = explorer.DEFAULTS | {"model": model, "checkpointing": checkpointing}
-    found = explorer.preview(settings)
-    axes = explorer.picture(settings, found).axes[0]
-    widths = [box.get_width() for box in axes.patches]
-    shares = [nbytes / found.total for nbytes in found.by_category.values() if nbytes]
-    assert [width / sum(widths) for width in widths] == pytest.approx(shares)
-    assert format_bytes(found.total) in [text.get_text().strip() for text in axes.texts]
-    assert found.total == explorer.estimate(settings).total
+def test_every_model_has_a_bar_of_all_that_its_verdict_counts(model):
+    for checkpointing in explorer.CHECKPOINTING.values():
+        settings = explorer.DEFAULTS | {"model": model, "checkpointing": checkpointing}
+        found = explorer.preview(settings)
+        axes = explorer.picture(settings, found).axes[0]
+        widths = dict(zip(filter(found.by_category.get, CATEGORIES), axes.patches, strict=True))
+        unit = widths["parameters"].get_width() / found.by_category["parameters"]
+        for name, box in widths.items():
+            beside = box.get_width() / unit - found.by_category[name]
+            assert (abs(beside) > 1) == (name == "other")
+        needed = explorer.verdict(found, settings["card"]).split(" needed")[0].split(": ")[1]
+        assert needed in [text.get_text().strip() for text in axes.texts]
+        assert found.total == explorer.estimate(settings).total
 
 
 @pytest.mark.parametrize("model", accounting.SHAPES)

@@ -258,7 +258,7 @@ class Puzzle:
             words.append(f"{micros(weighed.seconds)} a token, by estimate{earned}")
         update = f"{self.rows} row{'s' if self.rows > 1 else ''} of {self.tokens:,} tokens"
         title = f"{self.id} {self.title}: {self.model}, {update}"
-        return MemoryFit(title, self.where, self.room, held, words)
+        return MemoryFit(title, self.where, self.room, held, words, not wrong)
 
     def stars(self, seconds: float) -> str:
         """One to three stars for a recipe that fits, by its estimated time compared with the

@@ -1,0 +1,101 @@
+// The one geometry of the picture: which groups lie upon another, and where each block is at each sample.
+// A group is a category, or all blocks of one kind of module, line or holder. From its foot, it has its blocks in the
+// order in which they came, so that a new one never lifts an old one, and above them all bytes that are no block.
+
+import { growingAt } from "./run.js";
+
+export const GROUPINGS = ["category", "module", "line", "holder"];
+const MOST_GROUPS = 5; // beside the rest: as many as there are colours
+const REST = "the rest";
+
+const OF_WEIGHTS = 3; // categories whose blocks have the name of a weight: parameters, gradients, optimizer
+
+const keyOf = {
+  // a module with its weights, and the same part of each layer, are one kind
+  module: ({ module, category }) => {
+    const owner = category < OF_WEIGHTS ? module.replace(/\.\w+$/, "") : module;
+    return owner.replaceAll(/(^|\.)\d+(?=\.|$)/g, "$1*");
+  },
+  line: (block) => block.line,
+  holder: (block) => block.held,
+};
+
+// The bytes of blocks at each sample.
+function totalOf(blocks, n) {
+  const change = new Float64Array(n + 1);
+  for (const { start, stop, bytes } of blocks) {
+    change[start] += bytes;
+    change[stop] -= bytes;
+  }
+  let sum = 0;
+  return change.subarray(0, n).map((by) => (sum += by));
+}
+
+function groupOf(name, look, blocks, total) {
+  const ordered = blocks.toSorted((a, b) => a.start - b.start || b.stop - a.stop);
+  return { name, look, blocks: ordered, total };
+}
+
+function categories(run, { names, looks, growing }) {
+  const growingRows = run.growing;
+  const groups = names.map((name, c) => {
+    const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c];
+    return groupOf(name, looks[c], run.blocks.filter((block) => block.category === c && !block.grows), total);
+  });
+  if (!growingRows) return groups;
+  const total = run.totals.map((_, i) => growingAt(run, i));
+  return [groupOf(growing.name, growing.look, run.blocks.filter((block) => block.grows), total), ...groups];
+}
+
+// The groups of a run from the foot of the stack to its top.
+export function arrange(run, by, appearance) {
+  if (by === "category") return categories(run, appearance);
+  const kinds = new Map(), peak = run.totals.indexOf(Math.max(...run.totals));
+  for (const block of run.blocks) {
+    const name = keyOf[by](block);
+    if (!kinds.has(name)) kinds.set(name, { name, blocks: [], nbytes: 0 });
+    const kind = kinds.get(name);
+    kind.blocks.push(block);
+    if (block.start <= peak && peak < block.stop) kind.nbytes += block.bytes;
+  }
+  kinds.delete("");
+  const largest = [...kinds.values()].toSorted((a, b) => b.nbytes - a.nbytes).slice(0, MOST_GROUPS);
+  const groups = largest.map(({ name, blocks }, k) => groupOf(name, appearance.looks[k], blocks, totalOf(blocks, run.n)));
+  const shown = new Set(largest.flatMap(({ blocks }) => blocks));
+  const rest = run.totals.map((total, i) => groups.reduce((left, group) => left - group.total[i], total));
+  const others = run.blocks.filter((block) => !shown.has(block));
+  return [...groups, groupOf(REST, appearance.looks[MOST_GROUPS], others, rest)];
+}
+
+// What lies upon another at a sample, from the foot: {group, block or null, low, bytes}.
+export function stackAt(groups, sample) {
+  const stack = [];
+  let low = 0;
+  for (const group of groups) {
+    const top = low + group.total[sample];
+    for (const block of group.blocks) {
+      if (block.start > sample) break;
+      if (block.stop <= sample) continue;
+      stack.push({ group, block, low, bytes: block.bytes });
+      low += block.bytes;
+    }
+    if (top - low > 0.5) stack.push({ group, block: null, low, bytes: top - low });
+    low = top;
+  }
+  return stack;
+}
+
+// The foot of a block at each of the samples at which it is alive, as [index into samples, bytes below it].
+export function lifeOf(groups, block, samples) {
+  const own = groups.findIndex((group) => group.blocks.includes(block)), life = [];
+  if (own < 0) return life;
+  const below = groups[own].blocks.slice(0, groups[own].blocks.indexOf(block));
+  samples.forEach((sample, k) => {
+    if (sample < block.start || sample >= block.stop) return;
+    let low = 0;
+    for (let g = 0; g < own; g++) low += groups[g].total[sample];
+    for (const { start, stop, bytes } of below) if (start <= sample && sample < stop) low += bytes;
+    life.push([k, low]);
+  });
+  return life;
+}
