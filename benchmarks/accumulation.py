@@ -5,48 +5,36 @@ The variants take turns, so that whatever else the machine does falls on all of 
 figure is the median over the rounds of the ratio, within a round, to the one batch. On a CPU it is
 the time of one thread, while that runs.
 
-    python benchmarks/accumulation.py
+    python benchmarks/accumulation.py [--rounds 9]
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+from functools import partial
 
 import torch
-from record import record
+from shared import CLOCK, ON_CARD, in_turns, one_thread, parser, ratio, record, seconds
 
 from gradmem_lib.course.material import models
 from gradmem_lib.techniques.accumulation import accumulate_gradients, split
 from gradmem_lib.techniques.losses import next_token_loss
 
-BATCH, SEQ_LEN, ROUNDS = 16, 64, 9
+BATCH, SEQ_LEN = 16, 64
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
-def now(device: str) -> float:
-    """Seconds, once the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
-def main() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)
+def measured(rounds: int) -> dict[str, dict[str, float]]:
+    """By way and K, the time of an update to that on one batch."""
+    device = "cuda" if ON_CARD else "cpu"
     model = models.tiny_llama().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
-    ids = torch.randint(0, 8192, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 8192, (BATCH, SEQ_LEN), generator=generator).to(device)
     batch = {"input_ids": ids, "labels": ids}
 
     def accumulated(k: int) -> None:
-        items = BATCH * (SEQ_LEN - 1)
-        accumulate_gradients(
-            split(batch, BATCH // k), lambda m: next_token_loss(model, m), total_items=items
-        )
+        pieces, items = split(batch, BATCH // k), BATCH * (SEQ_LEN - 1)
+        accumulate_gradients(pieces, lambda m: next_token_loss(model, m), total_items=items)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -57,33 +45,33 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    variants = {("accumulated", k): accumulated for k in MICRO_BATCHES}
-    variants |= {("stepped", k): stepped for k in MICRO_BATCHES[1:]}
-    rounds = []
-    for _ in range(ROUNDS + 1):
-        seconds = {}
-        for (way, k), run in variants.items():
-            start = now(device)
-            run(k)
-            seconds[way, k] = now(device) - start
-        rounds.append({name: t / seconds["accumulated", 1] for name, t in seconds.items()})
-    rounds = rounds[1:]  # the first one only warms up
+    variants = {f"accumulated {k}": partial(accumulated, k) for k in MICRO_BATCHES}
+    variants |= {f"stepped {k}": partial(stepped, k) for k in MICRO_BATCHES[1:]}
+    timed = {name: partial(seconds, run) for name, run in variants.items()}
+    times = in_turns(timed, rounds + 1)[1:]  # the first one only warms up
+    found: dict[str, dict[str, float]] = {"accumulated": {}, "stepped": {}}
+    for name in variants:
+        way, k = name.split()
+        found[way][k] = ratio(times, name, "accumulated 1")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    command = parser(__doc__)
+    command.add_argument("--rounds", type=int, default=9)
+    rounds = command.parse_args(arguments).rounds
     results = {
         "what": (
             f"tiny Llama, float32, one update on {BATCH} x {SEQ_LEN} tokens: time of K "
             "micro-batches / time of one batch"
         ),
-        "clock": "wall" if device == "cuda" else "CPU time of one thread",
-        "rounds": ROUNDS,
+        "clock": CLOCK,
+        "rounds": rounds,
     }
-    for way in ("accumulated", "stepped"):
-        results[way] = {
-            str(k): round(statistics.median(r[way, k] for r in rounds), 2)
-            for w, k in variants
-            if w == way
-        }
+    with one_thread():
+        results |= measured(rounds)
     print(results)
-    print("wrote", record("accumulation", results).name)
+    record("accumulation", results)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,24 @@ any.
 
     python benchmarks/checkpointing.py [--rounds 3] [--settings chain adapters full wide language]
 
-Peaks are bytes of one training step beyond what is there before it (weights, batch). Times are CPU
-time of one thread, or wall time on a CUDA device; the variants take turns, so that whatever else
-the machine does falls on all of them alike, and each figure is the median over the rounds of the
-ratio within a round. Forward calls are per layer and step, counted.
+Bytes are a tracker's, beyond what is there before the step (weights, batch): the peak is of the
+whole step, kept is what lives on after the forward, moved is what went to files. Operations are
+those of matrix products and fused attention. Forward calls are per layer and step, counted. Times
+are CPU time of one thread, or wall time on a CUDA device; the ways take turns, and each figure is
+the median over the rounds of the ratio within a round.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from record import record
+from shared import CLOCK, ON_CARD, in_turns, one_thread, parser, ratio, record, seconds
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -31,14 +30,17 @@ from torch.utils.checkpoint import (
 )
 
 from gradmem_lib.course.material import models, texts
+from gradmem_lib.course.material.flops import count_operations
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.offload import offload_activations
 from gradmem_lib.techniques.schedules import schedule_peak, uniform_segments
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if ON_CARD else "cpu"
 LAYERS, ROWS, WIDTH = 64, 512, 128
 SEQ_LEN, RANK = 256, 8
 SAVED = ("mm", "addmm", "bmm", "baddbmm")  # and whatever attention kernel runs
+NONE = "none"
 
 
 class Adapter(nn.Module):
@@ -54,33 +56,34 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-class Setting:
-    """A model, its layers, and a step that leaves gradients behind.
+class Setting(NamedTuple):
+    """A model, its layers, and a forward whose backward leaves gradients behind.
 
     ``batch``: every tensor that the step is given from outside of the model.
     """
 
-    def __init__(
-        self,
-        what: str,
-        model: nn.Module,
-        layers: nn.Module,
-        batch: torch.Tensor | tuple[torch.Tensor, ...],
-        forward: Callable[[], torch.Tensor],
-    ):
-        self.what, self.model, self.layers, self.batch, self.forward = (
-            what,
-            model,
-            layers,
-            batch,
-            forward,
-        )
-
-    def step(self) -> None:
-        self.forward().backward()
+    what: str
+    model: nn.Module
+    layers: nn.Module
+    batch: torch.Tensor | tuple[torch.Tensor, ...]
+    forward: Callable[[], torch.Tensor]
 
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+class Way(NamedTuple):
+    """``on(setting)``: what runs again.
+
+    ``moves``: what goes to files, a key of ``names.OFFLOAD``.
+    """
+
+    on: Callable[[Setting], AbstractContextManager] = lambda setting: nullcontext()
+    moves: str | None = None
+
+
+def layers(every, keep_last: bool | None = None) -> Way:
+    return Way(lambda setting: checkpoint_layers(setting.layers, every, keep_last=keep_last))
 
 
 def chain() -> Setting:
@@ -92,13 +95,8 @@ def chain() -> Setting:
         x.grad = None
         return (net(x) * weights).sum()
 
-    return Setting(
-        f"chain of {LAYERS} equal frozen layers that keep five boundaries each",
-        net,
-        net,
-        (x, weights),
-        forward,
-    )
+    what = f"chain of {LAYERS} equal frozen layers that keep five boundaries each"
+    return Setting(what, net, net, (x, weights), forward)
 
 
 def smollm2(*, adapters: bool, rows: int = 1, every_token: bool = False) -> Setting:
@@ -107,19 +105,15 @@ def smollm2(*, adapters: bool, rows: int = 1, every_token: bool = False) -> Sett
     ids = texts.batch(tokenizer, batch_size=rows, seq_len=SEQ_LEN).to(DEVICE)
     if adapters:
         model.requires_grad_(False)
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            attention.q_proj, attention.v_proj = (
-                Adapter(attention.q_proj),
-                Adapter(attention.v_proj),
-            )
+        for attention in (layer.self_attn for layer in model.model.layers):
+            attention.q_proj = Adapter(attention.q_proj)
+            attention.v_proj = Adapter(attention.v_proj)
 
     def forward():
         if every_token:
             return model(input_ids=ids, labels=ids).loss
-        return F.cross_entropy(
-            model(input_ids=ids[:, :-1], logits_to_keep=1).logits[:, -1], ids[:, -1]
-        )
+        logits = model(input_ids=ids[:, :-1], logits_to_keep=1).logits
+        return F.cross_entropy(logits[:, -1], ids[:, -1])
 
     trained = f"adapters of rank {RANK}" if adapters else "all parameters"
     loss = "every token" if every_token else "the last token"
@@ -127,7 +121,7 @@ def smollm2(*, adapters: bool, rows: int = 1, every_token: bool = False) -> Sett
     return Setting(what, model, model.model.layers, ids, forward)
 
 
-SETTINGS = {
+SETTINGS: dict[str, Callable[[], Setting]] = {
     "chain": chain,
     "adapters": lambda: smollm2(adapters=True),
     "full": lambda: smollm2(adapters=False),
@@ -167,8 +161,7 @@ def selective(setting: Setting) -> AbstractContextManager:
     return each_layer_called(setting, call)
 
 
-@contextmanager
-def sequential(setting: Setting, segments: int):
+def sequential(segments: int, setting: Setting) -> AbstractContextManager:
     """torch's checkpoint_sequential, with all layers as its list of functions: called when the
     first layer is.
     """
@@ -179,12 +172,11 @@ def sequential(setting: Setting, segments: int):
         runs = [partial(type(layer).forward, layer, **kwargs) for layer in setting.layers]
         return checkpoint_sequential(runs, segments, x, use_reentrant=False)
 
-    with each_layer_called(setting, call):
-        yield
+    return each_layer_called(setting, call)
 
 
 @contextmanager
-def one_in(setting: Setting, k: int):
+def one_in(k: int, setting: Setting):
     """transformers' every_n_layers: one layer in k is checkpointed, the others keep everything."""
     setting.model.activation_checkpointing_enable(every_n_layers=k)
     try:
@@ -193,42 +185,69 @@ def one_in(setting: Setting, k: int):
         setting.model.activation_checkpointing_disable()
 
 
-@contextmanager
-def nothing():
-    yield
-
-
-def variants_of(setting: Setting) -> dict[str, Callable[[], AbstractContextManager]]:
-    n = len(setting.layers)
-    probe = checkpoint_layers(setting.layers, "best")
-    with probe:
-        setting.step()
+def best_of(setting: Setting):
+    """The handle of the best schedule, which knows what a layer keeps."""
+    with checkpoint_layers(setting.layers, "best") as best:
+        setting.forward().backward()
     setting.clear()
-    lengths = range(1, n + 1)
-    k = min(
-        lengths, key=lambda k: schedule_peak(uniform_segments(n, k), probe.internal, probe.boundary)
-    )
-    print(
-        f"{setting.what}\n  a/x {probe.internal[1] / probe.boundary[1]:.2f}, best {probe.segments}"
-    )
-    root = max(1, round(n**0.5))
-    variants = {
-        "none": nothing,
-        "per layer": lambda: checkpoint_layers(setting.layers, 1),
-        f"sqrt (k={root})": lambda: checkpoint_layers(setting.layers, "sqrt"),
-        f"best uniform (k={k})": lambda: checkpoint_layers(setting.layers, k),
-        "non-uniform": lambda: checkpoint_layers(setting.layers, probe.segments),
-        f"checkpoint_sequential ({n // root} segments)": lambda: sequential(setting, n // root),
-        "selective": lambda: selective(setting),
+    return best
+
+
+def schedules(setting: Setting) -> dict[str, Way]:
+    n, best = len(setting.layers), best_of(setting)
+
+    def peak(k: int) -> int:
+        return schedule_peak(uniform_segments(n, k), best.internal, best.boundary)
+
+    k, root = min(range(1, n + 1), key=peak), max(1, round(n**0.5))
+    print(f"  a/x {best.internal[1] / best.boundary[1]:.2f}, best {best.segments}")
+    ways = {
+        NONE: Way(),
+        "per layer": layers(1),
+        f"sqrt (k={root})": layers("sqrt"),
+        f"best uniform (k={k})": layers(k),
+        "non-uniform": layers(best.segments),
+        f"checkpoint_sequential ({n // root} segments)": Way(partial(sequential, n // root)),
+        "selective": Way(selective),
     }
     enable = getattr(setting.model, "activation_checkpointing_enable", None)
     if enable is not None and "every_n_layers" in signature(enable).parameters:
-        variants["every_n_layers=2"] = lambda: one_in(setting, 2)
-    return variants
+        ways["every_n_layers=2"] = Way(partial(one_in, 2))
+    return ways
 
 
-def measured(setting: Setting, variant: Callable[[], AbstractContextManager]) -> tuple[int, float]:
-    """Peak bytes beyond what is there before the step, and forward calls per layer."""
+def step(setting: Setting, way: Way, after_forward: Callable = lambda moved: None) -> None:
+    """Forward and backward. ``after_forward`` is given the bytes that were moved."""
+    with ExitStack() as moving:
+        moved = None
+        if way.moves:
+            moved = moving.enter_context(offload_activations(model=setting.model, what=way.moves))
+        loss = setting.forward()
+    after_forward(0 if moved is None else moved.bytes)
+    loss.backward()
+
+
+def measured(setting: Setting, way: Way) -> dict[str, int]:
+    """Of one step: bytes kept after its forward, its peak, bytes moved, and operations."""
+    found: dict[str, int] = {}
+    with way.on(setting):
+        found["operations"] = count_operations(lambda: step(setting, way))
+        setting.clear()
+        with MemoryTracker(setting.model, live=False) as tracker:
+            tracker.watch(setting.batch, "other")
+            before = tracker.current.total
+
+            def look(moved: int) -> None:
+                found["kept"], found["moved"] = tracker.current.total - before, moved
+
+            step(setting, way, look)
+        found["peak"] = tracker.peak.total - before
+    setting.clear()
+    return found
+
+
+def forward_calls(setting: Setting, way: Way) -> float:
+    """How often a layer runs in a step."""
     calls = 0
 
     def count(module, args):
@@ -241,75 +260,65 @@ def measured(setting: Setting, variant: Callable[[], AbstractContextManager]) ->
         next(m for m in layer.modules() if not list(m.children())) for layer in setting.layers
     ]
     hooks = [leaf.register_forward_pre_hook(count) for leaf in leaves]
-    with variant(), MemoryTracker(setting.model, live=False) as tracker:
-        tracker.watch(setting.batch, "other")
-        before = tracker.current.total
-        setting.step()
+    with way.on(setting):
+        step(setting, way)
     for hook in hooks:
         hook.remove()
     setting.clear()
-    return tracker.peak.total - before, calls / len(leaves)
+    return calls / len(leaves)
 
 
-def seconds(setting: Setting, variant: Callable[[], AbstractContextManager]) -> float:
-    with variant():
-        start = now()
-        setting.step()
-        spent = now() - start
+def timed(setting: Setting, way: Way) -> float:
+    with way.on(setting):
+        spent = seconds(partial(step, setting, way))
     setting.clear()
     return spent
 
 
-def now() -> float:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+def times(setting: Setting, ways: dict[str, Way], rounds: int) -> dict[str, float]:
+    """Of each way, the median over rounds of its step's time to that of ``none`` in the
+    same round.
+    """
+    taken = in_turns({name: partial(timed, setting, way) for name, way in ways.items()}, rounds)
+    found: dict[str, float] = {}
+    if taken:
+        for name in ways:
+            found[name] = ratio(taken, name, NONE)
+    return found
+
+
+def show(rows: dict[str, dict]) -> None:
+    for name, row in rows.items():
+        print(f"  {name:<36}" + "".join(f"{key}: {value:<8}" for key, value in row.items()))
 
 
 def compare(setting: Setting, rounds: int) -> dict:
-    variants = variants_of(setting)
-    found = {name: measured(setting, variant) for name, variant in variants.items()}
-    times = [
-        {name: seconds(setting, variant) for name, variant in variants.items()}
-        for _ in range(rounds)
-    ]
-    most = found["none"][0]
-    rows = {
-        name: {
-            "peak / none": round(peak / most, 3),
-            "forward calls": round(calls, 3),
+    print(setting.what, flush=True)
+    ways = schedules(setting)
+    found = {name: measured(setting, way) for name, way in ways.items()}
+    taken, most, rows = times(setting, ways, rounds), found[NONE]["peak"], {}
+    for name, way in ways.items():
+        rows[name] = {
+            "peak / none": round(found[name]["peak"] / most, 3),
+            "forward calls": round(forward_calls(setting, way), 3),
         }
-        for name, (peak, calls) in found.items()
-    }
-    for name, row in rows.items():
-        if times:
-            row["time / none"] = round(statistics.median(t[name] / t["none"] for t in times), 2)
-        print(
-            f"  {name:<36}" + "".join(f"{key}: {value:<8}" for key, value in row.items()),
-            flush=True,
-        )
+        if taken:
+            rows[name]["time / none"] = taken[name]
+    show(rows)
     return {"what": setting.what, "peak of none in bytes": most, "variants": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def main(arguments: list[str] | None = None) -> None:
+    command = parser(__doc__)
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    asked = command.parse_args(arguments)
     torch.manual_seed(0)
-    results = {
-        "clock": "wall" if DEVICE == "cuda" else "CPU time of one thread",
-        "rounds": arguments.rounds,
-        "settings": {
-            name: compare(SETTINGS[name](), 0 if name in PEAKS_ONLY else arguments.rounds)
-            for name in arguments.settings
-        },
-    }
-    print("wrote", record("checkpointing", results).name)
+    found = {}
+    with one_thread():
+        for name in asked.settings:
+            found[name] = compare(SETTINGS[name](), 0 if name in PEAKS_ONLY else asked.rounds)
+    record("checkpointing", {"clock": CLOCK, "rounds": asked.rounds, "settings": found})
 
 
 if __name__ == "__main__":

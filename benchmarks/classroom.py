@@ -12,18 +12,16 @@ to do (load average), the seconds of processor say more than the seconds of the 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
+from shared import ROOT, parser, record
 
-ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "lessons" / "00_start_here.ipynb"
 # seconds between two looks at all processes: one look at 30 of them takes a tenth of a second
 LOOK = 2.0
@@ -112,22 +110,20 @@ def room(kernels: int, cells: list[str]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kernels", type=int, default=30)
-    parser.add_argument(
+    import nbformat
+
+    command = parser(__doc__)
+    command.add_argument("--kernels", type=int, default=30)
+    command.add_argument(
         "--dry-run", action="store_true", help="one cell instead of the lesson; nothing is written"
     )
-    options = parser.parse_args(arguments)
-    import nbformat
+    options = command.parse_args(arguments)
 
     notebook = nbformat.read(LESSON, as_version=4)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     if options.dry_run:
         cells = ["import time; time.sleep(3)"]
-    counts = sorted({1, options.kernels})
-    rooms = [room(count, cells) for count in counts]
+    rooms = [room(count, cells) for count in sorted({1, options.kernels})]
     for found in rooms:
         times = found["seconds of the lesson"]
         print(
@@ -135,15 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"together, lesson 00 in {times['first']:.0f} to {times['last']:.0f} s"
         )
     if not options.dry_run:
-        from record import record
-
-        machine = {"memory": psutil.virtual_memory().total}
-        print(
-            "written to",
-            record("classroom", {"lesson": LESSON.stem, **machine, "rooms": rooms}).relative_to(
-                ROOT
-            ),
-        )
+        memory = psutil.virtual_memory().total
+        record("classroom", {"lesson": LESSON.stem, "memory": memory, "rooms": rooms})
 
 
 if __name__ == "__main__":

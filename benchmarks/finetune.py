@@ -11,11 +11,9 @@ which needs none.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import statistics
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ import torch
 import transformers
 from gpu_finetune import predicted_for_card
 from gpu_runs import settings
-from record import record
+from shared import parser, record
 
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
@@ -72,9 +70,8 @@ def cpu_data(dry: bool, steps: int):
             return super().__getitem__(index)
 
     if dry:
-        ids = torch.randint(
-            0, 512, (BATCH * steps + HELD_OUT, SEQ_LEN), generator=torch.Generator().manual_seed(0)
-        )
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 512, (BATCH * steps + HELD_OUT, SEQ_LEN), generator=generator)
         train, held_out = ids[:-HELD_OUT], texts.Rows(ids[-HELD_OUT:])
         tiny = {"layers": 2, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}
         return lambda: models.tiny_llama(**tiny), lambda: Noted(train), held_out
@@ -89,12 +86,9 @@ def cpu_data(dry: bool, steps: int):
 def loss_on(model, rows) -> float:
     """Mean loss of ``rows``, four at a time."""
     model.eval()
-    losses = [
-        float(model(input_ids=ids, labels=ids).loss) * len(ids)
-        for ids in (rows.ids[i : i + 4] for i in range(0, len(rows), 4))
-    ]
+    losses = [model(input_ids=ids, labels=ids).loss * len(ids) for ids in rows.ids.split(4)]
     model.train()
-    return sum(losses) / len(rows)
+    return float(sum(losses)) / len(rows)
 
 
 def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, *, steps: int, memory):
@@ -225,30 +219,26 @@ def shown_way(way: str, result: dict) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each way")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model; writes nothing")
-    options = parser.parse_args(arguments)
+def main(arguments: list[str] | None = None) -> None:
+    command = parser(__doc__)
+    command.add_argument("--steps", type=int, default=16, help="optimizer steps of each way")
+    command.add_argument("--dry-run", action="store_true", help="a tiny model; writes nothing")
+    options = command.parse_args(arguments)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     found = three_ways(options.dry_run, options.steps)
     for name, ok in found["holds"].items():
         print(f"{name}: {'yes' if ok else 'NO'}")
     if options.dry_run:
-        return 0
+        return
     what = (
         "Llama-3.1-8B, 2 x 2048 tokens a step: predicted live bytes of the tensors and cuBLAS's "
         "workspace"
     )
     print(f"For a card, {what}")
-    record(
-        "finetune", found | {"predicted for a card": {"what": what, "cases": predicted_for_card()}}
-    )
-    return 0
+    on_card = {"what": what, "cases": predicted_for_card()}
+    record("finetune", found | {"predicted for a card": on_card})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

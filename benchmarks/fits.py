@@ -11,12 +11,11 @@ where it was interrupted, it goes on.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 from pathlib import Path
 
-from record import RESULTS, where
+from shared import RESULTS, parser, where
 
 from gradmem_lib.planning import plan as planning
 from gradmem_lib.planning import search
@@ -100,14 +99,12 @@ def entry(model: str, card: str, method: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--cards", nargs="+", default=ON)
-    parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--path", type=Path, default=RESULTS / "fits.json")
-    asked = parser.parse_args(arguments)
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", default=MODELS)
+    command.add_argument("--cards", nargs="+", default=ON)
+    command.add_argument("--methods", nargs="+", default=METHODS)
+    command.add_argument("--path", type=Path, default=RESULTS / "fits.json")
+    asked = command.parse_args(arguments)
     found = where()
     table = {
         "versions": {name: found[name] for name in ("python", "torch", "transformers")},

@@ -13,136 +13,51 @@ card it says so and does nothing.
 
 from __future__ import annotations
 
-import argparse
-import copy
-import gc
 import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
-import torch
 import transformers
-from record import record
+from gpu_runs import TINY, Ask, outcome, parser, place_of, settings, too_large, tried, words
+from shared import record
 
-# A plain checkout: the library is not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from gradmem_lib.course.machine.compat import model_from_config
-from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.optimizers import OPTIMIZERS
-from gradmem_lib.prediction import allocator, fakes
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.planning.models import known_model
+from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
-from gradmem_lib.units import MiB, format_bytes
+from gradmem_lib.units import format_bytes
 
-WARM_UP = 2
 FILL = 0.75  # of the card, for the cases that fill it: what is reserved must fit as well
-MOST = 0.92  # of the card; what is predicted to need more is left out
-PHASES = {"forward": "forward", "backward": "backward", "step": "optimizer_step"}
-NO_CARD = "No CUDA card here: there is nothing to measure, and nothing was written."
 
-# Models: class of the config, its settings, and those of a tiny one for the dry run.
-
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-}
-LLAMA_7B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-}
-MODELS = {
-    "llama": (
-        "LlamaConfig",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 2816,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 8,
-        },
-        TINY,
-    ),
-    "gqa": (
-        "LlamaConfig",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 5632,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 8,
-            "num_key_value_heads": 4,
-        },
-        TINY | {"num_key_value_heads": 2},
-    ),
-    "qwen3": (
-        "Qwen3Config",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 12,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-        TINY | {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
-    ),
-    "gpt2": (
-        "GPT2Config",
-        {"n_positions": 2048},
-        {
-            "n_embd": 64,
-            "n_layer": 3,
-            "n_head": 4,
-            "vocab_size": 128,
-            "n_positions": 128,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-    ),
-    "bert": ("BertConfig", {}, TINY),
-    "vit": (
-        "ViTConfig",
-        {"num_labels": 1000},
-        {k: v for k, v in TINY.items() if k not in ("vocab_size", "max_position_embeddings")}
-        | {"image_size": 32, "patch_size": 8, "num_labels": 10},
-    ),
-    "llama-1b": (
-        "LlamaConfig",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 16,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-        TINY | {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    ),
-    "llama-7b": ("LlamaConfig", LLAMA_7B | {"max_position_embeddings": 4096}, TINY),
-}
 FAMILIES = ("llama", "gqa", "qwen3", "gpt2", "bert", "vit")
+# By a name of ours, a known model, or a Llama's sizes.
+MODELS: dict[str, str | dict[str, int]] = {
+    "llama": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16},
+    "gqa": {"hidden_size": 2048, "intermediate_size": 5632, "num_key_value_heads": 4},
+    "qwen3": "Qwen3-0.6B",
+    "gpt2": "GPT-2",
+    "bert": "BERT-base",
+    "vit": "ViT-base",
+    "llama-1b": "Llama-3.2-1B",
+    "llama-7b": "Llama-2-7B",
+}
 
 
 def config_of(model: str, tiny: bool):
-    name, full, small = MODELS[model]
-    return getattr(transformers, name)(**(small if tiny else full))
+    known = MODELS[model]
+    if isinstance(known, str):
+        config = known_model(known)[1]
+    else:
+        config = transformers.LlamaConfig(**known, num_hidden_layers=8)
+    if not tiny:
+        return config
+    tied = getattr(config, "tie_word_embeddings", False)
+    return type(config)(**TINY, tie_word_embeddings=tied, architectures=config.architectures)
 
 
 # Cases.
@@ -152,30 +67,18 @@ def config_of(model: str, tiny: bool):
 class Case:
     """``rows`` is a number of rows, or ``None`` for as many as the card holds.
 
-    ``seq_len`` is ignored for images.
+    ``seq_len`` is ``None`` for images.
     """
 
     model: str
     rows: int | None
-    seq_len: int
+    seq_len: int | None
     recipe: Recipe = field(default_factory=Recipe)
 
-    @property
-    def settings(self) -> dict:
-        """What differs from ``Recipe()``."""
-        plain = asdict(Recipe())
-        return {name: value for name, value in asdict(self.recipe).items() if value != plain[name]}
-
     def __str__(self) -> str:
-        words = [
-            f"{self.rows or 'full'}x{self.seq_len}",
-            self.recipe.precision,
-            self.recipe.optimizer,
-        ]
-        words += [
-            f"{k}={v}" for k, v in self.settings.items() if k not in ("precision", "optimizer")
-        ]
-        return " ".join([self.model, *words])
+        size, recipe = f"{self.rows or 'full'}x{self.seq_len or 0}", self.recipe
+        named = [self.model, size, str(recipe.precision), recipe.optimizer]
+        return " ".join([*named, *words(recipe, "precision", "optimizer")])
 
 
 # Each with every family: rows (for images eight times as many), tokens, recipe.
@@ -218,7 +121,7 @@ AS_MANY_AS_IT_HOLDS = (
     Case("llama-1b", None, 2048, BF16),
     Case("llama-1b", None, 4096, replace(BF16, checkpointing="per-layer")),
     Case("llama-7b", None, 2048, replace(BF16, lora_rank=16, checkpointing="per-layer")),
-    Case("vit", None, 0, Recipe(precision="autocast-bf16", optimizer="adamw-fused")),
+    Case("vit", None, None, Recipe(precision="autocast-bf16", optimizer="adamw-fused")),
     Case("bert", None, 512, BF16),
     Case("gpt2", None, 1024, Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
     Case("llama-1b", None, 1024, Recipe(precision="float32-master", checkpointing="per-layer")),
@@ -227,109 +130,14 @@ AS_MANY_AS_IT_HOLDS = (
 
 
 def cases() -> list[Case]:
-    found = [
-        Case(model, rows * 8 if model == "vit" else rows, 0 if model == "vit" else seq_len, recipe)
-        for rows, seq_len, recipe in EVERYWHERE
-        for model in FAMILIES
-    ]
+    found = []
+    for rows, seq_len, recipe in EVERYWHERE:
+        for model in FAMILIES:
+            if model == "vit":
+                found.append(Case(model, rows * 8, None, recipe))
+            else:
+                found.append(Case(model, rows, seq_len, recipe))
     return [*found, *AS_MANY_AS_IT_HOLDS, *ONCE, *OTHER_OPTIMIZERS]
-
-
-# Two places to measure.
-
-
-class TooSlow(Exception):
-    """The time that is left does not suffice for the steps that are."""
-
-
-class Card:
-    """A CUDA card, whose allocator counts."""
-
-    tiny, target, device = False, "cuda", "cuda"
-
-    def __init__(self):
-        self.total = torch.cuda.mem_get_info()[0]
-        self.workspace = allocator.workspace(torch.cuda.get_device_capability())
-
-    def clear(self) -> None:
-        """Nothing of the case before is left: no tensors, no cached segments, no cuBLAS
-        workspace.
-        """
-        gc.collect()
-        torch.cuda.synchronize()
-        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def predicted(self, config, ask: dict) -> dict:
-        found = predict(
-            config, **ask, target="cuda", full=True
-        )  # the reserved bytes need the full trace anyway
-        return {
-            "tensors": found.peak.total,
-            "allocated": found.peak.total + self.workspace,
-            "reserved": found.replay_allocator() + self.workspace,
-            "between steps": found.current.total,
-            "by phase": {name: found.peak_by_phase[name] for name in PHASES.values()},
-        }
-
-    def measured(self, run, batch, recipe: Recipe) -> dict:
-        torch.cuda.synchronize()
-        peaks, reserved, part = dict.fromkeys(PHASES, 0), 0, "forward"
-
-        def mark(next_part: str | None) -> None:
-            nonlocal part, reserved
-            peaks[part] = max(peaks[part], torch.cuda.max_memory_allocated())
-            reserved = max(reserved, torch.cuda.max_memory_reserved())
-            torch.cuda.reset_peak_memory_stats()
-            part = next_part
-
-        torch.cuda.reset_peak_memory_stats()
-        step(run.model, run.optimizer, batch, recipe, mark=mark)
-        mark(None)
-        torch.cuda.synchronize()
-        return {
-            "allocated": max(peaks.values()),
-            "reserved": reserved,
-            "between steps": torch.cuda.memory_allocated(),
-            "by phase": {PHASES[part]: peak for part, peak in peaks.items()},
-        }
-
-    def left(self) -> int:
-        """Bytes still allocated when the case is gone: cuBLAS's workspaces."""
-        gc.collect()
-        return torch.cuda.memory_allocated()
-
-
-class DryRun:
-    """The CPU with tiny models and ``MemoryTracker``, to see that every case works.
-
-    Asks for the card's figures too.
-    """
-
-    tiny, target, device, total = True, "cpu", "cpu", 24 * MiB
-
-    def clear(self) -> None:
-        gc.collect()
-
-    def predicted(self, config, ask: dict) -> dict:
-        card = predict(config, **ask, target="cuda")
-        if card.replay_allocator() < card.peak.total:
-            raise AssertionError("less reserved than allocated")
-        found = predict(config, **ask, target="cpu")
-        return {
-            "tensors": found.peak.total,
-            "allocated": found.peak.total,
-            "between steps": found.current.total,
-        }
-
-    def measured(self, run, batch, recipe: Recipe) -> dict:
-        with MemoryTracker(run.model, run.optimizer, live=False) as tracker:
-            step(run.model, run.optimizer, batch, recipe)
-        return {"allocated": tracker.peak.total, "between steps": tracker.current.total}
-
-    def left(self) -> int:
-        return 0
 
 
 # One case.
@@ -343,7 +151,7 @@ def with_rows(case: Case, config, place) -> Case:
     """
 
     def peak(rows: int) -> int:
-        ask = {"batch_size": rows, "seq_len": case.seq_len or None, "recipe": case.recipe}
+        ask = {"batch_size": rows, "seq_len": case.seq_len, "recipe": case.recipe}
         return predict(config, **ask, target=place.target).peak.total
 
     room = int(FILL * place.total)
@@ -359,57 +167,45 @@ def with_rows(case: Case, config, place) -> Case:
     return replace(case, rows=rows)
 
 
-def measure(case: Case, config, place, deadline: float) -> dict:
-    """Build, warm up, measure. Everything it made is gone when it returns."""
-    # born in its dtype: a cast would leave holes between the weights
-    with torch.device(place.device):
-        model = model_from_config(
-            model_class(config), copy.deepcopy(config), dtype=case.recipe.weight_dtype
-        )
-    run = prepare(model, case.recipe)
-    try:
-        batch = example_batch(run.model, case.rows, case.seq_len or None)
-        for left in range(WARM_UP, 0, -1):
-            start = time.monotonic()
-            float(step(run.model, run.optimizer, batch, case.recipe))  # waits for the card
-            if left * (time.monotonic() - start) > deadline - time.monotonic():
-                raise TooSlow
-        return place.measured(run, batch, case.recipe)
-    finally:
-        run.undo.close()
+def predicted(case: Case, config, place) -> dict:
+    """Bytes of the case's step. Those that are reserved need the full trace."""
+    ask = {"batch_size": case.rows, "seq_len": case.seq_len, "recipe": case.recipe}
+    found = predict(config, **ask, target="cuda", full=not place.tiny)
+    reserved = {"reserved": found.replay_allocator() + place.workspace}
+    if place.tiny:  # a dry run asks for the card's figures too
+        if reserved["reserved"] < found.peak.total:
+            raise AssertionError("less reserved than allocated")
+        found, reserved = predict(config, **ask, target="cpu"), {}
+    return {
+        "tensors": found.peak.total,
+        "allocated": found.peak.total + place.workspace,
+        "between steps": found.current.total,
+        **reserved,
+    }
 
 
-def tried(case: Case, place, deadline: float) -> dict:
+def measured(case: Case, place, deadline: float) -> dict:
     """One line of the results: figures, or why there are none."""
-    row = {"case": str(case), "recipe": case.settings}
-    start = time.monotonic()
-    place.clear()
-    try:
-        config = config_of(case.model, place.tiny)
-        if place.tiny:
-            case = replace(case, rows=case.rows and min(case.rows, 8), seq_len=case.seq_len // 32)
-        if case.rows is None:
-            case = with_rows(case, config, place)
-        row |= {"model": case.model, "rows": case.rows, "seq_len": case.seq_len or None}
-        ask = {"batch_size": case.rows, "seq_len": case.seq_len or None, "recipe": case.recipe}
-        row["predicted"] = place.predicted(config, ask)
-        row["seconds to predict"] = round(time.monotonic() - start, 2)
-        fakes.answers_by_settings.clear()
-        if row["predicted"]["allocated"] > MOST * place.total:
-            room = format_bytes(place.total)
-            return row | {
-                "left out": (
-                    f"needs {format_bytes(row['predicted']['allocated'])}, the card has {room}"
-                )
-            }
-        row["measured"] = measure(case, config, place, deadline)
-    except TooSlow:
-        row["left out"] = "its steps take longer than the time that is left"
-    except Exception as error:  # written down; the next case may do
-        row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    else:
-        row["measured"]["workspace"] = place.left()
-        row["error %"] = errors(row, case.recipe)
+    row = {"case": str(case), "recipe": settings(case.recipe)}
+    start, config = time.monotonic(), config_of(case.model, place.tiny)
+    if place.tiny:
+        rows, seq_len = case.rows and min(case.rows, 8), case.seq_len and case.seq_len // 32
+        case = replace(case, rows=rows, seq_len=seq_len)
+    if case.rows is None:
+        case = with_rows(case, config, place)
+    row |= {"model": case.model, "rows": case.rows, "seq_len": case.seq_len}
+    row["predicted"] = predicted(case, config, place)
+    row["seconds to predict"] = round(time.monotonic() - start, 2)
+    fakes.answers_by_settings.clear()
+    row |= too_large(place, row["predicted"]["allocated"])
+    if "left out" not in row:
+        ask = Ask(config, case.recipe, case.rows, case.seq_len, steps=1)
+        found = tried(place, ask, deadline)
+        if "allocated" in found:
+            row["measured"] = found | {"workspace": place.left()}
+            row["error %"] = errors(row, case.recipe)
+        else:
+            row |= found
     row["seconds"] = round(time.monotonic() - start, 2)
     return row
 
@@ -433,29 +229,19 @@ def percent(says: int, is_so: int) -> float:
 
 
 def rows_of(chosen: list[Case], place, seconds: float) -> Iterator[dict]:
-    """A line for each case, as it is finished; stops when the time is up, or when the card answers
-    no more.
-    """
+    """A line for each case, as it is finished; stops when the time is up."""
     deadline = time.monotonic() + seconds
     for i, case in enumerate(chosen):
         if time.monotonic() > deadline:
             print(f"Time is up: {len(chosen) - i} of {len(chosen)} cases were not begun.")
             return
-        try:
-            yield tried(case, place, deadline)
-        except (
-            RuntimeError
-        ) as error:  # clearing failed: after some errors a card refuses everything
-            print(
-                f"The card answers no more ({str(error).splitlines()[0]}): {len(chosen) - i} "
-                "cases were not run."
-            )
-            return
+        yield {"case": str(case)} | outcome(lambda case=case: measured(case, place, deadline))
 
 
 def shown(row: dict) -> str:
     if "error %" not in row:
-        return f"{row['case']:<86} {row.get('error') or 'left out: ' + row['left out']}"
+        [why] = [f"{k}: {row[k]}" for k in ("left out", "out of memory", "error") if k in row]
+        return f"{row['case']:<86} {why}"
     figures = "  ".join(f"{name} {value:+.2f} %" for name, value in row["error %"].items())
     return f"{row['case']:<86} {format_bytes(row['measured']['allocated']):>11}  {figures}"
 
@@ -464,7 +250,7 @@ def summary(rows: list[dict]) -> dict:
     """Median and largest error of each figure, without sign, and how many cases had one."""
     done = [row for row in rows if "error %" in row]
     found = {"measured": len(done), "left out": sum("left out" in r for r in rows)}
-    found["failed"] = sum("error" in r for r in rows)
+    found["failed"] = len(rows) - sum(found.values())
     for name in ("allocated", "reserved", "tensors"):
         off = [(abs(row["error %"][name]), row["case"]) for row in done if name in row["error %"]]
         if off:
@@ -475,25 +261,14 @@ def summary(rows: list[dict]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=260, help="after so many, no further case begins"
-    )
-    parser.add_argument(
+    command = parser(__doc__, seconds=260)
+    command.add_argument(
         "--only", nargs="+", help="cases with one of these words in their line; writes nothing"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny models, on the CPU; writes nothing"
-    )
-    options = parser.parse_args(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
-        print(NO_CARD)
+    options = command.parse_args(arguments)
+    if (place := place_of(options.dry_run)) is None:
         return 0
     warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    place = DryRun() if options.dry_run else Card()
     rows = []
     chosen = [
         c for c in cases() if not options.only or any(word in str(c) for word in options.only)
@@ -505,8 +280,8 @@ def main(arguments: list[str] | None = None) -> int:
             results = {
                 "what": "predicted (target cuda) against torch.cuda's figures, one step",
                 "card bytes": place.total,
+                "allocator settings": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
             }
-            results["allocator settings"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
             record("gpu_predict", results | {"summary": summary(rows), "cases": rows})
     found = summary(rows)
     print(f"{found['measured']} measured, {found['left out']} left out, {found['failed']} failed")
@@ -516,14 +291,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{name}: median error {found[name]['median %']} %, largest "
                 f"{found[name]['largest %']} % ({found[name]['largest in']})"
             )
-    if options.dry_run:
-        wrong = [row["case"] for row in rows if any(row.get("error %", {"": 1}).values())]
-        print(
-            "Dry run: "
-            + (f"{len(wrong)} not as predicted" if wrong else "all as predicted, to the byte")
-        )
-        return int(bool(wrong) or not rows)
-    return 0
+    if not options.dry_run:
+        return 0
+    wrong = [row for row in rows if any(row.get("error %", {"": 1}).values())]
+    print(f"Dry run: {len(wrong)} of {len(rows)} not as predicted, to the byte")
+    return int(bool(wrong) or not rows)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,14 @@ thread: a ratio is one of AdamW's within its round.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
-from record import record
-
-# A plain checkout: the library is not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from shared import CLOCK, in_turns, one_thread, parser, ratio, record, seconds
 
 from gradmem_lib.course.lessons.lesson_09.exercises import Lion
 from gradmem_lib.measure.tracker import MemoryTracker
@@ -68,17 +61,15 @@ class Subject:
     ):
         self.model, whole, norm = model.requires_grad_(False), model.model.layers, model.model.norm
         model.model.layers, model.model.norm = whole[:-layers], torch.nn.Identity()
-        with torch.no_grad():
-            self.batches = [
-                (model.model(input_ids=ids, use_cache=False)[0], ids) for ids in train.split(ROWS)
-            ]
-            self.held_out = [
-                (model.model(input_ids=ids, use_cache=False)[0], ids)
-                for ids in held_out.split(ROWS)
-            ]
+        self.batches, self.held_out = self.behind_frozen(train), self.behind_frozen(held_out)
         model.model.layers, model.model.norm = whole[-layers:], norm
         self.matrices = [p.requires_grad_() for p in model.model.layers.parameters() if p.ndim == 2]
         self.start = [p.detach().clone() for p in self.matrices]
+
+    @torch.no_grad()
+    def behind_frozen(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        inner = self.model.model
+        return [(inner(input_ids=ids, use_cache=False)[0], ids) for ids in rows.split(ROWS)]
 
     def reset(self) -> None:
         with torch.no_grad():
@@ -98,9 +89,8 @@ def subject(dry: bool, steps: int) -> Subject:
 
     if dry:
         tiny = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}
-        ids = torch.randint(
-            0, 512, (ROWS * (steps + 1), 16), generator=torch.Generator().manual_seed(0)
-        )
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 512, (ROWS * (steps + 1), 16), generator=generator)
         return Subject(models.tiny_llama(**tiny), ids[ROWS:], ids[:ROWS], 2)
     model, tokenizer = models.smollm2()
     train, held_out = texts.datasets(
@@ -125,25 +115,10 @@ def step_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     optimizer.step()
     with MemoryTracker(model, optimizer, live=False) as tracker:
         optimizer.step()
-    states, extra = (
-        tracker.current.by_category["optimizer"],
-        tracker.peak.total - tracker.current.total,
-    )
-    return {"state bytes": states, "temporaries of a step, bytes": extra}
-
-
-def step_times(steps: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Median over rounds of each step's CPU time to that of ``BASE`` in the same round."""
-    ratios: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        seconds = {}
-        for name, step in steps.items():
-            began = time.process_time()
-            step()
-            seconds[name] = time.process_time() - began
-        for name in steps:
-            ratios[name].append(seconds[name] / seconds[BASE])
-    return {name: round(statistics.median(found), 2) for name, found in ratios.items()}
+    return {
+        "state bytes": tracker.current.by_category["optimizer"],
+        "temporaries of a step, bytes": tracker.peak.total - tracker.current.total,
+    }
 
 
 def table(dry: bool, steps: int) -> dict:
@@ -155,8 +130,8 @@ def table(dry: bool, steps: int) -> dict:
     for name, (made, _) in OPTIMIZERS.items():
         optimizer = made(on.matrices, lr=1e-9)
         rows[name] = step_bytes(on.model, optimizer)
-        timed[name] = optimizer.step
-    times = step_times(timed, ROUNDS)
+        timed[name] = partial(seconds, optimizer.step)
+    times = in_turns(timed, ROUNDS)
     timed.clear()
     on.model.zero_grad()
     parameters = sum(p.numel() for p in on.matrices)
@@ -167,7 +142,7 @@ def table(dry: bool, steps: int) -> dict:
             "largest matrices that fit into the temporaries": round(
                 rows[name]["temporaries of a step, bytes"] / max(p.nbytes for p in on.matrices), 2
             ),
-            TIME: times[name],
+            TIME: ratio(times, name, BASE),
             "held-out loss, by learning rate": {f"{lr:g}": trained(on, made, lr) for lr in rates},
         }
         print(shown(name, rows[name]), flush=True)
@@ -179,7 +154,7 @@ def table(dry: bool, steps: int) -> dict:
         ),
         "rows held out": sum(len(ids) for _, ids in on.held_out),
         "parameters": parameters,
-        "clock": "CPU time of one thread",
+        "clock": CLOCK,
         "rounds": ROUNDS,
         "held-out loss before": before,
         "optimizers": rows,
@@ -196,24 +171,17 @@ def shown(name: str, row: dict) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=8, help="updates of each run")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model; writes nothing")
-    options = parser.parse_args(arguments)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def main(arguments: list[str] | None = None) -> None:
+    command = parser(__doc__)
+    command.add_argument("--steps", type=int, default=8, help="updates of each run")
+    command.add_argument("--dry-run", action="store_true", help="a tiny model; writes nothing")
+    asked = command.parse_args(arguments)
     transformers.utils.logging.set_verbosity_error()
-    try:
-        found = table(options.dry_run, options.steps)
-        if not options.dry_run:
-            print("wrote", record("optimizers", found).name)
-    finally:
-        torch.set_num_threads(threads)
-    return 0
+    with one_thread():
+        found = table(asked.dry_run, asked.steps)
+    if not asked.dry_run:
+        record("optimizers", found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

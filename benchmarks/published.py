@@ -17,7 +17,7 @@ from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 
-from record import record
+from shared import record
 
 from gradmem_lib.course.ledger import published
 from gradmem_lib.view.peaks import off_by

@@ -37,11 +37,22 @@ def pictures() -> Any:
     return _load()
 
 
+def shell() -> Any:
+    """The IPython that runs this, or ``None``."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
 def in_kernel() -> bool:
     """Whether this runs in a Jupyter kernel, where there is a front end to draw in."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(shell(), "kernel", None) is not None
+
+
+def cell_id() -> str | None:
+    """The name that the front end gives the cell that runs; ``None`` if it gives none."""
+    if not hasattr(shell(), "get_parent"):
+        return None
+    return shell().get_parent().get("metadata", {}).get("cellId")
 
 
 def has_viewer() -> bool:

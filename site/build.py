@@ -214,6 +214,7 @@ def gather() -> None:
         ROOT / "lessons", BUILD / "extra" / "notebooks", ignore=shutil.ignore_patterns(".*")
     )
     shutil.copytree(ROOT / "docs" / "sheets", BUILD / "extra" / "sheets")
+    shutil.copy(ROOT / "docs" / "run.html", BUILD / "extra")
     for floor in FLOORS:
         (source / "reference" / f"{floor}.rst").write_text(floor_page(floor), encoding="utf-8")
     _insert(source / "reference" / "index.md", names_list())

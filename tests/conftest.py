@@ -105,7 +105,7 @@ def load_writing_elsewhere(load, monkeypatch, tmp_path):
 
     def loaded(name: str):
         module = load(name)
-        monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
+        monkeypatch.setattr(sys.modules["shared"], "RESULTS", tmp_path)
         return module
 
     return loaded

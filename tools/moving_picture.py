@@ -1,5 +1,6 @@
 """Films ``docs/live-plot.gif``, the picture of the README: a cell that trains SmolLM2 in
-JupyterLab, until its budget is full.
+JupyterLab, until its budget is full. Then it writes ``docs/run.html``, the page of the same
+training under ``gradmem run``, which the site shows.
 
     PYTHONPATH=. python tools/moving_picture.py
 
@@ -11,6 +12,8 @@ machine needed for it.
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from notebooks.browser import Lab, Notebook, chromium  # noqa: E402
 
 PICTURE = ROOT / "docs" / "live-plot.gif"
+PAGE = ROOT / "docs" / "run.html"
 BEFORE = """
 import torch
 from gradmem_lib import BudgetExceeded, MemoryTracker
@@ -46,6 +50,7 @@ try:
 except BudgetExceeded as error:
     print(error)
 """
+SCRIPT = f"{BEFORE}\nfor rows in (1, 2, 4):\n    train(rows)\n"
 HEIGHT, SCALE = 722, 1.25  # of what is filmed, in the page's pixels; the error goes on below
 FRAME, STILL = 170, 6000  # milliseconds
 MOST_FRAMES = 40
@@ -108,7 +113,16 @@ def write(frames: list[Image.Image], path: Path) -> None:
     first.save(path, save_all=True, append_images=rest, duration=times, loop=0, optimize=True)
 
 
+def write_page(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(SCRIPT, encoding="utf-8")
+        command = [sys.executable, "-m", "gradmem_lib", "run", "--out", str(path), "train.py"]
+        where = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=folder, env=where, check=True)
+
+
 if __name__ == "__main__":
+    write_page(PAGE)
     taken = film()
     write(taken, PICTURE)
     print(

@@ -111,7 +111,6 @@ factories = frozenset(
         _aten.zeros_like,
     }
 )
-join = _aten.cat.default
 # They take some rows, columns or blocks of a tensor.
 parts_of_a_tensor = frozenset(
     {

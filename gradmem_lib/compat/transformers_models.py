@@ -108,8 +108,8 @@ def inside_peft(model: nn.Module) -> nn.Module:
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            f"{type(model).__name__} trains a prompt, whose tokens come before those of each row "
-            "and are not in the labels that a step counts: give adapters inside the layers "
-            "(LoraConfig, IA3Config, ...), or train with Trainer itself"
+            "give adapters inside the layers (LoraConfig, IA3Config, ...), or train with Trainer "
+            f"itself: {type(model).__name__} trains a prompt or a prefix that stands before each "
+            "row, and a step here knows the rows alone"
         )
     return model.get_base_model()

@@ -27,12 +27,12 @@ class BudgetExceeded(torch.OutOfMemoryError):
         what: str,
         snapshot: MemorySnapshot,
         live: list[Holder],
-        facts: Facts | None = None,
+        facts: Facts,
     ):
         self.budget, self.asked, self.snapshot = budget, asked, snapshot
         self.everything, self.holders = live, live[:5]
-        self.facts = facts or Facts(snapshot, holders=live)
-        found = Diagnosis(self.facts)
+        self.facts = facts
+        found = Diagnosis(facts)
         enough = [name for name in found.helps if found.lowest[name] <= budget]
         not_enough = [name for name in found.lowest if name not in enough]
         lines = [

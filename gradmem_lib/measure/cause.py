@@ -1,14 +1,22 @@
-"""A cause of a run's memory, and the words that causes have in common."""
+"""A cause of a run's memory, the row that finds it, and the words that causes have in common.
+
+A row says which storages it is about, with a sentence, a remedy, and how much of these bytes the
+remedy needs. It is given the storages at the peak that no earlier row has claimed, and claims those
+that it finds.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
 
 import torch
 
 from ..units import format_bytes
+from .facts import Facts, total
 from .paths import NOBODY, Held
 from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
@@ -18,6 +26,7 @@ MUCH = 0.1  # of the peak
 DOMINATES = 0.25  # of the peak
 ALMOST_ALL = 0.9
 LINES = 3  # that are shown
+SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
 IN_PIECES = "If these tensors are computed in eight pieces or more"
 PIECES_LEAVE = 0.25  # of the bytes: an eighth for one piece, another for the gradients of it
 MANY = 3  # tensors of one kind are a list
@@ -120,7 +129,7 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
 def holder_of_most(holders: Sequence[Holder]) -> Held:
     """What holds more than half of the bytes; ``NOBODY`` if nothing does."""
     held, nbytes = largest_held(holders)
-    return held if 2 * nbytes > sum(holder.nbytes for holder in holders) else NOBODY
+    return held if 2 * nbytes > total(holders) else NOBODY
 
 
 def name_of(held: Held) -> str:
@@ -155,3 +164,91 @@ def lines_of(holders: Iterable[Holder]) -> tuple[SourceLine, ...]:
 
 def lines_of_forwards(passes: Iterable[ForwardPass]) -> tuple[SourceLine, ...]:
     return tuple(dict.fromkeys(done.line for done in passes if done.line is not None))
+
+
+# The peak is in a part of a step in which graphs and gradients wait for one another.
+BEFORE_THE_OPTIMIZER = ("training forward", "loss", "backward")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The storages that a row has found.
+
+    ``words``: for the row's sentence, by name. ``changes``: fields of ``Cause`` that are not as the
+    row says.
+    """
+
+    holders: Sequence[Holder]
+    words: Mapping[str, object] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+Find = Callable[[Sequence[Holder], Facts], Group | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """``evidence``: a sentence with {size} and {peak}, which are bytes, {count} for the number of
+    tensors, {kinds} for what they are, {path} for the name that holds the most of them, and the
+    words of its ``Group``.
+    """
+
+    name: str
+    evidence: str
+    remedy: str
+    find: Find
+    least: float = WORTH  # of the peak
+    moments: Collection[str] = ()  # of the peak; all, if there are none
+    # The part of the bytes that the remedy needs as well, at most; ``None`` if it is not known.
+    stays: float | None = 0
+    condition: str = "Without these bytes"
+    claims: bool = True  # whether no later row is given its storages
+    alone: bool = False  # whether it is said only where nothing else can be
+
+
+def those(
+    which: Callable[[Holder, Facts], bool],
+    more: Callable[[list[Holder], Facts], Group | None] | None = None,
+) -> Find:
+    """A search for all storages of which ``which`` is true, and for what there is ``more`` to say
+    of them.
+    """
+
+    def find(free: Sequence[Holder], facts: Facts) -> Group | None:
+        found = [holder for holder in free if which(holder, facts)]
+        if more is None or not found:
+            return Group(found)
+        return more(found, facts)
+
+    return find
+
+
+def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
+    """The cause that a row finds among storages that are ``free`` to be claimed."""
+    if row.moments and facts.peak.moment not in row.moments:
+        return None
+    group = row.find(free, facts)
+    if group is None:
+        return None
+    nbytes = group.changes.get("nbytes", total(group.holders))
+    if nbytes < row.least * facts.peak.total:
+        return None
+    held, _ = largest_held(group.holders)
+    words = {
+        "size": format_bytes(nbytes),
+        "peak": format_bytes(facts.peak.total),
+        "count": len(group.holders),
+        "kinds": kinds_of(group.holders),
+        "path": held.path,
+    }
+    cause = Cause(
+        name=row.name,
+        nbytes=nbytes,
+        evidence=row.evidence.format(**words | dict(group.words)),
+        remedy=row.remedy,
+        lines=lines_of(group.holders),
+        holders=group.holders,
+        stays=None if row.stays is None else ceil(row.stays * nbytes),
+        condition=row.condition,
+    )
+    return replace(cause, **group.changes)

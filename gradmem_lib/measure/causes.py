@@ -15,10 +15,9 @@ from . import causes_of_growth as growth
 from . import causes_of_holders as holders
 from . import causes_of_tensors as tensors
 from . import causes_of_weights as weights
-from .cause import MUCH, Cause, holder_of_most, name_of
+from .cause import MUCH, Cause, Row, cause_of, holder_of_most, name_of
 from .facts import Facts
 from .remedied_peak import limit_of
-from .rows import Row, cause_of
 from .timeline import Holder
 
 ROWS: tuple[Row, ...] = (
@@ -52,13 +51,14 @@ ROWS: tuple[Row, ...] = (
     tensors.EXPANDED,
     graphs.LEFT_OVER,
     evaluation.EVALUATION_BATCH,
-    data.ONE_TENSOR,
     data.ONE_LINE,
 )
 
 
 def find_causes(facts: Facts) -> list[Cause]:
     """The causes that the facts show, in the order of ``ROWS``; small ones come last."""
+    if facts.holders is None:
+        return []
     found = list[Cause]()
     free = list(facts.at_peak)  # to be claimed by a row
     for row in ROWS:

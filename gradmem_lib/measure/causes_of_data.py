@@ -12,12 +12,13 @@ from .cause import (
     DOMINATES,
     FILLED,
     MANY,
+    Group,
+    Row,
     in_words,
     is_copy_of_a_storage,
     lines_of_forwards,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
-from .rows import Group, Row, those
 from .timeline import STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
@@ -51,7 +52,7 @@ def _waits(kind: list[Holder], facts: Facts) -> bool:
     if len(kind) > MANY and newest < facts.peak_time:
         # A list of pieces is no data if a loss joins them, and they are free during the step.
         first, last = facts.samples_of_the_step
-        there = [h for h in kind if h.samples[0] <= first and last < h.samples[1]]
+        there = [h for h in kind if h.first_sample <= first and last < h.end_sample]
         return 2 * len(there) > len(kind)
     filled_long_ago = kind[0].op in FILLED and newest < facts.peak_time - 1
     return kind[0].op == READ_IN_PARTS or filled_long_ago
@@ -71,7 +72,7 @@ DATA_WAITS = Row(
 
 def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
     """One step that needs much more than the others: its batch has longer rows."""
-    if facts.samples is None or not facts.has_backward_in_step(facts.peak.step):
+    if not facts.has_backward_in_step(facts.peak.step):
         return None
     highest = dict[int, int]()  # of each step
     for step, nbytes in facts.rows[:, [STEP, TOTAL]].tolist():
@@ -87,9 +88,8 @@ def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
         "steps": len(highest),
         "usual": format_bytes(usual),
     }
-    forwards = [done for done in facts.of_models if done.step == facts.peak.step]
     made = [h for h in free if h.category == "activations" and h.step == facts.peak.step]
-    changes = {"nbytes": facts.peak.total - usual, "lines": lines_of_forwards(forwards)}
+    changes = {"nbytes": facts.peak.total - usual, "lines": lines_of_forwards(facts.of_the_step)}
     return Group(made, words, changes)
 
 
@@ -124,30 +124,10 @@ def _has_larger_tensors(facts: Facts) -> bool:
     return nbytes > LARGER * sum(of_others[place] for place in in_both)
 
 
-def _is_most(holder: Holder, facts: Facts) -> bool:
-    return holder.category == "other" and holder.nbytes >= MOST * facts.peak.total
-
-
-def _largest(found: list[Holder], facts: Facts) -> Group:
-    return Group([max(found, key=lambda holder: holder.nbytes)])
-
-
-ONE_TENSOR = Row(
-    "One tensor is most of the peak",
-    "{size} at the peak are one tensor: {kinds}.",
-    "store it in fewer bytes (a narrower dtype, or x.to_sparse() if most of it is zeros), or "
-    "keep it off the card and move the rows that a step needs. If it is the batch, take a "
-    "smaller one.",
-    those(_is_most, _largest),
-    least=MOST,
-    stays=0.5,
-    condition="If half of these bytes are gone",
-    alone=True,
-)
-
-
 def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
-    """Tensors that no layer has made, and one line has: together they are most of the peak."""
+    """Tensors that no layer has made, and one line has: together, or one of them alone, they are
+    most of the peak.
+    """
     by_line = defaultdict[tuple, list[Holder]](list)
     for holder in free:
         if holder.category == "other" and holder.line is not None:
@@ -158,11 +138,13 @@ def _one_line(free: Sequence[Holder], facts: Facts) -> Group:
 
 ONE_LINE = Row(
     "One line makes most of the peak",
-    "{size} at the peak are {count} tensors of one line: {kinds}.",
-    "make fewer of them at once, or store them in fewer bytes (a narrower dtype). torch.stack and "
+    "{size} at the peak were made, or first read, by one line: {kinds}.",
+    "make less of it at once, store it in fewer bytes (a narrower dtype, or x.to_sparse() if most "
+    "of it is zeros), or keep it off the card and move the rows that a step needs. torch.stack and "
     "torch.cat need the pieces and the result at the same time: make the result first, and write "
     "each piece into it (result[i] = piece). What is the same for all rows, such as a causal mask, "
-    "is needed once (is_causal=True, or a mask of one row).",
+    "is needed once (is_causal=True, or a mask of one row). If it is the batch, take a smaller "
+    "one.",
     _one_line,
     least=MOST,
     stays=0.5,

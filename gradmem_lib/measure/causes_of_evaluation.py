@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..units import format_bytes
-from .cause import DOMINATES, WORTH, lines_of_forwards
+from .cause import DOMINATES, WORTH, Group, Row, lines_of_forwards, those
 from .facts import EVALUATION, OF_A_TRAINING_STEP, Facts, total
 from .made_by_forwards import lines_of_results
-from .rows import Group, Row, those
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
@@ -55,7 +54,7 @@ def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:
     growth = passes[-1].live_before - passes[1].live_before
     made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
-        since = holder.samples[0] >= passes[0].samples[0]  # a data set may have come before
+        since = holder.first_sample >= passes[0].first_sample  # a data set may have come before
         if since and holder.step == facts.peak.step and not holder.is_of_training:
             made.append(holder)
             of_a_kind[_kind(holder)] += 1
@@ -78,7 +77,7 @@ def _growing_evaluation(facts: Facts) -> list[ForwardPass]:
     if not facts.outside_of_training:
         return []
     for done in facts.evaluations:
-        if done.step != facts.peak.step or not done.has_weights:
+        if not done.has_weights:
             continue
         grows = row and done.live_before > row[-1].live_before and done.number == row[-1].number
         if not grows:
@@ -122,7 +121,7 @@ def _large_forward(free: Sequence[Holder], facts: Facts) -> Group | None:
             "smaller micro-batches do that; or compute its outputs once, before the training. If "
             "it is an evaluation: per_device_eval_batch_size in a Trainer."
         )
-    made = [holder for holder in free if holder.samples[0] >= largest.samples[0]]
+    made = [holder for holder in free if holder.first_sample >= largest.first_sample]
     return Group(made, {"before": format_bytes(largest.live_before)}, changes)
 
 
@@ -140,8 +139,7 @@ def largest_evaluation(facts: Facts) -> ForwardPass | None:
     """The forward without gradients in which the peak is, if it is in one."""
     if facts.peak.moment != EVALUATION:
         return None
-    passes = [done for done in facts.evaluations if done.step == facts.peak.step]
-    largest = max(passes, key=lambda done: done.peak, default=None)
+    largest = max(facts.evaluations, key=lambda done: done.peak, default=None)
     if largest is None or largest.peak < facts.peak.total:
         return None
     return largest

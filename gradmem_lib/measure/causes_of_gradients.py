@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cause import MUCH, WORTH, lines_of_forwards
+from .cause import BEFORE_THE_OPTIMIZER, MUCH, WORTH, Group, Row, lines_of_forwards, those
 from .facts import IN_BACKWARD, IN_OPTIMIZER_STEP, LOSS, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
-from .rows import BEFORE_THE_OPTIMIZER, Group, Row, those
 from .timeline import Holder
 
 
@@ -91,7 +90,7 @@ GRADIENTS_WAIT = Row(
 
 def _for_no_optimizer(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Weights that need a gradient, though no optimizer has them: a backbone, VGG in a loss."""
-    if facts.optimized is None or facts.structure is None:
+    if facts.optimized is None:
         return None
     shapes_of_others = {h.shape for h in facts.at_peak if facts.of_another_model(h)}
     gradients = []

@@ -7,26 +7,29 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..units import format_bytes
 from .cause import (
     ALMOST_ALL,
+    BEFORE_THE_OPTIMIZER,
     DOMINATES,
     MUCH,
+    SEVERAL,
     WORTH,
+    Find,
+    Group,
+    Row,
     detached,
     holder_of_most,
     lines_of_forwards,
     name_of,
+    those,
 )
-from .causes_of_holders import SEVERAL
 from .facts import IN_BACKWARD, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
-from .paths import ATTRIBUTE
-from .rows import BEFORE_THE_OPTIMIZER, Group, Row, those
 from .timeline import ForwardPass, Holder
 
 
@@ -35,14 +38,14 @@ def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) ->
     holders = made_by(unused, free, facts, and_after=True)
     if not holders:
         return _unused_functions(free, facts)
-    makers = {id(facts.last_begun(holder.samples[0])) for holder in holders}
+    makers = {id(facts.maker_of(holder)) for holder in holders}
     kept = [done for done in unused if id(done) in makers]
     needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
     if unused[0] is facts.forwards[0]:
         # The list has only the last forwards of a long evaluation. Activations that are of none of
         # them were made by earlier ones.
         for holder in free:
-            is_older = holder.samples[0] < unused[0].samples[0] and not holder.is_result
+            is_older = holder.first_sample < unused[0].first_sample and not holder.is_result
             if is_older and holder.category == "activations":
                 holders.append(holder)
                 needed_in = ""  # it is not known whether a backward went through those
@@ -60,26 +63,20 @@ def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) ->
     return Group(holders, words, changes)
 
 
-def _unused(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Forwards that record gradients, though no backward goes through them."""
-    found = [done for done in facts.forwards if done.has_graph and is_unused(done, facts)]
-    return _left_by(found, free, facts)
+def _forwards_that_are(unused: Callable[[ForwardPass, Facts], bool]) -> Find:
+    """A search for what forwards have left that record gradients, and no backward uses them."""
 
+    def find(free: Sequence[Holder], facts: Facts) -> Group | None:
+        found = [done for done in facts.forwards if done.has_graph and unused(done, facts)]
+        return _left_by(found, free, facts)
 
-def _unused_so_far(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """The same, in a run that was stopped: a backward for all of them may have been meant to come.
-
-    So it is asked after what has losses in between.
-    """
-    found = [done for done in facts.forwards if done.has_graph and _may_be_unused(done, facts)]
-    return _left_by(found, free, facts)
+    return find
 
 
 def _unused_functions(free: Sequence[Holder], facts: Facts) -> Group | None:
     """The same, of a model that is written as a function: no module is called."""
-    of_modules = any(done.step == facts.peak.step for done in facts.of_models)
     in_a_forward = facts.ended and facts.peak.moment == TRAINING_FORWARD
-    if of_modules or not in_a_forward or facts.has_backward_in_step(facts.peak.step):
+    if facts.of_the_step or not in_a_forward or facts.has_backward_in_step(facts.peak.step):
         return None
     kept = []
     for holder in free:
@@ -87,17 +84,6 @@ def _unused_functions(free: Sequence[Holder], facts: Facts) -> Group | None:
         if holder.category == "activations" and not is_copy:
             kept.append(holder)
     return Group(kept, {"why": ""}, {"stays": None})
-
-
-UNUSED = Row(
-    "A forward's graph is never used",
-    "{size} of activations at the peak are kept for a backward that never comes{why}.",
-    "put the evaluation, sampling or metric under torch.no_grad() (with torch.no_grad(): around "
-    "the loop, or @torch.no_grad() above the function). model.eval() does not do this.",
-    _unused,
-    condition=f"If no graph is kept, {ONE_FORWARD}",
-)
-UNUSED_SO_FAR = replace(UNUSED, find=_unused_so_far)
 
 
 def is_unused(done: ForwardPass, facts: Facts) -> bool:
@@ -138,6 +124,19 @@ def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
     return bool(_calls_like(done, facts))
 
 
+UNUSED = Row(
+    "A forward's graph is never used",
+    "{size} of activations at the peak are kept for a backward that never comes{why}.",
+    "put the evaluation, sampling or metric under torch.no_grad() (with torch.no_grad(): around "
+    "the loop, or @torch.no_grad() above the function). model.eval() does not do this.",
+    _forwards_that_are(is_unused),
+    condition=f"If no graph is kept, {ONE_FORWARD}",
+)
+# In a run that was stopped, a backward for all of them may have been meant to come: so this is
+# asked after what has losses in between.
+UNUSED_SO_FAR = replace(UNUSED, find=_forwards_that_are(_may_be_unused))
+
+
 def _is_of_a_finished_turn(holder: Holder, facts: Facts) -> bool:
     return holder.category == "activations" and holder.turn in facts.finished_turns
 
@@ -153,13 +152,13 @@ def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:
     changes: dict[str, Any] = {}
     why = "something keeps what they have made."
     results = [holder for holder in kept if holder.is_result]
-    if times >= SEVERAL and held.graph:
-        why = f"the graph of `{name_of(held)}` reaches back over them."
-        changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
-        changes["stays"] = 0
-    elif held.graph and held.kind.startswith("attribute"):
+    reaches_back = times >= SEVERAL and held.graph
+    if reaches_back or (held.graph and held.is_attribute):
         why = f"the graph of `{name_of(held)}` is kept."
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
+        if reaches_back:
+            why = f"the graph of `{name_of(held)}` reaches back over them."
+            changes["stays"] = 0
     elif times >= SEVERAL and any(done.chained for done in facts.forwards):
         why = "each forward takes a state from the one before it, with its graph."
         changes["remedy"] = (
@@ -200,8 +199,8 @@ def _may_go_first(left: list[Holder], facts: Facts) -> Group:
         nbytes = min(nbytes, facts.peak.total - facts.highest_in(IN_BACKWARD))
     changes: dict[str, Any] = {"nbytes": nbytes}
     held = holder_of_most(left)
-    if held.kind == ATTRIBUTE:
-        name = held.box or held.path
+    if held.is_attribute:
+        name = name_of(held)
         changes["remedy"] = (
             f"`{name}` keeps them until the next forward assigns it again: let it go at the end of "
             f"a step ({name} = None), or keep a copy off the card (.detach().cpu())."
@@ -271,7 +270,7 @@ SECOND_DERIVATIVES = Row(
 
 def _idle_checkpoints(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Checkpointing is switched on, and nothing was recomputed."""
-    if facts.structure is None or facts.recomputed or not facts.had_backward:
+    if facts.recomputed or not facts.had_backward:
         return None
     checkpoints = facts.structure.checkpoints
     kept = [h for h in free if h.category == "activations" and facts.in_layers(h)]
@@ -321,7 +320,7 @@ def _added_up(free: Sequence[Holder], facts: Facts) -> Group | None:
         return None
     holders = []  # the first forward's graph is there in any case
     for holder in free:
-        if holder.category == "activations" and holder.samples[0] >= passes[1].samples[0]:
+        if holder.category == "activations" and holder.first_sample >= passes[1].first_sample:
             holders.append(holder)
     each = total(holders) // (len(passes) - 1)
     changes = {
@@ -349,13 +348,12 @@ def _alive_together(free: Sequence[Holder], facts: Facts) -> list[ForwardPass]:
     They are calls of one kind: of several such groups, the largest. A forward that
     continues another one, as in backward through time, does not count.
     """
-    of_the_step = [done for done in facts.of_models if done.step == facts.peak.step]
-    if all(done.differentiable for done in of_the_step):
+    if all(done.differentiable for done in facts.of_the_step):
         # Gradients have been taken already. In meta-learning, the forwards of the outer losses are
         # not differentiated twice.
         return []
     calls = defaultdict[tuple, list[ForwardPass]](list)
-    for done in of_the_step:
+    for done in facts.of_the_step:
         if done.has_graph and not done.chained and not is_unused(done, facts):
             calls[done.call].append(done)
     alive = list[ForwardPass]()
@@ -368,8 +366,10 @@ def _alive_together(free: Sequence[Holder], facts: Facts) -> list[ForwardPass]:
         return []
     # Without a loss in between, such as for features that are averaged, one loss takes all outputs.
     losses = _samples_of_losses(facts)
-    first, last = (bisect_left(losses, done.samples[0]) for done in (alive[0], alive[-1]))
-    return alive if first < last else []
+    first, last = (bisect_left(losses, done.first_sample) for done in (alive[0], alive[-1]))
+    if first == last:
+        return []
+    return alive
 
 
 def _samples_of_losses(facts: Facts) -> list[int]:
@@ -380,9 +380,8 @@ def _samples_of_losses(facts: Facts) -> list[int]:
     for holder in (*facts.at_peak, *facts.others):
         if holder.category != "activations" or holder.shape != ():
             continue
-        made = holder.samples[0]
-        last = facts.last_begun(made)
-        inside = last is not None and last.has_weights and made < last.samples[1]
+        made, maker = holder.first_sample, facts.maker_of(holder)
+        inside = maker is not None and maker.has_weights and made < maker.end_sample
         if holder.is_result or not inside:
             samples.append(made)
     return sorted(samples)

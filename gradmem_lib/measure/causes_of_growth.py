@@ -9,24 +9,26 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from typing import Any
 
 from ..units import format_bytes
 from .cause import (
     DOMINATES,
+    SEVERAL,
     WORTH,
+    Group,
+    Row,
+    cause_of,
     detached,
     in_words,
     larger_than_its_tensor,
     largest_held,
     name_of,
 )
-from .causes_of_holders import SEVERAL
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
-from .paths import Held
-from .rows import Group, Row, cause_of
+from .paths import MODULE_ATTRIBUTE, Held
 from .source_lines import source_line
 from .timeline import Holder
 
@@ -180,7 +182,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
 def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether these are known to become no more."""
     copies = [holder for holder in group if holder.computed_from == "parameters"]
-    is_empty_later = all(holder.samples[1] <= facts.last_sample for holder in group)
+    is_empty_later = not any(map(facts.is_there_at_the_end, group))
     if is_empty_later and 2 * total(copies) > total(group):
         return True  # copies of a round, which are averaged at its end
     if not group[0].keeper.path:
@@ -285,11 +287,11 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
     of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
     if not facts.outside_of_training:
         return []
-    for holder in sorted(holders, key=lambda holder: holder.samples[0]):
-        begun = facts.last_begun(holder.samples[0])
+    for holder in sorted(holders, key=lambda holder: holder.first_sample):
+        begun = facts.maker_of(holder)
         of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
         if of_an_evaluation and facts.time_of(holder) >= 0:  # data was there before
-            of_modules[begun.number].setdefault(begun.samples[0], []).append(holder)
+            of_modules[begun.number].setdefault(begun.first_sample, []).append(holder)
     return list(max(of_modules.values(), key=len, default={}).values())
 
 
@@ -297,7 +299,7 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     """Whether something was kept until the peak, or to the run's end if most of it is there then: a
     list of the first n examples has ended.
     """
-    at_the_end = [holder for holder in group if holder.samples[1] > facts.last_sample]
+    at_the_end = list(filter(facts.is_there_at_the_end, group))
     stays = 2 * total(at_the_end) > total(group)
     times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
     gaps = [after - before for before, after in pairwise(times)]
@@ -305,7 +307,7 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     kinds = {(holder.line, holder.op) for holder in group}
     known, end = list(facts.at_peak), facts.peak_time
     if stays:
-        known += [holder for holder in facts.others if holder.samples[1] > facts.last_sample]
+        known += filter(facts.is_there_at_the_end, facts.others)
         end = facts.times
     later = set[int]()  # of the newest ones, which a variable may hold as well
     for holder in known:
@@ -318,7 +320,7 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
 def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether old ones go while younger ones stay, so that there are always as many."""
     everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
-    gone = [holder for holder in everything if holder.samples[1] <= facts.last_sample]
+    gone = list(filterfalse(facts.is_there_at_the_end, everything))
     gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
     one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
     return 2 * len(one_by_one) > len(gone)
@@ -326,12 +328,11 @@ def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
 
 def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
     """Whether those of at least two later forwards were there when this one went, and stayed."""
-    born, freed = gone.samples
     forwards = set[int]()
     for other in everything:
-        if born < other.samples[0] < freed < other.samples[1]:
-            forwards.add(id(facts.last_begun(other.samples[0])))
-    forwards.discard(id(facts.last_begun(born)))
+        if gone.first_sample < other.first_sample < gone.end_sample < other.end_sample:
+            forwards.add(id(facts.maker_of(other)))
+    forwards.discard(id(facts.maker_of(gone)))
     return len(forwards) >= YOUNGER
 
 
@@ -385,7 +386,7 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
         return (
             f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
         )
-    if held.kind == "attribute of a module":
+    if held.kind == MODULE_ATTRIBUTE:
         filled_by = "the forward"
         if held.hook is not None:
             where = source_line((held.hook, held.hook.co_firstlineno))
@@ -421,9 +422,9 @@ def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:
     old = max(survivors, key=lambda holder: holder.nbytes, default=None)
     if old is None:
         return None
-    alike = [holder for holder in (*facts.joined, *facts.others) if _continues(holder, old)]
+    alike = [holder for holder in facts.others if _continues(holder, old)]
     alike.sort(key=lambda holder: holder.samples)
-    earlier = [holder for holder in alike if holder.samples[0] < old.samples[0]]
+    earlier = [holder for holder in alike if holder.first_sample < old.first_sample]
     rising = [old]  # the newest first
     for holder in reversed(earlier):
         if holder.nbytes < rising[-1].nbytes:
@@ -436,7 +437,7 @@ def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:
         if holder.nbytes > old.nbytes and _same_code(holder, old):
             holders.append(holder)  # the longer one, which is being made
     newest = holders[-1]
-    later = [holder for holder in alike if holder.samples[0] > newest.samples[0]]
+    later = [holder for holder in alike if holder.first_sample > newest.first_sample]
     if later and later[0].nbytes == newest.nbytes:
         return None  # a window of the last rows, which is full
     unit = facts.unit
@@ -469,11 +470,9 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
         return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True
-    of_this_step = facts.time_of(holder) == facts.peak_time
-    if not facts.outside_of_training or not of_this_step or holder.made_in != BETWEEN_STEPS:
-        return False  # layers join keys and values
-    last = [done for done in facts.evaluations if done.step == facts.peak.step][-1:]
-    return bool(last) and holder.samples[0] < last[0].samples[0]
+    by_a_layer = holder.made_in != BETWEEN_STEPS  # which joins keys and values
+    last = facts.evaluations[-1:]
+    return bool(last) and not by_a_layer and holder.first_sample < last[0].first_sample
 
 
 def _same_code(one: Holder, other: Holder) -> bool:

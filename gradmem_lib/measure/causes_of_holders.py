@@ -4,26 +4,49 @@ a parallel model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from .cause import MUCH
-from .facts import BETWEEN_STEPS, Facts
-from .rows import Group, Row, those
+from . import paths
+from .cause import MUCH, SEVERAL, Group, Row, those
+from .facts import BETWEEN_STEPS, Facts, total
 from .timeline import Holder
 
-SEVERAL = 3  # steps; a tensor of the last two may be a variable that is not overwritten yet
+
+def _is_in_use(holder: Holder, facts: Facts) -> bool:
+    """Whether it is a weight, a gradient or a state of the peak's step, which have better names."""
+    return holder.is_of_training and max(holder.updated, holder.step) >= facts.peak.step
 
 
-def _kept_by(kind: str) -> Callable[[Holder, Facts], bool]:
-    """Whether it is held so, was made before the peak's step, and is not trained any more."""
+def _is_earlier(holder: Holder, facts: Facts) -> bool:
+    return facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
 
-    def which(holder: Holder, facts: Facts) -> bool:
-        earlier = facts.time_of(holder) < facts.peak_time or holder.made_in == BETWEEN_STEPS
-        if holder.is_of_training and max(holder.updated, holder.step) >= facts.peak.step:
-            return False
-        return holder.keeper.kind == kind and earlier
 
-    return which
+def _was_given_up(holder: Holder, facts: Facts) -> bool:
+    """Whether no backward used the forward that made it, and another one has begun since."""
+    newest = max(facts.at_peak, key=lambda other: other.first_sample)
+    maker = facts.maker_of(holder)
+    is_used = maker is not None and maker.used
+    return not is_used and maker is not facts.maker_of(newest)
+
+
+def _kept_by_an_error(holder: Holder, facts: Facts) -> bool:
+    if holder.keeper.kind != paths.EXCEPTION or _is_in_use(holder, facts):
+        return False
+    return _is_earlier(holder, facts) or _was_given_up(holder, facts)
+
+
+def _only_in_cycles(holder: Holder, facts: Facts) -> bool:
+    is_in_a_cycle = holder.keeper.kind == "cycle" and not _is_in_use(holder, facts)
+    return is_in_a_cycle and _is_earlier(holder, facts)
+
+
+def _until_it_was_raised(kept: list[Holder], facts: Facts) -> Group:
+    """The functions that an error of the peak's step ended needed theirs, and it is not known until
+    when.
+    """
+    newest = [holder for holder in kept if facts.time_of(holder) == facts.peak_time]
+    changes = {"needed_in": facts.unit, "stays": total(newest)}
+    if 2 * total(newest) > total(kept):
+        changes["stays"] = None
+    return Group(kept, changes=changes)
 
 
 def _until_the_step_ends(kept: list[Holder], facts: Facts) -> Group:
@@ -34,9 +57,9 @@ EXCEPTION = Row(
     "An exception keeps the variables of its functions",
     "{size} of the peak's {peak} are held by an error that is kept, `{path}`: its traceback has "
     "the variables of the functions that it ended.",
-    "keep str(error) in place of the error: its traceback holds the variables of all functions that"
-    " it went through.",
-    those(_kept_by("exception"), _until_the_step_ends),
+    "keep str(error) in place of the error, and try again after the `except` block instead of in "
+    "it: the error's traceback holds the variables of all functions that it went through.",
+    those(_kept_by_an_error, _until_it_was_raised),
     least=MUCH,
 )
 
@@ -53,7 +76,7 @@ CYCLES = Row(
     "them, until Python's collector runs, and bytes of tensors do not make it run.",
     "let no object refer to itself (weakref.ref for the way back; in a torch.autograd.Function, "
     "ctx.save_for_backward(y) in place of ctx.y = y), or call gc.collect() at the end of a step.",
-    those(_kept_by("cycle"), _of_several_steps),
+    those(_only_in_cycles, _of_several_steps),
     least=MUCH,
 )
 

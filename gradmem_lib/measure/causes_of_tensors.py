@@ -15,11 +15,13 @@ from .cause import (
     IN_PIECES,
     PIECES_LEAVE,
     WORTH,
+    Group,
+    Row,
     dtype_of,
     lines_of,
+    those,
 )
 from .facts import BETWEEN_STEPS, IN_BACKWARD, OF_A_TRAINING_STEP, Facts, total
-from .rows import Group, Row, those
 from .timeline import Holder
 
 # What computes the same without a large tensor, by the operations that make one.
@@ -55,9 +57,9 @@ def _is_double(holder: Holder, facts: Facts) -> bool:
     """Whether it is in float64 beside weights in a narrower dtype: numpy's numbers are float64, and
     so is what ``.double()`` makes.
     """
-    if facts.structure is None or torch.float64 in facts.structure.dtypes.values():
-        return False
-    return holder.dtype is torch.float64 and holder.category != "optimizer"
+    dtypes = facts.structure.dtypes.values()
+    beside_narrower = bool(dtypes) and torch.float64 not in dtypes
+    return beside_narrower and holder.dtype is torch.float64 and holder.category != "optimizer"
 
 
 def _from_data_on(double: list[Holder], facts: Facts) -> Group:
@@ -125,7 +127,7 @@ def _gradient_of_the_head(logits: list[Holder], facts: Facts) -> int:
     for name in facts.trained:
         shape = facts.structure.shapes[name]
         if len(shape) == 2 and outputs & set(shape):
-            largest = max(largest, prod(shape) * facts.structure.dtypes[name].itemsize)
+            largest = max(largest, facts.structure.nbytes(name))
     return largest
 
 
@@ -154,7 +156,9 @@ def _scores(free: Sequence[Holder], facts: Facts) -> Group | None:
     in_forward = [holder for holder in normalized if "backward" not in holder.op]
     by_sdpa = [holder for holder in in_forward if SOFTMAX_OF_SDPA in holder.op]
     if 2 * total(by_sdpa) > total(in_forward):
-        changes["remedy"] = OF_THREE if len(by_sdpa[0].shape) == 3 else THAT_RUNS_ALREADY
+        changes["remedy"] = THAT_RUNS_ALREADY
+        if len(by_sdpa[0].shape) == 3:
+            changes["remedy"] = OF_THREE
     return Group(scores, {"tokens": f"{scores[0].shape[-1]:,}"}, changes)
 
 

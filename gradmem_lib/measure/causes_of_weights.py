@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .cause import ALMOST_ALL, DOMINATES, WORTH, is_copy_of_a_storage
+from .cause import ALMOST_ALL, DOMINATES, WORTH, Group, Row, is_copy_of_a_storage, those
 from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
-from .rows import Group, Row, those
 from .timeline import Holder
 
 CALLED_IN_EACH_STEP = (
@@ -19,6 +18,7 @@ CALLED_IN_EACH_STEP = (
     "averaged weights), the step needs it: keep it in a narrower dtype (copy.to(torch.bfloat16) "
     "halves float32), or move it to the card for its forward alone. "
 )
+TWINS = "twins"  # the group of such parameters
 MOMENTUM = 1.1  # numbers for each weight, with some numbers for the optimizer itself
 
 
@@ -30,7 +30,8 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
         # random numbers of the same shapes, for one step, are no copy
         is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
         is_kept = first.step < 0 or facts.time_of(first) < facts.peak_time
-        if is_copied or is_kept or facts.of_another_model(first):
+        is_twin = first.category == "parameters"
+        if is_copied or is_kept or is_twin or facts.of_another_model(first):
             copies.append(copy)
     holders = [holder for copy in copies for holder in copy]
     if not holders:
@@ -40,7 +41,10 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
         how_many = "a second copy"
     is_called = _calls_another_model(facts)
     words, remedy = "made in the tracked run and still alive", OF_THIS_RUN
-    if facts.of_another_model(holders[0]):
+    if holders[0].category == "parameters" and holders[0].module in facts.twins:
+        is_called = True  # together with the rest of the model
+        words, remedy = f"`{facts.twins[holders[0].module]}`, which nothing trains", OF_A_REFERENCE
+    elif facts.of_another_model(holders[0]):
         words = "parameters of a module that is not the tracked one"
         remedy = OF_A_REFERENCE if is_called else OF_A_MODULE + OF_A_REFERENCE
     elif holders[0].step < 0:
@@ -98,32 +102,38 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
     The parameters of other models, whose layers have a line each, are one group if their names are
     known.
     """
-    if facts.structure is None or not facts.structure.shapes:
+    if not facts.structure.shapes:
         return []
     names = Counter(h.module for h in facts.at_peak if h.category == "parameters")
     twice = {name for name, times in names.items() if times > 1}
     groups = defaultdict[Any, list[Holder]](list)
     for holder in free:
-        if _may_be_of_a_copy(holder, twice, facts):
-            of_another = facts.of_another_model(holder)
-            place: Any = holder.line, holder.step, of_another
-            if holder.module in facts.untrained:
-                place = "other models"
-            groups[place].append(holder)
+        # a model of an earlier round was updated
+        if holder.category == "parameters" and holder.module in facts.twins and holder.updated < 0:
+            groups[TWINS].append(holder)
+        elif holder.module in facts.untrained:
+            groups["other models"].append(holder)
+        elif _may_be_of_a_copy(holder, twice, facts):
+            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
     copies = []
-    for group in groups.values():
-        if not facts.of_another_model(group[0]):
+    for place, group in groups.items():
+        if place == TWINS:
+            copies.append(group)
+        elif facts.of_another_model(group[0]):
+            copies += _copies_in_other_models(group, facts) or _copies_by_name(group, facts)
+        else:
             copies += _copies_among(group, facts)[0]
-            continue
-        in_group = _copies_in_other_models(group, facts)
-        if not in_group:
-            # An average of the weights beside a teacher: each has a name of its own.
-            models = defaultdict[str, list[Holder]](list)
-            for holder in group:
-                models[holder.module.partition(".")[0]].append(holder)
-            for model in models.values():
-                in_group += _copies_in_other_models(model, facts)
-        copies += in_group
+    return copies
+
+
+def _copies_by_name(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
+    """The copies in models with a name each, such as an average of the weights and a teacher."""
+    models = defaultdict[str, list[Holder]](list)
+    for holder in holders:
+        models[holder.module.partition(".")[0]].append(holder)
+    copies = []
+    for model in models.values():
+        copies += _copies_in_other_models(model, facts)
     return copies
 
 
@@ -180,7 +190,7 @@ def _one_of_each(holders: list[Holder], facts: Facts) -> list[Holder]:
     # shapes by bytes, for copies of whole storages, whose shape is not known
     of_size = defaultdict[int, set[tuple[int, ...]]](set)
     for name, shape in structure.shapes.items():
-        of_size[prod(shape) * structure.dtypes[name].itemsize].add(shape)
+        of_size[structure.nbytes(name)].add(shape)
     found = []
     for holder in holders:
         possible = {holder.shape}
@@ -197,7 +207,9 @@ def _one_of_each(holders: list[Holder], facts: Facts) -> list[Holder]:
         return []
     # One tensor that looks like the largest weight may be a batch, or its targets.
     is_known = any(_is_known_to_be_weights(holder, facts) for holder in found)
-    return found if is_known or len(found) > 1 else []
+    if not is_known and len(found) == 1:
+        return []
+    return found
 
 
 def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:
@@ -251,7 +263,7 @@ def is_state(holder: Holder, facts: Facts) -> bool:
     """Whether it is an optimizer's state, or zeros that will be one."""
     if holder.category == "optimizer":
         return True
-    if facts.structure is None or facts.peak.moment != IN_OPTIMIZER_STEP:
+    if facts.peak.moment != IN_OPTIMIZER_STEP:
         return False
     zeros = holder.category == "temporaries" and "zeros" in holder.op
     return zeros and holder.shape in facts.structure.shapes.values()
@@ -261,7 +273,7 @@ def _wide(free: Sequence[Holder], facts: Facts) -> Group | None:
     """Weights in float64, or frozen ones in float32."""
     double, frozen = list[Holder](), list[Holder]()
     for holder in free:
-        if facts.structure is None or holder.category != "parameters":
+        if holder.category != "parameters":
             continue
         dtype = facts.structure.dtypes.get(holder.module)
         if dtype is torch.float64:

@@ -21,7 +21,8 @@ from .cause import LINES, MUCH, WORTH, Cause, in_words, within
 from .causes import find_causes
 from .causes_of_evaluation import peak_may_be_of_the_step
 from .causes_of_weights import MOMENTUM, is_state
-from .facts import Facts, total
+from .facts import BETWEEN_STEPS, Facts, total
+from .structure import NO_MODEL
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
@@ -151,7 +152,11 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [self.peak_line(), *self.cause_lines()]
         if not self.causes:
-            what = "This is an ordinary step" if self._is_ordinary() else "No cause was found"
+            what = "No cause was found"
+            if self.facts.moments == {BETWEEN_STEPS}:
+                what = "No forward and no step was seen"
+            elif self._is_ordinary():
+                what = "This is an ordinary step"
             lines += [f"{what}. The largest at the peak:", *self._largest_lines()]
         if self.helps:
             width = max(len(name) for name in self.helps)
@@ -184,11 +189,14 @@ class Diagnosis:
         lines = []
         for group in sorted(groups.values(), key=total, reverse=True)[:LINES]:
             first = group[0]
-            line = f", at {first.line}" if first.line else ""
-            held = f", held by {first.held}" if first.held else ""
-            # What was there before the run began is known by its bytes alone.
-            tensor = f": {in_words(first)}" if first.dtype else ""
-            lines.append(f"  {format_bytes(total(group))} {first.category}{held}{line}{tensor}")
+            line = f"  {format_bytes(total(group))} {first.category}"
+            if first.held:
+                line += f", held by {first.held}"
+            if first.line:
+                line += f", at {first.line}"
+            if first.dtype:  # what was there before the run began is known by its bytes alone
+                line += f": {in_words(first)}"
+            lines.append(line)
         return lines
 
     __repr__ = __str__
@@ -225,7 +233,7 @@ def applies(technique: Technique, facts: Facts) -> bool:
     """Whether the technique can be applied to this peak, as far as the facts say."""
     if technique.of_the_step and facts.outside_of_training:
         return technique.name == MICRO_BATCHES and peak_may_be_of_the_step(facts)
-    if facts.holders is None or facts.structure is None:
+    if facts.holders is None or facts.structure is NO_MODEL:
         return True
     if technique.name == SGD and facts.had_optimizer_step:
         return facts.numbers_of_states > MOMENTUM
@@ -262,6 +270,6 @@ def _out_of_reach(technique: Technique, facts: Facts) -> Sequence[Holder]:
 
 def _is_in_another_part(holder: Holder, technique: Technique, facts: Facts) -> bool:
     """Whether it is known to be in a part of the model on which the technique does not act."""
-    if facts.structure is None or not technique.part:
+    if not technique.part or facts.structure is NO_MODEL:
         return False
     return facts.in_layers(holder) != (technique.part == "layers")

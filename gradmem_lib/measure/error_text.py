@@ -133,6 +133,18 @@ _FIGURES = {
     "this_process": rf"thisprocesshas{_SIZE}memoryinuse",
     "resident": rf"anon-rss:{_SIZE}",
 }
+_SEGMENTS = "expandable_segments:True"
+# (words of a message of CUDA's, the setting that helps, the versions of PyTorch that write so)
+_VERSIONS = (
+    (rf"{_SIZE}cached\)", "", "PyTorch 1.0 to 1.3"),  # without the allocated bytes
+    (r"reservedintotal(?!.*max_split_size_mb)", "", "PyTorch 1.4 to 1.10"),
+    (r"reservedintotal", "max_split_size_mb", "PyTorch 1.10 to 2.0"),
+    (r"PYTORCH_ALLOC_CONF=expandable_segments", _SEGMENTS, "PyTorch 2.9 or later"),
+    (r"expandable_segments", _SEGMENTS, "PyTorch 2.2 or later"),
+    (r"max_split_size_mb|capactyof", _SEGMENTS, "PyTorch 2.1"),
+    # cut off before the hint
+    (r"ofwhich.*Oftheallocatedmemory", _SEGMENTS, "PyTorch 2.1 or later"),
+)
 _PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse", re.IGNORECASE)
 
 
@@ -322,7 +334,7 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
         else:
             unknown = True
     reserved, cached = figures.pop("reserved"), figures.pop("cached")
-    if cached is not None:  # up to 1.3, without the allocated bytes
+    if cached is not None:  # up to 1.3
         figures["idle"] = cached
     elif reserved is not None and figures["allocated"] is not None:
         figures["idle"] = max(0, reserved - figures["allocated"])
@@ -332,7 +344,7 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
         figures["asked"] = _figure(words, message)
     if kind == "other library":
         figures["asked"] = _figure(rf"allocat(?:e|ing){_SIZE}", message)
-    setting, version = _version(kind, message, cached is not None)
+    setting, version = _version(kind, message)
     return ErrorText(
         kind,
         line,
@@ -378,35 +390,18 @@ def _budget_figures(message: str) -> dict[str, Any]:
     return found
 
 
-def _version(kind: str, message: str, has_cached: bool) -> tuple[str, str]:
+def _version(kind: str, message: str) -> tuple[str, str]:
     """(the setting that the message names, the versions of PyTorch that write so)."""
-    named = re.search(r"(PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF)", message)
-    variable = named[1] if named else ""
     if kind == "npu":
         return "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True", ""
     if kind not in ("cuda", "hip"):
         return "", ""
-    if has_cached or "reservedintotal" in message:
-        return _version_before_2_1(message, variable, has_cached)
-    if "expandable_segments" in message:
-        if variable == "PYTORCH_ALLOC_CONF":
-            return f"{variable}=expandable_segments:True", "PyTorch 2.9 or later"
-        name = variable or "PYTORCH_CUDA_ALLOC_CONF"
-        return f"{name}=expandable_segments:True", "PyTorch 2.2 or later"
-    if "max_split_size_mb" in message or "capactyof" in message:
-        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PyTorch 2.1"
-    if "ofwhich" in message and "Oftheallocatedmemory" in message:  # cut off before the hint
-        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PyTorch 2.1 or later"
+    named = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
+    variable = named[0] if named else "PYTORCH_CUDA_ALLOC_CONF"
+    for words, setting, version in _VERSIONS:
+        if re.search(words, message, re.IGNORECASE):
+            return setting and f"{variable}={setting}", version
     return "", ""
-
-
-def _version_before_2_1(message: str, variable: str, has_cached: bool) -> tuple[str, str]:
-    if has_cached:
-        return "", "PyTorch 1.0 to 1.3"
-    if "max_split_size_mb" not in message:
-        return "", "PyTorch 1.4 to 1.10"
-    name = variable or "PYTORCH_CUDA_ALLOC_CONF"
-    return f"{name}=max_split_size_mb", "PyTorch 1.10 to 2.0"
 
 
 def cuda_message(

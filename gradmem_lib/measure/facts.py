@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
 
 import numpy as np
 
 from ..names import MOMENTS
-from .structure import Structure
+from .structure import NO_MODEL, Structure
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
@@ -32,15 +33,13 @@ class Facts:
     # All moments since the last ``reset_peak()``, int64 (samples, 9 or 11), as in ``Timeline``.
     rows: np.ndarray | None = None
     # The number of the sample in each of ``rows``, as in ``Holder.samples``.
-    samples: np.ndarray | None = None
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     # The number of the first sample since the last ``reset_peak()``.
     first_sample: int = 0
     # The storages that were alive at the peak, largest first; ``None`` if they are not known.
     holders: Sequence[Holder] | None = None
     # Finds the storages that were not alive at the peak: those freed last, and those made later.
     find_others: Callable[[], Sequence[Holder]] = tuple
-    # The last results of ``torch.cat`` that were freed before now.
-    joined: Sequence[Holder] = ()
 
     # What the script did, as in ``MemoryTracker``, also before a ``reset_peak()``. ``turns``: how
     # many turns of forward and backward have begun. ``moments``: those that have occurred.
@@ -52,8 +51,8 @@ class Facts:
     ended: bool = False  # the block has ended; a budget interrupts it
     batch_rows: int = 0  # of the training's largest batch; 0 if they are not known
 
-    # The model, if there was one.
-    structure: Structure | None = None
+    # The model; without parts if there was none.
+    structure: Structure = NO_MODEL
     # The names of the model's parameters that an optimizer has; ``None`` if none is known.
     optimized: frozenset[str] | None = None
     # The names of the parameters of models that no optimizer trains, as far as they are known.
@@ -73,8 +72,6 @@ class Facts:
     @property
     def last_sample(self) -> int:
         """The number of the run's last sample; 0 if it is not known."""
-        if self.samples is None:
-            return 0
         return int(self.samples[-1])
 
     @property
@@ -91,9 +88,7 @@ class Facts:
         return IN_OPTIMIZER_STEP in self.moments
 
     def highest_in(self, moment: str) -> int:
-        """The highest total of this moment in bytes; 0 if it is not known."""
-        if self.rows is None or self.rows.shape[1] <= MOMENT:
-            return 0
+        """The highest total of this moment in bytes."""
         totals = self.rows[self.rows[:, MOMENT] == MOMENTS.index(moment), TOTAL]
         return int(totals.max(initial=0))
 
@@ -104,15 +99,13 @@ class Facts:
 
     @property
     def samples_of_the_step(self) -> tuple[int, int]:
-        """The first and the last sample of the peak's step, as far as they are known."""
-        if self.rows is None or self.samples is None:
-            return 0, 0
+        """The first and the last sample of the peak's step."""
         of_step = self.samples[self.rows[:, STEP] == self.peak.step]
         return int(of_step[0]), int(of_step[-1])
 
     def is_a_row_of_weights(self, holder: Holder) -> bool:
         """Whether it has the shape of a parameter for each row, as ``torch.func.vmap`` makes it."""
-        if self.structure is None or len(holder.shape) < 3:
+        if len(holder.shape) < 3:
             return False
         # vmap makes the gradients of (64,) as (rows, 1, 64)
         shape = tuple(size for size in holder.shape[1:] if size > 1)
@@ -126,33 +119,50 @@ class Facts:
         end in that part. So a parameter also counts if an optimizer has it, and it had a gradient
         in the second half of the run.
         """
-        if self.structure is None:
-            return frozenset()
         names = set(self.structure.trained)
-        middle = 0
-        if self.samples is not None:
-            middle = (self.first_sample + int(self.samples[-1])) // 2
+        middle = (self.first_sample + self.last_sample) // 2
         for holder in (*self.at_peak, *self.others):
             is_gradient = holder.category == "gradients" and holder.module in self.structure.shapes
-            if is_gradient and holder.samples[1] > middle:
+            if is_gradient and holder.end_sample > middle:
                 names.add(holder.module)
         if self.optimized is not None:
             names &= self.structure.trained | self.optimized
         return frozenset(names)
 
+    @cached_property
+    def twins(self) -> dict[str, str]:
+        """The names of parameters that nothing trains, in a part of the model that has the same
+        names and shapes as the part beside it that has most of what is trained: a reference, a
+        target network. To each name, the part. Layers of a list are no such parts.
+        """
+        in_training = self.trained & (self.optimized or self.trained)
+        parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+        trained = Counter[str]()  # how many parameters of each part
+        for name, shape in self.structure.shapes.items():
+            part, _, rest = name.rpartition(".")
+            while part:
+                parts[part][rest] = shape
+                trained[part] += name in in_training
+                part, _, last = part.rpartition(".")
+                rest = f"{last}.{rest}"
+        twins = dict[str, str]()
+        for other, count in trained.items():
+            if 2 * count <= len(in_training):
+                continue
+            for part, weights in parts.items():
+                is_beside = part.rpartition(".")[0] == other.rpartition(".")[0]
+                is_alike = is_beside and weights.items() <= parts[other].items()
+                if is_alike and not trained[part] and not self.structure.in_layers(part):
+                    twins.update((f"{part}.{rest}", part) for rest in weights)
+        return twins
+
     def gradients_to_come(self) -> int:
         """The bytes of gradients of the trained parameters that are not there at the peak."""
-        if self.structure is None:
-            return 0
-        nbytes = 0
-        for name in self.trained:
-            nbytes += prod(self.structure.shapes[name]) * self.structure.dtypes[name].itemsize
+        nbytes = sum(map(self.structure.nbytes, self.trained))
         return max(nbytes - self.peak.by_category["gradients"], 0)
 
     def has_backward_in_step(self, step: int) -> bool:
-        """Whether a backward has allocated anything in this step, as far as it is known."""
-        if self.rows is None or self.rows.shape[1] <= STEP:
-            return True
+        """Whether a backward has allocated anything in this step."""
         moments = self.rows[self.rows[:, STEP] == step, MOMENT]
         return MOMENTS.index(IN_BACKWARD) in moments
 
@@ -188,22 +198,30 @@ class Facts:
 
     @cached_property
     def _first_samples(self) -> list[int]:
-        return [done.samples[0] for done in self.forwards]
+        return [done.first_sample for done in self.forwards]
 
-    def last_begun(self, sample: int) -> ForwardPass | None:
-        """The last forward that had begun at a sample, if the list still has it."""
-        begun = bisect_right(self._first_samples, sample)
+    def maker_of(self, holder: Holder) -> ForwardPass | None:
+        """The last forward that had begun when it was made, if the list still has it."""
+        begun = bisect_right(self._first_samples, holder.first_sample)
         return self.forwards[begun - 1] if begun else None
 
     @cached_property
+    def of_the_step(self) -> list[ForwardPass]:
+        """The forwards of models in the peak's step."""
+        return [done for done in self.of_models if done.step == self.peak.step]
+
+    @cached_property
     def evaluations(self) -> list[ForwardPass]:
-        """The forwards without gradients that ran since the last ``reset_peak()``."""
+        """The forwards without gradients in the peak's step, since the last ``reset_peak()``."""
         found = []
         for done in self.forwards:
-            ended_before = done.live_after > 0 and done.samples[1] <= self.first_sample
-            if not done.with_grad and not ended_before:
+            ended_before = done.live_after > 0 and done.end_sample <= self.first_sample
+            if done.step == self.peak.step and not done.with_grad and not ended_before:
                 found.append(done)
         return found
+
+    def is_there_at_the_end(self, holder: Holder) -> bool:
+        return holder.end_sample > self.last_sample
 
     @cached_property
     def finished_turns(self) -> set[int]:
@@ -229,7 +247,7 @@ class Facts:
         return {turn for turn in turns if turn < self.peak.turn}
 
     def in_layers(self, holder: Holder) -> bool:
-        return self.structure is not None and self.structure.in_layers(holder.module)
+        return self.structure.in_layers(holder.module)
 
     def of_another_model(self, holder: Holder) -> bool:
         """Whether it is a parameter of a module that is not in the tracked model."""
@@ -246,7 +264,7 @@ class Facts:
         not known, as in a step that has not ended.
         """
         in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
-        if self.structure is None or in_a_step:
+        if in_a_step or not self.structure.shapes:
             return inf
         states, names = 0, set[str]()
         for holder in self.at_peak:
@@ -267,7 +285,7 @@ class Facts:
 
         Logits, their copies in another dtype, and their gradients are such tensors.
         """
-        if self.structure is None or len(holder.shape) < 2:
+        if len(holder.shape) < 2:
             return False
         if holder.shape[-1] == holder.shape[-2]:
             return False  # scores of all pairs, of as many tokens as a table has positions

@@ -46,17 +46,20 @@ class Holders(list[Holder]):
         return columns
 
 
-def _cells(holder: Holder) -> tuple[str, ...]:
-    dtype = "" if holder.dtype is None else str(holder.dtype).removeprefix("torch.")
+def in_words(holder: Holder) -> dict[str, str]:
+    """What a reader asks of a storage; empty where it is not known."""
     shape = " × ".join(map(str, holder.shape))
-    return (
-        f"{holder.nbytes:,}",
-        holder.category,
-        f"{dtype} {shape}".strip(),
-        holder.module,
-        str(holder.line or ""),
-        str(holder.held or ""),
-    )
+    dtype = str(holder.dtype or "").removeprefix("torch.")
+    return {
+        "tensor": f"{dtype} {shape}".strip(),
+        "module": holder.module,
+        "line": str(holder.line or ""),
+        "held": str(holder.held or ""),
+    }
+
+
+def _cells(holder: Holder) -> tuple[str, ...]:
+    return f"{holder.nbytes:,}", holder.category, *in_words(holder).values()
 
 
 def _padded(cells: list[str], most: int) -> list[str]:

@@ -25,11 +25,11 @@ def made_by(
     wanted = {id(done) for done in passes}
     found = []
     for holder in free:
-        last = facts.last_begun(holder.samples[0])
+        last = facts.maker_of(holder)
         of_a_graph = holder.category == "activations" and not holder.is_result
         if not of_a_graph or last is None or id(last) not in wanted:
             continue
-        made_inside = holder.samples[0] < last.samples[1]
+        made_inside = holder.first_sample < last.end_sample
         if made_inside or and_after:
             found.append(holder)
     return found
@@ -41,7 +41,7 @@ def largest_forward(holders: Iterable[Holder], facts: Facts) -> int:
     """
     nbytes = Counter[int]()
     for holder in holders:
-        nbytes[id(facts.last_begun(holder.samples[0]))] += holder.nbytes
+        nbytes[id(facts.maker_of(holder))] += holder.nbytes
     return max(nbytes.values(), default=0)
 
 
@@ -54,7 +54,7 @@ def lines_of_results(holders: Sequence[Holder], facts: Facts) -> tuple[SourceLin
     # call as a later result from the same place in the model.
     callers = dict[tuple, SourceLine]()
     for holder in holders:
-        last = facts.last_begun(holder.samples[0])
+        last = facts.maker_of(holder)
         if holder.is_result and last is not None and last.line is not None:
             callers[_place(holder)] = last.line
     nbytes = Counter[SourceLine]()

@@ -10,26 +10,26 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from ..compat.autograd import graph_task, next_sequence_nr
-from ..compat.compiled import is_compiled
+from ..compat.compiled import is_compiled, watch_compiled_calls
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
 from ..compat.tensors import plain_tensors, storage_key
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
-from .patches import patched_torch
 from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
-from .structure import Structure
+from .structure import NO_MODEL, Structure
 from .timeline import ForwardPass
 from .walks import Walks
 from .watch import Watch
@@ -65,6 +65,9 @@ class Meter(ParameterMeter):
         # and the number of these calls.
         self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
         self._next_number = itertools.count()
+        # of the model, as they were when these were last asked for
+        self._structure = NO_MODEL
+        self._optimized: frozenset[str] | None = None
         self.walks = Walks(recording, self.seconds_for_walks)
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
@@ -84,13 +87,15 @@ class Meter(ParameterMeter):
             self.sample(self.recording.total, "what exists before the first step")
             undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(self.before_step).remove)
             undo.callback(optimizer_hooks.register_optimizer_step_post_hook(self.after_step).remove)
+            # Global hooks of modules take twice as long, and a hook on the model would be copied
+            # and pickled with it.
+            call = self._wrap_module_call(nn.Module.__call__)
+            undo.enter_context(patch.object(nn.Module, "__call__", call))
+            # The resize of a storage is not dispatched, and FSDP frees memory with it.
+            resize = self._wrap_storage_resize(UntypedStorage.resize_)
+            undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
             undo.enter_context(
-                patched_torch(
-                    self._wrap_module_call,
-                    self._wrap_storage_resize,
-                    self.on_compiled_call,
-                    run_eagerly=self.runs_compiled_eagerly,
-                )
+                watch_compiled_calls(self.on_compiled_call, run_eagerly=self.runs_compiled_eagerly)
             )
             self.watch = undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
@@ -252,9 +257,11 @@ class Meter(ParameterMeter):
 
     # What a diagnosis asks
 
-    def structure(self) -> Structure | None:
+    def structure(self) -> Structure:
         """What a diagnosis has to know of the model."""
-        return Structure.of(self.model)
+        if self.model is not None:
+            self._structure = Structure.of(self.model)
+        return self._structure
 
     def untrained(self) -> frozenset[str]:
         """The names of the parameters of other models than the tracked one, where they are known.
@@ -268,17 +275,20 @@ class Meter(ParameterMeter):
 
         ``None`` if there are none: no optimizer is known, or it has copies of its own.
         """
-        taken = self._ids_in_optimizers()
-        named = self.model.named_parameters() if self.model is not None else ()
-        return frozenset(name for name, p in named if id(p) in taken) or None
+        if self.model is not None:
+            taken = self._ids_in_optimizers()
+            names = (name for name, p in self.model.named_parameters() if id(p) in taken)
+            self._optimized = frozenset(names) or None
+        return self._optimized
 
     def mark_passes(self) -> None:
         """Note of each forward whether an optimizer has its module's weights, and has stepped; and
         whether they are weights of the tracked model.
         """
         taken, stepped = self._ids_in_optimizers(), ids_of_parameters(self.stepped)
-        named = self.model.named_parameters() if self.model is not None else ()
-        tracked = {id(parameter) for _, parameter in named}
+        tracked = set[int]()
+        if self.model is not None:
+            tracked = {id(parameter) for _, parameter in self.model.named_parameters()}
         found: dict[int, tuple[bool, bool, bool]] = {}
         for done in self.position.passes:
             module = done.called() if done.called is not None else None
@@ -313,7 +323,10 @@ class Meter(ParameterMeter):
         return {id(module): name for name, module in self.model.named_modules()}
 
     def close(self) -> None:
-        """Drop the model. The recorded entries keep the names of its modules."""
+        """Drop the model. What a diagnosis asks of it stays known, as the names of its modules."""
+        self.structure()
+        self.optimized()
+        self.mark_passes()
         modules, recording = self.module_names(), self.recording
         entries = [*recording.past, *recording.entries()]
         for peak in (recording.run_peak, recording.window_peak):

@@ -54,9 +54,10 @@ NOT_INTO = (
     *("importlib", "torch._ops", "torch._library"),
 )
 BOXES = ("list", "dict", "cache", "window")
-ATTRIBUTE = "attribute of a module"
+ATTRIBUTE, MODULE_ATTRIBUTE = "attribute", "attribute of a module"
+EXCEPTION = "exception"
 # These say more of why a tensor is there than the list or dict that it is in.
-TELLING = ("exception", "cache", "optimizer", "gradient")
+TELLING = (EXCEPTION, "cache", "optimizer", "gradient")
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
 
 
@@ -78,6 +79,10 @@ class Held(NamedTuple):
     graph: bool = False
     in_script: bool = True
     hook: types.CodeType | None = None
+
+    @property
+    def is_attribute(self) -> bool:
+        return self.kind in (ATTRIBUTE, MODULE_ATTRIBUTE)
 
     def __str__(self) -> str:
         if self.kind == "cycle":
@@ -120,7 +125,8 @@ def who_holds(
         frames = _frames(frame, error)
         walk.running = {id(each) for each in frames}
         own, of_libraries = _names_of_frames(frames)
-        walk.search([*_names_of_modules(own=True), *own])
+        handled = Edge("the error that is handled", sys.exc_info()[1], EXCEPTION)
+        walk.search([*_names_of_modules(own=True), *own, handled])
         walk.in_script = False
         walk.search(of_libraries)
         if not everywhere and walk.is_complete and not walk.has_enough():
@@ -205,6 +211,7 @@ class _Walk:
         self.came_from: dict[int, tuple[Edge, int | None]] = {}
         self.waiting = deque[Any]()
         self.private = deque[tuple[Edge, int | None]]()
+        self.of_errors = deque[tuple[Edge, int | None]]()
         self.with_graph: list[torch.Tensor] = []
         self.in_script = True
         self.is_complete = True
@@ -220,8 +227,8 @@ class _Walk:
 
     def look_around(self, names: Collection[Edge]) -> None:
         """Breadth first, so that each object is found by its shortest path."""
-        self.waiting.clear()
-        self.private.clear()
+        for queue in (self.waiting, self.private, self.of_errors):
+            queue.clear()
         parts = set[int]()
         for name in names:
             if issubclass(type(name.value), nn.Module):
@@ -231,9 +238,9 @@ class _Walk:
             if id(name.value) not in parts:
                 self._reach_in_turn(name, None)
         seen = 0
-        while (self.waiting or self.private) and not self.has_enough():
+        while (self.waiting or self.private or self.of_errors) and not self.has_enough():
             if not self.waiting:
-                self._reach(*self.private.popleft())
+                self._reach(*(self.private or self.of_errors).popleft())
                 continue
             self._look_at(self.waiting.popleft())
             seen += 1
@@ -254,12 +261,14 @@ class _Walk:
             self.is_complete = False
 
     def _reach_in_turn(self, edge: Edge, parent: int | None) -> None:
-        """What private names and errors lead to comes after all that public names lead to: an
-        error's functions had variables for what has better names.
+        """What private names lead to comes after all that public names lead to, and what errors
+        lead to comes last: an error's functions had variables for what has better names.
         """
         if type(edge.value) in ATOMS or id(edge.value) in self.came_from:
             return
-        if edge.kind == "exception" or edge.words.startswith(("_", "._")):
+        if edge.kind == EXCEPTION:
+            self.of_errors.append((edge, parent))
+        elif edge.words.startswith(("_", "._")):
             self.private.append((edge, parent))
         else:
             self._reach(edge, parent)
@@ -312,7 +321,7 @@ class _Walk:
         while parent is not None:
             words.append(edge.words)
             kinds.append(edge.kind)
-            of_a_module = edge.kind == ATTRIBUTE
+            of_a_module = edge.kind == MODULE_ATTRIBUTE
             edge, before = self.came_from[parent]
             if of_a_module and hook is None:
                 hook = _hook_on(edge.value)
@@ -335,8 +344,8 @@ def _box_of(words: list[str], kinds: list[str]) -> int:
     boxes = [i for i, kind in enumerate(kinds) if kind in BOXES]
     numbered = [i for i in boxes if _plain(words[i]) == "[…]"]
     box = max(numbered, default=min(boxes, default=0))
-    if box and ATTRIBUTE in kinds[box:]:
-        return kinds.index(ATTRIBUTE, box) + 1
+    if box and MODULE_ATTRIBUTE in kinds[box:]:
+        return kinds.index(MODULE_ATTRIBUTE, box) + 1
     return box
 
 
@@ -345,7 +354,7 @@ def _kind_of(kinds: list[str], box: int) -> str:
         if kind in kinds:
             return kind
     owner = kinds[box - 1] if box else kinds[-1]
-    if owner == ATTRIBUTE or not box:
+    if owner == MODULE_ATTRIBUTE or not box:
         return owner or "name"
     return kinds[box]
 
@@ -534,6 +543,9 @@ def _of_a_function(thing: types.FunctionType) -> Iterator[Edge]:
     yield from _own_attributes(thing)
 
 
+OF_A_PARTIAL = " → arguments of the partial"
+
+
 def _fields(kind: str = "", **words: str) -> Callable[[Any], Iterator[Edge]]:
     """A function that gives these attributes, each in its words, and those of the object's own."""
 
@@ -545,28 +557,16 @@ def _fields(kind: str = "", **words: str) -> Callable[[Any], Iterator[Edge]]:
     return edges
 
 
-def _of_a_partial(thing: functools.partial) -> Iterator[Edge]:
-    yield Edge(" → its function", thing.func)
-    for value in (*thing.args, *thing.keywords.values()):
-        yield Edge(" → an argument of the partial", value, "closure")
-
-
 def _of_a_cache(thing: Any) -> Iterator[Edge]:
     for value in gc.get_referents(thing):
         if value is not thing.__wrapped__ and value is not _attributes(thing):
             yield Edge(" → its cache", value, "cache")
 
 
-def _of_a_frame(thing: types.FrameType, kind: str = "") -> Iterator[Edge]:
+def _of_a_frame(thing: types.FrameType) -> Iterator[Edge]:
     if not _home_of(thing).startswith(NOT_INTO):
         for name, value in _variables(thing):
-            yield Edge(f" → {name} in {thing.f_code.co_name}()", value, kind)
-
-
-def _of_a_generator(thing: Any) -> Iterator[Edge]:
-    frame = getattr(thing, "gi_frame", None) or getattr(thing, "cr_frame", None)
-    if frame is not None:
-        yield from _of_a_frame(frame, "generator")
+            yield Edge(f" → {name} in {thing.f_code.co_name}()", value)
 
 
 def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
@@ -575,7 +575,7 @@ def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
             for key, part in (value or {}).items():
                 yield Edge(f".{key}", part)
         elif value is not None:
-            yield Edge(f".{name}", value, ATTRIBUTE)
+            yield Edge(f".{name}", value, MODULE_ATTRIBUTE)
 
 
 def _of_a_tensor(thing: torch.Tensor) -> Iterator[Edge]:
@@ -619,7 +619,7 @@ def _of_objects(kind: Any) -> Callable[[Any], Iterator[Edge]]:
         yield from _own_attributes(thing)
         for name, slot in slots:
             with suppress(AttributeError):  # an empty one
-                yield Edge(f".{name}", slot.__get__(thing), "attribute")
+                yield Edge(f".{name}", slot.__get__(thing), ATTRIBUTE)
         if not _attributes(thing):  # an iterator, or an object of an extension
             for value in gc.get_referents(thing):
                 if not issubclass(type(value), type):
@@ -630,7 +630,7 @@ def _of_objects(kind: Any) -> Callable[[Any], Iterator[Edge]]:
 
 def _own_attributes(thing: Any) -> Iterator[Edge]:
     for name, value in list(_attributes(thing).items()):
-        yield Edge(f".{name}", value, "attribute")
+        yield Edge(f".{name}", value, ATTRIBUTE)
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
@@ -650,21 +650,22 @@ EDGES: tuple[tuple[Any, Callable[[Any], Iterator[Edge]]], ...] = (
     (Optimizer, _of_an_optimizer),
     (types.FunctionType, _of_a_function),
     (types.MethodType, _fields(__func__="", __self__=".__self__")),
-    (functools.partial, _of_a_partial),
+    (functools.partial, _fields(func=" → its function", args=OF_A_PARTIAL, keywords=OF_A_PARTIAL)),
     (type(functools.lru_cache(len)), _of_a_cache),
     (
         BaseException,
         _fields(
-            "exception",
+            EXCEPTION,
             __traceback__=".__traceback__",
             __context__=".__context__",
             __cause__=".__cause__",
             args=".args",
         ),
     ),
-    (types.TracebackType, _fields(tb_frame="", tb_next="")),
+    (types.TracebackType, _fields(EXCEPTION, tb_frame="", tb_next="")),
     (types.FrameType, _of_a_frame),
-    ((types.GeneratorType, types.CoroutineType), _of_a_generator),
+    (types.GeneratorType, _fields(gi_frame="")),
+    (types.CoroutineType, _fields(cr_frame="")),
     (np.ndarray, _of_an_array),
     (type, _of_a_class),
 )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import UntypedStorage
 
-from ..compat import operators
 from ..compat.tensors import storage_key
 from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
 from .paths import Held
@@ -25,7 +24,6 @@ NEW, COLUMNS = 5, 5 + len(CATEGORIES)
 BY = slice(NEW, COLUMNS)
 MAX_PENDING_LIFETIMES = 8192
 MAX_BATCHES = 1024
-MAX_JOINED = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
 EXISTED = -1  # the step of a storage that was there before its first use
 NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
@@ -113,8 +111,6 @@ class Recording:
         self._type, self._index = device.type, device.index
         self.live: dict[int, Entry] = {}
         self.freed: deque[Entry] = deque()
-        # The joined tensors that are freed: a longer one may have replaced each of them.
-        self.joined: deque[Entry] = deque(maxlen=MAX_JOINED)
         # The storages that were freed last: a remedy may act on those that look like the peak's.
         self.past: deque[Entry] = deque(maxlen=MAX_PAST)
         self._queue_freed = self.freed.append
@@ -208,8 +204,6 @@ class Recording:
             self._flush()
         entry.stop = self.count
         self.past.append(entry)
-        if entry.op is operators.join:
-            self.joined.append(entry)
         for peak in (self.run_peak, self.window_peak):
             if entry.sample <= peak.sample:
                 peak.freed_since.append(entry)

@@ -44,8 +44,6 @@ def peak_without(cause: Cause, facts: Facts) -> tuple[int, str]:
     """The peak in bytes, at most, when the remedy of ``cause`` is applied, and its moment."""
     goes = cause.nbytes - (cause.stays or 0)
     left, moment = facts.peak.total - goes, facts.peak.moment
-    if facts.samples is None:
-        return left, moment  # nothing is known of the other moments
     remaining = facts.rows[:, TOTAL] - _taken_away(cause, facts)
     highest = int(remaining.argmax())
     if remaining[highest] > left:
@@ -89,13 +87,13 @@ def _place_of(holder: Holder, facts: Facts) -> tuple:
     which forward (as its result or not) or after it. A function that is called by the training and
     by an evaluation has made storages in two places.
     """
-    done = facts.last_begun(holder.samples[0])
+    done = facts.maker_of(holder)
     call: object = None
     if done is None and facts.forwards:
         # Before the first forward that is known: it may be of any forward of a long run.
         call = id(holder)
     elif done is not None:
-        inside = holder.samples[0] < done.samples[1]
+        inside = holder.first_sample < done.end_sample
         kind = (done.with_grad, done.has_graph, done.used, done.differentiable, done.chained)
         call = (inside, done.call, *kind)
     made = (holder.line, holder.op, holder.module, holder.shape, holder.dtype, holder.made_in)
@@ -114,7 +112,7 @@ def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str) -> np.
     sample_after = np.concatenate((samples[1:], samples[-1:] + 1))
     needed_until = _NeededUntil(needed_in, facts)
     # alive in samples first, ..., stop - 1
-    lifetimes = [(max(h.samples[0], needed_until(h)), h.samples[1], h.nbytes) for h in holders]
+    lifetimes = [(max(h.first_sample, needed_until(h)), h.end_sample, h.nbytes) for h in holders]
     first, stop, nbytes = np.array(lifetimes, dtype=np.int64).reshape(-1, 3).T
     begins = np.searchsorted(sample_before, first - 1)
     ends = np.searchsorted(sample_after, stop, side="right")
@@ -138,7 +136,7 @@ class _NeededUntil:
         if needed_in == "turn":
             begins = dict[int, int]()
             for done in facts.forwards:
-                begins.setdefault(done.turn, done.samples[0])
+                begins.setdefault(done.turn, done.first_sample)
             self.times, self.samples = list(begins), list(begins.values())
         self.steps_in_place = defaultdict[tuple, list[int]](list)
         if needed_in == "round":

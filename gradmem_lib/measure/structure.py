@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -48,10 +49,8 @@ class Structure:
     checkpoints: Checkpoints
 
     @classmethod
-    def of(cls, model: nn.Module | None) -> Self | None:
+    def of(cls, model: nn.Module) -> Self:
         """What is known of ``model``."""
-        if model is None:
-            return None
         layers = set[str]()
         for name, module in model.named_modules():
             if isinstance(module, (nn.Sequential, nn.ModuleList)):
@@ -74,9 +73,16 @@ class Structure:
             _checkpoints(model),
         )
 
+    def nbytes(self, name: str) -> int:
+        """The bytes of the parameter of this name."""
+        return prod(self.shapes[name]) * self.dtypes[name].itemsize
+
     def in_layers(self, module: str) -> bool:
         """Whether the module (or parameter) of this name is in a list of layers."""
         return within(module, self.layers)
+
+
+NO_MODEL = Structure(frozenset(), {}, {}, frozenset(), frozenset(), Checkpoints())
 
 
 def within(name: str, outer: Any) -> bool:

@@ -85,6 +85,15 @@ class Holder(NamedTuple):
         return self.held or NOBODY
 
     @property
+    def first_sample(self) -> int:
+        return self.samples[0]
+
+    @property
+    def end_sample(self) -> int:
+        """The first sample without it."""
+        return self.samples[1]
+
+    @property
     def is_of_training(self) -> bool:
         """Whether it is a weight, a gradient or an optimizer's state."""
         return self.category in ("parameters", "gradients", "optimizer")
@@ -161,11 +170,6 @@ class ForwardPass:
         A Function of one's own counts its nodes under ``no_grad()`` too.
         """
         return self.with_grad and self.last > self.first
-
-    @property
-    def samples(self) -> tuple[int, int]:
-        """As in ``Holder``, of the call."""
-        return self.first_sample, self.end_sample
 
     @property
     def call(self) -> tuple:

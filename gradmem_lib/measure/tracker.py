@@ -61,9 +61,8 @@ from ..names import (
 )
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
-from .cause import MUCH
+from .cause import MUCH, SEVERAL
 from .causes_of_growth import growing_holders
-from .causes_of_holders import SEVERAL
 from .facts import Facts
 from .holders import Holders
 from .meter import Meter, name_of
@@ -72,7 +71,6 @@ from .recording import Entry, Peak, Recording
 from .snapshot import write_snapshot
 from .source_lines import source_line
 from .storages import tensors_to_watch
-from .structure import Structure
 from .timeline import Block, ForwardPass, Holder, MemorySnapshot, Timeline
 from .walks import likely_holders
 
@@ -142,9 +140,6 @@ class MemoryTracker:
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
-        # what is known of the model, set when the block ends and the model is dropped
-        self._structure: Structure | None = None
-        self._optimized: frozenset[str] | None = None
         # Whether an error ended the block: what would have come after it is not known then.
         self._interrupted = False
 
@@ -191,36 +186,26 @@ class MemoryTracker:
 
     def _growing(self) -> Sequence[Holder]:
         """The storages that grow from step to step."""
-        if not self._may_grow():
-            return []  # found without the facts, which a live plot should not wait for
-        return growing_holders(self._facts(self._recording.run_peak))
+        peak = self._recording.run_peak
+        in_a_step = peak.moment not in (BETWEEN_STEPS, EVALUATION)
+        if in_a_step and max(peak.step, peak.turn) < SEVERAL:
+            return ()  # found without the facts, which a live plot should not wait for
+        return growing_holders(self._facts(peak))
 
     def _blocks(self, growing: Sequence[Holder]) -> list[Block]:
         """The largest storages as blocks, in the order in which they were made."""
         recording = self._recording
         rows = recording.sample_numbers()
         entries = recording.largest(MOST_BLOCKS)
-        known = {id(entry): entry for entry in (*recording.past, *recording.entries())}
+        known = [*recording.past, *recording.live.values()]
         grown = {(holder.samples, holder.nbytes, holder.line) for holder in growing}
         blocks = []
-        for holder in self._holders(entries, likely_holders(known.values())):
+        for holder in self._holders(entries, likely_holders(known)):
             start, stop = np.searchsorted(rows, holder.samples).tolist()
             if start < stop:
                 grows = (holder.samples, holder.nbytes, holder.line) in grown
                 blocks.append(Block(holder, start, stop, grows))
         return sorted(blocks, key=lambda block: (block.start, -block.stop))
-
-    def _may_grow(self) -> bool:
-        """Whether storages of several earlier steps or turns were alive at the peak, or the peak
-        is outside of a training step, where an evaluation may collect its results.
-        """
-        peak = self._recording.run_peak
-        if peak.moment in (BETWEEN_STEPS, EVALUATION):
-            return True
-        entries = self._recording.entries(peak)
-        steps = {entry.step for entry in entries if 0 <= entry.step < peak.step}
-        turns = {entry.turn for entry in entries if entry.turn < peak.turn}
-        return max(len(steps), len(turns)) >= SEVERAL
 
     def largest_at_peak(self, n: int = 5) -> Holders:
         """The ``n`` largest storages that were alive at the peak, largest first: a list of
@@ -268,7 +253,10 @@ class MemoryTracker:
             live = recording.live
             still = sum(entry.nbytes for entry in at_peak if live.get(entry.key) is entry)
             if still > MUCH * recording.run_peak.total:
-                self._meter.walks.walk(sys._getframe(1))
+                ended_by = None
+                if self._interrupted:  # the functions that the error has ended are told as running
+                    ended_by = sys.exc_info()[1]
+                self._meter.walks.walk(sys._getframe(1), ended_by)
             return self._facts(recording.run_peak)
 
     @property
@@ -391,9 +379,6 @@ class MemoryTracker:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
-                self._structure = self._meter.structure()
-                self._optimized = self._meter.optimized()
-                self._meter.mark_passes()
                 # whoever keeps the tracker for its figures must not keep the model alive
                 self._meter.close()
             if self._plot is not None:
@@ -439,7 +424,6 @@ class MemoryTracker:
     def _facts(self, peak: Peak | None = None) -> Facts:
         """What ``diagnose`` has to know of ``peak``, or of now."""
         recording, meter = self._recording, self._meter
-        is_done = self._state == "done"
         entries = recording.entries(peak)
         known = [*recording.past, *recording.live.values()]
         likely = likely_holders({id(entry): entry for entry in (*known, *entries)}.values())
@@ -453,7 +437,6 @@ class MemoryTracker:
             rows=recording.rows()[since_reset],
             samples=samples[since_reset],
             first_sample=recording.restarted_at,
-            joined=self._holders(recording.joined),
             batch_rows=max((rows for _, rows in recording.batches), default=0),
             holders=self._holders(entries, likely),
             find_others=lambda: self._holders(others, likely),  # a live plot does without them
@@ -461,9 +444,9 @@ class MemoryTracker:
             steps=self.steps,
             turns=recording.turn + 1,
             moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
-            ended=is_done and not self._interrupted,
-            optimized=self._optimized if is_done else meter.optimized(),
-            structure=self._structure if is_done else meter.structure(),
+            ended=self._state == "done" and not self._interrupted,
+            optimized=meter.optimized(),
+            structure=meter.structure(),
             recomputed=meter.recomputed,
             untrained=meter.untrained(),
             in_ddp=meter.has_ddp,

@@ -1,8 +1,11 @@
 """A dispatch mode that passes on every operation, as the tracker of lesson 01 does."""
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from ..compat import operators
 from ..compat.collectives import collectives, run_collective_synchronously
@@ -30,7 +33,13 @@ class Watch(WithoutDynamoGuard, TorchDispatchMode):
             return NotImplemented
         run = operator_of(func).run
         out = run(*args, **kwargs) if kwargs else run(*args)
-        self._observe(func, args, kwargs, out)
+        try:
+            self._observe(func, args, kwargs, out)
+        except torch.OutOfMemoryError as refused:
+            # A card would not have made the result. Whoever keeps the error must not keep it.
+            traceback.clear_frames(refused.__traceback__)
+            del out, args, kwargs
+            raise
         return out
 
 

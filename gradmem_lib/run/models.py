@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..measure.recording import Recording
-from ..measure.structure import Structure
+from ..measure.structure import NO_MODEL, Structure
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Knowledge:
     """
 
     since: int
-    structure: Structure | None = None
+    structure: Structure = NO_MODEL
     untrained: frozenset[str] = frozenset()
 
 

@@ -140,7 +140,7 @@ class ScriptMeter(Meter):
 
     # What it finds
 
-    def structure(self) -> Structure | None:
+    def structure(self) -> Structure:
         return self.models.knowledge_at_peak().structure
 
     def untrained(self) -> frozenset[str]:

@@ -21,7 +21,7 @@ what would give a wrong gradient.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -102,34 +102,27 @@ def accumulate_gradients(
     incomplete: zero them.
     """
     check_reduction(reduction)
+    sums: AbstractContextManager = nullcontext()
     if float32_sums:
         check_float32_gradients(model, total_items, count_items)
-        with float32_gradients(model):
-            return accumulate_gradients(
-                micro_batches,
-                loss_and_count,
-                total_items=total_items,
-                count_items=count_items,
-                reduction=reduction,
-                model=model,
-                scaler=scaler,
-            )
+        sums = float32_gradients(model)
     processes = processes_of(model)
-    totals = _totals(micro_batches, total_items, count_items, processes)
-    window = _Window(processes, totals, reduction == "mean", model, scaler)
-    for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
-        window.before(number)
-        with processes.forward_and_backward(sync_gradients):
-            returned = window.forward(loss_and_count, micro)
-            loss = window.divided_loss(returned, sync_gradients)
-            if loss is not None:
-                loss.backward()
-        del loss
-        window.add_losses(returned)
-        # Release the inputs and the graph before the next forward.
-        del micro, returned
-    processes.check_gradients()
-    return window.end()
+    with sums:
+        totals = _totals(micro_batches, total_items, count_items, processes)
+        window = _Window(processes, totals, reduction == "mean", model, scaler)
+        for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
+            window.before(number)
+            with processes.forward_and_backward(sync_gradients):
+                returned = window.forward(loss_and_count, micro)
+                loss = window.divided_loss(returned, sync_gradients)
+                if loss is not None:
+                    loss.backward()
+            del loss
+            window.add_losses(returned)
+            # Release the inputs and the graph before the next forward.
+            del micro, returned
+        processes.check_gradients()
+        return window.end()
 
 
 class _Window:

@@ -7,7 +7,7 @@ Who asks, and about which rows:
 - ``pieces``: the sums and counts of a batch, and of all its rows but the last and of the last one;
 - ``training.probe``: the means of a few unlike rows together, and of each alone;
 - ``training.own_trainers``: a step of a ``Trainer`` in one micro-batch, and in pieces;
-- ``training.changed_loss``: the same rows before a window and after it;
+- ``training.window``: the same rows before a window and after it;
 - ``training.finite``: each row alone, and beside a row whose loss is finite.
 """
 
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,17 +32,25 @@ CHANGED_NUMBERS = 2**18  # of each weight: their copies are smaller than the gra
 ROUNDING = 1e-5  # float32 losses of the same rows, computed together and alone, differ by less
 SHORT_DTYPES = {torch.bfloat16, torch.float16}
 
-DRAWS_RANDOM_NUMBERS = (
+# What to do where a loss differs from call to call, and what was found.
+RANDOM = (
     "draw random numbers in the data's collator, or only in training "
-    "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is: the same "
-    "rows have another loss each time, also in eval mode"
+    "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is"
 )
+SAME_ROWS = "is another one each time for the same rows, also in eval mode"
 
 
 class Observation(NamedTuple):
     """What ``ask`` returned for a batch; nan if it raised an error."""
 
     value: Any
+    error: Exception | None
+
+
+class Observations(NamedTuple):
+    """What ``ask`` returned for each batch of a list, and the first error."""
+
+    values: list[Any]
     error: Exception | None
 
 
@@ -80,20 +88,34 @@ class Question:
         except Exception as error:  # the loss's own code may raise anything
             return Observation(math.nan, error)
 
-    def observe_with_other_weights(
-        self, *batches: Any, is_finite: Callable[[Any], bool] = math.isfinite
-    ) -> tuple[list[Observation], bool]:
-        """The same with a few other numbers in the weights (``other_weights``), and whether the
-        weights had them.
+    def observe_lists(self, *lists: list[Any]) -> list[Observations]:
+        """The same for lists of batches."""
+        observed = self.observe(*chain(*lists))
+        found = []
+        for batches in lists:
+            values: list[Any] = []
+            error = None
+            for one in observed[: len(batches)]:
+                values.append(one.value)
+                error = error or one.error
+            found.append(Observations(values, error))
+            observed = observed[len(batches) :]
+        return found
 
-        If some process then has an error, or a first loss that is not finite, the model cannot have
-        such weights, and all of them ask it with its own.
+    def observe_with_other_weights(
+        self, *lists: list[Any], shows: Callable[[list[Any]], bool]
+    ) -> tuple[list[Observations], bool]:
+        """What is found for lists of batches, with a few other numbers in the weights
+        (``other_weights``), and whether the weights had them.
+
+        If the first list of some process then raises an error, or its values show nothing, the
+        model cannot have such weights, and all processes ask it with its own.
         """
         with other_weights(self.model, self.processes):
-            found = self.observe(*batches)
-        failed = any(error for _, error in found) or not is_finite(found[0].value)
-        if self.processes.sums(failed)[0]:
-            return self.observe(*batches), False
+            found = self.observe_lists(*lists)
+        nothing = found[0].error is not None or not shows(found[0].values)
+        if self.processes.sums(nothing)[0]:
+            return self.observe_lists(*lists), False
         return found, True
 
     def changes(self, *batches: Any, differ: Callable[[Any, Any], bool] | None = None) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
 from ..compat.compiled import is_compiled
-from ..compat.modules import call_override
+from ..compat.modules import call_override, override_call
 from ..hf_names import LAYER_SWITCH
 
 ALREADY_CHECKPOINTED = (
@@ -19,11 +21,25 @@ ALREADY_CHECKPOINTED = (
 
 
 class CallOverride:
-    """A function that runs in place of a module's own call, and recomputes it in backward."""
+    """A function that runs in place of the call of ``module``, and recomputes it in backward."""
+
+    module: nn.Module
+    __call__: Callable[..., Any]
+
+    def install(self, undo: ExitStack) -> None:
+        undo.callback(override_call(self.module, self))
 
 
 class Checkpoints(ExitStack):
     """Overrides of modules' calls, undone by ``.remove()`` or at the end of a ``with`` block."""
+
+    def __init__(self, overrides: Iterable[Any]):
+        """``overrides``: what has ``install(undo)``. None of it stays after an error."""
+        super().__init__()
+        with ExitStack() as undo:
+            for override in overrides:
+                override.install(undo)
+            self.push(undo.pop_all())
 
     def remove(self) -> None:
         """Restore the modules' own forward. A second call does nothing."""

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.modules import call_override, original_call, override_call
+from ..compat.modules import call_override, original_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from .best_schedule import Measurement
@@ -47,7 +47,7 @@ from .layer_arguments import CACHE_WARNING, split_input, without_cache
 from .layers import Named, find_layers, layers_in
 from .schedules import Schedule, first_layers, segments_for, total_layers
 from .second_run import version_of
-from .segments import Chain, Handover
+from .segments import NOTHING, Chain, Handover
 
 
 def checkpoint_layers(
@@ -93,7 +93,8 @@ def checkpoint_layers(
     Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no
     list of layers is found, and ``RuntimeError`` if a layer, or a part of one, is checkpointed
     already (by this function or by transformers), if a layer is compiled, or if ``"best"`` is used
-    on weights that FSDP has sharded over processes.
+    on weights that FSDP has sharded over processes; and in the first backward if a layer's second
+    run has computed other numbers than its first, as with a generator that is not put back.
     """
     found = find_layers(layers_or_model, layers)
     refuse_checkpointed(layers_in(found))
@@ -136,12 +137,8 @@ class CheckpointedLayers(Checkpoints):
     """
 
     def __init__(self, lists: dict[str, _LayerCalls]):
-        super().__init__()
         self._lists = lists
-        with ExitStack() as undo:
-            for calls in lists.values():
-                calls.install(undo)
-            self.push(undo.pop_all())
+        super().__init__(lists.values())
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("layers", "segments", "keep_last", "internal", "boundary"):
@@ -160,7 +157,7 @@ class _LayerCalls:
     keep_last: bool | None
     internal: list[int] | None = None
     boundary: list[int] | None = None
-    handover: Handover | None = None  # what the last call returned, if its segment goes on
+    handover: Handover = NOTHING  # what the last call returned, if its segment goes on
     measurement: Measurement | None = None  # while "best" measures
     per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
     called: bool = False  # whether any layer of the list was called
@@ -178,7 +175,7 @@ class _LayerCalls:
             hook = _Hook(torch.compiler.disable(self.before_model))
             undo.callback(self.owner.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for i, layer in enumerate(self.layers):
-            undo.callback(override_call(layer, _SegmentCall(self, call, i)))
+            _SegmentCall(layer, self, call, i).install(undo)
             for part in layer.children():
                 hook = _Hook(self.after_part)
                 undo.callback(part.register_forward_hook(hook).remove)
@@ -186,12 +183,12 @@ class _LayerCalls:
     def apply_to_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
         """Apply the same schedule to a copy of the model; ``copies`` maps modules to copies."""
         chain = replace(self.chain, layers=[copies[layer] for layer in self.layers])
-        copied = replace(self, chain=chain, owner=copies.get(self.owner), handover=None)
+        copied = replace(self, chain=chain, owner=copies.get(self.owner), handover=NOTHING)
         CheckpointedLayers({"layers": copied})
 
     def call(self, i: int, args: tuple, kwargs: dict) -> Any:
         """Called in place of layer ``i``: run its segment, or return the output if it has run."""
-        before, self.handover = self.handover, None
+        before, self.handover = self.handover, NOTHING
         self.called = True
         if not self._training():
             return self._call_as_it_is(i, args, kwargs, before)
@@ -240,10 +237,9 @@ class _LayerCalls:
     def _training(self) -> bool:
         return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
 
-    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, before: Handover | None) -> Any:
+    def _call_as_it_is(self, i: int, args: tuple, kwargs: dict, before: Handover) -> Any:
         """Call layer ``i`` where nothing is checkpointed: without gradients, or in eval mode."""
-        continues = before is not None and before.next_layer == i
-        if continues and split_input(args, kwargs)[0] is self.chain.hidden(before.out):
+        if before.next_layer == i and split_input(args, kwargs)[0] is self.chain.hidden(before.out):
             raise RuntimeError(
                 "gradients or training mode were switched off in a segment that has run: "
                 f"begin a new one at layer {i}"
@@ -251,9 +247,9 @@ class _LayerCalls:
         return original_call(self.layers[i])(*args, **kwargs)
 
     def _refuse_unless_continued(
-        self, i: int, start: int, x: Any, rest: tuple, before: Handover | None
+        self, i: int, start: int, x: Any, rest: tuple, before: Handover
     ) -> None:
-        problem = self._problem(i, x, rest, before)
+        problem = before.problem(self.chain, i, x, rest)
         if problem:
             raise RuntimeError(
                 f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
@@ -261,22 +257,16 @@ class _LayerCalls:
                 f"new segment at layer {i}, or use every=1"
             )
 
-    def _refuse_skipped(self, i: int, x: Any, before: Handover | None) -> None:
+    def _refuse_skipped(self, i: int, x: Any, before: Handover) -> None:
         """Refuse a call that begins a segment with the output of one that has not been called to
         its end: that output is of layers that the model leaves out.
         """
-        if before is not None and x is self.chain.hidden(before.out):
+        if before is not NOTHING and x is self.chain.hidden(before.out):
             raise RuntimeError(
                 f"layer {i} was given the output of layer {before.next_layer - 1}, and layer "
                 f"{before.next_layer}, which is in the same segment, has run already: a segment "
                 "runs all of its layers, so where the model leaves some out, use every=1"
             )
-
-    def _problem(self, i: int, x: Any, rest: tuple, before: Handover | None) -> str | None:
-        """Why this call of layer ``i`` does not continue the call before it; None if it does."""
-        if before is None:
-            return "was called out of order"
-        return before.problem(self.chain, i, x, rest)
 
     # Hooks on the model and on parts of the layers.
 
@@ -323,14 +313,14 @@ class _LayerCalls:
         try:
             measurement.forward(run)
         finally:
-            self.measurement = self.handover = None
+            self.measurement, self.handover = None, NOTHING
         self.internal = [size.internal for size in measurement.sizes]
         self.boundary = [size.boundary for size in measurement.sizes]
         self.segments, self.keep_last = measurement.schedule(self.keep_last, same_kind=same_kind)
 
-    def _measure(self, i: int, x: Any, rest: tuple, before: Handover | None) -> Any:
+    def _measure(self, i: int, x: Any, rest: tuple, before: Handover) -> Any:
         """The output of layer ``i``, without a graph; its bytes go into the measurement."""
-        continues = self._problem(i, x, rest, before) is None
+        continues = before.problem(self.chain, i, x, rest) is None
         out = self.measurement.call_layer(i, x, rest, continues=continues)
         self.handover = Handover(i + 1, out, rest, version_of(self.chain.hidden(out)))
         return out
@@ -362,14 +352,14 @@ def checkpoints_of(model: nn.Module) -> list[_LayerCalls]:
 class _SegmentCall(CallOverride):
     """The override of one layer's call. A copy of the layer gets the layer's own call instead."""
 
-    def __init__(self, calls: _LayerCalls, call: Callable, index: int):
-        self.calls, self.call, self.index = calls, call, index
+    def __init__(self, layer: nn.Module, calls: _LayerCalls, call: Callable, index: int):
+        self.module, self.calls, self.call, self.index = layer, calls, call, index
 
     def __call__(self, *args, **kwargs):
         return self.call(self.index, args, kwargs)
 
     def __reduce__(self):
-        return original_call, (self.calls.layers[self.index],)
+        return original_call, (self.module,)
 
 
 class _Hook:

@@ -119,9 +119,15 @@ def _returns_a_tensor(module: nn.Linear) -> bool:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Linear layers by name, without the output layer."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {name: m for name, m in model.named_modules() if m is not head and linear_sizes(m)}
+    """The linear layers inside ``model`` by name, without the output layer."""
+    left_out = [model]  # nothing can be put in its place
+    if hasattr(model, "get_output_embeddings"):
+        left_out.append(model.get_output_embeddings())
+    found = {}
+    for name, module in model.named_modules():
+        if module not in left_out and linear_sizes(module):
+            found[name] = module
+    return found
 
 
 def add_lora(
@@ -149,12 +155,12 @@ def add_lora(
         available = sorted({name.rpartition(".")[2] for name in linear})
         raise ValueError(
             f"no linear layer is called {' or '.join(map(repr, missing)) or 'anything'}: "
-            "lora_targets are the last parts of layers' names, and this model has "
-            f"{', '.join(map(repr, available)) or 'no linear layer'} (the output layer gets no "
-            "additions)"
+            "lora_targets are the last parts of layers' names, and inside this model there is "
+            f"{', '.join(map(repr, available)) or 'none'} (the output layer gets no additions)"
         )
+    # All are made before the model changes: a refusal leaves it as it is.
+    additions = [LoRALinear(linear[name], rank, alpha, dtype, dropout) for name in chosen]
     model.requires_grad_(False)
-    for name in chosen:
-        addition = LoRALinear(linear[name], rank, alpha, dtype, dropout)
+    for name, addition in zip(chosen, additions, strict=True):
         model.set_submodule(name, addition)
     return len(chosen)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .asking import DRAWS_RANDOM_NUMBERS, Question, asking, first_line
+from .asking import RANDOM, SAME_ROWS, Question, asking, first_line
 from .counts import check_reduction, checked_pair
 from .data_parallel import processes_of
 from .splitting import count_rows, split
@@ -61,23 +61,23 @@ def check_pieces_add_up(
 
     pieces = _all_but_the_last_row_and_it(batch)
     with asking(model, sums_and_counts, processes) as question:
-        observed, _ = question.observe_with_other_weights(batch, *pieces, is_finite=_is_finite)
-        (together, *alone), errors = zip(*observed, strict=True)
-        error = next(filter(None, errors), None)
-        if processes.sums(error is None and not _is_finite(together))[0]:
+        [(found, error)], _ = question.observe_with_other_weights(
+            [batch, *pieces], shows=_is_finite
+        )
+        if processes.sums(error is None and not _is_finite(found))[0]:
             raise ValueError(
                 "look for very large or missing numbers: the loss of all rows together is not "
                 "finite, which shows nothing about its pieces"
             )
+        difference = ""
         if error is None:
+            together, *alone = found
             difference = _difference(together, alone, question.rounding)
-        else:
-            difference = first_line(error)
-        refused = processes.sums(bool(difference))[0] > 0
-        if refused:
-            changes = question.changes(batch, differ=partial(_differ, question))
-            if changes and error is None:
-                difference = DRAWS_RANDOM_NUMBERS
+        refused = processes.sums(bool(error or difference))[0] > 0
+        if refused and question.changes(batch, differ=partial(_differ, question)):
+            difference = f"{RANDOM}: the loss {SAME_ROWS}"
+    if error is not None:
+        raise ValueError(f"its loss for a few rows raised {first_line(error)}") from error
     if refused:
         difference = difference or "another process found a difference"
         raise ValueError(f"{difference}. Accumulation would train another loss")
@@ -100,8 +100,9 @@ def _sum_and_count(returned: Any, reduction: str) -> tuple[float, float]:
     return value, float(count)
 
 
-def _is_finite(pairs: Pairs) -> bool:
-    return all(math.isfinite(loss) for loss, _ in pairs)
+def _is_finite(found: list[Pairs]) -> bool:
+    """Whether the sums of all rows together are numbers."""
+    return all(math.isfinite(loss) for loss, _ in found[0])
 
 
 def _differ(question: Question, one: Pairs, other: Pairs) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .accumulation import Accumulated
 from .counts import described
-from .second_run import FirstRun
+from .second_run import FirstRun, nearly_same
 from .shared_statistics import warn_of_shared_statistics
 
 
@@ -190,14 +190,7 @@ def _check_loss(loss: Any) -> None:
 @torch.no_grad()
 def _check_same(again: Tensor, first: Tensor) -> None:
     """``ValueError`` if the second pass has other embeddings than the first."""
-    same = again.shape == first.shape
-    if same and first.is_floating_point():
-        # Another kernel may round otherwise; another dropout differs by far more.
-        difference = (again - first).norm()
-        same = not difference > torch.finfo(first.dtype).eps ** 0.5 * first.norm()
-    elif same:
-        same = torch.equal(again, first)
-    if not same:
+    if again.shape != first.shape or not nearly_same(again, first, first.dtype):
         raise ValueError(
             "embed returned other embeddings for the same micro-batch in the second pass, and the "
             "gradient would be of neither: draw random numbers from torch, Python or NumPy, "

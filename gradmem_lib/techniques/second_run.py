@@ -2,9 +2,11 @@
 
 A checkpoint runs a forward again in backward, and ``accumulate_through_embeddings`` runs one again
 with a graph. The second run must compute the same as the first, and leave no trace. So it gets the
-random numbers of the first run, and copies of the buffers that a forward writes, such as the
-running statistics of a ``BatchNorm``. torch's own random numbers are left to the caller: PyTorch's
-checkpoint takes care of them.
+random numbers of the first run, copies of the buffers that a forward writes, such as the running
+statistics of a ``BatchNorm``, and the numbers among the modules' attributes. torch's own random
+numbers are left to the caller: PyTorch's checkpoint takes care of them. What a forward reads and
+writes elsewhere (a list, a tensor that is no buffer, the generator of a data set) is not put back.
+So the first two runs are compared.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..compat.autograd import determinism_check
+from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..compat.tensors import version
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# Attributes of modules that a forward may change: generators, a counter, a switch.
+_KEPT = (random.Random, np.random.Generator, np.random.RandomState, bool, int, float, str)
 # By module, and by its mode (``training``): the names of the buffers that its forward writes.
 _WRITTEN: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
+_BUFFERS = WeakTensorKeyDictionary()  # those that a run has found
 
 
 def checkpoint_again(
@@ -40,6 +47,8 @@ def checkpoint_again(
     """
     first = FirstRun(modules)
     has_run = False
+    if first.is_new:
+        options["determinism_check"] = determinism_check(_Saved)
 
     def run_or_run_again(*args: Any) -> Any:
         nonlocal has_run
@@ -49,6 +58,58 @@ def checkpoint_again(
             return run(*args)
 
     return checkpoint(run_or_run_again, *args, use_reentrant=False, **options)
+
+
+class _Saved:
+    """What is compared of a tensor that both runs of a checkpoint save: its kind, and the sums of
+    its rows and columns, which take few bytes.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.kind = tensor.shape, tensor.dtype, tensor.device
+        self.sums: list[Tensor] = []
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        # A BatchNorm changes what it has saved: its buffers.
+        if plain and has_numbers(tensor) and tensor.numel() and tensor not in _BUFFERS:
+            with torch.no_grad(), without_modes():  # a tracker measures the model's step
+                self.sums = _sums(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Saved) or self.kind != other.kind:
+            return False
+        with torch.no_grad(), without_modes():
+            # A kernel for 16 bits may round otherwise.
+            dtypes = [self.kind[1]] * len(self.sums)
+            if not all(map(nearly_same, self.sums, other.sums, dtypes)):
+                raise RuntimeError(RUNS_DIFFER)
+        return True
+
+
+def _sums(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return [rows.sum(0, dtype=dtype), rows.sum(1, dtype=dtype)]
+
+
+def nearly_same(again: Tensor, first: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of one shape, made of numbers of this ``dtype``, differ by rounding
+    alone. Another kernel may round otherwise; another dropout differs by far more.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.equal(again, first)
+    difference = (again - first).norm()
+    return not difference > torch.finfo(dtype).eps ** 0.5 * first.norm()
+
+
+RUNS_DIFFER = (
+    "keep the tensors that a forward changes in buffers, and draw random numbers from torch, "
+    "random, np.random or a generator that is an attribute of its module: the second run of a "
+    "checkpointed layer has computed other numbers than the first, and the gradient would be of "
+    "neither. If only the first forward differs, since it fills a cache, run one before the "
+    "checkpoints"
+)
 
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:
@@ -76,13 +137,18 @@ class FirstRun:
         self.modules = dict.fromkeys(part for module in modules for part in module.modules())
         self.random_state = random.getstate(), np.random.get_state()
         self.used = _UsedGenerators()
-        # By module and name: copies of buffers, and of generators among the attributes.
+        # By module and name: copies of buffers, and of generators and numbers among the attributes.
         self.copies: dict[tuple[nn.Module, str], Any] = {}
         copied: dict[int, Any] = {}  # what several modules share has one copy
         for module in self.modules:
             for name, value in vars(module).items():
-                if isinstance(value, _GENERATORS):
+                if isinstance(value, _KEPT):
                     self.copies[module, name] = _copy(value, copied)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a module has not run in its mode before."""
+        return any(module.training not in _WRITTEN.get(module, {}) for module in self.modules)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -93,6 +159,7 @@ class FirstRun:
             written = _WRITTEN.setdefault(module, {}).get(module.training)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 before.append((module, name, buffer, version_of(buffer)))
+                _BUFFERS[buffer] = None
                 if written is None or name in written:
                     self.copies[module, name] = _copy(buffer, copied)
         with self.used:
@@ -134,7 +201,7 @@ class FirstRun:
     def found_again(self) -> Iterator[None]:
         """A second run. Afterwards, all is as just before it."""
         copied: dict[int, Any] = {}
-        own = {(module, name): getattr(module, name) for module, name in self.copies}
+        own = {place: getattr(*place) for place in self.copies}
         of_torch = {generator: generator.get_state() for generator in self.used.states}
         now = random.getstate(), np.random.get_state()
         try:

@@ -123,3 +123,7 @@ class Handover(NamedTuple):
         if not same_arguments(rest, self.rest):
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None
+
+
+# Of a call that continues no other.
+NOTHING = Handover(next_layer=-1, out=None, rest=(), version=0)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensor
-from ..compat.modules import original_call, override_call
+from ..compat.modules import original_call
 from ..compat.operators import schema
 from ..compat.trees import tree_leaves
 from ..hf_names import PARTS
@@ -38,7 +38,7 @@ PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "
 
 def checkpoint_parts(
     layers_or_model: nn.Module, part: str | type[nn.Module], *, layers: Named = ()
-) -> CheckpointedParts:
+) -> Checkpoints:
     """Recompute a part of each layer in backward while it trains, until ``.remove()`` or the end of
     a ``with`` block.
 
@@ -67,10 +67,10 @@ def checkpoint_parts(
     if not whole_layers:
         modules = [module for layer in found for module in find_parts(layer, part)]
     warned: list[str] = []
-    return CheckpointedParts([Part(module, whole_layers, warned) for module in modules])
+    return Checkpoints([Part(module, whole_layers, warned) for module in modules])
 
 
-def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
+def tiled(module: nn.Module, tiles: int) -> Checkpoints:
     """Run ``module`` on ``tiles`` slices of its tokens while it trains, each in a checkpoint, until
     ``.remove()`` or the end of a ``with`` block. The activations inside exist for one slice at a
     time. The module must treat each token by itself, as an MLP.
@@ -82,16 +82,7 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
     """
     check_positive_int("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
-    return CheckpointedParts([Tiled(module, tiles)])
-
-
-class CheckpointedParts(Checkpoints):
-    """Parts of layers that are recomputed, as ``checkpoint_parts`` and ``tiled`` return them."""
-
-    def __init__(self, overrides: list[Part] | list[Tiled]):
-        super().__init__()
-        for override in overrides:
-            self.callback(override_call(override.module, override))
+    return Checkpoints([Tiled(module, tiles)])
 
 
 class Part(CallOverride):

@@ -6,7 +6,6 @@ batch is cut: they normalize by the rows that they are given, or change in each 
 
 import warnings
 import weakref
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -64,36 +63,26 @@ class ChangedBuffers:
 
     def __init__(self, model: nn.Module | None):
         self.model = model
-        self.before: dict[tuple[str, str], tuple[Any, int]] = {}
-        for key, buffer in self._buffers().items():
-            # Weakly: a buffer that is replaced must not stay in memory.
-            self.before[key] = (weakref.ref(buffer), version(buffer))
-
-    def _buffers(self) -> dict[tuple[str, str], Tensor]:
-        """The numbers that modules keep beside their weights, by the names of the module and of the
-        buffer.
-        """
-        if self.model is None:
-            return {}
-        have_a_warning = {name for name, _ in batch_norms(self.model)}
-        found = {}
-        for name, module in self.model.named_modules():
+        # The names of module and buffer, the buffer, and its version. Weakly: a buffer that is
+        # replaced must not stay in memory.
+        self.before: list[tuple[str, str, weakref.ref[Tensor], int]] = []
+        if model is None:
+            return
+        have_a_warning = dict(batch_norms(model))
+        for name, module in model.named_modules():
             if name in have_a_warning or _is_instance_norm(module):
                 continue
             for buffer_name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
-                    found[name, buffer_name] = buffer
-        return found
+                    row = (name, buffer_name, weakref.ref(buffer), version(buffer))
+                    self.before.append(row)
 
     def warn(self, stacklevel: int) -> None:
         """Warn of the first module whose buffers have changed."""
         changed: dict[str, list[str]] = {}
-        for key, buffer in self._buffers().items():
-            if key not in self.before:
-                continue
-            reference, version_before = self.before[key]
+        for name, buffer_name, reference, version_before in self.before:
+            buffer = getattr(self.model.get_submodule(name), buffer_name)
             if reference() is not buffer or version(buffer) != version_before:
-                name, buffer_name = key
                 changed.setdefault(name, []).append(buffer_name)
         if not changed:
             return

@@ -7,7 +7,7 @@ by the rule's counts, is the loss together. If no rule is right, the loss is no 
 must not be cut.
 
 ``item_rules.py`` has the rules, ``probe_rows.py`` chooses the rows, ``probe.py`` runs the forwards,
-and ``changed_loss.py`` asks again after the first window.
+and ``window.py`` asks again after the first window.
 """
 
 import warnings
@@ -21,12 +21,16 @@ from ..compat.data_parallel import inside_wrapper
 from ..compat.fake_tensors import FakeTensor, has_numbers
 from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
-from ..techniques.asking import DRAWS_RANDOM_NUMBERS, asking_loss, first_line
+from ..techniques.asking import RANDOM, SAME_ROWS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
 from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels, rules_of
 from .probe import Answer, ask
 from .probe_rows import groups_of_rows, have_ignored_labels, with_fewer_labels
+
+UNCUT = "use accumulation=1 and no sharding, with checkpointing to save memory"
+SUMS = "accumulate_gradients with a list of sums and what each is divided by"
+UNCHECKED = "accumulate_gradients, which does not check your loss and its count"
 
 
 class LossIsNoMean(ValueError):
@@ -149,10 +153,8 @@ def _warn_of_a_small_difference(model: nn.Module, how: str, difference: float) -
     warnings.warn(
         f"{how} cuts the batch, and the loss of a few rows of {type(model).__name__} differs from "
         f"the mean of their losses alone by {difference:.1e} of it, more than rounding seems to "
-        "explain. If the loss adds a small part with a mean of its own, such as a z-loss over all "
-        "tokens or a router's loss, that part's gradient is not the full batch's. Use "
-        "accumulation=1, or accumulate_gradients, where loss_and_count returns a list with a "
-        "sum and a count for each mean",
+        "explain. If the loss adds a small part with a mean of its own (z-loss, router's loss), "
+        f"that part's gradient is not the full batch's. Then use accumulation=1, or {SUMS}",
         stacklevel=4,
     )
 
@@ -182,43 +184,43 @@ def have_values(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 def _refusal(
     model: nn.Module, draws_numbers: bool, how: str, items: Any, answer: Answer
 ) -> ValueError:
-    """The error to raise: what was found, and what to do.
+    """The error to raise: what to do, and what was found.
 
     A ``LossIsNoMean``, which a prediction raises too, or a ``ValueError`` that only a step raises.
     """
-    name = f"{type(model).__name__}"  # to print it: no class's name decides anything here
+    kind: type[ValueError] = LossIsNoMean
+    found = answer.sentence or "another process found it"
     if answer.error is not None:
-        return ValueError(
-            f"{how} cuts the batch, so the loss of {name} was computed for a few rows together and "
-            f"for each of them alone, and this raised {first_line(answer.error)}. The model has to "
-            "take any number of rows: see the error above. Or use accumulation=1 and no sharding"
+        kind, advice = ValueError, f"let the model take any number of rows, or {UNCUT}"
+        found = f"was computed for a few rows, and this raised {first_line(answer.error)}"
+    elif draws_numbers:
+        advice, found = f"{RANDOM}, or {UNCUT}", SAME_ROWS
+    elif answer.shows_nothing:
+        kind, advice = ValueError, f"{UNCUT}, or {UNCHECKED}"
+        found = (
+            "shows nothing: it is 0 for a few rows together and for each of them alone, as of a "
+            "loss that compares rows and finds no pair"
         )
-    if draws_numbers:
-        return LossIsNoMean(
-            f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
-            f"{DRAWS_RANDOM_NUMBERS}. Or use accumulation=1 and no sharding; or "
-            "accumulate_gradients, which does not check your loss and its count"
+    elif items is not None:
+        advice = "say what the loss is divided by with another items="
+        found = f"is no mean over what items= counts: {found}"
+    elif answer.beyond_all_rows:
+        advice = f"{UNCUT}, or {SUMS}, or accumulate_through_embeddings"
+        found = (
+            "compares rows with each other or adds several means, and is no mean over labels or "
+            f"rows: {found}"
         )
-    if answer.shows_nothing:
-        return ValueError(
-            f"{how} cuts the batch, and it cannot be seen whether the loss of {name} may be cut: "
-            "it is 0 for a few rows together and for each of them alone, as of a loss that "
-            "compares rows and finds no pair. Use accumulation=1 and no sharding; or "
-            "accumulate_gradients, which does not check your loss and its count"
+    else:
+        advice = (
+            "say what the loss is divided by: items=lambda batch: (batch['labels'] != -1).sum(), "
+            "or items='targets' for the name of labels or weights, or the sum of the labels' "
+            f"weights if it weighs classes; or, if it adds several means, {SUMS}; or {UNCUT}"
         )
-    # A loss that is not a number, as of weights that are not made yet, proves nothing.
-    kind = LossIsNoMean if answer.finite else ValueError
-    what = "labels or rows" if items is None else "what items= counts"
-    return kind(
-        "say what the loss is divided by: items=lambda batch: (batch['labels'] != -1).sum(), or "
-        "items='targets' for the name of labels or weights; or the sum of the labels' weights, if "
-        f"it weighs classes. {how} cuts the batch, and the loss "
-        f"of {name} is no mean over {what}: "
-        f"{answer.sentence or 'another process found it'}. If it compares rows with each other or "
-        "adds several means, nothing can be counted: use accumulation=1 and no sharding, with "
-        "checkpointing to save memory; or accumulate_gradients, which takes a list of sums with "
-        "what each is divided by; or accumulate_through_embeddings for a loss that compares rows"
-    )
+        found = f"is no mean over labels or rows: {found}"
+    if not answer.finite:  # as of weights that are not made yet: it proves nothing
+        kind = ValueError
+    name = type(model).__name__  # to print it: no class's name decides anything here
+    return kind(f"{advice}: {how} cuts the batch, and the loss of {name} {found}")
 
 
 def _check_uncuttable(
@@ -238,9 +240,8 @@ def _check_uncuttable(
     for micro in micro_batches:
         if default(inside, micro) is None:
             raise ValueError(
-                f"{why}. The batch also has no labels of whole numbers, over which the loss could "
-                "be a mean. Use accumulation=1 and no sharding; or accumulate_gradients, which "
-                "does not check your loss and its count"
+                f"{UNCUT}, or {UNCHECKED}: {why}, and the batch has no labels of whole numbers, "
+                "over which the loss could be a mean"
             )
     warnings.warn(
         f"{why}. The loss is taken as the mean over the labels that are not -100. If it is another "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
-from ..compat.fake_tensors import FakeTensor, has_numbers
+from ..compat.fake_tensors import has_numbers
 from ..compat.modules import hook_counts
 from ..compat.transformers_models import inside_peft
 from ..hf_names import INPUTS_OF_THE_LOSS
@@ -60,28 +60,12 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
     if given.get("output_router_logits", routed):
         found.append("output_router_logits=True")
-    if _answers_beyond_the_row(given):
-        found.append("answers beyond the row")
     if found:
         raise ValueError(
             "use accumulation=1 and no sharding, with checkpointing to save memory; or give step a "
             f"loss= that is a mean over labels or rows: {how} cuts the batch, and with "
             f"{' and '.join(found)} the loss is no such mean"
         )
-
-
-def _answers_beyond_the_row(given: Mapping) -> bool:
-    """Whether a question's answer was cut off: the loss leaves it out."""
-    width = math.inf
-    for key in ("inputs_embeds", "input_ids"):
-        if key in given:
-            width = given[key].shape[1]
-    for key in ("start_positions", "end_positions"):
-        if key in given:
-            beyond = given[key].max() >= width
-            if not isinstance(beyond, FakeTensor) and beyond:
-                return True
-    return False
 
 
 def predicts_next_token(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from accelerate.data_loader import IterableDatasetShard
 from transformers import Trainer
 
 from ..compat.transformers_models import prepared_inputs
-from ..techniques.asking import DRAWS_RANDOM_NUMBERS, asking, first_line
+from ..techniques.asking import RANDOM, SAME_ROWS, asking, first_line
 from ..techniques.data_parallel import Processes
 from .probe_rows import MOST_ROWS
 
@@ -55,26 +55,27 @@ def check_accumulation(trainer: Trainer) -> None:
     processes = Processes(trainer.model, groups)
 
     def loss_of(step: _Step) -> float:
-        batches = [loader.collate_fn(copy.deepcopy(rows)) for rows in step.micro_batches]
+        batches = list(map(loader.collate_fn, copy.deepcopy(step.micro_batches)))
         with _in_processes(trainer, step.processes):
             return _loss_of_a_step(trainer, batches)
 
     with asking(trainer.model, loss_of, processes) as question:
         rows = _first_rows(loader.dataset, args.world_size)
         whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
-        observed, with_others = question.observe_with_other_weights(cut, whole)
-        errors = [error for _, error in observed if error is not None]
-        (in_pieces, _), (together, _) = observed
+        [((in_pieces, together), error)], with_others = question.observe_with_other_weights(
+            [cut, whole], shows=lambda losses: all(map(math.isfinite, losses))
+        )
         # Also after an error: other processes must not wait for this one.
-        failed, added_up = processes.sums(bool(errors), 0.0 if errors else in_pieces)
+        failed, added_up = processes.sums(error is not None, in_pieces)
         if failed:
-            raise _could_not_be_asked(name, next(iter(errors), None), args)
+            raise _could_not_be_asked(name, error, args)
         in_pieces = added_up / args.world_size
         if not processes.sums(question.differ(together, in_pieces))[0]:
             return
         if question.changes(whole):
             raise ValueError(
-                f"it cannot be seen whether the loss of {name} may be cut: {DRAWS_RANDOM_NUMBERS}"
+                f"{RANDOM}: it cannot be seen whether the loss of {name} may be cut, since it "
+                f"{SAME_ROWS}"
             )
     context = "with a few other numbers in the weights, " if with_others else ""
     how = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
@@ -93,12 +94,12 @@ def _could_not_be_asked(name: str, error: Exception | None, args: Any) -> ValueE
     found = "an error in another process"
     if error is not None:
         found = first_line(error)
-    advice = "Use gradient_accumulation_steps=1"
+    advice = "use gradient_accumulation_steps=1"
     if args.gradient_accumulation_steps == 1:
-        advice = "Train in one process"
+        advice = "train in one process"
     refusal = ValueError(
-        f"it cannot be seen whether the loss of {name} may be cut: its loss for a few rows raised "
-        f"{found}. {advice}"
+        f"{advice}: it cannot be seen whether the loss of {name} may be cut, since its loss for a "
+        f"few rows raised {found}"
     )
     refusal.__cause__ = error
     return refusal

@@ -187,13 +187,13 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-    set_attention(model, _name_in_transformers(recipe.attention))
+    attention = recipe.attention
+    if attention is not None and not is_flash(attention):
+        attention = ATTENTION[attention].in_transformers
+    set_attention(model, attention)
     if recipe.chunked_loss:
         check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
-    exact = _exact_weights(model, recipe)
-    if recipe.weight_dtype is not None:
-        cast_weights(model, recipe.weight_dtype)
-    if recipe.lora_rank is not None:
+    if recipe.lora_rank is not None:  # which may refuse, so before weights are rounded
         add_lora(
             model,
             recipe.lora_rank,
@@ -202,6 +202,9 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
             alpha=recipe.lora_alpha,
             dropout=recipe.lora_dropout,
         )
+    exact = _exact_weights(model, recipe)
+    if recipe.weight_dtype is not None:
+        cast_weights(model, recipe.weight_dtype)
     if recipe.storage is not None:
         quantize_base(model, recipe.storage, recipe.dtype_of_products)
     refuse_frozen(model)
@@ -214,13 +217,6 @@ def _exact_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tenso
     if recipe.keeps_masters and recipe.lora_rank is None:  # LoRA freezes what it is given
         trained = [p for p in model.parameters() if p.requires_grad]
     return {p: p.data for p in trained if p.dtype.itemsize > 2}
-
-
-def _name_in_transformers(attention: str | None) -> str | None:
-    """What transformers calls the ``attention`` of a recipe."""
-    if attention is None or is_flash(attention):
-        return attention
-    return ATTENTION[attention].in_transformers
 
 
 def refuse_frozen(model: nn.Module) -> None:

@@ -2,21 +2,20 @@
 
 A few rows have one loss together, and each row has a loss alone. These are observed once, and each
 rule of counting is judged by the same table: the losses alone are averaged with the rule's counts,
-and compared with the loss together.
+and compared with the loss together. The weights get other numbers first, since those that the
+training starts from may hide what the loss does.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..compat.transformers_models import inside_peft
-from ..techniques.asking import ROUNDING, SHORT_DTYPES, Observation, asking, other_weights
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split
 from .item_rules import Rule
@@ -58,15 +57,22 @@ class Answer:
         return not self.table or math.isfinite(self.table[0].together)
 
     @property
+    def beyond_all_rows(self) -> bool:
+        """Whether a loss of rows together is above or below those of all its rows alone, as no mean
+        of them is, whatever is counted.
+        """
+        for row in self.table:
+            margin = self.limit * row.scale
+            numbers = list(filter(math.isfinite, row.alone))
+            if numbers and not min(numbers) - margin <= row.together <= max(numbers) + margin:
+                return True
+        return False
+
+    @property
     def shows_nothing(self) -> bool:
         """Whether all losses are 0: then each rule looks right."""
         all_zero = not any(row.scale for row in self.table)
         return self.finite and self.error is None and all_zero
-
-    @property
-    def fits(self) -> bool:
-        """Whether a rule may be right."""
-        return not self.shows_nothing and min(self.differences) <= self.limit
 
 
 def ask(
@@ -78,38 +84,7 @@ def ask(
 ) -> Answer:
     """How far each rule is from right for ``batches`` of a few rows. All processes call this
     together.
-
-    The weights get other numbers first, since those that the training starts from may hide what
-    the loss does.
     """
-    others = other_weights(model, processes)
-    with_others = _answer(model, batches, loss_of, rules, processes, others)
-    is_enough = not batches or (with_others.finite and with_others.fits)
-    if not processes.sums(not is_enough)[0]:
-        return with_others
-    # Either the model cannot have such weights, and its own decide. Or no rule is right, and the
-    # error should quote a loss that the user knows, unless the own weights hide the difference.
-    with_its_own = _answer(model, batches, loss_of, rules, processes, nullcontext())
-    if is_enough:
-        return with_others
-    if with_others.finite and not with_others.shows_nothing and with_its_own.fits:
-        if with_others.sentence:
-            context = "with a few other numbers in its weights, "
-            with_others.sentence = context + with_others.sentence
-        return with_others
-    return with_its_own
-
-
-def _answer(
-    model: nn.Module,
-    batches: list[Any],
-    loss_of: Callable,
-    rules: Sequence[Rule],
-    processes: Processes,
-    weights: AbstractContextManager,
-) -> Answer:
-    """What the batches show with these ``weights`` of the model."""
-    answer = Answer([0.0] * len(rules))
     dtypes = set()
 
     def loss(batch: Any) -> float:
@@ -117,22 +92,27 @@ def _answer(
         dtypes.add(value.dtype)
         return float(value)
 
-    rows_of, to_ask = [], []
+    lists = []
     for batch in batches:
-        rows = list(split(batch, 1))
-        rows_of.append(rows)
-        to_ask += [batch, *rows]
-    for rows in rows_of[:1]:
-        to_ask += map(twice, rows[:2])
-    with asking(model, loss, processes) as question, weights:
-        found = iter(question.observe(*to_ask))
-        for number, rows in enumerate(rows_of):
-            (together, *alone), errors = zip(*islice(found, 1 + len(rows)), strict=True)
-            error = next(filter(None, errors), None)
-            if number == 0:
+        lists.append([batch, *split(batch, 1)])
+    repeated = []
+    if lists:
+        repeated = list(map(twice, lists[0][1:3]))
+
+    def shows(losses: list[float]) -> bool:
+        return not losses or (math.isfinite(losses[0]) and any(losses))
+
+    answer = Answer([0.0] * len(rules))
+    with asking(model, loss, processes) as question:
+        (*found, again), with_others = question.observe_with_other_weights(
+            *lists, repeated, shows=shows
+        )
+        for (_, *rows), (losses, error) in zip(lists, found, strict=True):
+            if not answer.table:
                 answer.error = error
-            if number == 0 or error is None:  # labels that the model does not take prove nothing
-                answer.table.append(Row(rows, together, alone))
+            elif error is not None:
+                continue  # labels that the model does not take prove nothing
+            answer.table.append(Row(rows, losses[0], losses[1:]))
         answer.limit = question.rounding
         short = [torch.finfo(dtype).eps for dtype in dtypes & SHORT_DTYPES]
         if short:  # the items' losses are rounded, and then their mean
@@ -140,17 +120,19 @@ def _answer(
         # Rows together and alone differ a little more than rows alone and twice. The loss itself
         # is rounded, too.
         least = max([min(ROUNDING, answer.limit / 10), *short])
-        noise = _noise(answer.table, found)
+        noise = _noise(answer.table, again.values)
         answer.noise = min(8 * noise + least, answer.limit)
         _judge(answer, inside_peft(model), rules)
+    if with_others and answer.sentence:
+        answer.sentence = f"with a few other numbers in its weights, {answer.sentence}"
     return answer
 
 
-def _noise(table: list[Row], repeated: Iterable[Observation]) -> float:
+def _noise(table: list[Row], repeated: list[float]) -> float:
     """The largest relative difference between the loss of a row and of the same row twice."""
     largest = 0.0
     for row in table[:1]:
-        for once, (again, _) in zip(row.alone, repeated, strict=False):
+        for once, again in zip(row.alone, repeated, strict=False):
             if math.isfinite(once) and math.isfinite(again) and once:
                 largest = max(largest, abs(again - once) / abs(once))
     return largest

@@ -22,18 +22,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
-from ..techniques.accumulation import accumulate_gradients
 from ..techniques.counts import described
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.losses import packed_by_position
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
-from .changed_loss import ask_before_window
-from .finite import not_finite
 from .items import LossIsNoMean, find_rule
-from .losses import check_pieces, chunked_loss, count_items, usual_rule
+from .losses import check_pieces, chunked_loss, usual_rule
 from .recipe import Recipe
+from .window import Window
 
 
 class _FixedScale:
@@ -166,7 +164,7 @@ def step(
     Raises ``ValueError`` if the loss is not finite and no scaler can skip the step; if the batch is
     to be cut and the loss, which is asked before its first step (``find_rule``), is not a mean over
     labels or rows, as with CLIP; or if the forwards of that step have changed what the loss reads,
-    such as a queue (``LossBeforeTheWindow``). After an error, no gradients are left.
+    such as a queue. After an error, no gradients are left.
     """
     _check_given(model, optimizer, batch, recipe, loss)
     update = _Update(optimizer, recipe, scaler, max_grad_norm, scheduler)
@@ -176,47 +174,32 @@ def step(
 
     mean_loss = _mean_loss(device_of(model).type, recipe, loss)
     key = (*_identity(loss), *_identity(items), recipe.chunked_loss)
-    rule, loss_before = None, None
+    window = Window(model, parts, mean_loss, processes, key)
     if how := _how_cut(recipe):
-        rule, loss_before = ask_before_window(
-            model,
-            parts,
-            mean_loss,
-            how=how,
-            items=items,
-            key=key,
-            processes=processes,
-            weights_stay=not isinstance(optimizer, list),  # which steps inside the window
-        )
-    counts = [count_items(model, micro, rule) for micro in parts][:micro_batches]
+        # An optimizer in backward steps inside the window.
+        window.ask(how, items, weights_stay=not update.in_backward)
+    counts = window.counts()[:micro_batches]
 
-    def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
-        micro, count = numbered
+    def loss_of_one(micro: Any, count: int | float) -> Tensor:
         mark("forward")
         with offload_hooks:
             value = mean_loss(model, micro)
-        if isinstance(optimizer, list):  # they step in backward, in all processes together
+        if update.in_backward:  # they step in all processes together
             [others] = processes.sums(not _is_finite(value))
             if others:
-                raise not_finite("the loss is not finite", model, parts, mean_loss, processes)
+                raise window.not_finite("the loss is not finite")
         mark("backward")
-        return value, count
+        return value
 
     with _no_gradients_after_an_error(model), closing(offload_hooks):
-        result = accumulate_gradients(
-            zip(parts[:micro_batches], counts, strict=True),
-            loss_and_count,
-            total_items=sum(counts),
-            reduction="mean",
+        result = window.accumulate(
+            loss_of_one,
+            counts,
             model=model,
             scaler=scaler or update.fixed_scale,
             float32_sums=recipe.float32_sums,
         )
-        what = update.finish_gradients(model, result.loss)
-        if what:
-            raise not_finite(what, model, parts, mean_loss, processes)
-        if loss_before is not None:
-            loss_before.check()
+        window.check(update.finish_gradients(model, result.loss))
     mark("step")
     update.step(keep_gradients)
     return torch.tensor(result.loss)

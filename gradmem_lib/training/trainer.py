@@ -18,17 +18,14 @@ from transformers.trainer_utils import has_length
 
 from ..display import in_kernel, live_enabled
 from ..optimizers import OPTIMIZERS
-from ..techniques.accumulation import accumulate_gradients
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.losses import packed_by_position
 from ..techniques.sharding import NO_PROCESS_GROUP
 from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
-from .changed_loss import ask_before_window
-from .finite import not_finite
 from .item_rules import Rule
 from .item_rules import rows as by_rows
-from .items import find_rule, known_rule
+from .items import find_rule
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
 from .memory_callback import MemoryCallback
 from .prepare import change_model, make_optimizer, parameter_groups, set_checkpointing
@@ -41,6 +38,7 @@ from .trainer_arguments import (
     check_recipe,
     training_arguments,
 )
+from .window import Window
 
 HOW = "accumulation or several processes"  # what cuts a batch, for error messages
 
@@ -119,52 +117,34 @@ class RecipeTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         micro_batches = self._pending_micro_batches
         self._pending_micro_batches, self._calls = [], 0
-        rule, loss_before = known_rule(self.model, self._key), None
+        window = Window(self.model, micro_batches, self._loss_of, self._processes(), self._key)
         if len(micro_batches) > 1 or self.args.world_size > 1:
             for micro in micro_batches:
                 check_pieces(self.model, micro, HOW)
-            rule, loss_before = ask_before_window(
-                self.model,
-                micro_batches,
-                self._loss_of,
-                how=HOW,
-                items=self._items,
-                key=self._key,
-                processes=self._processes(),
-            )
+            window.ask(HOW, self._items)
         model.train()
-        counts = [count_items(self.model, micro, rule) for micro in micro_batches]
+        counts = window.counts()
         self._windows += 1
-        if not self._processes().sums(sum(counts))[0]:
+        if not window.processes.sums(sum(counts))[0]:
             return self._skip_window()
 
-        def loss_and_count(numbered):
-            micro, count = numbered
-            loss = self.compute_loss(model, self._prepare_inputs(micro))
+        def loss_of_one(micro, count):
+            loss = self._loss_of(model, micro)
             self._interrupt.on_substep_end(self.args, self.state, self.control)
             # A mean over no items is nan. As a 0, it still sends other gradients to other
             # processes.
-            return loss if count or loss.isfinite() else loss.nan_to_num(0.0), count
+            return loss if count or loss.isfinite() else loss.nan_to_num(0.0)
 
-        result = accumulate_gradients(
-            list(zip(micro_batches, counts, strict=True)),
-            loss_and_count,
-            total_items=sum(counts),
-            reduction="mean",
+        scaler = self.accelerator.scaler
+        result = window.accumulate(
+            loss_of_one,
+            counts,
             model=model,
-            scaler=self.accelerator.scaler,
+            scaler=scaler,
             float32_sums=self.recipe.float32_sums,
         )
-        if self.accelerator.scaler is None and not math.isfinite(result.loss):
-            raise not_finite(
-                "the loss is not finite",
-                self.model,
-                micro_batches,
-                self._loss_of,
-                self._processes(),
-            )
-        if loss_before is not None:
-            loss_before.check()
+        overflows = scaler is None and not math.isfinite(result.loss)
+        window.check("the loss is not finite" if overflows else "")
         return torch.tensor(result.loss, device=self.args.device)
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:

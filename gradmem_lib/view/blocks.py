@@ -8,29 +8,33 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..measure.timeline import BY, OP, PHASE, Block, Timeline
+from ..measure.holders import in_words
+from ..measure.timeline import BY, OP, PHASE, Timeline
 from ..names import CATEGORIES
 
 MOST_SAMPLES = 4096  # more than a screen is wide, so that there is something to zoom into
 
 
-def encode_blocks(timeline: Timeline) -> bytes:
-    """A gzip of JSON, or nothing if the timeline has no blocks. ``withBlocks`` in run.js reads it.
+def encode_blocks(timeline: Timeline | None) -> bytes:
+    """A gzip of JSON, or nothing if there are no blocks. ``withBlocks`` in run.js reads it.
 
     ``op`` and ``start`` are differences. A series over the samples (phase, bytes by category) is a
     pair: samples since the last change, and by how much it changes there. Each word of a block is a
     number of ``strings``.
     """
-    if not timeline.blocks:
+    if timeline is None or not timeline.blocks:
         return b""
     shown = timeline.decimate(MOST_SAMPLES)
     blocks = shown.blocks
     strings: dict[str, int] = {}
     words: dict[str, list[int]] = {}
     for block in blocks:
-        for name, word in words_of(block).items():
+        said = in_words(block.holder) | {"op": block.holder.op.removeprefix("aten.")}
+        for name, word in said.items():
             words.setdefault(name, []).append(strings.setdefault(word, len(strings)))
-    growing = None if shown.growing is None else list(map(_changes, shown.growing.T))
+    growing = None
+    if shown.growing is not None:
+        growing = list(map(_changes, shown.growing.T))
     packed = {
         "n": len(shown),
         "op": _differences(shown.rows[:, OP]),
@@ -47,21 +51,6 @@ def encode_blocks(timeline: Timeline) -> bytes:
     }
     text = json.dumps(packed, separators=(",", ":"))
     return gzip.compress(text.encode(), mtime=0)
-
-
-def words_of(block: Block) -> dict[str, str]:
-    """What a reader asks of a storage; empty where it is not known."""
-    holder = block.holder
-    shape = " × ".join(map(str, holder.shape))
-    dtype = "" if holder.dtype is None else str(holder.dtype).removeprefix("torch.")
-    held = holder.held
-    return {
-        "tensor": f"{dtype} {shape}".strip(),
-        "module": holder.module,
-        "op": holder.op,
-        "line": str(holder.line or ""),
-        "held": str(held) if held is not None and (held.path or held.kind) else "",
-    }
 
 
 def _differences(values: Iterable[int]) -> list[int]:

@@ -18,14 +18,13 @@ import gzip
 import html
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..display import in_kernel, live_enabled
+from ..display import cell_id, in_kernel, live_enabled
 from ..measure.timeline import BY, OP, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
 from .blocks import encode_blocks
@@ -114,7 +113,7 @@ APPEARANCE = {
     "growing": {"name": GROWING_WORDS, "look": (GROWING, GROWING_HATCH[:1])},
 }
 # The files of the script in the order of their imports, which one script does without.
-SCRIPTS = ("words", "run", "stack", "draw", "plot")
+SCRIPTS = ("words", "run", "stack", "draw", "say", "parts", "moves", "plot")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 
 
@@ -162,8 +161,9 @@ class Scene(NamedTuple):
 
 def scene_of(timeline: Timeline | None, peak: MemorySnapshot | None, **settings) -> Scene:
     """The finished picture of ``timeline``; ``None``: nothing was measured."""
-    frame = encode_frame(timeline, peak, None, finished=True)
-    return Scene(frame, b"" if timeline is None else encode_blocks(timeline), settings)
+    return Scene(
+        encode_frame(timeline, peak, None, finished=True), encode_blocks(timeline), settings
+    )
 
 
 def outline_of(beside: tuple[str, Timeline] | None) -> dict[str, Any] | None:
@@ -214,11 +214,8 @@ def _is_script_due() -> bool:
     each time that it runs. So a saved notebook has the script once.
     """
     global _cell_with_script
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
-    cell = parent.get("metadata", {}).get("cellId")
-    if cell is None:  # a front end that does not name its cells
+    cell = cell_id()
+    if cell is None:
         return True
     if _cell_with_script is None:
         _cell_with_script = cell

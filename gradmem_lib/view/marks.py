@@ -78,11 +78,12 @@ def draw_peak(ax: Axes, x: float, y: float, nbytes: int = 0, line: float | None 
     side, align = 1, "left"
     if x > left + 0.72 * (right - left):
         side, align = -1, "right"
-    near = 0.1 * ax.get_ylim()[1]
-    above = y if line is None or not 0 < line - y < near else line
+    foot = y
+    if line is not None and 0 < line - y < 0.1 * ax.get_ylim()[1]:
+        foot = line
     ax.annotate(
         f"peak {format_bytes(nbytes)}",
-        (x, above),
+        (x, foot),
         xytext=(10 * side, 3),
         textcoords="offset points",
         ha=align,

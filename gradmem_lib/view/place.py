@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-
 LEAST_OF_WIDTH = 0.75  # of a still picture's own width, on a narrow page
 
 

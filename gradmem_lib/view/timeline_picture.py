@@ -79,8 +79,7 @@ def plot_timeline(
         words += f" Beside it, {beside[0]} with a peak of {format_bytes(max(beside[1].totals))}."
     picture = Picture(8.6, 3.5, shortened(title or "Memory by category", 66), alt=words)
     ax = picture.panel(0.078, 0.75, 0.68, 3)
-    other = None if beside is None else beside[1]
-    phases = draw_timeline(ax, timeline, budget, peak, beside=other)
+    phases = draw_timeline(ax, timeline, budget, peak, beside=beside)
     where = f"in {PHASE_LABELS[phase]}" if phase in PHASE_LABELS else ""
     picture.write_peak(total, f"{total:,} bytes", where)
     # Categories from the top of the stack to its foot; of all these, the bytes that grow; phases.
@@ -142,7 +141,7 @@ def draw_timeline(
     budget: int | None,
     peak: MemorySnapshot | None = None,
     highest: int = 0,
-    beside: Timeline | None = None,
+    beside: tuple[str, Timeline] | None = None,
 ) -> list[str]:
     """Draw into ``ax``. Returns the phases that occur. One of several has an axis up to
     ``highest``, and a peak without name. ``beside``: another run.
@@ -152,17 +151,18 @@ def draw_timeline(
     x = edges_of(shown.events)
     reach = max(total, highest, *shown.totals)
     if beside is not None:
-        reach = max(reach, *beside.totals)
+        reach = max(reach, *beside[1].totals)
     factor, unit = scale_of(reach)
-    headroom = 1.08 if budget is None else 1.2  # for the budget's name, above all data
+    headroom, line = 1.08, None
+    if budget is not None:
+        headroom, line = 1.2, budget / factor  # room for the budget's name, above all data
     top = round(reach_of(reach, budget) * headroom)
     draw_areas(ax, x, [(look, nbytes / factor) for look, nbytes in _stack(shown)])
     if beside is not None:
-        _draw_beside(ax, beside.decimate(MAX_POINTS), factor)
+        _draw_beside(ax, beside[1].decimate(MAX_POINTS), factor)
     ax.set_xlabel("operations")
     draw_scale(ax, top / factor, unit)
     peak_x = edges_of(timeline.events)[at]
-    line = None if budget is None else budget / factor
     draw_peak(ax, peak_x, total / factor, 0 if highest else total, line)
     if budget is not None:
         # On the side without the peak, so that the two labels do not overlap.

@@ -1,6 +1,4 @@
-"""The benchmark of optimizers: its bytes against closed forms, and a dry run from a plain
-checkout.
-"""
+"""The benchmark of optimizers: its bytes against closed forms."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from benchmarks.benchmark_runs import FOLDER, from_a_plain_checkout
 
 
 @pytest.fixture
@@ -61,13 +58,6 @@ def test_the_last_layers_behind_stored_states_are_the_whole_model(benchmark):
     assert len(on.matrices) == 14 and all(p.requires_grad for p in on.matrices)
 
 
-def test_a_ratio_is_one_of_adamws_within_its_round(benchmark, monkeypatch):
-    clock = iter([0, 1, 1, 4, 4, 14, 14, 34, 34, 36, 36, 56])  # rounds of (1, 3), (10, 20), (2, 20)
-    monkeypatch.setattr(benchmark.time, "process_time", lambda: next(clock))
-    steps = {benchmark.BASE: lambda: None, "other": lambda: None}
-    assert benchmark.step_times(steps, rounds=3) == {benchmark.BASE: 1.0, "other": 3.0}
-
-
 def test_a_run_trains_and_the_next_starts_where_it_did(benchmark):
     on = benchmark.subject(True, 3)
     on.held_out = on.batches  # random tokens have nothing to generalize
@@ -76,15 +66,3 @@ def test_a_run_trains_and_the_next_starts_where_it_did(benchmark):
         assert not rates or benchmark.trained(on, made, rates[2]) < before
     on.reset()
     assert on.held_out_loss() == before
-
-
-def test_the_dry_run_starts_from_a_plain_checkout_and_writes_nothing(benchmark, tmp_path):
-    written = FOLDER / "results" / "optimizers.json"
-    before = written.stat().st_mtime_ns if written.exists() else None
-    printed = from_a_plain_checkout(tmp_path, "optimizers.py", "--dry-run", "--steps", "1")
-    assert (
-        printed.count(" states ") == len(benchmark.OPTIMIZERS) == 10
-        and "muon" in printed
-        and "wrote" not in printed
-    )
-    assert (written.stat().st_mtime_ns if written.exists() else None) == before

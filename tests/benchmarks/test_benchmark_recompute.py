@@ -1,6 +1,4 @@
-"""The benchmark of recomputing and moving: its figures on a chain by hand, what was recorded, and a
-dry run.
-"""
+"""The benchmark of recomputing and moving: its figures on a chain by hand, and its record."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ import json
 import sys
 
 import pytest
-from benchmarks.benchmark_runs import FOLDER, from_a_plain_checkout
+from support.paths import ROOT
 
-RECORD = FOLDER / "results" / "recompute_or_move.json"
+RECORD = ROOT / "benchmarks" / "results" / "recompute_or_move.json"
 
 
 @pytest.fixture
@@ -40,13 +38,6 @@ def test_a_chain_by_hand(benchmark):
     assert again == 2 * (operations["first 4"] - operations["none"]) > 0
 
 
-def test_a_time_is_a_ratio_within_its_round(benchmark, monkeypatch):
-    clock = iter([0, 1, 1, 4, 4, 14, 14, 34, 34, 36, 36, 56])  # rounds of (1, 3), (10, 20), (2, 20)
-    monkeypatch.setattr(benchmark, "now", lambda: next(clock))
-    taken = {benchmark.NONE: benchmark.Way(), "other": benchmark.Way()}
-    assert benchmark.times(benchmark.tiny("chain"), taken, 3) == {benchmark.NONE: 1.0, "other": 3.0}
-
-
 def test_what_was_recorded_is_what_it_measures_today(benchmark):
     """Bytes and operations of the chain, which no machine changes."""
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -63,20 +54,3 @@ def test_what_was_recorded_is_what_it_measures_today(benchmark):
         assert row["operations / none"] == round(
             found["operations"] / chain["none"]["operations"], 3
         )
-
-
-def test_the_dry_run_starts_from_a_plain_checkout_and_writes_nothing(tmp_path):
-    before = RECORD.stat().st_mtime_ns if RECORD.exists() else None
-    printed = from_a_plain_checkout(
-        tmp_path,
-        "recompute_or_move.py",
-        "--dry-run",
-        "--rounds",
-        "1",
-        "--settings",
-        "chain",
-        "full",
-    )
-    assert printed.count("time / none") == 9 + 11 and "wrote" not in printed
-    assert (RECORD.stat().st_mtime_ns if RECORD.exists() else None) == before
-    assert not list(tmp_path.iterdir())

@@ -95,6 +95,7 @@ TOLD = {
     "frozen_base_with_lora": {oom.WIDE},
     "distillation": {oom.WIDE, oom.IN_EACH_STEP},
     "reptile": {oom.COPIED},
+    "average_swapped_in_for_an_evaluation": {oom.COPIED},  # an average is a second copy
     "sharpness_aware_by_swaps": {oom.GRADIENTS},
     "float64_for_one_step": {oom.DOUBLE},
     "proximal_policy": {oom.EVALUATION},

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker
+from gradmem_lib.measure.structure import NO_MODEL
 
 
 class Net(nn.Module):
@@ -66,7 +67,7 @@ def test_what_is_alive_around_each_call():
     assert [p.used_in_turn for p in tracker.forwards] == [0, -1, 1]
     assert [p.turn for p in tracker.forwards] == [0, 0, 1]
     assert {p.line.function for p in tracker.forwards} == {"test_what_is_alive_around_each_call"}
-    ends = [p.samples for p in tracker.forwards]
+    ends = [(p.first_sample, p.end_sample) for p in tracker.forwards]
     assert all(first < end for first, end in ends) and ends == sorted(ends)
 
 
@@ -156,6 +157,16 @@ def test_weights_that_were_computed_chain_a_call():
     assert [p.chained for p in tracker.forwards] == [True, False, True]
 
 
+def test_of_a_call_with_computed_weights_it_is_not_said_that_no_optimizer_has_them():
+    """The module's own weights, which no optimizer has, stand aside while it runs."""
+    net, scale, x = Net(), nn.Parameter(torch.ones(())), torch.ones(16, 8)
+    with MemoryTracker(net, SGD([scale], lr=0.1), live=False) as tracker:
+        made = {name: p.detach() * scale for name, p in net.named_parameters()}
+        functional_call(net, made, x)
+        net(x)
+    assert [done.for_no_optimizer for done in tracker.forwards] == [False, True]
+
+
 def test_calls_of_one_module_have_one_number_and_others_another():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     other, relu, x = nn.Linear(8, 8), nn.ReLU(), torch.ones(4, 8)
@@ -206,7 +217,7 @@ def test_without_an_optimizer_nothing_is_known_of_one():
     assert tracker.facts.optimized is None
     with MemoryTracker(live=False) as tracker:
         pass
-    assert tracker.facts.structure is None
+    assert tracker.facts.structure is NO_MODEL
 
 
 def test_after_an_error_the_optimizers_that_wait_are_found():

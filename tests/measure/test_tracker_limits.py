@@ -197,7 +197,7 @@ def test_the_message_has_every_figure():
         "  A card of that size would be out of memory.",
     ]
     assert "the budget: none of these by itself." in str(
-        BudgetExceeded(299, 60, "mul", snapshot, everything)
+        BudgetExceeded(299, 60, "mul", snapshot, everything, facts)
     )
 
 
@@ -447,3 +447,13 @@ def test_frames_take_a_fifth_of_the_time_at_most(monkeypatch, seconds):
     at_most = clock.now / (seconds + 0.1)  # ten a second
     assert 2 <= clock.frames <= at_most + 1
     assert (clock.frames - 1) * seconds <= of_tracker.FRAMES_SHARE * clock.now
+
+
+def test_an_error_that_is_kept_does_not_keep_what_a_budget_has_refused():
+    """A card would not have made it, nor would it have what it was to be computed from."""
+    with MemoryTracker(budget=20_000, live=False) as tracker:
+        x = torch.zeros(1000)
+        with pytest.raises(BudgetExceeded) as kept:
+            (x + 1).repeat(10)
+        assert tracker.current.total == x.numel() * 4
+    assert kept.value.asked == 40_000

@@ -13,9 +13,10 @@ from collections import deque
 
 import pytest
 import torch
+from support import oom
 from support.oom import graphs, growth, weights
 
-from gradmem_lib import MemoryTracker
+from gradmem_lib import MemoryTracker, diagnose
 from gradmem_lib.compat.tensors import storage_key
 from gradmem_lib.measure.meter import Meter
 from gradmem_lib.measure.paths import who_holds
@@ -60,7 +61,7 @@ WAYS = {
     ),
     "def f():\n    x = torch.zeros(9)\n    yield x\ng = f()\nnext(g)": "g → x in f()",
     "import functools\ng = functools.partial(print, torch.zeros(9))": (
-        "g → an argument of the partial"
+        "g → arguments of the partial[…]"
     ),
     "import functools\n@functools.lru_cache\ndef f(n):\n    return torch.zeros(9)\nf(1)": (
         "f → its cache"
@@ -300,3 +301,24 @@ def test_a_search_ends_when_almost_all_is_found(monkeypatch):
     monkeypatch.setattr("gradmem_lib.measure.paths.MOST_OBJECTS", 1000)
     who_holds({key: 36, 1: 36}, sys._getframe(), everywhere=True)
     assert asked and keeps
+
+
+def test_what_a_function_had_that_an_error_has_ended_is_not_kept_by_the_error():
+    """Also where the diagnosis is asked while the error is handled."""
+    net = oom.Net()
+    optimizer = oom.sgd(net)
+
+    def train():
+        outputs = []
+        for _ in range(8):
+            out = net(torch.randn(512, 64))
+            outputs.append(out.detach())
+            oom.stepped(out.square().mean(), optimizer)
+        raise ZeroDivisionError
+
+    try:
+        with MemoryTracker(net, optimizer, live=False) as tracker:
+            train()
+    except ZeroDivisionError:
+        [cause, *_] = diagnose(tracker).causes
+    assert cause.name == oom.GROWS and "`outputs`" in cause.evidence

@@ -369,3 +369,28 @@ def assert_explorer_reacts(notebook: Notebook) -> None:
     )
     assert picture.locator("svg").inner_html() != before[1]
     assert handle.get_attribute("aria-label") == "micro-batch"
+
+
+def assert_explored(page, picture) -> None:
+    """A finished picture answers keys, the pointer and a click, wherever it stands."""
+    canvas, read = picture.locator("canvas[data-blocks]"), picture.locator(".gm-read")
+    canvas.wait_for()
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    x, y = box["x"] + 0.6 * box["width"], box["y"] + box["height"] - 45
+    page.mouse.move(x - 1, y)
+    page.mouse.move(x, y)
+    assert "made at" in read.inner_text() or "there from the start" in read.inner_text()
+    page.mouse.wheel(0, -400)
+    assert canvas.get_attribute("data-view")
+    page.mouse.click(x, y)
+    assert canvas.get_attribute("data-pinned")
+    for key, shown, value in (("Escape", "pinned", ""), ("0", "view", ""), ("g", "by", "module")):
+        page.keyboard.press(key)
+        assert canvas.get_attribute(f"data-{shown}") == value
+    row = picture.locator("tbody tr").first
+    row.click()
+    assert canvas.get_attribute("data-alone") == row.locator("th").inner_text()
+    canvas.press("p")
+    canvas.press("ArrowUp")
+    assert read.inner_text().startswith("operation ") and picture.locator(".gm-block").count() == 1

@@ -4,15 +4,10 @@ are there.
 
 from __future__ import annotations
 
-import functools
-from functools import partial
-
 import pytest
 import torch
-from support.predicted import assert_same, tracked
 from torch import Tensor, nn
 
-from gradmem_lib import Recipe, predict
 from gradmem_lib.compat.fake_tensors import FakeTensor
 from gradmem_lib.compat.tensors import storage_key
 from gradmem_lib.prediction.copies import fake_batch, fake_copy
@@ -185,33 +180,6 @@ class WithFunctions(nn.Module):
         return 2 * x
 
 
-class WithFunctionsInLists(nn.Module):
-    """Functions in lists, dicts and ``functools.partial``, and functions that hold such lists."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = inner = nn.Linear(32, 32)
-        self.outer = nn.Linear(32, 32)
-        chosen = [inner, self.outer]
-        chosen_by_name = {"first": (self.outer, "a name")}
-
-        def apply_all(x):
-            for part in chosen:
-                x = part(x)
-            return x
-
-        self.choices = [lambda x: inner(x), apply_all, torch.relu]
-        self.by_name = {"named": lambda x: chosen_by_name["first"][0](x)}
-        self.bound = partial(lambda layer, x, scale: self.outer(layer(x)) * scale, inner, scale=2)
-        self.itself = [self.choices]
-        self.itself.append(self.itself)
-
-    def forward(self, x):
-        for call in (*self.choices, self.by_name["named"], self.bound):
-            x = call(x)
-        return x
-
-
 def test_functions_of_a_copy_use_the_copy():
     real = WithFunctions()
     with QuickFakeMode():
@@ -223,108 +191,3 @@ def test_functions_of_a_copy_use_the_copy():
     assert made.call.__defaults__ == (1.0,)
     result = real.more(torch.rand(3, 2))  # the module's own functions did not change
     assert type(result[0]) is Tensor and result[2].__self__ is real
-
-
-class ListOnceInAttributes(nn.Module):
-    """Functions that append to a list which is an attribute under two names."""
-
-    def __init__(self):
-        super().__init__()
-        inner = self.inner = nn.Linear(32, 32)
-        self.calls = calls = [lambda x: inner(x)]
-        self.same = calls
-        self.add = lambda call: calls.append(call)
-        self.seen = seen = []
-        self.pair = (lambda x: seen.append(inner(x)), calls)  # no part is in the list yet
-
-    def forward(self, x):
-        self.add(torch.tanh)
-        assert self.calls is self.same is self.pair[1] and len(self.calls) == 2
-        self.pair[0](x)
-        assert len(self.seen) == 1
-        for call in self.same:
-            x = call(x)
-        self.calls.pop()
-        return x + self.seen.pop()
-
-
-class WithAttributes(nn.Module):
-    """A partial and a function with attributes, as ``functools.wraps`` sets them."""
-
-    def __init__(self):
-        super().__init__()
-        inner = self.inner = nn.Linear(32, 32)
-
-        def scaled(scale, x):
-            return inner(x) * scale
-
-        bound = partial(scaled, 2.0)
-        functools.update_wrapper(bound, scaled)
-        scaled.times = 3
-        self.bound, self.in_a_list = bound, [scaled]
-
-    def forward(self, x):
-        assert self.bound.__name__ == "scaled" == self.in_a_list[0].__name__
-        assert self.in_a_list[0].times == 3 and self.bound.__wrapped__ is self.in_a_list[0]
-        return self.bound(x) + self.bound.__wrapped__(1.0, x)
-
-
-class ListsWithThemselves(nn.Module):
-    """Functions that hold a list, a dict, a tuple and a partial, each around itself."""
-
-    def __init__(self):
-        super().__init__()
-        inner = self.inner = nn.Linear(32, 32)
-        items = [inner]
-        items.append(items)
-        named = {"inner": inner}
-        named["self"] = named
-        table = []
-        pair = (inner, table)
-        bound = partial(lambda layer, rest, x: rest[0][0](layer(x)), inner, table)
-        table.extend([pair, bound])
-        self.first = lambda x: items[1][0](x)
-        self.second = lambda x: named["self"]["inner"](x)
-        self.third = lambda x: pair[1][1](x)
-
-    def forward(self, x):
-        return self.third(self.second(self.first(x)))
-
-
-class OneVariable(nn.Module):
-    """Two functions with one variable: what one assigns, the other reads."""
-
-    def __init__(self):
-        super().__init__()
-        current = first = self.first = nn.Linear(32, 32)
-        second = self.second = nn.Sequential(nn.Linear(32, 96), nn.Linear(96, 32))
-
-        def switch():
-            nonlocal current
-            current = second if current is first else first
-
-        self.switch, self.call = switch, lambda x: current(x)
-
-    def forward(self, x):
-        x = self.call(x)
-        self.switch()
-        x = self.call(x)
-        self.switch()
-        return x
-
-
-@pytest.mark.parametrize(
-    "make",
-    [WithFunctionsInLists, ListOnceInAttributes, WithAttributes, ListsWithThemselves, OneVariable],
-)
-def test_what_is_one_for_the_model_is_one_for_its_copy(make):
-    model, x = make(), torch.rand(64, 32)
-    before = model(x)
-    recipe = Recipe(optimizer="sgd")
-    predicted = predict(model, batch=x, loss=mean_square, recipe=recipe, target="cpu")
-    assert model(x).equal(before)
-    assert_same(predicted, tracked(model, x, recipe, mean_square))
-
-
-def mean_square(model, x):
-    return model(x).square().mean()

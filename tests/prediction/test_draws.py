@@ -6,65 +6,12 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from support.families import tiny_config
-from support.predicted import assert_predicted
-from torch import nn
 
 from gradmem_lib.prediction import draws
 from gradmem_lib.prediction import trace as trace_module
 from gradmem_lib.prediction.predict import predict
-from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.training.recipe import Recipe
-
-
-class Dropping(nn.Module):
-    """Leaves each layer out with a probability, as stochastic depth does."""
-
-    def __init__(self, probability: float, draw=random.random):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.probability, self.draw = probability, draw
-
-    def forward(self, x):
-        for layer in self.layers:
-            if self.draw() >= self.probability:
-                x = x + layer(x).sin()
-        return x.square().mean()
-
-
-def numpy_number() -> float:
-    return np.random.rand()
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy_number], ids=["python", "numpy"])
-@pytest.mark.parametrize("probability", [0.01, 0.5, 0.99])
-def test_layers_that_are_left_out_by_chance_are_refused(draw, probability):
-    for seed in range(3):
-        random.seed(seed)
-        np.random.seed(seed)
-        with pytest.raises(CannotTrace, match="set that probability to 0"):
-            predict(Dropping(probability, draw), batch=torch.randn(8, 16), target="cpu")
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy_number], ids=["python", "numpy"])
-def test_draws_that_decide_nothing_are_no_reason_to_refuse(draw):
-    assert_predicted(Dropping(0.0, draw), torch.randn(8, 16))
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.5])
-def test_a_prediction_takes_no_number_from_the_generators(probability):
-    random.seed(1)
-    np.random.seed(1)
-    expected = random.random(), np.random.rand()
-    random.seed(1)
-    np.random.seed(1)
-    for draw in (random.random, numpy_number):
-        try:
-            predict(Dropping(probability, draw), batch=torch.randn(8, 16), target="cpu")
-        except CannotTrace:
-            assert probability
-    assert (random.random(), np.random.rand()) == expected
 
 
 @pytest.mark.parametrize("outputs", [draws.LOWEST, draws.HIGHEST], ids=["lowest", "highest"])

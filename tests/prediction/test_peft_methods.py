@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from support.nightly import each
-from support.predicted import assert_same, config, tracked
+from support.predicted import assert_same, assert_short_is_full, config, tracked
 from transformers import AutoModelForCausalLM
 
 from gradmem_lib.prediction.predict import predict
@@ -109,11 +109,9 @@ def batch() -> dict:
 @pytest.mark.parametrize(("name", "recipe"), each(14, product(EXACT, RECIPES)))
 def test_a_method_is_predicted_to_the_byte(name, recipe):
     model = model_of(*EXACT[name])
-    ask = {"batch": batch(), "recipe": recipe, "target": "cpu"}
-    short, full = predict(model, **ask), predict(model, **ask, full=True)
-    assert short.peak == full.peak
-    assert short.peak_by_phase == full.peak_by_phase
-    assert_same(short, tracked(copy.deepcopy(model), ask["batch"], recipe))
+    ask = {"batch": batch(), "recipe": recipe}
+    short = assert_short_is_full(model, **ask, target="cpu")
+    assert_same(short, tracked(copy.deepcopy(model), **ask))
 
 
 def test_lily_compares_rows_so_that_its_batch_is_not_cut():

@@ -12,7 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.nightly import each
-from support.predicted import BATCH, SEQ, assert_predicted, assert_same, config, measured, tracked
+from support.predicted import (
+    BATCH,
+    SEQ,
+    assert_predicted,
+    assert_same,
+    assert_short_is_full,
+    config,
+    measured,
+    tracked,
+)
 from torch import nn
 from transformers import LlamaConfig
 
@@ -20,6 +29,7 @@ from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.recipe import Recipe
 
 FAMILIES = ("llama", "gqa", "tied", "qwen3", "gemma", "gpt2", "bert", "vit")
@@ -138,26 +148,28 @@ def test_a_real_model_is_predicted_and_left_alone():
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+def reads(model, x):
+    return model(x).sum() * model(x).sum().item()
+
+
 def test_nothing_is_left_behind():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-
-    reads, x = Reads(), torch.randn(4, 4)
 
     def state():
         names = {*AttentionInterface._global_mapping, *AttentionMaskInterface._global_mapping}
         seen = masking_utils.find_packed_sequence_indices, logging.root.manager.disable
         return names, seen, torch.random.get_rng_state().tolist()
 
+    model, cfg = nn.Linear(4, 4), config("llama")
     before = state()
-    cfg = config("llama")
     given = cfg.to_json_string()
     for target in ("cpu", "cuda"):
         predict(
             cfg, batch_size=2, seq_len=8, target=target, recipe=Recipe(precision="autocast-bf16")
         )
     with pytest.raises(CannotTrace):
-        predict(reads, batch=x, target="cpu")
+        predict(model, batch=torch.ones(4, 4), loss=reads, target="cpu")
     assert state() == before
     assert cfg.to_json_string() == given
     assert (
@@ -166,27 +178,6 @@ def test_nothing_is_left_behind():
     )
     assert MemoryTracker._running is None
     assert type(torch.empty(1)) is torch.Tensor
-
-
-class Reads(nn.Module):
-    def __init__(self, read=lambda y: y.sum().item()):
-        super().__init__()
-        self.linear, self.read = nn.Linear(4, 4), read
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.read(y)
-        return y.sum()
-
-
-@pytest.mark.parametrize(
-    ("model", "operation"),
-    [(Reads(), "_local_scalar_dense"), (Reads(lambda y: y[y > 0]), "nonzero")],
-)
-def test_what_cannot_be_traced_is_named(model, operation):
-    with pytest.raises(CannotTrace, match=operation) as error:
-        predict(model, batch=torch.randn(4, 4), target="cpu")
-    assert "test_predict.py" in str(error.value) and "MemoryTracker" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -245,28 +236,11 @@ def test_an_unknown_model_without_network(monkeypatch):
             predict(name, batch_size=1, seq_len=8)
 
 
-class Adapter(nn.Module):
-    """A linear layer with an addition of low rank, each in a dtype of its own, as PEFT makes it of
-    a base in bf16.
-    """
-
-    def __init__(self, base: nn.Linear, rank: int = 2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.A, self.B = (
-            nn.Linear(base.in_features, rank, bias=False),
-            nn.Linear(rank, base.out_features, bias=False),
-        )
-
-    def forward(self, x):
-        return self.base(x) + self.B(self.A(x.to(self.A.weight.dtype))).to(x.dtype)
-
-
 def adapted(layers: int = 3) -> nn.Module:
+    """Adapters in float32 on a base in bf16, as PEFT makes them."""
     cfg = config("llama", layers)
-    model = model_class(cfg)(cfg).to(torch.bfloat16).requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+    model = model_class(cfg)(cfg).to(torch.bfloat16)
+    add_lora(model, 2, ("q_proj",))
     return model
 
 
@@ -301,10 +275,7 @@ def test_a_module_is_taken_in_the_dtypes_that_it_has(recipe):
 def test_short_traces_of_mixed_dtypes_and_their_layers():
     ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": Recipe(precision=None)}
     for target in ("cpu", "cuda"):
-        short, full = (
-            predict(adapted(9), **ask, target=target, full=full) for full in (False, True)
-        )
-        assert short.traced_layers and short.peak == full.peak
+        assert assert_short_is_full(adapted(9), **ask, target=target).traced_layers
 
 
 def test_prediction_looks_like_a_tracker():

@@ -5,15 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
 from support.nightly import each
-from support.own_ranked import MODULES, ChosenExperts, batch_of, measured_here, predicted_for
-from support.predicted import assert_predicted
+from support.own_ranked import MODULES, measured_here, predicted_for
 
 from gradmem_lib.course import run_ranks
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 
 WHOLE = ("ddp", "zero1")  # what leaves the weights whole takes any module
 WHOLE_GRID = [
@@ -34,14 +29,3 @@ def test_a_predicted_rank_of_an_own_module_is_the_tracked_one_or_refused():
         with pytest.raises(ValueError, match="there are no layers in this") as caught:
             predicted_for(name, fields, 2, 0)
         assert found == f"ValueError: {caught.value}", name
-
-
-def test_rows_that_values_choose_are_refused():
-    batch = batch_of("experts")
-    assert_predicted(MODULES["experts"](), batch)
-    asked = {"batch": batch, "target": "cpu"}
-    for more in ({}, {"recipe": Recipe(sharding="ddp"), "ranks": 2}):
-        with pytest.raises(CannotTrace, match="has a result whose size depends on values"):
-            predict(ChosenExperts(), **asked, **more)
-    torch.manual_seed(0)
-    ChosenExperts()(batch).backward()  # it is a module that works

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from support.nightly import each
-from support.predicted import BATCH, SEQ, assert_same, config, measured, tracked
+from support.predicted import (
+    BATCH,
+    SEQ,
+    assert_same,
+    assert_short_is_full,
+    config,
+    measured,
+    tracked,
+)
 from torch import nn
 
 from gradmem_lib.prediction import fakes, short_traces
@@ -43,13 +51,7 @@ from gradmem_lib.training.recipe import Recipe
 )
 def test_segments_are_repeated_whole(recipe, layers, traced, target):
     ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
-    short, full = (
-        predict(config("llama", layers), **ask),
-        predict(config("llama", layers), **ask, full=True),
-    )
-    assert short.traced_layers == traced
-    assert np.array_equal(short.timeline.rows, full.timeline.rows)
-    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+    assert assert_short_is_full(config("llama", layers), **ask).traced_layers == traced
 
 
 ACCUMULATED = [
@@ -71,9 +73,7 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
     assert left_out.micro_batches == k - short_traces.MICRO_BATCHES
     for target in ("cpu", "cuda"):
         ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
-        few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
-        assert np.array_equal(few.timeline.rows, full.timeline.rows)
-        assert few.replay_allocator() == full.replay_allocator()
+        assert_short_is_full(config(family), **ask)
 
 
 def test_a_full_trace_serves_the_allocator_too(monkeypatch):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from support.families import tiny_config
 from support.nightly import each
+from support.predicted import assert_short_is_full
 
-from gradmem_lib.prediction.predict import predict, source_of
+from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.training.recipe import Recipe
 
+ASK = {"batch_size": 2, "seq_len": 16, "target": "cpu"}
 # Families, and the names of their numbers of layers.
 DEPTHS = {
     "llama": ["num_hidden_layers"],
@@ -33,19 +34,6 @@ def deep(family: str, *depths: int):
 
 def named(family: str, depths) -> dict[str, int]:
     return dict(zip(DEPTHS[family], depths, strict=True))
-
-
-def both(config, recipe, rows=2, seq_len=16, target="cpu", **more):
-    ask = {"batch_size": rows, "seq_len": seq_len, "recipe": recipe, "target": target, **more}
-    return predict(config, **ask), predict(config, **ask, full=True)
-
-
-def assert_equal(short, full) -> None:
-    assert not full.traced_layers
-    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
-    assert short.current == full.current
-    assert short.offload_traffic_bytes == full.offload_traffic_bytes
-    assert np.array_equal(short.timeline.rows, full.timeline.rows)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +60,8 @@ def assert_equal(short, full) -> None:
     ),
 )
 def test_each_list_of_layers_is_shortened(family, depths, recipe, layers):
-    short, full = both(deep(family, *depths), Recipe(**recipe))
+    short = assert_short_is_full(deep(family, *depths), recipe=Recipe(**recipe), **ASK)
     assert short.traced_layers == layers
-    assert_equal(short, full)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +84,8 @@ def test_the_first_layers_of_two_lists_are_predicted_from_shared_short_traces(
     remembered = []
     for k in (4, 5, depths[0], depths[0] + 3):
         recipe = Recipe(precision="bf16", optimizer="adamw-fused", checkpointing=f"first-{k}")
-        short, full = both(source, recipe, target=target)
-        assert short.traced_layers
-        assert_equal(short, full)
-        if target == "cuda":
-            assert short.replay_allocator() == full.replay_allocator()
+        asked = ASK | {"recipe": recipe, "target": target}
+        assert assert_short_is_full(source, **asked).traced_layers
         remembered.append(len(source.short_traces))
     assert remembered[1] == remembered[0]
 
@@ -129,7 +113,5 @@ def test_layers_that_fill_whole_blocks_of_ddps_bucket_are_traced_shortly(hidden,
     config.hidden_size, config.head_dim = hidden, hidden // config.num_attention_heads
     config.num_key_value_heads, config.intermediate_size = config.num_attention_heads, 80
     recipe = Recipe(**{"precision": "autocast-bf16", "sharding": "ddp", **recipe})
-    short, full = both(config, recipe, rows=2, target="cuda", ranks=2)
-    assert bool(short.traced_layers) == is_short
-    assert_equal(short, full)
-    assert short.replay_allocator() == full.replay_allocator()
+    asked = ASK | {"recipe": recipe, "target": "cuda", "ranks": 2}
+    assert bool(assert_short_is_full(config, **asked).traced_layers) == is_short

@@ -13,6 +13,7 @@ from support.paths import ROOT
 
 from gradmem_lib.course.ledger.table import DOCUMENTS
 from gradmem_lib.names import CATEGORIES
+from gradmem_lib.view.live import drawing
 
 SITE = ROOT / "site"
 PNG = base64.b64encode(b"a picture").decode()
@@ -176,3 +177,9 @@ def test_the_reference_has_every_floor_and_the_requirements_are_pinned():
     assert re.findall(r"^\w+$", listed, re.M) == list(build.FLOORS)
     assert ".. automodule:: gradmem_lib.measure.tracker\n" in build.floor_page("measure")
     assert all(re.fullmatch(r"[\w-]+==\d[\w.]*", line) for line in lines("requirements-site.txt"))
+
+
+def test_the_page_to_explore_has_the_script_of_today():
+    """``tools/moving_picture.py`` writes it again."""
+    page = (ROOT / "docs" / "run.html").read_text(encoding="utf-8")
+    assert drawing("page") in page

@@ -153,6 +153,18 @@ def _used(statements: list[ast.stmt]) -> list[str]:
 # The changes.
 
 
+def _fewer(items: list) -> Iterator[list]:
+    """Each time another one is left out."""
+    for i in range(len(items)):
+        yield [*items[:i], *items[i + 1 :]]
+
+
+def _turned(items: list) -> Iterator[list]:
+    """Each time two other neighbours are exchanged."""
+    for i in range(len(items) - 1):
+        yield [*items[:i], items[i + 1], items[i], *items[i + 2 :]]
+
+
 def changes_of(solution: Solution) -> list[Change]:
     """Every single change of a solution, in a fixed order; no two have the same text."""
     found: dict[str, Change] = {}
@@ -189,14 +201,10 @@ def _functions_in(definition: ast.stmt) -> list[ast.FunctionDef]:
     return [node for node in getattr(definition, "body", []) if isinstance(node, ast.FunctionDef)]
 
 
-def _arguments(function: ast.FunctionDef) -> list[str]:
-    given = function.args
-    return [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-
-
 def _own_names(function: ast.FunctionDef) -> set[str]:
     stored = {name for statement in function.body for name in _stored(statement)}
-    return stored | set(_arguments(function))
+    given = function.args
+    return stored | {arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -218,7 +226,7 @@ def _blocks(function: ast.FunctionDef) -> list[list[ast.stmt]]:
     return found
 
 
-def _with(definition: ast.stmt, block: list[ast.stmt], statements: list[ast.stmt]) -> ast.stmt:
+def _with(definition: ast.stmt, block: list, statements: list) -> ast.stmt:
     """A copy of ``definition`` where ``statements`` stand in place of ``block``."""
     kept = list(block)
     block[:] = statements
@@ -286,14 +294,10 @@ def _other_decorators(
     for node in ast.walk(function):
         if not isinstance(node, ast.FunctionDef):
             continue
-        for decorator in list(node.decorator_list):
-            if ast.unparse(decorator) == "staticmethod":
-                continue  # without it, the class cannot be used at all
-            kept = list(node.decorator_list)
-            node.decorator_list.remove(decorator)
-            changed = copy.deepcopy(definition)
-            node.decorator_list[:] = kept
-            yield f"@{ast.unparse(decorator)}", "", changed
+        decorators = node.decorator_list
+        for decorator, rest in zip(list(decorators), _fewer(decorators), strict=True):
+            if ast.unparse(decorator) != "staticmethod":  # without it, the class cannot be used
+                yield f"@{ast.unparse(decorator)}", "", _with(definition, decorators, rest)
 
 
 def _other_statements(
@@ -356,57 +360,62 @@ def _parts(iterable: ast.expr) -> list[ast.expr]:
     return [ast.parse(f"list({text}){part}", mode="eval").body for part in slices]
 
 
-_OPERATORS: dict[type, tuple[type, ...]] = {
-    ast.Add: (ast.Sub,),
-    ast.Sub: (ast.Add,),
-    ast.Mult: (ast.Div, ast.Add),
-    ast.Div: (ast.Mult, ast.FloorDiv),
-    ast.FloorDiv: (ast.Div,),
-    ast.Mod: (ast.FloorDiv,),
-    ast.Pow: (ast.Mult,),
-    ast.BitAnd: (ast.BitOr,),
-    ast.BitOr: (ast.BitAnd,),
-    ast.LShift: (ast.RShift,),
-    ast.RShift: (ast.LShift,),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.And: (ast.Or,),
-    ast.Or: (ast.And,),
-}
+def _table(text: str) -> dict[str, list[str]]:
+    """The first word of each line, with the others."""
+    return {first: rest for first, *rest in map(str.split, text.strip().splitlines())}
+
+
+_OPERATORS = _table("""
+    Add Sub
+    Sub Add
+    Mult Div Add
+    Div Mult FloorDiv
+    FloorDiv Div
+    Mod FloorDiv
+    Pow Mult
+    BitAnd BitOr
+    BitOr BitAnd
+    LShift RShift
+    RShift LShift
+    Eq NotEq
+    NotEq Eq
+    Lt LtE GtE
+    LtE Lt Gt
+    Gt GtE LtE
+    GtE Gt Lt
+    Is IsNot
+    IsNot Is
+    In NotIn
+    NotIn In
+    And Or
+    Or And
+""")
 # A check takes Python's numbers, numpy's, and tensors of one number.
 _SAME_WITHOUT = ("strict", "display")  # of zip and of a counter: what is computed stays
 _NUMBERS = ("float", "int", "item", "list", "tuple")
-_FUNCTIONS = {
-    "min": "max",
-    "max": "min",
-    "sum": "max",
-    "any": "all",
-    "all": "any",
-    "ceil": "floor",
-    "floor": "ceil",
-    "amax": "amin",
-    "isfinite": "isinf",
-    "zeros": "ones",
-    "zeros_like": "ones_like",
-    "sqrt": "square",
-    "square": "abs",
-    "float": "double",
-    "bfloat16": "half",
-}
+_FUNCTIONS = _table("""
+    min max
+    max min
+    sum max
+    any all
+    all any
+    ceil floor
+    floor ceil
+    amax amin
+    isfinite isinf
+    zeros ones
+    zeros_like ones_like
+    sqrt square
+    square abs
+    float double
+    bfloat16 half
+""")
 
 
 def _other_expressions(node: ast.AST, names: list[str], texts: list[str]) -> Iterator[ast.AST]:
     """What may stand in place of one expression or operator."""
-    for other in _OPERATORS.get(type(node), ()):
-        yield other()
+    for other in _OPERATORS.get(type(node).__name__, ()):
+        yield getattr(ast, other)()
     if isinstance(node, ast.Constant):
         yield from (ast.Constant(value) for value in _other_constants(node.value, texts))
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -440,14 +449,11 @@ def _other_constants(value: Any, texts: list[str]) -> list[Any]:
 
 def _other_calls(node: ast.Call) -> Iterator[ast.expr]:
     """An argument left out, two exchanged, the call left out, another function."""
-    for i in range(len(node.args)):
-        yield ast.Call(node.func, [*node.args[:i], *node.args[i + 1 :]], node.keywords)
-    for i in range(len(node.args) - 1):
-        turned = [*node.args[:i], node.args[i + 1], node.args[i], *node.args[i + 2 :]]
-        yield ast.Call(node.func, turned, node.keywords)
-    for i, keyword in enumerate(node.keywords):
+    for args in (*_fewer(node.args), *_turned(node.args)):
+        yield ast.Call(node.func, args, node.keywords)
+    for keyword, rest in zip(node.keywords, _fewer(node.keywords), strict=True):
         if keyword.arg not in _SAME_WITHOUT:
-            yield ast.Call(node.func, node.args, [*node.keywords[:i], *node.keywords[i + 1 :]])
+            yield ast.Call(node.func, node.args, rest)
     called = ast.unparse(node.func)
     if len(node.args) == 1 and not node.keywords and called not in _NUMBERS:
         yield node.args[0]  # x in place of sum(x)
@@ -457,7 +463,7 @@ def _other_calls(node: ast.Call) -> Iterator[ast.expr]:
         func = ast.Attribute(node.func.value, _other_method(node.func.attr), ast.Load())
         yield ast.Call(func, node.args, node.keywords)
     elif called in ("min", "max", "sum", "any", "all"):
-        func = ast.Name(_FUNCTIONS[called], ast.Load())
+        func = ast.Name(_FUNCTIONS[called][0], ast.Load())
         yield ast.Call(func, node.args, node.keywords)
 
 
@@ -465,7 +471,7 @@ def _other_method(name: str) -> str:
     """Another method; of one that works in place, the one that makes a new tensor."""
     if name.endswith("_") and not name.endswith("__"):
         return name.rstrip("_")
-    return _FUNCTIONS.get(name, name)
+    return _FUNCTIONS.get(name, [name])[0]
 
 
 def _other_comprehensions(node: ast.comprehension) -> Iterator[ast.comprehension]:
@@ -500,11 +506,8 @@ def _other_sequences(node: ast.Tuple | ast.List) -> Iterator[ast.expr]:
     """An entry left out, and two neighbours exchanged."""
     if len(node.elts) < 2 or not isinstance(node.ctx, ast.Load):
         return
-    for i in range(len(node.elts)):
-        yield type(node)([*node.elts[:i], *node.elts[i + 1 :]], ast.Load())
-    for i in range(len(node.elts) - 1):
-        turned = [*node.elts[:i], node.elts[i + 1], node.elts[i], *node.elts[i + 2 :]]
-        yield type(node)(turned, ast.Load())
+    for elements in (*_fewer(node.elts), *_turned(node.elts)):
+        yield type(node)(elements, ast.Load())
 
 
 _OTHERS: dict[type, Callable[[Any], Iterator[ast.AST]]] = {

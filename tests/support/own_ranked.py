@@ -1,4 +1,4 @@
-"""Modules of people's own that the tests of ranks train: nested, shared, normalized, recurrent."""
+"""Modules of people's own that ranks train: in lists, shared, normalized, recurrent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
+from support.own_models import NOISE, UNet, noise_loss, rows_of
 from support.predicted import tracked
 from support.ranked import figures
 from torch import Tensor, nn
@@ -14,41 +15,6 @@ from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
 
 ROWS = 4  # of each rank
-
-
-class UNet(nn.Module):
-    """Lists of layers inside a list: two convolutions at each of three sizes, down and up again."""
-
-    def __init__(self, widths: tuple[int, ...] = (4, 8, 16)):
-        super().__init__()
-        self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        before = 3
-        for width in widths:
-            self.down.append(nn.ModuleList([convolution(before, width), convolution(width, width)]))
-            before = width
-        for width in reversed(widths[:-1]):
-            joined = before + width
-            self.up.append(nn.ModuleList([convolution(joined, width), convolution(width, width)]))
-            before = width
-        self.last = nn.Conv2d(before, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image, kept = x, []
-        for stage in self.down:
-            for layer in stage:
-                x = layer(x)
-            kept.append(x)
-            x = F.max_pool2d(x, 2)
-        x = kept.pop()
-        for stage in self.up:
-            x = torch.cat([F.interpolate(x, scale_factor=2), kept.pop()], 1)
-            for layer in stage:
-                x = layer(x)
-        return F.mse_loss(self.last(x), image)
-
-
-def convolution(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs))
 
 
 class Translator(nn.Module):
@@ -105,53 +71,15 @@ class Recurrent(nn.Module):
         return F.cross_entropy(self.head(out[:, -1]), words[:, 0] % 5)
 
 
-class AllExperts(nn.Module):
-    """A loop over experts that each see all rows, and whose sum a gate weighs."""
-
-    def __init__(self, experts: int = 3):
-        super().__init__()
-        self.gate = nn.Linear(12, experts)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12)) for _ in range(experts)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate(x).softmax(-1)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            out = out + weights[:, i : i + 1] * expert(x)
-        return (out - x).square().mean()
-
-
-class ChosenExperts(AllExperts):
-    """Each expert sees the rows for which the gate chooses it: how many there are, values say."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x).softmax(-1)
-        weight, chosen = scores.max(-1)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            rows = (chosen == i).nonzero().squeeze(-1)
-            if len(rows):
-                out = out.index_add(0, rows, weight[rows, None] * expert(x[rows]))
-        return (out - x).square().mean()
-
-
+WORDS = torch.arange(ROWS * 6).reshape(ROWS, 6) % 40
+IMAGES = torch.linspace(0, 1, ROWS * 3 * 64).reshape(ROWS, 3, 8, 8)
+# By name: how the module is built, a rank's batch, and a loss, if the module returns none.
 MODULES = {
-    "unet": UNet,
-    "translator": Translator,
-    "normalized": Normalized,
-    "recurrent": Recurrent,
-    "experts": AllExperts,
+    "unet": (UNet, rows_of(NOISE, ROWS), noise_loss),  # lists of layers, called in another order
+    "translator": (Translator, WORDS, None),
+    "normalized": (Normalized, IMAGES, None),
+    "recurrent": (Recurrent, WORDS, None),
 }
-
-
-def batch_of(name: str) -> Tensor:
-    if name in ("translator", "recurrent"):
-        return torch.arange(ROWS * 6).reshape(ROWS, 6) % 40
-    if name == "experts":
-        return torch.linspace(0, 1, ROWS * 12).reshape(ROWS, 12)
-    return torch.linspace(0, 1, ROWS * 3 * 64).reshape(ROWS, 3, 8, 8)
 
 
 def measured_here(cases: list[tuple[str, dict]]) -> list:
@@ -161,7 +89,8 @@ def measured_here(cases: list[tuple[str, dict]]) -> list:
     for name, fields in cases:
         torch.manual_seed(0)
         try:
-            found.append(figures(tracked(MODULES[name](), batch_of(name), Recipe(**fields))))
+            build, batch, loss = MODULES[name]
+            found.append(figures(tracked(build(), batch, Recipe(**fields), loss)))
         except (ValueError, RuntimeError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -169,5 +98,6 @@ def measured_here(cases: list[tuple[str, dict]]) -> list:
 
 def predicted_for(name: str, fields: dict, ranks: int, rank: int):
     torch.manual_seed(0)
+    build, batch, loss = MODULES[name]
     asked = {"recipe": Recipe(**fields), "target": "cpu", "ranks": ranks, "rank": rank}
-    return figures(predict(MODULES[name](), batch=batch_of(name), **asked))
+    return figures(predict(build(), batch=batch, loss=loss, **asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 
+import numpy as np
 from transformers import (
     BertConfig,
     Gemma3TextConfig,
@@ -100,6 +101,25 @@ def assert_same(predicted, tracker) -> None:
     assert {name: max(ours[name]) for name in ours} == {name: max(theirs[name]) for name in theirs}
 
 
-def assert_predicted(model, batch, recipe: Recipe | None = None, loss=None) -> None:
+def assert_short_is_full(source, **ask):
+    """Short traces say what the full one says, also of the allocator. Returns their prediction."""
+    short, full = predict(source, **ask), predict(source, **ask, full=True)
+    assert not full.traced_layers
+    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+    assert short.current == full.current
+    assert short.offload_traffic_bytes == full.offload_traffic_bytes
+    assert np.array_equal(short.timeline.rows, full.timeline.rows)
+    assert short.replay_allocator() == full.replay_allocator()
+    return short
+
+
+def mean_square(model, x):
+    """A loss for modules that return a tensor."""
+    return model(x).square().mean()
+
+
+def assert_predicted(model, batch, recipe=None, loss=None, then=lambda: None) -> None:
+    """``then`` is called between the prediction and the step of the same model."""
     predicted = predict(model, batch=batch, recipe=recipe, loss=loss, target="cpu")
+    then()
     assert_same(predicted, tracked(model, batch, recipe, loss))

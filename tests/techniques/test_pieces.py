@@ -110,7 +110,7 @@ WRONG = {
     two_means_as_one: "a list of pairs",
     count_of_another: r"the count of all rows is 2, and those of its pieces are 2 and 2",
     no_pair: "TypeError: loss_and_count must return two things",
-    drops_out: "^draw random numbers .*: the same rows have another loss each time",
+    drops_out: "^draw random numbers .*: the loss is another one each time for the same rows",
     own_generator: "^draw random numbers",
     of_python: "^draw random numbers",
 }

@@ -4,6 +4,7 @@ writes beside its inputs.
 
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from torch import nn
 from gradmem_lib import accumulate_through_embeddings, split
 from gradmem_lib.techniques.asking import as_in_evaluation
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.second_run import nearly_same
 from gradmem_lib.techniques.selective import checkpoint_parts
 
 OF_ALL = torch.Generator()
 SHARED = random.Random(0)
+NUMBERS = np.random.default_rng(3)
 
 
 class Layer(nn.Module):
@@ -119,9 +122,48 @@ class Replaced(Layer):
         return self.linear(x - self.average)
 
 
+class Counted(Layer):
+    """As where a factor falls from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) / self.calls
+
+
+class SetByItsFirstBatch(Layer):
+    """As in ActNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.is_set = nn.Parameter(torch.ones(8)), False
+
+    def forward(self, x):
+        if not self.is_set:
+            self.gain.data.copy_(1 / x.detach().std(0))
+            self.is_set = True
+            x = 2 * x
+        return self.linear(x * self.gain)
+
+
+class Graph(Layer):
+    """Sums over neighbours: what its backward needs is sparse, and complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.edges = torch.eye(6).roll(1, 0).double().to_sparse()
+
+    def forward(self, x):
+        of_neighbours = torch.sparse.mm(self.edges, self.linear(x))
+        return torch.fft.ifft(torch.fft.fft(of_neighbours) ** 2).real.tanh()
+
+
 KINDS = [
     Dropout, Python, NumPy, SharedPython, OwnNumPy, InAList, OfAll, BatchNorm, Spectral, Codebook,
-    Replaced,
+    Replaced, Counted, SetByItsFirstBatch, Graph,
 ]  # fmt: skip
 WAYS = {
     "one by one": lambda net: checkpoint_layers(net, 1),
@@ -175,6 +217,66 @@ def test_a_step_with_checkpoints_is_the_step_without(kind, way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trained(kind, way) == trained(kind)
+
+
+class OfTheFile(Layer):
+    def forward(self, x):
+        return self.linear(x) * NUMBERS.random()
+
+
+class OfAnObject(Layer):
+    def __init__(self):
+        super().__init__()
+        self.augmentation = SimpleNamespace(numbers=random.Random(2))
+
+    def forward(self, x):
+        return self.linear(x) * self.augmentation.numbers.random()
+
+
+class MeanOfBatches(Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(8)
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return self.linear(x - self.mean)
+
+
+class Mask(Layer):
+    """Each second run hides as many numbers, at other places."""
+
+    def forward(self, x):
+        hidden = torch.zeros(x.shape, dtype=torch.bool)
+        hidden[:, NUMBERS.permutation(8)[:3]] = True
+        return self.linear(x).masked_fill(hidden, 0)
+
+
+class HowManyBefore(Layer):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.linear(x) * len(self.seen)
+
+
+@pytest.mark.parametrize("way", [WAYS["in segments"], WAYS["best"]])
+@pytest.mark.parametrize("kind", [OfTheFile, OfAnObject, MeanOfBatches, Mask, HowManyBefore])
+def test_a_second_run_with_other_numbers_is_refused(kind, way):
+    with pytest.raises(RuntimeError, match="the second run of a checkpointed layer has computed"):
+        trained(kind, way)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounding_is_no_other_number_and_another_dropout_is(dtype):
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(64, 64, generator=generator).double()
+    rounded = first * (1 + torch.finfo(dtype).eps * torch.rand(64, 64, generator=generator))
+    torch.manual_seed(0)
+    assert nearly_same(rounded.sum(0), first.sum(0), dtype)
+    assert not nearly_same(F.dropout(first, 0.1).sum(0), first.sum(0), dtype)
 
 
 def test_a_second_backward_through_a_kept_graph_runs_from_the_same_state():

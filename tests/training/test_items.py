@@ -299,6 +299,23 @@ def test_a_model_of_two_heads_is_refused():
         stepped(tiny(transformers.BertForPreTraining), batch)
 
 
+@pytest.mark.parametrize("beyond", [[], [3], [1], [0, 1]])
+def test_answers_beyond_the_row_do_not_count(beyond):
+    """The loss of a question whose answer was cut off leaves it out."""
+    batch = {name: tensor for name, tensor in ragged().items() if name != "labels"}
+    rows, width = batch["input_ids"].shape
+    starts, ends = torch.arange(rows), torch.arange(rows) + 1
+    starts[beyond] = ends[beyond] = width + 3
+    model = tiny(transformers.BertForQuestionAnswering).double()
+    batch |= {"start_positions": starts, "end_positions": ends}
+    if beyond:
+        with pytest.raises(ValueError, match=REFUSED):
+            stepped(model, batch)
+    else:
+        expected = full(model, batch, lambda model, batch: model(**batch).loss)
+        assert error(stepped(model, batch), expected) <= EXACT
+
+
 # Refused, with a way out that works: sums with their counts.
 
 
@@ -451,7 +468,7 @@ def test_a_loss_that_compares_rows_is_refused_and_left_alone(kind):
     model, batch, loss, says = COMPARED[kind]
     model = copy.deepcopy(model)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"({says}).*accumulation=1"):
+    with pytest.raises(ValueError, match=rf"accumulation=1.*({says})"):
         stepped(model, batch, loss)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -479,7 +496,9 @@ def test_a_loss_with_its_own_noise_is_told_so(loss):
     model, state = mlp(WIDTH), torch.get_rng_state()
     with pytest.raises(ValueError, match=r"draw random numbers in the data's collator") as raised:
         stepped(model, numbers(), loss)
-    assert "compares rows with each other" not in str(raised.value)
+    assert "compares rows with each other" not in str(
+        raised.value
+    ) and "is another one each" in str(raised.value)
     assert torch.equal(torch.get_rng_state(), state)
     stepped(model, numbers(), loss, pieces=1)
 
@@ -555,6 +574,31 @@ def test_a_forward_that_changes_what_the_next_one_reads_is_refused(model):
     stepped(model, numbers(), pieces=1)
 
 
+def test_a_loss_that_finds_no_pair_is_refused():
+    def no_pair(model, micro):
+        return 0 * model(micro["x"]).square().mean()
+
+    with pytest.raises(ValueError, match="it is 0 for a few rows together"):
+        stepped(mlp(WIDTH), numbers(), no_pair)
+
+
+@pytest.mark.parametrize("kind", ["sum", "a count"])
+def test_what_no_count_explains_has_another_text(kind):
+    """The sum of the losses is beyond all of them, and a mean by other counts is not."""
+    model, batch = mlp(WIDTH), numbers() | {"weight": torch.arange(1.0, ROWS + 1).double()}
+
+    def loss(model, micro):
+        of_rows = model(micro["x"]).square().mean(1)
+        if kind == "sum":
+            return of_rows.sum()
+        return (of_rows * micro["weight"]).sum() / micro["weight"].sum()
+
+    with pytest.raises(ValueError, match="is no mean over labels or rows") as raised:
+        stepped(model, batch, loss)
+    assert str(raised.value).startswith("say what") == (kind == "a count")
+    assert ("accumulate_through_embeddings" in str(raised.value)) == (kind == "sum")
+
+
 def test_an_error_of_the_model_is_not_taken_for_its_loss():
     def breaks(model, micro):
         raise RuntimeError("size mismatch")
@@ -573,7 +617,7 @@ def test_batches_without_rows_are_not_taken_at_their_word():
         UserWarning, match="different numbers of rows. The loss is taken as the mean"
     ):
         assert ask([micro, micro]) is None
-    with pytest.raises(ValueError, match=r"no labels of whole numbers.*accumulation=1"):
+    with pytest.raises(ValueError, match=r"accumulation=1.*no labels of whole numbers"):
         ask([micro | {"labels": torch.randn(3)}])
 
 

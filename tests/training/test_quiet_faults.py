@@ -354,3 +354,46 @@ def test_no_finite_row_is_said():
     batch["x"] *= torch.inf
     with pytest.raises(ValueError, match=r"the loss of each row is not finite.*row 1 of micro-"):
         step(model, sgd(model), batch, IN_TWO, loss=in_float32)
+
+
+def as_it_is(model: nn.Module) -> list:
+    return [(type(m), {**vars(m)}) for m in model.modules()] + [
+        (p.requires_grad, p.dtype) for p in model.parameters()
+    ]
+
+
+class TakesNoOverride(nn.Linear):
+    def __setattr__(self, name, value):
+        if name == "_call_impl":
+            raise AttributeError("this module is closed")
+        super().__setattr__(name, value)
+
+
+def test_an_error_half_way_leaves_no_part_checkpointed():
+    layers = nn.Sequential(*(nn.Sequential(kind(4, 4)) for kind in (nn.Linear, TakesNoOverride)))
+    before = as_it_is(layers)
+    with pytest.raises(AttributeError, match="closed"):
+        checkpoint_parts(layers, nn.Linear)
+    assert as_it_is(layers) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (nn.Linear(4, 4), {"rank": 2}),
+        (nn.Sequential(nn.Linear(4, 4)), {"rank": 0}),
+        (nn.Sequential(nn.Linear(4, 4)), {"rank": 2, "targets": ("head",)}),
+    ],
+)
+def test_refused_lora_leaves_the_model_as_it_is(model, given):
+    before = as_it_is(model)
+    with pytest.raises(ValueError, match=r"no linear layer|rank of at least 1"):
+        add_lora(model, **given)
+    assert as_it_is(model) == before
+
+
+def test_a_recipe_with_a_wrong_target_rounds_no_weight():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="no linear layer is called 'head'"):
+        prepare(model, Recipe(precision="bf16", lora_rank=2, lora_targets=("head",)))
+    assert next(model.parameters()).dtype == torch.float32

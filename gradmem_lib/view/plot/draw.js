@@ -1,12 +1,12 @@
 // Draws a run on a canvas: areas, axes, the strip of phases, and marks. Nothing here knows of the pointer or the keys.
 
-import { stackAt } from "./stack.js";
+import { climb } from "./stack.js";
 import { ALARM, INK, UNITS, formatBytes, grouped, isDark, niceStep } from "./words.js";
 
 export const PAD = { left: 52, right: 14, top: 38, bottom: 38 };
 export const STRIP = 21; // the strip begins so far above the areas
 export const MOST_BATCHES = 12; // marks of changes of the batch's size; more would hide the picture
-const STRIP_HEIGHT = 15;
+export const STRIP_HEIGHT = 15;
 const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
 const SEEN = 3; // pixels from which on a block has an outline of its own
 
@@ -41,6 +41,14 @@ export function fillOf(g, look, ratio) {
   const pattern = g.createPattern(hatched(look, ratio), "repeat");
   pattern.setTransform(new DOMMatrix().scale(1 / ratio));
   return pattern;
+}
+
+// The bytes that the axis reaches, in half steps of its marks, so that it does not tremble while a run grows. A budget far
+// above the run is left out, since it would flatten the picture.
+export function topOf(highest, budget) {
+  const [, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
+  const reach = Math.max(highest, budget <= 2.5 * highest ? budget : 0) * 1.08, half = (niceStep(reach / factor, 4) * factor) / 2;
+  return Math.ceil(reach / half) * half;
 }
 
 // The place of operations and bytes on the canvas: x0 to x1 for view.from to view.to, y0 (below) to y1 for 0 to top.
@@ -122,14 +130,10 @@ export function drawAreas(g, groups, { samples, xs }, place, fills, { paper, ink
 export function drawBlocks(g, groups, { samples, xs }, place, { paper }) {
   const height = place.y(0) - place.y(1);
   g.beginPath();
-  samples.forEach((sample, k) => {
-    for (const { block, low, bytes } of stackAt(groups, sample)) {
-      if (!block || bytes * height < SEEN) continue;
-      const y = place.y(low + bytes);
-      g.moveTo(xs[k], y);
-      g.lineTo(xs[k + 1], y);
-      if (samples[k - 1] < block.start) { g.moveTo(xs[k], y); g.lineTo(xs[k], place.y(low)); }
-    }
+  climb(groups, samples, (block, first, end, feet) => {
+    if (block.bytes * height < SEEN) return;
+    const tops = Array.from(feet.subarray(first, end), (foot) => place.y(foot + block.bytes));
+    stairs(g, xs.slice(first, end + 1), tops);
   });
   g.strokeStyle = paper;
   g.globalAlpha = 0.45;
@@ -138,12 +142,12 @@ export function drawBlocks(g, groups, { samples, xs }, place, { paper }) {
   g.globalAlpha = 1;
 }
 
-// A block over its whole life, as [index of a column, bytes below it].
+// A block over its whole life (see lifeOf).
 export function drawLife(g, life, bytes, { xs }, place, { ink, paper }, isPinned) {
-  if (!life.length) return;
-  const first = life[0][0], own = xs.slice(first, first + life.length + 1);
-  own[life.length] = Math.max(own[life.length], own[0] + 2); // a short life is seen as well
-  const high = life.map(([, low]) => place.y(low + bytes)), low = life.map(([, foot], k) => Math.max(place.y(foot), high[k] + 2));
+  if (!life) return;
+  const { first, feet } = life, own = xs.slice(first, first + feet.length + 1);
+  own[feet.length] = Math.max(own[feet.length], own[0] + 2); // a short life is seen as well
+  const high = Array.from(feet, (foot) => place.y(foot + bytes)), low = Array.from(feet, (foot, k) => Math.max(place.y(foot), high[k] + 2));
   g.globalAlpha = isPinned ? 0.75 : 0.45;
   g.fillStyle = ink;
   fillBetween(g, own, high, low);

@@ -2,156 +2,75 @@
 // and is the same afterwards. A run with blocks (see run.js) also says what lies under the pointer.
 
 import {
-  MOST_BATCHES, STRIP, columnsOf, drawAreas, drawAxes, drawBatches, drawBlocks, drawBudget, drawCursor, drawLife, drawOutline,
-  drawPeak, drawStrip, fillOf, hatched, placeOf,
+  STRIP, STRIP_HEIGHT, columnsOf, drawAreas, drawAxes, drawBatches, drawBlocks, drawBudget, drawCursor, drawLife, drawOutline, drawPeak,
+  drawStrip, fillOf, placeOf, topOf,
 } from "./draw.js";
+import { listen } from "./moves.js";
+import { addRow, buildParts } from "./parts.js";
 import { decodeFrame, edgesOf, growingAt, runsOf, sampleOf, stepsOf, withBlocks } from "./run.js";
+import { blockInWords, momentInWords, pictureInWords, showKeys } from "./say.js";
 import { GROUPINGS, arrange, lifeOf, stackAt } from "./stack.js";
-import { UNITS, formatBytes, grouped, isDark, make, niceStep } from "./words.js";
+import { formatBytes, grouped, isDark, make } from "./words.js";
 
 const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kernel's states in which it cannot answer
-const KEYS = [["← →", "move"], ["P", "peak"], ["+ − 0", "zoom"], ["Esc", "let go"]];
-const KEYS_OF_BLOCKS = [["↑ ↓", "blocks of a moment"], ["Enter", "pin"], ["G", "regroup"]];
 const FEWEST = 4; // operations that a zoomed picture shows, at least
+const MOVES_FOR = 150; // milliseconds after the last pan or zoom
+
+const NOTHING = { n: 0, parts: [], totals: [], growing: null, blocks: [] };
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-
-function batchesInWords(batches) {
-  if (!batches.length) return "";
-  if (batches.length > MOST_BATCHES) {
-    const sizes = batches.map(({ rows }) => rows);
-    return `The batch has ${grouped(Math.min(...sizes))} to ${grouped(Math.max(...sizes))} rows. `;
-  }
-  return `Rows of the batch: ${batches.map(({ op, rows }) => `${grouped(rows)} from operation ${grouped(op)} on`).join(", ")}. `;
-}
 
 // An earlier run, drawn as a line over this one.
 const outlineOf = (given) => given && { ...given, n: given.op.length, edges: edgesOf(given.op) };
 
-// Half of the distance between two marks of the axis of bytes.
-function halfStep(reach, highest) {
-  const [, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
-  return (niceStep(reach / factor, 4) * factor) / 2;
-}
-
-// A row of the table: a swatch and a name. Returns the cell of its bytes.
-function addRow(tr, look, name) {
-  const th = make("th", "", tr), swatch = make("canvas", "gm-swatch", th);
-  th.scope = "row";
-  th.title = name;
-  make("bdi", "", make("span", "gm-name", th), name);
-  swatch.width = 34;
-  swatch.height = 28;
-  const g = swatch.getContext("2d");
-  g.fillStyle = g.createPattern(hatched(look, 2), "repeat");
-  g.fillRect(0, 0, 34, 28);
-  return make("td", "", tr, "–");
-}
-
-// A block as a sentence.
-function sentence(run, phases, names, { block, bytes, group }) {
-  if (!block) return `${formatBytes(bytes)} of ${group.name}, in small or short-lived storages that have no block of their own.`;
-  const during = (i) => `operation ${grouped(run.op[i])}${phases[run.phase[i]] ? ` (${phases[run.phase[i]]})` : ""}`;
-  const made = block.start ? `made at ${during(block.start)}` : "there from the start";
-  const freed = block.ends ? `freed at ${during(block.stop)}` : "alive at the end";
-  const what = [block.tensor, `${formatBytes(block.bytes)} (${grouped(block.bytes)} bytes)`, names[block.category]].filter(Boolean).join(", ");
-  const from = [block.module && `of ${block.module}`, block.op && `by ${block.op}`, block.line && `at ${block.line}`].filter(Boolean).join(" ");
-  return `${what}${from ? ` ${from}` : ""}; ${made}, ${freed}${block.held ? `; held by ${block.held}` : ""}.`;
-}
-
 export function render({ model, el }) {
-  const { names, looks, phases, growing } = model.get("appearance"); // a look: colour and hatch
+  const appearance = model.get("appearance"), { names, phases, growing } = appearance;
   const budget = model.get("budget"), title = model.get("title"), outline = outlineOf(model.get("outline"));
-  const root = make("figure", model.get("small") ? "gm-live gm-small" : "gm-live", el);
-
-  // The parts of the page
-
-  const head = make("div", "gm-head", root), heading = make("div", "gm-title", head), dot = make("span", "gm-dot", heading);
-  dot.title = "recording";
-  heading.append(title || "Memory by category");
-  heading.title = title; // a long one is cut
-  const peakBox = make("div", "gm-figure", head), nowBox = make("div", "gm-figure", head);
-  make("span", "", nowBox, "now ");
-  const nowText = make("b", "", nowBox, "–"), nowPhase = make("span", "", nowBox);
-  make("span", "", peakBox, "peak ");
-  const peakText = make("b", "", peakBox, "–"), peakPhase = make("span", "", peakBox);
-
-  const body = make("div", "gm-body", root), plot = make("div", "gm-plot", body), canvas = make("canvas", "gm-canvas", plot);
-  canvas.tabIndex = 0;
-  canvas.setAttribute("role", "application");
-  canvas.setAttribute("aria-roledescription", "memory plot");
-  canvas.dataset.lmSuppressShortcuts = "true"; // JupyterLab takes some arrow keys to move between cells
-  const tip = make("div", "gm-tip", plot);
-  tip.hidden = true;
-  tip.setAttribute("aria-hidden", "true"); // the line below says more
-
-  const side = make("div", "gm-side", body), bar = make("div", "gm-by", side);
-  bar.setAttribute("role", "group");
-  bar.setAttribute("aria-label", "group the bytes by");
-  for (const by of GROUPINGS) {
-    const button = make("button", "", bar, by);
-    button.dataset.by = by;
-    button.addEventListener("click", () => regroup(by));
-  }
-  const table = make("table", "", side);
-  const caption = make("caption", "gm-hidden", table), headRow = make("tr", "", make("thead", "", table));
-  const what = make("th", "", headRow), when = make("td", "", headRow, "now"), rows = make("tbody", "", table);
-  what.scope = "col";
-  const foot = make("tfoot", "", table), footRow = make("tr", "", foot);
-  make("th", "", footRow, "total").scope = "row";
-  const sum = make("td", "", footRow, "–"), growingRow = make("tr", "gm-growing gm-none", foot);
-  const growingCell = addRow(growingRow, growing.look, growing.name);
-  const key = make("div", "gm-phases", side);
-  const keyMarks = phases.map((phase) => {
-    if (!phase) return null;
-    const item = make("span", "", key), mark = make("i", "", item);
-    item.append(phase);
-    return mark;
-  });
-  const read = make("div", "gm-read", root);
-  read.setAttribute("aria-live", "polite");
+  const page = buildParts(el, { title, isSmall: model.get("small"), growing, phases }), { canvas } = page;
 
   // What is shown
 
   let run = null, edges = null, groups = [], cells = new Map(), by = "category", alone = null; // the name of a group
   let cursor = -1, under = null, pinned = null; // a sample, what lies under the pointer there, and a block
   let view = null, lost = false; // from and to, in operations (null: all); whether the kernel went away during the recording
-  let place = null, columns = null, boxes = [], base = null, isFresh = false, isMoving = false, request = 0, rest = 0, theme = null;
+  let place = null, columns = null, boxes = [], base = null, theme = null; // of the last picture: see drawBase
+  let isFresh = false, isMoving = false, request = 0, rest = 0;
 
   const shownGroups = () => (alone === null ? groups : groups.filter((group) => group.name === alone));
   const whole = () => ({ from: edges[0], to: Math.max(edges[run.n], outline ? outline.edges.at(-1) : 0) });
+  const peakSample = () => sampleOf(run, run.peak.op);
 
   // A row for each group, from the top of the stack; a click shows it alone.
   function listGroups() {
     const listed = [by, ...groups.map(({ name }) => name)].join("\n");
-    bar.classList.toggle("gm-none", !run?.blocks.length);
-    if (rows.dataset.listed === listed) return; // a frame of the same groups: a row keeps the focus
-    rows.dataset.listed = listed;
-    rows.replaceChildren();
+    page.bar.classList.toggle("gm-none", !run?.blocks.length);
+    if (page.rows.dataset.listed === listed) return; // a frame of the same groups: a row keeps the focus
+    page.rows.dataset.listed = listed;
+    page.rows.replaceChildren();
     cells = new Map();
-    caption.textContent = `Bytes by ${by}`;
-    what.textContent = by;
-    for (const group of groups.toReversed()) {
-      if (group.name === growing.name) continue; // in the foot: it is a part of the others
-      const tr = make("tr", "", rows);
-      cells.set(group.name, addRow(tr, group.look, group.name));
+    page.caption.textContent = `Bytes by ${by}`;
+    page.what.textContent = by;
+    for (const { name, look } of groups.toReversed()) {
+      if (name === growing.name) continue; // in the foot: it is a part of the others
+      const tr = make("tr", "", page.rows);
+      cells.set(name, addRow(tr, look, name));
       tr.tabIndex = 0;
       tr.setAttribute("role", "button");
-      tr.setAttribute("aria-pressed", String(group.name === alone));
-      tr.addEventListener("click", () => isolate(group.name));
+      tr.setAttribute("aria-pressed", String(name === alone));
+      tr.addEventListener("click", () => isolate(name));
       tr.addEventListener("keydown", (event) => {
         if (event.key !== "Enter" && event.key !== " ") return;
         event.preventDefault();
         event.stopPropagation();
-        isolate(group.name);
+        isolate(name);
       });
     }
-    for (const button of bar.children) button.setAttribute("aria-pressed", String(button.dataset.by === by));
+    for (const button of page.bar.children) button.setAttribute("aria-pressed", String(button.dataset.by === by));
   }
   function regroup(to) {
     by = to;
     alone = under = null;
-    groups = arrange(run, by, { names, looks, growing });
+    groups = arrange(run, by, appearance);
     listGroups();
     canvas.dataset.by = by;
     change();
@@ -164,69 +83,55 @@ export function render({ model, el }) {
     change();
   }
 
-  function hint() {
-    read.textContent = lost ? "The recording stopped: the kernel has ended. " : "";
-    for (const [keys, meaning] of run?.blocks.length ? [...KEYS, ...KEYS_OF_BLOCKS] : KEYS) {
-      make("kbd", "", read, keys);
-      read.append(` ${meaning}   `);
-    }
-  }
-
-  function words() {
+  function writeFigures() {
     const { current, peak } = run, atPeak = run.finished && cursor < 0;
-    nowText.textContent = formatBytes(current.total);
-    nowPhase.textContent = phases[current.phase] ? ` ${phases[current.phase]}` : "";
-    peakText.textContent = formatBytes(peak.total);
-    peakText.classList.toggle("gm-over", budget > 0 && peak.total > budget);
-    peakPhase.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
-    dot.style.display = run.finished || lost ? "none" : "";
+    page.now.bytes.textContent = formatBytes(current.total);
+    page.now.more.textContent = phases[current.phase] ? ` ${phases[current.phase]}` : "";
+    page.peak.bytes.textContent = formatBytes(peak.total);
+    page.peak.bytes.classList.toggle("gm-over", budget > 0 && peak.total > budget);
+    page.peak.more.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
+    page.dot.style.display = run.finished || lost ? "none" : "";
     canvas.dataset.recording = !run.finished && !lost;
-    head.classList.toggle("gm-done", run.finished);
+    page.head.classList.toggle("gm-done", run.finished);
     let shown = run.n - 1; // the sample in the table: the cursor's, the peak's, or the last one
     if (cursor >= 0) shown = cursor;
-    else if (run.finished) shown = sampleOf(run, peak.op);
-    const exact = cursor >= 0 ? null : atPeak ? peak : current; // samples are float32 while a cell runs
-    when.textContent = cursor >= 0 ? `operation ${grouped(run.op[cursor])}` : atPeak ? "at the peak" : "now";
-    for (const group of groups) {
-      const c = by === "category" ? names.indexOf(group.name) : -1;
-      const nbytes = c < 0 ? group.total[shown] : exact ? exact.parts[c] : run.parts[c][shown];
-      if (cells.has(group.name)) cells.get(group.name).textContent = formatBytes(nbytes);
+    else if (run.finished) shown = peakSample();
+    let exact = null; // bytes of the table, where samples are float32 while a cell runs
+    if (cursor < 0) exact = atPeak ? peak : current;
+    page.when.textContent = atPeak ? "at the peak" : "now";
+    if (cursor >= 0) page.when.textContent = `operation ${grouped(run.op[cursor])}`;
+    for (const { name, total } of groups) {
+      const c = by === "category" ? names.indexOf(name) : -1;
+      let nbytes = total[shown];
+      if (c >= 0) nbytes = exact ? exact.parts[c] : run.parts[c][shown];
+      if (cells.has(name)) cells.get(name).textContent = formatBytes(nbytes);
     }
-    sum.textContent = formatBytes(exact ? exact.total : run.totals[shown]);
-    growingRow.classList.toggle("gm-none", run.growing === null);
-    growingCell.textContent = formatBytes(growingAt(run, shown));
-    canvas.setAttribute("aria-label",
-      `Memory${title ? " of " + title : ""} by ${by}. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
-      `${grouped(peak.op)}${phases[peak.phase] ? ", " + phases[peak.phase] : ""}. ` +
-      (run.finished ? "" : `Current ${formatBytes(current.total)}. `) +
-      (run.growing ? `${formatBytes(growingAt(run, shown))} of it grow from step to step. ` : "") + batchesInWords(run.batches) +
-      (budget ? `Budget ${formatBytes(budget)}. ` : "") + "Arrow keys read single operations, P jumps to the peak." +
-      (run.blocks.length ? " Up and down read the blocks of a moment, Enter pins one, plus and minus zoom." : ""));
+    page.sum.textContent = formatBytes(exact ? exact.total : run.totals[shown]);
+    page.growingRow.classList.toggle("gm-none", run.growing === null);
+    page.growingCell.textContent = formatBytes(growingAt(run, shown));
+    canvas.setAttribute("aria-label", pictureInWords(run, shown, { title, by, budget }, appearance));
   }
 
-  // What the line below the picture says: of the cursor, of what lies under the pointer, and of what is pinned.
+  // The line below the picture: of the cursor, of what lies under the pointer, and of what is pinned.
   function announce() {
-    tip.hidden = !under;
-    if (cursor < 0 && !pinned) return hint();
-    read.replaceChildren();
-    if (cursor >= 0) {
-      const parts = names.map((name, c) => [run.parts[c][cursor], name]).filter(([n]) => n > 0).toSorted((a, b) => b[0] - a[0]);
-      const growingNow = growingAt(run, cursor);
-      make("div", "", read, `operation ${grouped(run.op[cursor])}${phases[run.phase[cursor]] ? ", " + phases[run.phase[cursor]] : ""}: ` +
-        `${formatBytes(run.totals[cursor])}` +
-        (parts.length ? ", of which " + parts.map(([n, name]) => `${name} ${formatBytes(n)}`).join(", ") : "") +
-        (growingNow > 0 ? `; ${formatBytes(growingNow)} of it grow from step to step` : ""));
+    page.tip.hidden = !under;
+    page.read.replaceChildren();
+    if (cursor < 0 && !pinned) {
+      if (lost) page.read.append("The recording stopped: the kernel has ended. ");
+      return showKeys(page.read, run?.blocks.length);
     }
-    if (under) make("div", "gm-block", read, sentence(run, phases, names, under));
-    if (pinned && under?.block !== pinned) make("div", "gm-block", read, `Pinned: ${sentence(run, phases, names, { block: pinned })}`);
+    if (cursor >= 0) make("div", "", page.read, momentInWords(run, cursor, appearance));
+    if (under) make("div", "gm-block", page.read, blockInWords(run, under, appearance));
+    if (pinned && under?.block !== pinned) make("div", "gm-block", page.read, `Pinned: ${blockInWords(run, { block: pinned }, appearance)}`);
   }
 
   function showTip() {
-    if (!under || !place || cursor < 0) return;
-    const { block, bytes, low } = under, x = place.x(edges[cursor]), y = place.y(low + bytes / 2);
+    if (!under || cursor < 0) return;
+    const { plot, tip } = page, { block, bytes, low, group } = under, x = place.x(edges[cursor]), y = place.y(low + bytes / 2);
+    const facts = block ? [block.module, block.line] : [group.name, "small or short-lived"];
     tip.replaceChildren();
     make("b", "", tip, `${formatBytes(bytes)} ${block?.tensor ?? ""}`);
-    for (const fact of block ? [block.module, block.line] : [under.group.name, "small or short-lived"]) if (fact) make("div", "", tip, fact);
+    for (const fact of facts.filter(Boolean)) make("div", "", tip, fact);
     tip.style.left = `${x > plot.clientWidth / 2 ? Math.max(x - tip.offsetWidth - 14, 0) : x + 14}px`;
     tip.style.top = `${clamp(y - tip.offsetHeight / 2, 2, Math.max(plot.clientHeight - tip.offsetHeight - 2, 2))}px`;
   }
@@ -234,53 +139,55 @@ export function render({ model, el }) {
   // Drawing
 
   function readTheme() {
-    const style = getComputedStyle(root), value = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
+    const style = getComputedStyle(page.root), value = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
     const ink = style.color;
     // Phases by index: idle, forward, backward, optimizer step; from faint to strong on either background.
     const tones = isDark(ink) ? [null, "#dfe3ea", "#7b8495", "#262c38"] : [null, "#394152", "#8b95a8", "#eceff4"];
-    keyMarks.forEach((mark, i) => { if (mark) mark.style.background = tones[i]; });
+    page.phaseMarks.forEach((mark, i) => { if (mark) mark.style.background = tones[i]; });
     return { ink, tones, paper: value("--gm-paper", "#fff"), line: value("--gm-line", "rgba(128,136,150,.35)"), font: style.fontFamily };
   }
 
+  // The most bytes that the axis has to reach; a budget far above the run would flatten the picture.
+  function highestOf(shown) {
+    if (alone !== null) return Math.max(...shown[0].total, 1);
+    return Math.max(...run.totals, 1, run.peak.total, model.get("top"), outline ? Math.max(...outline.totals) : 0);
+  }
+
+  // All but what follows the pointer.
   function drawBase(g, ratio, width, height) {
-    const all = whole(), sight = view ?? all, shown = shownGroups();
-    const limit = budget && alone === null ? budget : 0;
-    let highest = Math.max(...run.totals, 1);
-    if (alone === null) highest = Math.max(highest, run.peak.total, model.get("top"), outline ? Math.max(...outline.totals) : 0);
-    else highest = Math.max(...(shown[0]?.total ?? [1]), 1);
-    const reach = Math.max(highest, limit <= 2.5 * highest ? limit : 0) * 1.08;
-    const half = halfStep(reach, highest), top = Math.ceil(reach / half) * half; // so that the axis does not tremble
-    place = placeOf(width, height, sight, top);
+    const all = whole(), sight = view ?? all, shown = shownGroups(), highest = highestOf(shown), isAll = alone === null;
+    place = placeOf(width, height, sight, topOf(highest, isAll ? budget : 0));
     columns = columnsOf(run, edges, place);
     const phaseRuns = runsOf(run.phase, edges), steps = stepsOf(phaseRuns);
     boxes = steps ?? phaseRuns;
-    key.classList.toggle("gm-steps", steps !== null);
+    page.key.classList.toggle("gm-steps", steps !== null);
     drawAxes(g, place, sight, all, theme, highest);
     drawAreas(g, shown, columns, place, shown.map(({ look }) => fillOf(g, look, ratio)), theme);
     if (run.blocks.length && !isMoving) drawBlocks(g, shown, columns, place, theme);
     drawStrip(g, place, boxes, steps !== null, phases, theme);
     drawBatches(g, place, run.batches, theme);
-    if (alone !== null) return;
-    if (outline) drawOutline(g, place, outline, theme);
-    if (budget) drawBudget(g, place, budget, theme);
-    drawPeak(g, place, place.x(edges[sampleOf(run, run.peak.op)]), run.peak.total, budget, theme);
+    if (isAll && outline) drawOutline(g, place, outline, theme);
+    if (isAll && budget) drawBudget(g, place, budget, theme);
+    if (isAll) drawPeak(g, place, place.x(edges[peakSample()]), run.peak.total, budget, theme);
   }
 
   function draw() {
     request = 0;
-    const width = plot.clientWidth, height = plot.clientHeight, ratio = window.devicePixelRatio || 1;
+    const width = page.plot.clientWidth, height = page.plot.clientHeight, ratio = window.devicePixelRatio || 1;
     if (!width || !height) return;
-    const before = theme;
+    const before = theme, size = [Math.round(width * ratio), Math.round(height * ratio)];
     theme = readTheme();
-    const size = [Math.round(width * ratio), Math.round(height * ratio)];
-    if (!base || base.width !== size[0] || base.height !== size[1] || before?.ink !== theme.ink || before?.paper !== theme.paper) isFresh = false;
-    if (canvas.width !== size[0] || canvas.height !== size[1]) [canvas.width, canvas.height] = size;
+    if (canvas.width !== size[0] || canvas.height !== size[1]) {
+      [canvas.width, canvas.height] = size;
+      isFresh = false;
+    }
+    if (before?.ink !== theme.ink || before?.paper !== theme.paper) isFresh = false;
     const g = canvas.getContext("2d");
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
     g.clearRect(0, 0, width, height);
     canvas.dataset.points = run ? run.n : 0;
     canvas.dataset.ink = theme.ink;
-    if (!run || !run.n) {
+    if (!run?.n) {
       g.fillStyle = theme.ink;
       g.globalAlpha = 0.6;
       g.textAlign = "center";
@@ -289,7 +196,7 @@ export function render({ model, el }) {
       g.globalAlpha = 1;
       return;
     }
-    words();
+    writeFigures();
     if (!isFresh) {
       base = document.createElement("canvas");
       [base.width, base.height] = size;
@@ -316,7 +223,7 @@ export function render({ model, el }) {
   const move = () => {
     isMoving = true;
     clearTimeout(rest);
-    rest = setTimeout(() => { isMoving = false; change(); }, 150);
+    rest = setTimeout(() => { isMoving = false; change(); }, MOVES_FOR);
     change();
   };
 
@@ -325,18 +232,17 @@ export function render({ model, el }) {
   function take(next) {
     const op = cursor >= 0 && run ? run.op[cursor] : null;
     run = next;
-    edges = run && run.n ? edgesOf(run.op) : null;
+    edges = run?.n ? edgesOf(run.op) : null;
     cursor = op === null || !edges ? -1 : sampleOf(run, op);
     under = null;
-    if (edges) groups = arrange(run, by, { names, looks, growing });
+    groups = arrange(run ?? NOTHING, by, appearance);
     listGroups();
     change();
   }
   async function arrived() {
-    const frame = decodeFrame(model.get("frame"), names.length);
+    const frame = decodeFrame(model.get("frame"), names.length), packed = model.get("blocks");
     canvas.dataset.frames = +(canvas.dataset.frames || 0) + 1;
     take(frame);
-    const packed = model.get("blocks");
     if (!frame?.n || !packed?.byteLength) return;
     take(await withBlocks(frame, packed));
     canvas.dataset.blocks = run.blocks.length;
@@ -344,19 +250,21 @@ export function render({ model, el }) {
   const stopped = () => {
     if (lost || run?.finished) return;
     lost = true;
-    dot.style.display = "none";
+    page.dot.style.display = "none";
     canvas.dataset.recording = false;
-    root.classList.add("gm-lost");
-    hint();
-    schedule();
+    page.root.classList.add("gm-lost");
+    change();
   };
 
-  // Moves of the pointer and of the keys
+  // What a reader does with it
 
+  // The cursor goes to a sample, and to what lies there (see stackAt), if any.
   function moveTo(sample, at = null) {
     cursor = sample;
     under = at;
-    if (view && cursor >= 0 && (edges[cursor] < view.from || edges[cursor] > view.to)) lookAt(edges[cursor] - (view.to - view.from) / 2, view.to - view.from);
+    if (view && cursor >= 0 && (edges[cursor] < view.from || edges[cursor] > view.to)) {
+      lookAt(edges[cursor] - (view.to - view.from) / 2, view.to - view.from);
+    }
     announce();
     schedule();
   }
@@ -367,127 +275,85 @@ export function render({ model, el }) {
     schedule();
   }
   function lookAt(from, span) {
-    const all = whole(), most = all.to - all.from;
-    const width = clamp(span, Math.min(FEWEST, most), most), start = clamp(from, all.from, all.to - width);
+    const all = whole(), most = all.to - all.from, width = clamp(span, Math.min(FEWEST, most), most);
+    const start = clamp(from, all.from, all.to - width);
     view = width === most ? null : { from: start, to: start + width };
     canvas.dataset.view = view ? `${Math.round(view.from)} ${Math.round(view.to)}` : "";
     move();
   }
-  function zoom(factor, x = (place.x0 + place.x1) / 2) {
-    const now = view ?? whole(), span = now.to - now.from, at = place.op(clamp(x, place.x0, place.x1));
-    lookAt(at - ((at - now.from) / span) * span * factor, span * factor);
-  }
-  function pan(pixels) {
-    const now = view ?? whole(), span = now.to - now.from;
-    lookAt(now.from - (pixels / (place.x1 - place.x0)) * span, span);
-  }
-  // The sample and the block at a place of the canvas.
+  // The sample at a place of the canvas, and what lies there.
   function hit(x, y) {
     const { x0, x1, y0, y1 } = place;
-    if (x < x0 - 4 || x > x1 + 4) return null;
+    if (x < x0 - 4 || x > x1 + 4) return { sample: -1 };
     const k = columns.xs.findLastIndex((left) => left <= x), sample = columns.samples[clamp(k, 0, columns.samples.length - 1)];
-    const nbytes = place.bytes(y);
-    const stack = run.blocks.length && y >= y1 && y <= y0 ? stackAt(shownGroups(), sample) : [];
-    return { sample, at: stack.find(({ low, bytes }) => low <= nbytes && nbytes < low + bytes) ?? null };
+    const stack = run.blocks.length && y >= y1 && y <= y0 ? stackAt(shownGroups(), sample) : [], nbytes = place.bytes(y);
+    return { sample, at: stack.find(({ low, bytes }) => low <= nbytes && nbytes < low + bytes) };
+  }
+  // The phase or the step in the strip.
+  function boxAt(x, y) {
+    const top = place.y1 - STRIP, op = place.op(x);
+    return y < top || y > top + STRIP_HEIGHT ? undefined : boxes.find(({ from, to }) => from <= op && op < to);
   }
 
-  const inTime = (step) => () => {
-    let i = cursor < 0 ? (step > 0 ? 0 : run.n - 1) : clamp(cursor + step, 0, run.n - 1);
-    const one = Math.sign(step), op = cursor < 0 ? null : run.op[cursor];
-    while (run.op[i] === op && i + one >= 0 && i + one < run.n) i += one; // another sample of this operation
-    moveTo(sampleOf(run, run.op[i]), null);
-  };
-  function climb(step) {
-    const sample = cursor < 0 ? sampleOf(run, run.peak.op) : cursor, stack = stackAt(shownGroups(), sample);
-    const here = stack.findIndex(({ low }) => low === under?.low), start = step > 0 ? 0 : stack.length - 1;
-    moveTo(sample, stack[here < 0 ? start : clamp(here + step, 0, stack.length - 1)] ?? null);
-  }
-  function letGo() {
-    if (pinned) return pin(pinned);
-    if (alone !== null) return isolate(alone);
-    moveTo(-1);
-  }
-  canvas.addEventListener("keydown", (event) => {
-    if (!run || !run.n || !place || event.ctrlKey || event.metaKey || event.altKey) return;
-    const leap = event.shiftKey ? Math.max(1, Math.round(run.n / 20)) : 1, many = event.shiftKey ? 10 : 1;
-    const next = GROUPINGS[(GROUPINGS.indexOf(by) + 1) % GROUPINGS.length];
-    const actions = {
-      arrowright: inTime(leap), arrowleft: inTime(-leap),
-      home: () => moveTo(0), end: () => moveTo(run.n - 1), p: () => moveTo(sampleOf(run, run.peak.op)),
-      "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), 0: () => lookAt(0, Infinity), escape: letGo,
-    };
-    if (run.blocks.length) {
-      Object.assign(actions, {
-        arrowup: () => climb(many), arrowdown: () => climb(-many), g: () => regroup(next), enter: () => { if (under?.block) pin(under.block); },
-      });
-    }
-    const action = actions[event.key.toLowerCase()];
-    if (!action) return;
-    event.preventDefault();
-    event.stopPropagation();
-    action();
+  listen(canvas, {
+    isReady: () => place !== null && Boolean(run?.n),
+    isWhole: () => view === null,
+    step(by1, many) {
+      const op = cursor < 0 ? null : run.op[cursor], leap = many ? Math.max(1, Math.round(run.n / 20)) : 1;
+      let i = clamp(cursor + by1 * leap, 0, run.n - 1);
+      if (cursor < 0) i = by1 > 0 ? 0 : run.n - 1;
+      while (run.op[i] === op && i + by1 >= 0 && i + by1 < run.n) i += by1; // another sample of this operation
+      moveTo(sampleOf(run, run.op[i]));
+    },
+    climb(by1, many) {
+      if (!run.blocks.length) return;
+      const sample = cursor < 0 ? peakSample() : cursor, stack = stackAt(shownGroups(), sample);
+      const here = stack.findIndex(({ low }) => low === under?.low), leap = many ? 10 : 1;
+      let next = clamp(here + by1 * leap, 0, stack.length - 1);
+      if (here < 0) next = by1 > 0 ? 0 : stack.length - 1;
+      moveTo(sample, stack[next]);
+    },
+    toStart: () => moveTo(0),
+    toEnd: () => moveTo(run.n - 1),
+    toPeak: () => moveTo(peakSample()),
+    leave: () => moveTo(-1),
+    letGo() {
+      if (pinned) return pin(pinned);
+      if (alone !== null) return isolate(alone);
+      moveTo(-1);
+    },
+    pinUnder() { if (under?.block) pin(under.block); },
+    regroup() { if (run.blocks.length) regroup(GROUPINGS[(GROUPINGS.indexOf(by) + 1) % GROUPINGS.length]); },
+    showAll() { if (run?.n) lookAt(0, Infinity); },
+    zoom(factor, x = (place.x0 + place.x1) / 2) {
+      const now = view ?? whole(), span = now.to - now.from, at = place.op(clamp(x, place.x0, place.x1));
+      lookAt(at - (at - now.from) * factor, span * factor);
+    },
+    pan(pixels) {
+      const now = view ?? whole(), span = now.to - now.from;
+      lookAt(now.from - (pixels / (place.x1 - place.x0)) * span, span);
+    },
+    point(x, y) {
+      const { sample, at } = hit(x, y);
+      canvas.style.cursor = boxAt(x, y) ? "pointer" : "";
+      moveTo(sample, at);
+    },
+    click(x, y) {
+      const box = boxAt(x, y), block = hit(x, y).at?.block;
+      if (box) lookAt(box.from, box.to - box.from);
+      else if (block) pin(block);
+    },
   });
+  for (const button of page.bar.children) button.addEventListener("click", () => regroup(button.dataset.by));
 
-  // Of the pointers that are down: where each one is. One pans, two pinch.
-  const down = new Map();
-  let isDrag = false, isOver = false; // the pointer has moved here: a page that scrolls by goes on to scroll
-  const xOf = (event) => event.clientX - canvas.getBoundingClientRect().left;
-  const yOf = (event) => event.clientY - canvas.getBoundingClientRect().top;
-  canvas.addEventListener("pointerdown", (event) => {
-    down.set(event.pointerId, xOf(event));
-    isDrag = false;
-    canvas.setPointerCapture(event.pointerId);
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    if (!place || !run || !run.n) return;
-    const x = xOf(event), from = down.get(event.pointerId);
-    if (event.movementX || event.movementY) isOver = true;
-    if (from === undefined) {
-      const found = hit(x, yOf(event));
-      canvas.style.cursor = stepUnder(x, yOf(event)) ? "pointer" : "";
-      return moveTo(found ? found.sample : -1, found?.at);
-    }
-    if (!isDrag && Math.abs(x - from) < 4) return;
-    isDrag = true;
-    down.set(event.pointerId, x);
-    if (down.size === 1) return pan(x - from);
-    const other = [...down].find(([id]) => id !== event.pointerId)[1];
-    zoom(Math.abs(from - other) / Math.max(Math.abs(x - other), 1), other);
-  });
-  function stepUnder(x, y) {
-    if (!place || y < place.y1 - STRIP || y > place.y1 - STRIP + 15) return null;
-    const op = place.op(x);
-    return boxes.find(({ from, to }) => from <= op && op < to) ?? null;
-  }
-  canvas.addEventListener("pointerup", (event) => {
-    const wasDown = down.delete(event.pointerId);
-    if (!wasDown || isDrag || !place || !run?.n) return;
-    const x = xOf(event), y = yOf(event), step = stepUnder(x, y);
-    if (step) return lookAt(step.from, step.to - step.from);
-    const block = hit(x, y)?.at?.block;
-    if (block) pin(block);
-  });
-  canvas.addEventListener("pointercancel", (event) => down.delete(event.pointerId));
-  canvas.addEventListener("dblclick", () => { if (run?.n) lookAt(0, Infinity); });
-  canvas.addEventListener("wheel", (event) => {
-    const isAll = view === null && event.deltaY > 0; // nothing to zoom out to: the page scrolls
-    if (!place || !run?.n || isAll || !(isOver || event.ctrlKey)) return;
-    event.preventDefault();
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(-event.deltaX);
-    else zoom(1.0015 ** event.deltaY, xOf(event));
-  }, { passive: false });
-  canvas.addEventListener("pointerleave", () => {
-    isOver = false;
-    if (document.activeElement !== canvas) moveTo(-1);
-  });
-  canvas.addEventListener("blur", () => moveTo(-1));
+  // What else changes the picture: its size, the page's colours, and the kernel
 
   const resized = new ResizeObserver(() => { isFresh = false; schedule(); });
-  resized.observe(plot);
+  resized.observe(page.plot);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", schedule);
   // A new theme arrives as a transition of the colour, as an attribute of the page, or as a style sheet.
-  root.addEventListener("transitionend", schedule);
+  page.root.addEventListener("transitionend", schedule);
   const restyled = new MutationObserver(schedule);
   restyled.observe(document.body, { attributes: true });
   document.head.addEventListener("load", schedule, true);

@@ -39,7 +39,7 @@ function groupOf(name, look, blocks, total) {
 function categories(run, { names, looks, growing }) {
   const growingRows = run.growing;
   const groups = names.map((name, c) => {
-    const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c];
+    const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c] ?? [];
     return groupOf(name, looks[c], run.blocks.filter((block) => block.category === c && !block.grows), total);
   });
   if (!growingRows) return groups;
@@ -85,17 +85,39 @@ export function stackAt(groups, sample) {
   return stack;
 }
 
-// The foot of a block at each of the samples at which it is alive, as [index into samples, bytes below it].
+// The first place in the ascending `samples` that is not before `sample`.
+function placeIn(samples, sample) {
+  let low = 0, high = samples.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (samples[middle] < sample) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// Visits the blocks from the foot of the stack on: visit(block, first, end, feet), where the samples from place `first` up
+// to `end` have the block, and `feet` has the bytes below it at each place. It ends when a visit returns true.
+export function climb(groups, samples, visit) {
+  const base = new Float64Array(samples.length);
+  for (const { blocks, total } of groups) {
+    const feet = base.slice();
+    for (const block of blocks) {
+      const first = placeIn(samples, block.start), end = placeIn(samples, block.stop);
+      if (first === end) continue;
+      if (visit(block, first, end, feet)) return;
+      for (let k = first; k < end; k++) feet[k] += block.bytes;
+    }
+    samples.forEach((sample, k) => { base[k] += total[sample]; });
+  }
+}
+
+// A block over its whole life: {first, feet}, as in `climb`; null where none of the samples has it.
 export function lifeOf(groups, block, samples) {
-  const own = groups.findIndex((group) => group.blocks.includes(block)), life = [];
-  if (own < 0) return life;
-  const below = groups[own].blocks.slice(0, groups[own].blocks.indexOf(block));
-  samples.forEach((sample, k) => {
-    if (sample < block.start || sample >= block.stop) return;
-    let low = 0;
-    for (let g = 0; g < own; g++) low += groups[g].total[sample];
-    for (const { start, stop, bytes } of below) if (start <= sample && sample < stop) low += bytes;
-    life.push([k, low]);
+  let life = null;
+  climb(groups, samples, (one, first, end, feet) => {
+    if (one === block) life = { first, feet: feet.slice(first, end) };
+    return one === block;
   });
   return life;
 }

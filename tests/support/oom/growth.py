@@ -19,7 +19,6 @@ from support.oom import (
     IN_EACH_STEP,
     SCORES,
     SECOND,
-    UNUSED,
     Net,
     adamw,
     has,
@@ -302,7 +301,7 @@ def predictions_joined_in_each_step(remedied=False):
     return trained(net, optimizer, step, steps=10)
 
 
-@has(EXCEPTION, UNUSED)
+@has(EXCEPTION)
 def errors_that_are_kept(remedied=False):
     """A large batch is tried, fails after its forward, and a smaller one follows."""
     net, errors = Net(), []

@@ -20,7 +20,6 @@ from support.oom import (
     LOGITS,
     ONE_LINE,
     ONE_STEP,
-    ONE_TENSOR,
     SCORES,
     TABLE,
     WIDE,
@@ -70,7 +69,7 @@ def empty_replay_buffer(remedied=False):
     return tracker
 
 
-@has(ONE_TENSOR)
+@has(ONE_LINE)
 def one_batch_for_all_steps():
     net, x = nn.Linear(64, 8), torch.randn(4096, 64)
     return trains(net, lambda i: net(x).square().mean())

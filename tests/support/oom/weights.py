@@ -72,6 +72,60 @@ def reference_model(remedied=False):
     return tracker
 
 
+class Preferences(nn.Module):
+    """The trained model and its reference, as parts of one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy = Net(2048)
+        self.reference = copy.deepcopy(self.policy)
+
+
+def of_preferences(both, expected=None):
+    optimizer, x = adamw(both.policy), torch.randn(16, 64)
+
+    def step(i):
+        with torch.no_grad():
+            goal = expected if expected is not None else both.reference(x)
+        updated(F.mse_loss(both.policy(x), goal), optimizer)
+
+    return trained(both, optimizer, step, steps=2)
+
+
+@has(COPIED, FIRST_STEP, says="compute its outputs once")
+def reference_in_the_model(remedied=False):
+    both = Preferences()
+    both.reference.requires_grad_(False)
+    if not remedied:
+        return of_preferences(both)
+    with torch.no_grad():
+        expected = both.reference(torch.randn(16, 64))
+    del both.reference
+    return of_preferences(both, expected)
+
+
+@has(COPIED, FIRST_STEP)
+def reference_that_could_be_trained():
+    return of_preferences(Preferences())
+
+
+@has(FIRST_STEP)
+def lower_half_of_the_layers_is_frozen():
+    net = nn.Sequential(*(Net(1024) for _ in range(4)))
+    net[:2].requires_grad_(False)
+    x = torch.randn(16, 64)
+    return trains(net, lambda i: net(x).square().mean(), adamw)
+
+
+@has(FIRST_STEP)
+def one_layer_of_three_is_frozen():
+    layers = {name: nn.Linear(256, 256) for name in ("first", "second", "third")}
+    layers["first"].requires_grad_(False)
+    net = nn.ModuleDict(layers)
+    x = torch.randn(16, 256)
+    return trains(net, lambda i: net.third(net.second(net.first(x))).square().mean(), adamw)
+
+
 @has(COPIED)
 def checkpoint_after_resume(remedied=False):
     net = Net(2048)

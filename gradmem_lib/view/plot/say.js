@@ -1,0 +1,57 @@
+// A run in words: what is written above and below its picture, and what a screen reader hears.
+
+import { MOST_BATCHES } from "./draw.js";
+import { growingAt } from "./run.js";
+import { formatBytes, grouped, make } from "./words.js";
+
+const KEYS = [["← →", "move"], ["P", "peak"], ["+ − 0", "zoom"], ["Esc", "let go"]];
+const KEYS_OF_BLOCKS = [["↑ ↓", "blocks of a moment"], ["Enter", "pin"], ["G", "regroup"]];
+
+function batchesInWords(batches) {
+  if (!batches.length) return "";
+  if (batches.length > MOST_BATCHES) {
+    const sizes = batches.map(({ rows }) => rows);
+    return `The batch has ${grouped(Math.min(...sizes))} to ${grouped(Math.max(...sizes))} rows. `;
+  }
+  return `Rows of the batch: ${batches.map(({ op, rows }) => `${grouped(rows)} from operation ${grouped(op)} on`).join(", ")}. `;
+}
+
+const after = (words, comma = ", ") => (words ? comma + words : "");
+
+// A moment: its operation, its phase, and its bytes by category.
+export function momentInWords(run, sample, { names, phases }) {
+  const parts = names.map((name, c) => [run.parts[c][sample], name]).filter(([n]) => n > 0).toSorted((a, b) => b[0] - a[0]);
+  const listed = parts.map(([n, name]) => `${name} ${formatBytes(n)}`).join(", "), growing = growingAt(run, sample);
+  return `operation ${grouped(run.op[sample])}${after(phases[run.phase[sample]])}: ${formatBytes(run.totals[sample])}` +
+    after(listed, ", of which ") + (growing > 0 ? `; ${formatBytes(growing)} of it grow from step to step` : "");
+}
+
+// What lies at a place of the stack (see stackAt): a block with its life, or what has no block of its own.
+export function blockInWords(run, { block, bytes, group }, { names, phases }) {
+  if (!block) return `${formatBytes(bytes)} of ${group.name}, in small or short-lived storages that have no block of their own.`;
+  const during = (i) => `operation ${grouped(run.op[i])}${phases[run.phase[i]] ? ` (${phases[run.phase[i]]})` : ""}`;
+  const made = block.start ? `made at ${during(block.start)}` : "there from the start";
+  const freed = block.ends ? `freed at ${during(block.stop)}` : "alive at the end";
+  const what = [block.tensor, `${formatBytes(block.bytes)} (${grouped(block.bytes)} bytes)`, names[block.category]].filter(Boolean).join(", ");
+  return what + after(block.module, " of ") + after(block.op, " by ") + after(block.line, " at ") + `; ${made}, ${freed}` +
+    after(block.held, "; held by ") + ".";
+}
+
+// The whole picture, for those who do not see it. `sample`: the one in the table.
+export function pictureInWords(run, sample, { title, by, budget }, { phases }) {
+  const { current, peak } = run;
+  return `Memory${after(title, " of ")} by ${by}. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
+    `${grouped(peak.op)}${after(phases[peak.phase])}. ` +
+    (run.finished ? "" : `Current ${formatBytes(current.total)}. `) +
+    (run.growing ? `${formatBytes(growingAt(run, sample))} of it grow from step to step. ` : "") + batchesInWords(run.batches) +
+    (budget ? `Budget ${formatBytes(budget)}. ` : "") + "Arrow keys read single operations, P jumps to the peak." +
+    (run.blocks.length ? " Up and down read the blocks of a moment, Enter pins one, plus and minus zoom." : "");
+}
+
+// The keys, in the line below the picture.
+export function showKeys(line, hasBlocks) {
+  for (const [keys, meaning] of hasBlocks ? [...KEYS, ...KEYS_OF_BLOCKS] : KEYS) {
+    make("kbd", "", line, keys);
+    line.append(` ${meaning}   `);
+  }
+}
