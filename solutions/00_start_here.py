@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# *21 minutes: sections 1 to 5, with exercise 0.1. You need: a PyTorch training loop you could write yourself.*
+# *20 minutes: sections 1 to 5, with exercise 0.1. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
 # the card (the GPU) you own. You will build each technique by hand, and watch real memory. A laptop
@@ -37,8 +37,12 @@
 # 4. **explain**: why the number is what it is;
 # 5. **exercise**: you write the code that computes it, and your code is checked at once.
 #
+# <details><summary>How the minutes at the top are counted</summary>
+#
 # The minutes at the top of a lesson allow you 130 words of text a minute, 40 words of code, a minute for each guess and
 # each claim, and one and a half times what an exercise states. Optional parts are counted apart.
+#
+# </details>
 #
 # Run the cells from top to bottom, each with Shift+Enter. The next one tests your setup.
 
@@ -102,11 +106,10 @@ with MemoryTracker(
 
 # %% [markdown]
 # The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps. Dashed lines mark
-# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (The
-# optimizer's memory appears in the first step and stays.) Two things grow: the **activations**, which forward keeps for
+# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. Two things grow: the **activations**, which forward keeps for
 # backward, and the **temporaries** on top of them, in short spikes.
 #
-# When the cell ends, the picture stands still. A saved notebook keeps it.
+# When the cell ends, the picture stands still.
 
 # %%
 guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
@@ -268,9 +271,8 @@ except BudgetExceeded as error:
 # Four sequences fit, and five do not. You will work like this all the time: go past the limit, read who holds what,
 # change one thing, try again. A smaller batch is only the first thing to change.
 #
-# Now suppose that an update needs all sixteen sequences, and that the card has 48 MiB, a quarter of the memory.
-# `first_run` makes this update without a budget. It prints the highest moment of each phase, and compares the highest
-# of all with the card:
+# Now suppose that an update needs all sixteen sequences, on a card of 48 MiB. `first_run` prints the highest moment of
+# each phase, without a budget:
 
 # %%
 from gradmem_lib.course import first_run
@@ -278,7 +280,7 @@ from gradmem_lib.course import first_run
 first_run()
 
 # %% [markdown]
-# Each of the lessons 01 to 05 ends with this run, and changes it by what the lesson has taught. In lesson 05 it fits.
+# The lessons 01 to 05 end with this run. In lesson 05 it fits.
 #
 # Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
 # live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.
