@@ -37,8 +37,12 @@
 # 4. **explain**: why the number is what it is;
 # 5. **exercise**: you write the code that computes it, and your code is checked at once.
 #
+# <details><summary>How the minutes at the top are counted</summary>
+#
 # The minutes at the top of a lesson allow you 130 words of text a minute, 40 words of code, a minute for each guess and
 # each claim, and one and a half times what an exercise states. Optional parts are counted apart.
+#
+# </details>
 #
 # Run the cells from top to bottom, each with Shift+Enter. The next one tests your setup.
 
@@ -102,11 +106,10 @@ with MemoryTracker(
 
 # %% [markdown]
 # The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps. Dashed lines mark
-# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (The
-# optimizer's memory appears in the first step and stays.) Two things grow: the **activations**, which forward keeps for
+# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. Two things grow: the **activations**, which forward keeps for
 # backward, and the **temporaries** on top of them, in short spikes.
 #
-# When the cell ends, the picture stands still. A saved notebook keeps it.
+# When the cell ends, the picture stands still.
 
 # %%
 guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
@@ -267,6 +270,17 @@ except BudgetExceeded as error:
 # %% [markdown]
 # Four sequences fit, and five do not. You will work like this all the time: go past the limit, read who holds what,
 # change one thing, try again. A smaller batch is only the first thing to change.
+#
+# Now suppose that an update needs all sixteen sequences, on a card of 48 MiB. `first_run` prints the highest moment of
+# each phase, without a budget:
+
+# %%
+from gradmem_lib.course import first_run
+
+first_run()
+
+# %% [markdown]
+# The lessons 01 to 05 end with this run. In lesson 05 it fits.
 #
 # Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
 # live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.

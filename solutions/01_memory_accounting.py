@@ -372,8 +372,8 @@ guess_d = predict_first("1.d", "How many bytes does this block save for backward
 # | gate, up | their common input | T·h |
 # | gate × up | gate, silu(gate), up, the product | 4 T·f |
 #
-# rms is the root mean square of a token's numbers. A norm's result, the common input, is the normalised input times a
-# weight: another tensor. The **log-sum-exp** is the logarithm of the softmax's denominator. Each head has its own
+# rms is the root mean square of a token's numbers. A norm multiplies the normalised input by a weight. The result is
+# another tensor: the common input of the next row. The **log-sum-exp** is the logarithm of the softmax's denominator. Each head has its own
 # softmax for each token, hence T·heads. The attention's result is also the input of its output layer, and the product
 # is also the input of `down`: each counts once. The block's two additions keep nothing. The sum of the column, times 4
 # bytes, is the formula. <!-- holds: sum(items.values()) == 4 * 256 * (10 * 256 + 2 + 8 + 4 * 688) --> To measure one block, the next cell subtracts a model of one block from a model of two.
@@ -492,6 +492,21 @@ claims.show("C01")
 # - **The logits** are the largest layer of a small model: <!-- holds: 12 * 2 * 128 * tiny.vocab > sum(items.values())
 #   and 12 * 64 * shape.vocab > sum(accounting.block_activations(shape, 1, 64, precision="float32").values()) --> 12 bytes
 #   for every token and every word. <!-- holds: spike == 12 * 8 * 1024 * smol.config.vocab_size -->
+#
+# Now look at lesson 00's last run again: 16 sequences at once, for a card of 48 MiB. The residents of this model are those of section 1.
+
+# %%
+from gradmem_lib.course import first_run
+
+first_run()
+print("residents:", format_bytes(sum(residents.values())))
+
+# %% [markdown]
+# The peak is at the loss, where three tensors of 64 MiB are alive (section 3).
+# <!-- holds: 4 * 16 * 128 * tiny.vocab == 64 * 2**20 -->
+# A smaller batch would shrink them, but the residents alone are more than twice the card. So no batch is small enough.
+# <!-- holds: sum(residents.values()) > 2 * 48 * 2**20 --> Lessons 02 to 04 lower what is above the residents, and lesson
+# 05 lowers the residents.
 #
 # In lesson 02 you write Adam yourself. (An exercise keeps its number for good, so the numbers in a lesson may be out of
 # order.)

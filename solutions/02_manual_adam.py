@@ -323,7 +323,7 @@ show_losses(curves, title="the small Llama, all five rules", smooth=5)
 # %% [markdown]
 # In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops before the minimum, as
 # soon as the pull towards zero equals the pull of the gradient. On the text the decay is small, and Adam and AdamW run
-# side by side, mostly below the others.
+# side by side.
 #
 # ## 6 · Watch the bytes appear
 #
@@ -368,7 +368,7 @@ for name, kept in theirs.state[p].items():
     print(f"{name:<11} {kept.dtype} {kept.nbytes:>5,} bytes")
 
 # %% [markdown]
-# PyTorch keeps t as a float32 tensor for each parameter tensor, and yours is a Python number. m and v take **8 bytes a parameter in float32, 4 in bf16.**
+# PyTorch's t is a tensor, and yours a number. m and v take **8 bytes a parameter in float32, 4 in bf16.**
 #
 # ## 7 · What bf16 moments cost
 #
@@ -427,8 +427,8 @@ guess_c.reveal(measured=100 * max(runs[1]))
 #
 # ## 8 · What the step itself needs
 #
-# States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. PyTorch has
-# three variants of AdamW. On lesson 01's tiny Llama, the next cells measure them:
+# Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. The next cells measure
+# PyTorch's three variants of AdamW on lesson 01's tiny Llama:
 #
 # - a plain loop over parameters (`foreach=False`);
 # - `foreach`, which does each operation for all parameters at once, and is AdamW's default on CUDA;
@@ -470,19 +470,29 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 #
 # `gradmem_lib/techniques/adam.py` has the lines that you wrote.
 #
+# Give lesson 00's last run the fused step:
+
+# %%
+from gradmem_lib.course import first_run
+
+first_run(optimizer="adamw-fused")
+
+# %% [markdown]
+# The optimizer's step is down from 128.3 MiB to the residents. But the peak is at the loss, where no optimizer runs, so
+# the error stays.
+#
 # ## 9 · What you can now do
 #
-# - **Adam** is two moving averages, corrected, and one division. m gives the direction, v the length, and the
-#   correction makes up for the start at zero. The **W** shrinks p itself and leaves the gradient alone.
+# - **Adam** is two moving averages, corrected, and one division. The **W** shrinks p itself and leaves the gradient
+#   alone.
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
-# - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
+# - **bf16 moments stall**: with β₂ = 0.999, v can rise but never fall.
 #   <!-- holds: runs[1] == sorted(runs[1]) -->
-# - **A step's temporaries**, on the tiny Llama: none (`fused`), two copies of the largest parameter (PyTorch's loop), a
-#   copy of the whole model (`foreach`).
+# - **A step's temporaries** are none (`fused`), or up to a copy of the model (`foreach`).
 #   <!-- holds: needed["foreach"] == sum(sizes) and needed["fused"] == 0 -->
 #
-# Lesson 03 is about batches that do not fit.
+# Lesson 03: batches that do not fit.
 #
 # ## Optional: why v never falls, and where the fused kernel stops
 #

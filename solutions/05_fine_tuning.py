@@ -320,10 +320,14 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 # <!-- holds: 0 < predicted(**every_weight).total - predicted(**every_weight | rerun).total < 2**20 -->)
 # An optimizer's memory is its states *and* what its step does.
 #
+# <details><summary>In a plain <code>Trainer</code></summary>
+#
 # A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. One is the
 # learning rate, 0.01. It is relative to the typical size of a tensor's weights, and T5, trained with Adafactor, was
 # fine-tuned with 0.001. The other is `eps`, by default the dtype's machine epsilon. In bf16 that is 1/128, larger than
 # almost every gradient, so nothing would be normalized. A recipe sets `1e-16`.
+#
+# </details>
 #
 # **A step in backward** can go lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
 # the gradient at once. In exercise 5.9, at the end, `Trainer` does this with transformers' `LayerWiseDummyOptimizer`,
@@ -448,6 +452,19 @@ print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 
 # %% [markdown]
 # In our record of the full runs (`benchmarks/results`), this one makes 1.86 times the naive run's tokens a second.
+#
+# And lesson 00's last run? Lesson 04 left it 115.8 MiB too large. Add LoRA, then the loss in chunks:
+
+# %%
+from gradmem_lib.course import first_run
+
+way = {"optimizer": "adamw-fused", "accumulation": 4, "checkpointing": "per-layer"}
+first_run(**way, lora_rank=16)
+first_run(**way, lora_rank=16, chunked_loss=True)
+
+# %% [markdown]
+# **It fits**, from an update that was 400.6 MiB too large. With LoRA alone the residents fit, and the logits of four
+# sequences do not.
 #
 # ## 11 · Did it learn the same?
 #

@@ -158,8 +158,17 @@ guess_a.reveal(
 # card has. <!-- holds: run.peak.total < error.total < run.peak.total + used[0] - used[1] - used[2] --> As a rule:
 #
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths, since
-#   unequal rows leave idle blocks of unequal sizes.
+#   unequal rows leave idle blocks of unequal sizes. *Packing* joins short texts to long rows, without padding.
 # - If it is small, there are too many tensors. The rest of the lesson is about this case.
+#
+# <details><summary>How packed rows stay apart</summary>
+#
+# transformers' `DataCollatorWithFlattening` joins the rows of a micro-batch. It returns positions that begin again with
+# each text, so that no token attends to another text. Flash attention takes the lengths of the texts instead of a mask
+# (in PyTorch: `varlen_attn` in `torch.nn.attention.varlen`). With `sdpa`, transformers builds a mask from the positions:
+# one byte for each pair of tokens in the row, which grows with the square.
+#
+# </details>
 #
 # The error does not say *which* tensors. The tracker does. Here is half of that batch on your machine, with a budget of
 # 2.3 GiB, which is too small again. (The cell takes that much of your memory.)
@@ -444,13 +453,19 @@ from gradmem_lib import show_decisions
 show_decisions(run, card="3.5 GiB")
 
 # %% [markdown]
-# Read the chart in three steps. (Here several rows take away *all* activations. If you give it a tracked run, which knows
-# each tensor's module, checkpointing takes away only those inside the layers, and the loss in chunks only those outside.)
+# Read the chart in three steps:
 #
 # 1. **In which phase is the peak?** Only that phase's half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
 # 3. **Of the rows that are enough, which price will you pay?** Then predict it. "At best" is a bound: the marked parts
 #    are gone at every moment, and the highest moment is left. Two techniques that work on the same part do not add up.
+#
+# <details><summary>Why do several rows take away all activations?</summary>
+#
+# A prediction does not say to which module a tensor belongs. If you give the chart a tracked run, checkpointing takes
+# away only the activations inside the layers, and the loss in chunks only those outside.
+#
+# </details>
 #
 # ### Exercise 6.6 · what comes next
 #
@@ -460,7 +475,7 @@ show_decisions(run, card="3.5 GiB")
 # has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are
 # `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that can be enough, at
 # best, or `"none"`. One half of the chart's columns is for forward and backward, the other for the optimizer's step.
-# "At best" counts each marked part whole, though in life 8-bit states and 4-bit weights leave some of theirs. In forward and backward, `"temporaries"` are the logits' gradients. In the optimizer's
+# "At best" takes each marked part away whole. (Real 8-bit states and 4-bit weights leave a part of theirs.) In forward and backward, `"temporaries"` are the logits' gradients. In the optimizer's
 # step they are the optimizer's own. Ask each technique by itself.
 #
 # <details><summary>Hint 1: enough</summary>

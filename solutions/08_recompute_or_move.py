@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 08 · Recompute or move
 #
-# *59 minutes: sections 1 to 6, with exercises 8.1 and 8.3 to 8.5. 30 more are optional. You need: lessons 01, 04 and
+# *60 minutes: sections 1 to 6, with exercises 8.1 and 8.3 to 8.5. 30 more are optional. You need: lessons 01, 04 and
 # 06.*
 #
 # Activations do not fit. A checkpoint forgets them and computes them again. They could also leave the card, wait
@@ -41,6 +41,25 @@ from gradmem_lib import predict_first, show_frontier
 from gradmem_lib.course import claims, models, texts
 
 # %% [markdown]
+# Here is a run that fails: LoRA on Llama-2-7B, with a checkpoint on each layer, and one row of 32,768 tokens. The card is
+# an RTX 4090 of 24 GB.
+
+# %%
+question = "LoRA, a checkpoint a layer, one row of 32,768 tokens: the peak in GiB?"
+guess_d = predict_first("8.d", question, unit="GiB")
+
+# %%
+config = known_model("Llama-2-7B")[1]
+config.max_position_embeddings = 32768
+row = {"batch_size": 1, "seq_len": 32768, "target": "cuda"}
+lora = {"precision": "bf16", "optimizer": "adamw-fused", "lora_rank": 16}
+failed = predict(config, recipe=Recipe(**lora, checkpointing="per-layer"), **row)
+guess_d.reveal(measured=round(failed.peak.total / 2**30, 1), what="predicted")
+print(failed.peak)
+
+# %% [markdown]
+# Which of these parts could be somewhere else, and which could be computed again? Section 4 makes this run fit.
+#
 # ## 1 · Repeat what is cheap
 #
 # Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all
@@ -420,27 +439,18 @@ for n in (2048, 8192, 32768, 131072):
 
 # %% [markdown]
 # The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and
-# only the *time* with its square. <!-- holds: eager > 100 * fused and fused == 64 * everything --> Now take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090. After your
-# prediction, two more techniques are added.
+# only the *time* with its square. <!-- holds: eager > 100 * fused and fused == 64 * everything --> Now repair the
+# lesson's first run, with two more techniques.
 
 # %%
-question = "LoRA, a checkpoint a layer, one row of 32,768 tokens: the peak in GiB?"
-guess_d = predict_first("8.d", question, unit="GiB")
-
-# %%
-config = known_model("Llama-2-7B")[1]
-config.max_position_embeddings = 32768
-sizes = {"batch_size": 1, "seq_len": 32768, "target": "cuda"}
-recipe = {"precision": "bf16", "optimizer": "adamw-fused", "lora_rank": 16}
 changes = {"checkpointing": "per-layer", "chunked_loss": True, "offload": "boundaries"}
 long = []
 for name, value in changes.items():
-    recipe[name] = value
-    long.append(predict(config, recipe=Recipe(**recipe), **sizes))
+    lora[name] = value
+    long.append(predict(config, recipe=Recipe(**lora), **row))
     parts = long[-1].peak.by_category | {"total": long[-1].peak.total}
     large = (f"{part} {n / 2**30:.1f}" for part, n in parts.items() if n > 2**29)
     print(f"{name + '=' + str(value):<24}", ", ".join(large), "GiB")
-guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 
 # %% [markdown]
 # {{long[0].peak.total / 2**30:.0f}} GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers
@@ -462,7 +472,7 @@ guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 # %% [markdown]
 # ## 5 · Recompute, move or shrink?
 #
-# Here is lesson 06's chart for section 4's first run. The column "at best" takes whole parts of the peak away.
+# Here is lesson 06's chart for the run that failed. The column "at best" takes whole parts of the peak away.
 # Section 4 saved less, because a step always works with something of each part.
 
 # %%

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *57 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 51 more are optional. You need: lessons 02 and
+# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 50 more are optional. You need: lessons 02 and
 # 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
@@ -30,12 +30,49 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from transformers import AutoModelForCausalLM
 
 from gradmem_lib import AdamW8bit, MemoryTracker, Recipe, Waterfall, check, known_model
 from gradmem_lib import predict, predict_first, prepare
 from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
 
 # %% [markdown]
+# Here is a run that has become larger. SmolLM2 trains with LoRA in bf16. To save memory, its frozen weights were put
+# into 4 bits, as in lesson 05. `multiply` is what such a layer does now: `dequantized` writes its matrix out in bf16.
+
+
+# %%
+def multiply(layer, x):
+    return F.linear(x, layer.dequantized(x.dtype))
+
+
+# %%
+small = known_model("SmolLM2-135M")[1]
+settings = {"precision": "bf16", "lora_rank": 32, "lora_targets": ("q_proj", "v_proj")}
+
+
+def peak(tokens, forward=None, **changes):
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16)
+        prepare(net, Recipe(**settings | changes))
+    for layer in net.modules():
+        if forward and hasattr(layer, "packed"):  # a layer in 4 bits
+            layer.forward = partial(forward, layer)
+    ask = {"seq_len": tokens, "recipe": Recipe(precision=None), "target": "cpu"}
+    return predict(net, batch_size=1, **ask).peak
+
+
+# %%
+grown = Waterfall(title="SmolLM2 with LoRA, 1,024 tokens")
+grown.add("weights in bf16", peak(1024))
+grown.add("in 4 bits", peak(1024, multiply, quantized_base=True))
+grown
+
+# %% [markdown]
+# The weights shrank, as they should. <!-- holds: grown.bars[1].by_category["parameters"]
+# < grown.bars[0].by_category["parameters"] and grown.bars[1].total > grown.bars[0].total --> Which part grew by more,
+# and what keeps it? Section 7 gives the answer, and repairs the run.
+#
 # ## 1 · Two bills
 #
 # An optimizer takes memory twice. Its **states** stay from step to step. Its **temporaries** come and go within a
@@ -458,11 +495,22 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 #
 # **The defaults.** `BitsAndBytesConfig(load_in_4bit=True)` means FP4, no double quantization and products in float32.
 # QLoRA as in the paper has to be said: `bnb_4bit_quant_type="nf4"`, `bnb_4bit_use_double_quant=True`,
-# `bnb_4bit_compute_dtype=torch.bfloat16`.
+# `bnb_4bit_compute_dtype=torch.bfloat16`. The paper's third part is a **paged optimizer**
+# (`optim="paged_adamw_8bit"` in `Trainer`): CUDA may move the states of large tensors to the host when the card is
+# full, and back when the step needs them. So a short peak costs time instead of an error.
 #
 # **What is written out.** QLoRA does not multiply in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
-# it. Backward writes it out again. So a good QLoRA keeps neither the matrix nor its input. Where it is written
-# carelessly, it needs *more* than LoRA: an optional section shows two such mistakes.
+# it. Backward writes it out again. The first cell's `multiply` is plain autograd, which saves the matrix for the
+# gradient of x. So all matrices in bf16 wait for backward: they are the activations that grew. A function of its own
+# (lesson 04) saves neither the matrix nor x:
+
+# %%
+grown.add("repaired", peak(1024, quantized_base=True))
+grown
+
+# %% [markdown]
+# Now 4 bits save memory. <!-- holds: grown.bars[2].total < grown.bars[0].total --> (An optional section has a second
+# mistake of this kind.)
 #
 # Even a good QLoRA is the wrong choice where weights are a small part of the peak: it rounds the base, and takes
 # time.
@@ -604,10 +652,10 @@ clip_in_backward = check("9.4", clip_in_backward)
 #
 # ## Optional: a QLoRA that needs more than LoRA
 #
-# If you write `F.linear(x, dequantized)` in plain autograd, the matrix in bf16 is *kept* until backward. And until
+# The lesson's first run keeps each matrix. And until
 # [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270) bitsandbytes kept the input x, which a
 # frozen layer does not need. Such mistakes can make QLoRA need *more* than LoRA
-# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both:
+# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here is the second one:
 
 
 # %%
@@ -623,10 +671,6 @@ class KeepsInput(torch.autograd.Function):
         return None, d_y @ ctx.layer.dequantized(d_y.dtype)
 
 
-def keeps_matrix(layer, x):
-    return F.linear(x, layer.dequantized(x.dtype))
-
-
 # %% [markdown]
 # SmolLM2 has {{sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2):,}} weights in 4 bits. With
 # adapters on queries and values, `KeepsInput` keeps two bf16 tensors more in each of the {{small.num_hidden_layers}}
@@ -638,30 +682,13 @@ question = "From how many tokens on does this QLoRA need more than LoRA?"
 guess_c = predict_first("9.c", question, unit="tokens")
 
 # %%
-from transformers import AutoModelForCausalLM
-
-small = known_model("SmolLM2-135M")[1]
-settings = {"precision": "bf16", "lora_rank": 32, "lora_targets": ("q_proj", "v_proj")}
-
-
-def peak(tokens, forward=None, **changes):
-    with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16)
-        prepare(net, Recipe(**settings | changes))
-    for layer in net.modules():
-        if forward and hasattr(layer, "packed"):  # a layer in 4 bits
-            layer.forward = partial(forward, layer)
-    ask = {"seq_len": tokens, "recipe": Recipe(precision=None), "target": "cpu"}
-    return predict(net, batch_size=1, **ask).peak.total / 2**20
-
-
-# %%
 print("tokens    LoRA   QLoRA   keeps input   keeps matrix   (MiB)")
 over = []
 for tokens in (1024, 2048):
     ways = [peak(tokens)]
-    for forward in (None, KeepsInput.apply, keeps_matrix):
+    for forward in (None, KeepsInput.apply, multiply):
         ways.append(peak(tokens, forward, quantized_base=True))
+    ways = [each.total / 2**20 for each in ways]
     over.append(ways[2] - ways[0])
     print("{:>6}{:>8,.0f}{:>8,.0f}{:>14,.0f}{:>15,.0f}".format(tokens, *ways))
 turn = 1024 - 1024 * over[0] / (over[1] - over[0])
@@ -772,7 +799,9 @@ for rank in (4, 16, 64):
 
 # %% [markdown]
 # The cell has few tokens, and G has at most as many directions as there are tokens. With more tokens, the first four
-# directions keep less. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`).
+# directions keep less. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`,
+# for one process). `Trainer` needs `galore_torch` for it, and the layers by name in `optim_target_modules`. Its rank is
+# 128 and P lasts 200 steps, unless `optim_args` says otherwise. All other weights keep AdamW's whole states.
 #
 # ### Exercise 9.9 · GaLore: moments of a small gradient
 #

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 50 more are optional. You need: lessons
+# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 47 more are optional. You need: lessons
 # 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
@@ -22,7 +22,7 @@
 #
 # - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it in every process;
 # - write DDP's averaging by hand, and shard a real model in the right order;
-# - say what each way of training on several cards holds and sends;
+# - say what each way of sharing a batch among cards holds and sends;
 # - plan a 70B model for two cards of 24 GB, and tell when a second card does not help.
 
 # %%
@@ -38,6 +38,47 @@ from gradmem_lib import predict, predict_first, prepare
 from gradmem_lib.course import claims, models, quiet_arguments, run_ranks
 
 # %% [markdown]
+# You have rented eight cards for lesson 07's 13B, and `Trainer` takes `fsdp=True`. Each card should hold an eighth of
+# the weights. Before it costs money, you try the settings in two processes on the CPU, with a small Llama of
+# {{4 * llama().num_parameters():,}} bytes of weights.
+
+# %%
+ids = torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def llama():
+    return models.tiny_llama(layers=8, hidden=64, heads=4, intermediate=172, vocab=257)
+
+
+# %%
+question = "Trainer with fsdp=True, in two CPU processes: bytes of weights in each?"
+guess_d = predict_first("10.d", question)
+
+
+# %%
+def trainer_weights():
+    from transformers import Trainer
+
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    with quiet_arguments(
+        max_steps=1, fsdp=True, fsdp_config={"version": 2}, ddp_find_unused_parameters=False
+    ) as arguments:
+        trainer = Trainer(llama(), arguments, train_dataset=rows)
+        trainer.train()
+    net = trainer.model_wrapped
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
+    return type(net).__name__, sum(p.nbytes for p in local)
+
+
+name, nbytes = run_ranks(trainer_weights)[0]
+guess_d.reveal(measured=nbytes)
+print(name)
+
+# %% [markdown]
+# **Nothing is cut, and there is no warning.** <!-- holds: name == "DistributedDataParallel" --> `Trainer` leaves `fsdp`
+# to accelerate, which uses FSDP on accelerators alone. So check bytes, not settings. This lesson takes FSDP from PyTorch
+# itself, which runs on the CPU too. (`make_trainer` refuses FSDP: take `prepare` and `step`.)
+#
 # ## 1 · Ranks
 #
 # The processes that train together form a **group**. Each has a number, its **rank**. All run the same program, each
@@ -107,17 +148,19 @@ def bytes_per_rank(parameters, ranks, way):
 bytes_per_rank = check("10.1", bytes_per_rank)
 
 # %% [markdown]
-# Now measure it, in float32. The model is a Llama with {{llama().num_parameters():,}} weights. A batch has 4 rows, and each rank takes
-# its part.
+# What does that mean for lesson 07's 13B on eight cards?
 
 # %%
-ids = torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
+for way in ("ddp", "zero1", "zero2", "fsdp"):
+    print(f"{way:<6}{sum(bytes_per_rank(13e9, 8, way)) / 1e9:>4.0f} GB on each card")
+
+# %% [markdown]
+# From ZeRO-1 on, a card of 80 GB holds them. What is left of it is for activations.
+#
+# Now measure it, in float32, on the small Llama. A batch has 4 rows, and each rank takes its part.
 
 
-def llama():
-    return models.tiny_llama(layers=8, hidden=64, heads=4, intermediate=172, vocab=257)
-
-
+# %%
 def my_batch():
     mine = ids.chunk(dist.get_world_size())[dist.get_rank()].clone()
     return {"input_ids": mine, "labels": mine}
@@ -326,7 +369,9 @@ def yours(net):
 print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 
 # %% [markdown]
-# Checkpoints lower the peak from {{measured[2]["fsdp"][1] / 1e6:.1f}} to {{run_ranks(peak_of, yours)[0]}} MB. `fully_shard` has more options:
+# Checkpoints lower the peak from {{measured[2]["fsdp"][1] / 1e6:.1f}} to {{run_ranks(peak_of, yours)[0]}} MB.
+#
+# <details><summary>More options of <code>fully_shard</code></summary>
 #
 # - `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` gathers and computes in bf16,
 #   and adds up gradients in float32. The shards stay in float32: they are the master copy of lesson 07.
@@ -335,25 +380,18 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 #
 # `Recipe(sharding="fsdp", precision="float32-master")`, `sharding="zero2"` and `offload="parameters"` choose these.
 #
-# ## 5 · One batch on many ranks
+# </details>
+#
+# ## 5 · What no rank knows alone
 #
 # DDP and FSDP average gradients over the ranks. If rows are not equally long, this is lesson 03's mistake again.
 # Divide each summed loss by the number of labels on *all* ranks, and multiply it by the number of ranks (exercise
-# 10.5, optional). `accumulate_gradients(..., model=net)` does so. Under DDP, ranks may have different numbers of
-# micro-batches. Under FSDP every forward is a collective, so all ranks need equally many. Some may be empty, with all
-# labels −100.
+# 10.5, optional). `accumulate_gradients(..., model=net)` does so.
 #
-# **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. Keep this
-# product: with twice the ranks, take half the micro-batches. If it grows instead, search for the learning rate again.
+# Two more things need all ranks. An optional section shows each of them:
 #
-# **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` computes it. If each rank clipped by the norm
-# of its own shards, they would be scaled by different numbers, and there would be no error message.
-#
-# **Saving** is a collective too. `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone: see the
-# optional section on saving.
-#
-# **Settings** can be ignored without a warning, as an optional section shows for `Trainer(fsdp=True)`. So count the
-# bytes of a rank's shards on the first cards that you rent.
+# - **clipping**: the norm is that of the whole gradient, not of a rank's shards;
+# - **saving**: `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone.
 #
 # ## 6 · What it costs to send
 #
@@ -401,10 +439,7 @@ communication_seconds = check("10.6", communication_seconds)
 # Sending can hide behind computing, if computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards. A
 # token costs about 6 operations a weight (2 forward, 4 backward). An RTX 4090 computes {{card.half / 1e12:.0f}} trillion operations a second. We take 80 % of a
 # link's rate: PCIe 4 has {{card.link / 1e9:.1f}} GB/s each way, and an H100's NVLink has {{CARDS["H100 80GB"].link / 1e9:.0f}}.
-
-# %%
-question = "Tokens in a micro-batch, until an RTX 4090 computes as long as it sends?"
-guess_e = predict_first("10.e", question, unit="tokens")
+# The next cell prints how many tokens a micro-batch needs until a card computes as long as it sends:
 
 
 # %%
@@ -413,7 +448,7 @@ def tokens(card):
     return round(seconds * card.half / (6 * 6.74e9))
 
 
-guess_e.reveal(measured=tokens(CARDS["RTX 4090 24GB"]), what="estimated")
+print("RTX 4090s over PCIe 4:", tokens(CARDS["RTX 4090 24GB"]))
 print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
@@ -431,12 +466,8 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # | PyTorch's ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
 # | ZeRO-3, FSDP | 1/N of all three; two whole units | 3 W a micro-batch |
 # | hybrid sharding: FSDP in each machine of n cards | 1/n of all three; two whole units | 3 W a micro-batch inside, 2 W / n between machines |
-# | tensor parallel | 1/N of each layer's matrices | two all-reduces a layer, after attention and after the MLP, and two in backward, each as large as the layer's input |
-# | pipeline | 1/N of the layers | a boundary forward and a gradient back, each micro-batch |
-# | context parallel | 1/N of each row's activations | each layer's keys and values, forward and backward |
-# | expert parallel | 1/N of the experts | each token to its experts and back, forward and backward |
 #
-# The first five cut the batch by rows. The last four cut the model or the rows themselves: see an optional section.
+# All of these cut the batch by rows. Other ways cut the model, or the rows themselves: see an optional section.
 #
 # When not to shard:
 #
@@ -510,18 +541,24 @@ chart
 # CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. <!-- holds: short.total < card.nbytes - 2**30 < chart.bars[2].total < card.nbytes --> Most of the
 # peak is the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits.
 # <!-- holds: short.total / 2 < short.by_category["parameters"] --> In
-# bf16, half of the base alone is too large. <!-- holds: chart.bars[0].by_category["parameters"] > 2 * card.nbytes --> The claim below counts in GB: the card's {{card.nbytes / 2**30:.1f}} GiB are {{card.nbytes / 1e9:.1f}} GB.
+# bf16, half of the base alone is too large. <!-- holds: chart.bars[0].by_category["parameters"] > 2 * card.nbytes -->
+# (With bitsandbytes, set `bnb_4bit_quant_storage=torch.bfloat16`. By default its 4-bit weights are uint8, and accelerate
+# leaves those out when it shards: each card would keep the whole base.) The claim below counts in GB: the card's {{card.nbytes / 2**30:.1f}} GiB are {{card.nbytes / 1e9:.1f}} GB.
 
 # %%
 claims.show("C17")
 
 # %% [markdown]
-# **And to generate text with it?** Then each card also keeps the *keys and values* of all tokens so far. Llama-2-70B has
+# <details><summary>And to generate text with it?</summary>
+#
+# Then each card also keeps the *keys and values* of all tokens so far. Llama-2-70B has
 # {{known_model("Llama-2-70B")[1].num_hidden_layers}} layers. Its {{known_model("Llama-2-70B")[1].num_attention_heads}}
 # query heads share {{known_model("Llama-2-70B")[1].num_key_value_heads}} heads of keys and values, of
 # {{known_model("Llama-2-70B")[1].head_dim}} numbers each. In bf16 that is 80 × 2 × 8 × 128 ×
 # 2 = 327,680 bytes a token. A text of 8,192 tokens takes 2.5 GiB. If each query head had keys of its own, it would be 20
 # GiB.
+#
+# </details>
 #
 # ## 8 · What you can now do
 #
@@ -762,40 +799,6 @@ print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
 # `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights
 # on rank 0. It is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
 #
-# ## Optional: Trainer with FSDP, on the CPU
-#
-# `Trainer` takes `fsdp=True`. Try it on two ranks. The model has {{4 * llama().num_parameters():,}} bytes of weights.
-
-# %%
-question = "Trainer with fsdp=True, on two CPU ranks: bytes of weights on a rank?"
-guess_d = predict_first("10.d", question)
-
-
-# %%
-def trainer_weights():
-    from transformers import Trainer
-
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    with quiet_arguments(
-        max_steps=1, fsdp=True, fsdp_config={"version": 2}, ddp_find_unused_parameters=False
-    ) as arguments:
-        trainer = Trainer(llama(), arguments, train_dataset=rows)
-        trainer.train()
-    net = trainer.model_wrapped
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
-    return type(net).__name__, sum(p.nbytes for p in local)
-
-
-# %%
-name, nbytes = run_ranks(trainer_weights)[0]
-guess_d.reveal(measured=nbytes)
-print(name)
-
-# %% [markdown]
-# **It is DDP, without a warning.** <!-- holds: name == "DistributedDataParallel" --> `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone. So a test
-# on the CPU says nothing about your FSDP settings.
-# (`make_trainer` refuses FSDP: take `prepare` and `step`.)
-#
 # ## Optional: a plan, carried out
 #
 # The recipe for the 70B also runs here, on SmolLM2's first two layers with their real weights:
@@ -926,6 +929,13 @@ print(read.num_processes, "processes,", read.distributed_type.value)
 #
 # ## Optional: cut the model itself
 #
+# | way | a rank holds | a rank sends |
+# |---|---|---|
+# | tensor parallel | 1/N of each layer's matrices | two all-reduces a layer, after attention and after the MLP, and two in backward, each as large as the layer's input |
+# | pipeline | 1/N of the layers | a boundary forward and a gradient back, each micro-batch |
+# | context parallel | 1/N of each row's activations | each layer's keys and values, forward and backward |
+# | expert parallel | 1/N of the experts | each token to its experts and back, forward and backward |
+#
 # **Tensor parallel** cuts each matrix. An MLP's first matrix is cut by its outputs, so each rank computes some of the
 # inner numbers. The second one is cut by its inputs, so each rank gets one *summand* of the result, and an all-reduce adds
 # the summands. Attention is cut in the same way, by heads. PyTorch's `parallelize_module` follows a plan, which says
@@ -1023,7 +1033,17 @@ _ = run_ranks(by_layers, *torch.randn(2, 8, 64), everyone=True)
 # attention work on each token by itself, so they need nothing from other ranks. Attention needs the keys and values of
 # all earlier tokens. They go around the ring, rank by rank, and each rank adds up its part of the result (*ring
 # attention*, [Liu et al. 2023](https://arxiv.org/abs/2310.01889)). Activations are cut by N. Weights are not, so it is
-# used together with FSDP.
+# used together with FSDP. PyTorch has a prototype, for cards:
+#
+# ```python
+# from torch.distributed.tensor.experimental import context_parallel
+#
+# with context_parallel(mesh, buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 1]):
+#     ...  # forward and backward
+# ```
+#
+# Inside, these tensors are cut by tokens, in place, and `scaled_dot_product_attention` is ring attention. A model that
+# shifts its labels itself would now shift each piece, and lose the label at each cut. So shift them before.
 #
 # **Expert parallel** is for a mixture of experts. Each rank holds some of the experts. A token goes to those that its
 # layer chose for it, wherever they are, and comes back: one *all-to-all* there and one back, in forward, and the same for

@@ -24,6 +24,7 @@ _HOMES = {
     "lessons.shared.settings": "text_batch",
     "machine.run_ranks": "RanksFailed run_ranks",
     "machine.torchrun": "torchrun",
+    "material.first_run": "first_run",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

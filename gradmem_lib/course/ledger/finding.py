@@ -16,7 +16,7 @@ from math import inf, isnan
 from ...units import MiB
 
 # The verdicts, and the name of the sentence that goes with each in the text of a finding.
-SENTENCE_OF = {"holds": "holds", "holds only if": "only if", "does not hold": "fails"}
+SENTENCE_OF = {"holds": "holds", "holds sometimes": "only if", "does not hold": "fails"}
 VERDICTS = tuple(SENTENCE_OF)
 SENTENCES = r"^ *(holds|only if|fails|why|needs): "  # how each begins in the text of a finding
 Figures = dict[str, int | float | str]
@@ -205,9 +205,9 @@ class Finding:
         """
         if all(figure.agrees for figure in self.own):
             everywhere = all(figure.agrees for figure in self.elsewhere)
-            return "holds" if everywhere else "holds only if"
+            return "holds" if everywhere else "holds sometimes"
         if self.where and all(figure.agrees for figure in self.where):
-            return "holds only if"
+            return "holds sometimes"
         return "does not hold"
 
     def said(self, name: str) -> str:
@@ -222,11 +222,14 @@ class Finding:
         return self.said(SENTENCE_OF[self.verdict]) or OTHER_SENTENCE
 
     @property
-    def sentence(self) -> str:
-        """Verdict and summary in one.
+    def opening(self) -> str:
+        """How the sentence begins: with the verdict, or with "Holds only if" before a condition."""
+        if self.verdict == "holds sometimes" and self.said("only if"):
+            return "Holds only if"
+        return self.verdict.capitalize()
 
-        "Holds only if" goes on with its condition, and so does a summary in lower case.
-        """
-        goes_on = self.verdict.endswith("if") and self.said("only if")
-        joined = " " if goes_on or self.summary[0].islower() else ". "
-        return f"{self.verdict.capitalize()}{joined}{self.summary}"
+    @property
+    def sentence(self) -> str:
+        """Opening and summary in one: a condition goes on, and so does a summary in lower case."""
+        goes_on = self.opening.endswith("if") or self.summary[0].islower()
+        return f"{self.opening}{' ' if goes_on else '. '}{self.summary}"

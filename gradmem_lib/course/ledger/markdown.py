@@ -35,9 +35,8 @@ PAGE = """\
 
 Here is what five documents about training memory say ({{ findings | length }} claims, in our \
 words), and what the course finds.
-{{ findings | length }} are answered: {{ totals | join(", ") }}. *Holds* needs no condition; \
-*holds only if* names the
-condition. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.
+{{ findings | length }} are answered: {{ totals | join(", ") }}.
+GB is 1,000,000,000 bytes, GiB is 1,073,741,824.
 `python -m gradmem_lib.course.ledger --write` writes this page, and a test computes \
 every entry again.
 
@@ -54,8 +53,7 @@ every entry again.
 
 > {{ claims[id].says }}
 
-{% set verdict = finding.verdict | capitalize %}
-**{{ verdict }}**{{ finding.sentence.removeprefix(verdict) }}
+**{{ finding.opening }}**{{ finding.sentence.removeprefix(finding.opening) }}
 
 {% for figure in finding.shown %}
 - {{ figure.what }}: {{ figure.text }}\

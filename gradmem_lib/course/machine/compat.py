@@ -80,11 +80,6 @@ def restore_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> None
         torch._C._autograd._push_saved_tensors_default_hooks(*before)
 
 
-def print_options() -> dict[str, Any]:
-    """What ``torch.set_printoptions`` has set."""
-    return dict(vars(torch._tensor_str.PRINT_OPTS))
-
-
 def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: Any) -> None:
     """Switch on transformers' checkpoints for ``model``, under the name that the installed version
     uses.

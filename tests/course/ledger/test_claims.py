@@ -87,14 +87,14 @@ def test_no_verdict_stays_when_its_figures_move(claim_id):
     assert true.verdict == "holds"
     for i, figure in enumerate(found.elsewhere):
         moved = (*everywhere[:i], disagreeing(figure), *everywhere[i + 1 :])
-        assert dataclasses.replace(true, elsewhere=moved).verdict == "holds only if"
+        assert dataclasses.replace(true, elsewhere=moved).verdict == "holds sometimes"
     for i, figure in enumerate(found.own):
         moved = (*true.own[:i], disagreeing(figure), *true.own[i + 1 :])
         assert moved[i] is not None, f"nothing could make {figure.what!r} disagree"
         assert dataclasses.replace(true, own=moved).verdict != "holds"
     false = dataclasses.replace(found, own=tuple(map(disagreeing, found.own)))
     where = tuple(map(agreeing, found.where))
-    expected = "holds only if" if where else "does not hold"
+    expected = "holds sometimes" if where else "does not hold"
     assert dataclasses.replace(false, where=where).verdict == expected
     for i, figure in enumerate(found.where):
         moved = (*where[:i], disagreeing(figure), *where[i + 1 :])
@@ -420,7 +420,7 @@ def test_in_a_notebook_a_claim_is_one_line_that_unfolds(monkeypatch, capsys):
     assert not capsys.readouterr().out
     assert [line.partition(":")[0] for line in plain.splitlines()] == [
         "C05 does not hold",
-        "C36 holds only if",
+        "C36 holds sometimes",
     ]
     assert folded.count("<details>") == folded.count("</details>") == 2
     first = folded.partition("</details>")[0]

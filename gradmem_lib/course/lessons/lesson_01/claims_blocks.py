@@ -89,9 +89,9 @@ def attention_over_mlp() -> Finding:
     return Finding(
         own=(
             about("scores / feed-forward, 4096 tokens", "8×", scores / ffn),
-            about("halves of a real layer, eager", "8×", ratio["eager"], within=0.15),
+            about("attention / MLP, eager", "8×", ratio["eager"], within=0.15),
         ),
-        elsewhere=about("halves of a real layer, fused", "8×", ratio["fused"]),
+        elsewhere=about("attention / MLP, fused", "8×", ratio["fused"]),
         says=f"""
             only if: attention is eager, which its example counts; with fused attention the
                 feed-forward half is larger.

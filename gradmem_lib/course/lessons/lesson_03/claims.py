@@ -146,7 +146,7 @@ def dividing_by_k() -> Finding:
     ragged = (8, 16, 64, 128)
     return Finding(
         own=_exact("gradient's error, equal micro-batches", _gradient_error((64,) * 4)),
-        elsewhere=_exact("error, 8, 16, 64 and 128 tokens", _gradient_error(ragged)),
+        elsewhere=_exact("gradient's error, 8 to 128 tokens", _gradient_error(ragged)),
         beyond=_exact("the same, divided by tokens", _gradient_error(ragged, next_token_loss)),
         says="""
             only if: all micro-batches have the same number of tokens, as in the documents' own

@@ -56,7 +56,7 @@ def the_same_samples_take_longer() -> Finding:
     return Finding(
         own=more("time in its table, 1 x 4 / 4", _published()),
         elsewhere=(
-            more("our CPU record, 4 micro-batches", times["4"]),
+            more("time on our CPU, 4 micro-batches", times["4"]),
             more("our CPU record, 16 micro-batches", times["16"]),
         ),
         says=f"""
@@ -81,7 +81,9 @@ def no_overhead() -> Finding:
         own=about("operations in products, 4 x 8 / 32", "1×", cut[1] / one[1], within=0.001),
         beyond=(
             about("time in C13's table, 1 x 4 / 4", "1×", _published()),
-            about("our CPU record, 4 micro-batches", "1×", _times("accumulated")["4"], within=0.15),
+            about(
+                "time on our CPU, 4 micro-batches", "1×", _times("accumulated")["4"], within=0.15
+            ),
         ),
         says=f"""
             holds: The computation is the same for 32 and for 4 x 8; micro-batches that are too

@@ -81,7 +81,7 @@ def attention_alone() -> Finding:
             between("extra operations", "10 to 15%", work["attention", "eager"]),
         ),
         elsewhere=between(
-            "share with fused attention", "60 to 80%", share["attention", "fused", 2048]
+            "share of the saving, fused", "60 to 80%", share["attention", "fused", 2048]
         ),
         says=f"""
             only if: attention stores its scores (eager); with fused attention, the MLP saves more.
