@@ -119,8 +119,9 @@ guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
 #
 # ## 2 · Read the picture
 #
-# A tracker remembers what it saw, and `show()` draws it again. You can ask this picture for details: move the mouse
-# over it, or click it and use the arrow keys. **P** jumps to the peak. Here is a single step, so that you can see
+# A tracker remembers what it saw, and `show()` draws it again. Put the pointer on any byte of this picture: the line
+# below says which tensor it belongs to, of which module, and how long it lives. A click keeps it lit, the wheel zooms,
+# and the arrow keys and **P** (the peak) do the same without a mouse. Here is a single step, so that you can see
 # inside.
 
 # %%

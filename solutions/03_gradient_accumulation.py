@@ -77,15 +77,18 @@ question = "4 × 4 instead of 16 at once: by how much does the peak fall?"
 guess_b = predict_first("3.b", question, unit="percent")
 
 # %% [markdown]
-# In the next picture, watch the activations first, then the gradients between the micro-batches.
+# In the next picture, watch the activations first, then the gradients between the micro-batches. The dashed outline is
+# the update with 16 at once.
 
 # %%
-with MemoryTracker(model, optimizer, title="16 at once, then 4 × 4"):
+with MemoryTracker(model, optimizer, live=False, title="16 at once") as at_once:
     update(16)
+with MemoryTracker(model, optimizer, live=False, title="4 × 4") as in_pieces:
     update(4)
+in_pieces.show(beside=at_once)
 
 # %% [markdown]
-# In the right half, the activations climb four times, each time to a quarter of the left half's height. The gradients
+# The activations climb four times, each time by a quarter of what the outline climbs. The gradients
 # arrive with the first backward and **stay**: the second, third and fourth forward run on top of them. The next table
 # has the most bytes of each part:
 

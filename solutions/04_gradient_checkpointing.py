@@ -129,18 +129,20 @@ with MemoryTracker(layers, live=False) as tracker:
     guess_a.reveal(formula=16 + 1, measured=boundaries(tracker.current))
 
 # %% [markdown]
-# 16 inputs and one output are alive. The next picture shows two whole steps: first under your checkpoint, then with
-# everything kept. The first backward has teeth: what are they? (Your Function makes its tensors while autograd is off.
+# 16 inputs and one output are alive. The next picture shows a whole step under your checkpoint; the outline is
+# a step with everything kept. The backward has teeth: what are they? (Your Function makes its tensors while autograd is off.
 # So the tracker draws these activations as temporaries.)
 
 # %%
 del out
-with MemoryTracker(layers, title="16 layers: your checkpoint, then all kept") as tracker:
-    forward(Checkpoint.apply, layers, inputs).square().sum().backward()
-    print("peak with your checkpoint:", boundaries(tracker.peak), "boundaries")
-    inputs.grad = None
+with MemoryTracker(layers, live=False, title="all kept") as kept:
     layers(inputs).square().sum().backward()
-print("peak with all kept:", boundaries(tracker.peak), "boundaries")
+inputs.grad = None
+with MemoryTracker(layers, live=False, title="16 layers: your checkpoint") as tracker:
+    forward(Checkpoint.apply, layers, inputs).square().sum().backward()
+print("peak with your checkpoint:", boundaries(tracker.peak), "boundaries")
+print("peak with all kept:", boundaries(kept.peak), "boundaries")
+tracker.show(beside=kept)
 
 # %% [markdown]
 # Each tooth is a layer that runs again, is used, and is freed. Your peak, 16 + 5 + 9 = 30, is in the backward of the

@@ -230,7 +230,7 @@ print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} byt
 # ### Explore
 #
 # While you move a control, lesson 01's closed forms answer. When you stop, the exact trace takes their place. The dashed
-# line is the card's room for tensors. Answer first, then move:
+# line is the card. What it holds beside the tensors is `other`. Answer first, then move:
 #
 # 1. Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
 # 2. With SmolLM2 and eager attention: at which length do the activations overtake everything else?
