@@ -106,8 +106,9 @@ with MemoryTracker(
 
 # %% [markdown]
 # The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps. Dashed lines mark
-# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. Two things grow: the **activations**, which forward keeps for
-# backward, and the **temporaries** on top of them, in short spikes.
+# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (The optimizer's
+# memory appears in the first step, and stays.) Two things grow: the **activations**, which forward keeps for backward,
+# and the **temporaries** on top of them, in short spikes.
 #
 # When the cell ends, the picture stands still.
 
@@ -272,8 +273,8 @@ except BudgetExceeded as error:
 # Four sequences fit, and five do not. You will work like this all the time: go past the limit, read who holds what,
 # change one thing, try again. A smaller batch is only the first thing to change.
 #
-# Now suppose that an update needs all sixteen sequences, on a card of 48 MiB. `first_run` prints the highest moment of
-# each phase, without a budget:
+# Now suppose that an update needs all sixteen sequences, on a card of 48 MiB. `first_run` trains this model on them
+# without a budget. It prints the highest moment of each phase, and compares the peak with the card:
 
 # %%
 from gradmem_lib.course import first_run
@@ -281,7 +282,7 @@ from gradmem_lib.course import first_run
 first_run()
 
 # %% [markdown]
-# The lessons 01 to 05 end with this run. In lesson 05 it fits.
+# Lessons 01 to 05 return to this run. In lesson 05 it fits.
 #
 # Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
 # live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.

@@ -348,7 +348,7 @@ train = check("3.4", train)
 # So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
 # the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
 # you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is no
-# mistake: another full batch would draw other masks, too. The next claim is about checkpointing (lesson 04), too.
+# mistake: another full batch would draw other masks. The next claim also speaks of checkpointing, which is lesson 04.
 
 # %%
 claims.show("C30")
@@ -398,7 +398,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 # - **Step, zero, clip and log once a window**, the last incomplete one included.
 # - **A trainer may not do what you think.** Compare one update at 1 and at K steps.
 #
-# To lesson 00's last run with its fused step, add accumulation:
+# Take lesson 00's last run with lesson 02's fused step, and add accumulation:
 
 # %%
 from gradmem_lib.course import first_run

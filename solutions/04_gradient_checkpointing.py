@@ -131,7 +131,7 @@ with MemoryTracker(layers, live=False) as tracker:
 # %% [markdown]
 # 16 inputs and one output are alive. The next picture shows a whole step under your checkpoint; the outline is
 # a step with everything kept. The backward has teeth: what are they? (Your Function makes its tensors while autograd is off.
-# So the tracker draws these activations as temporaries.)
+# So the tracker draws the waiting boundaries as temporaries, and what a second run keeps as activations.)
 
 # %%
 del out
@@ -206,7 +206,7 @@ show_schedule(threes, title="9 layers in segments of 3")
 explore_schedule()
 
 # %% [markdown]
-# ## 4 · √n, where it is right
+# ## 4 · The best segment length
 #
 # One formula gives all these peaks.
 #
@@ -270,15 +270,15 @@ for k in (1, 2, 4, 8, 16, 32, 64):
 guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
-# The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
+# The bars are shortest at √64. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
 # its gradient) your formula is right to the byte.
 # <!-- holds: peaks == {k: (kept_at_peak(uniform_segments(64, k), 1, 1) + 3) * inputs.nbytes + 8 for k in peaks} -->
 #
-# Some guides say that more checkpoints mean more memory and less recomputation. The first is true only on the left arm,
-# where segments are shorter than the best.
+# Some guides say that more checkpoints mean more memory and less recomputation. The first is true only of
+# segments that are shorter than the best.
 # <!-- holds: peaks[1] > peaks[2] > peaks[4] > peaks[8] < peaks[16] < peaks[32] < peaks[64] -->
-# The second is wrong: each layer runs once more, whatever k is. This is up to a third more work, and up to half
-# where the weights are frozen. <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 -->
+# The second is true of the shortest segments alone: each layer runs once more, whatever k is, and only a segment's last
+# product is spared. This is up to a third more work, and up to half where the weights are frozen. <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 -->
 # (An optional section counts it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
@@ -291,7 +291,7 @@ claims.show("C27", "C21")
 # %% [markdown]
 # ## 5 · A real Transformer
 #
-# If a layer keeps more than its input, a segment costs more and a boundary costs the same. Where is the bottom of the U
+# If a layer keeps more than its input, a segment costs more and a boundary costs the same. Where are the bars shortest
 # then?
 #
 # ### Exercise 4.6 · the best segment length
@@ -397,7 +397,7 @@ guess_c.reveal(
 #
 # </details>
 #
-# ## 6 · Where it does not help
+# ## 6 · All weights trained
 #
 # Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (In a list of lengths the last
 # segment is not run again, so `[30]` is no checkpoint.) How much lower is the peak?
@@ -421,16 +421,16 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
 # save. <!-- holds: tracker.peak.phase == "backward" and tracker.peak.by_category["activations"] < 100 -->
-# So ask where the peak is before you choose a technique. Shallow networks win less too: with 4 layers, one
-# segment is a quarter. <!-- holds: kept_at_peak([1] * 4, 5, 1) / (4 * 5) > kept_at_peak([1] * 16, 5, 1) / (16 * 5) -->
+# So ask where the peak is before you choose a technique. Shallow networks win less too: with 4 layers, the one layer
+# in full is a quarter of all. <!-- holds: kept_at_peak([1] * 4, 5, 1) / (4 * 5) > kept_at_peak([1] * 16, 5, 1) / (16 * 5) -->
 #
 # ## 7 · What you can now do
 #
-# - **The peak is earlier boundaries and one whole segment**, or, with a large vocabulary, all boundaries and the
-#   logits.
+# - **The peak is waiting boundaries, one whole segment, and gradients on their way**, or, with a large vocabulary, all
+#   boundaries and the logits.
 # - **k = √(n·x/a).** √n is right where a ≈ x. Trained Transformers have a ≈ 20 x or more: one layer a segment, or
 #   two.
-# - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
+# - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients, not on activations.
 #
 # `with checkpoint_layers(model, every="best"):` measures a and x for you. If the vocabulary is large, try a few
 # longer segments as well. Read `segments.py`, then `checkpointing.py`, in `gradmem_lib/techniques`.
@@ -443,7 +443,7 @@ from gradmem_lib.course import first_run
 first_run(optimizer="adamw-fused", accumulation=4, checkpointing="per-layer")
 
 # %% [markdown]
-# The error fell from 155.4 MiB to 115.8. The rest is mostly residents, and nothing so far shrinks them. Lesson 05
+# The error fell from 155.4 MiB to 115.8. What is left is mostly residents, and nothing so far shrinks them. Lesson 05
 # puts all techniques together.
 #
 # ## Optional: beyond √n, with long segments first

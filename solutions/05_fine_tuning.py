@@ -112,7 +112,7 @@ guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 #
 # More than half of the peak is activations and the logits' temporaries.
 # <!-- holds: naive.peak.by_category["activations"] + naive.peak.by_category["temporaries"] > naive.peak.total / 2 -->
-# Accumulation and checkpointing shrink those. **Which of the two would you take first?**
+# Accumulation shrinks both, checkpointing the activations alone. **Which of the two would you take first?**
 
 # %%
 guess_b = predict_first("5.b", "8 micro-batches: how many per cent lower?", unit="percent")
@@ -128,7 +128,7 @@ for changes in ({}, cut, rerun):
 
 # %% [markdown]
 # The naive peak is at the *beginning* of backward, where no gradient exists. Accumulation keeps 513 MiB of gradients of
-# earlier micro-batches. Checkpoints move the peak to the *end* of backward, where all gradients exist.
+# earlier micro-batches. Both move the peak to the *end* of backward, where all gradients exist.
 #
 # Neither makes weights, gradients or states smaller, so add those up first. In float32, weights and gradients alone,
 # 513 MiB each, are more than the card. So neither technique makes this run fit. Where either is enough, they differ in
@@ -160,8 +160,8 @@ apart = [abs(a - b) for a, b in zip(naive.losses, pieces.losses, strict=True)]
 print(f"updates: {len(apart)}, all losses within 0.005: {max(apart) < 0.005}")
 
 # %% [markdown]
-# The losses differ only by rounding: `Trainer` divides by the tokens of the whole window, as you did in lesson 03. (For
-# classifiers, remember `model.accepts_loss_kwargs = False`. `make_trainer` weights every loss itself.) In a loop of
+# The losses differ only by rounding: `Trainer` divides by the tokens of the whole window, as you did in lesson 03. (A
+# plain `Trainer` on a classifier needs `accepts_loss_kwargs = False`; `make_trainer` does not.) In a loop of
 # your own, schedule and log are your job: exercises 5.3 and 5.4.
 #
 # ## 6 · Checkpointing
@@ -439,8 +439,8 @@ for rows in (1, 4, 8):
 # Four rows at a time fit, if the loss is in chunks: two passes instead of eight, and no layer runs twice.
 # <!-- holds: final.peak.total < chart.budget < min(needs[0].total,
 # predicted(**recipe | {"chunked_loss": False}).total) --> This recipe
-# makes all its updates, **under the budget**. (Its learning rate is section 8's: adapters take a larger one than whole
-# weights.)
+# makes all its updates, **under the budget**. (Its learning rate is section 8's. AdamW takes a larger one for adapters
+# than for whole weights.)
 
 # %%
 recipe |= {"accumulation": 2}
@@ -451,7 +451,8 @@ bar("2 × 4, no checkpoints", recipe, run=final)
 print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 
 # %% [markdown]
-# In our record of the full runs (`benchmarks/results`), this one makes 1.86 times the naive run's tokens a second.
+# The picture's times are of one short update each. In our record of the full runs (`benchmarks/results`), this one makes
+# 1.86 times the naive run's tokens a second.
 #
 # And lesson 00's last run? Lesson 04 left it 115.8 MiB too large. Add LoRA, then the loss in chunks:
 
@@ -513,7 +514,7 @@ for name, model in trained.items():
     print(f"{held_out_loss(model, rows):.2f}  {name}")
 
 # %% [markdown]
-# In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
+# The cell above made one update. In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
 # peak. (A *nat* is the unit of a loss with natural logarithms.) Nothing was tuned, so conclude no more than *not
 # worse*.
 #
@@ -579,7 +580,7 @@ with TemporaryDirectory() as folder:
 print("the same as without a stop, to the bit:", same(through.model, resumed.model))
 
 # %% [markdown]
-# A saved run holds weights, optimizer's states, schedule, place in the data and random state.
+# A saved run holds the weights, the optimizer's states, the schedule, the place in the data and the random state.
 # `save_strategy="steps", save_steps=100` makes one every 100 steps.
 #
 # ## 12 · What you can now do

@@ -38,7 +38,7 @@ from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
 
 # %% [markdown]
 # Here is a run that has become larger. SmolLM2 trains with LoRA in bf16. To save memory, its frozen weights were put
-# into 4 bits, as in lesson 05. `multiply` is what such a layer does now: `dequantized` writes its matrix out in bf16.
+# into 4 bits, as lesson 05 describes. `multiply` is what such a layer does now: `dequantized` writes its matrix out in bf16.
 
 
 # %%
@@ -70,7 +70,7 @@ grown
 
 # %% [markdown]
 # The weights shrank, as they should. <!-- holds: grown.bars[1].by_category["parameters"]
-# < grown.bars[0].by_category["parameters"] and grown.bars[1].total > grown.bars[0].total --> Which part grew by more,
+# < grown.bars[0].by_category["parameters"] and grown.bars[1].total > grown.bars[0].total --> So which part grew,
 # and what keeps it? Section 7 gives the answer, and repairs the run.
 #
 # ## 1 · Two bills
@@ -321,7 +321,7 @@ for name, (make, rate) in rates.items():
 # |---|---|---|
 # | momentum | a mean of gradients | gradients differ much in size, as in a Transformer |
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers it saves nothing |
-# | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
+# | Adafactor | scaled by rows and columns | its temporaries are the peak, as with transformers' Adafactor in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
 # | Muon | all directions alike | batches are small: its products need as many operations as {{round(30
 # * sum(10 * min(p.shape) ** 2 * (2 * max(p.shape) + min(p.shape)) for p in matrices[-7:]) / (6
@@ -500,7 +500,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # full, and back when the step needs them. So a short peak costs time instead of an error.
 #
 # **What is written out.** QLoRA does not multiply in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
-# it. Backward writes it out again. The first cell's `multiply` is plain autograd, which saves the matrix for the
+# it. Backward writes it out again. The opening's `multiply` is plain autograd, which saves the matrix for the
 # gradient of x. So all matrices in bf16 wait for backward: they are the activations that grew. A function of its own
 # (lesson 04) saves neither the matrix nor x:
 
@@ -652,7 +652,7 @@ clip_in_backward = check("9.4", clip_in_backward)
 #
 # ## Optional: a QLoRA that needs more than LoRA
 #
-# The lesson's first run keeps each matrix. And until
+# The opening's run keeps each matrix. And until
 # [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270) bitsandbytes kept the input x, which a
 # frozen layer does not need. Such mistakes can make QLoRA need *more* than LoRA
 # ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here is the second one:

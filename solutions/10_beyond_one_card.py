@@ -453,10 +453,10 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
 # An H100's link is much faster, but so is its computing.
-# <!-- holds: CARDS["H100 80GB"].link > 5 * card.link and CARDS["H100 80GB"].half > 5 * card.half --> Real cards compute below their full rate, so fewer tokens are
-# enough. RTX 4090s cannot send to each other directly, only through the host, so they need more.
+# <!-- holds: CARDS["H100 80GB"].link > 5 * card.link and CARDS["H100 80GB"].half > 5 * card.half --> Two things shift these numbers. Real cards compute below
+# their full rate, so fewer tokens are enough. RTX 4090s send through the host alone, so they need more.
 #
-# Here is what each of N ranks holds and sends in each way that you will meet. W is the bytes of the weights, and
+# Here is what each of N ranks holds and sends in each way. W is the bytes of the weights, and
 # gradients are as many. Multiply W by (N − 1) / N for a ring.
 #
 # | way | a rank holds | a rank sends |

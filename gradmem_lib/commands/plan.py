@@ -62,7 +62,7 @@ def add(commands) -> None:
     plan.set_defaults(
         run=answer,
         command=_plan,
-        says="reading the model and trying its recipes, up to a minute ...",
+        says="reading the model and trying its recipes, up to two minutes ...",
     )
 
 

@@ -21,6 +21,8 @@ class Holders(list[Holder]):
         return "\n".join([*lines, *self._rest()])
 
     def _repr_html_(self) -> str:
+        if not self:
+            return repr(self)
         head, *body = zip(*self._columns(), strict=True)
         rows = [_html_row("th", head)]
         rows += [_html_row("td", row) for row in body]

@@ -21,7 +21,7 @@ STEP_OF_ADDRESSES = 1 << 9  # PyTorch's allocator gives multiples of 512 bytes
 
 def write_snapshot(file: Path, recording: Recording, names: dict[int, str]) -> None:
     """``names``: of modules, by their addresses."""
-    events = []  # (sample, is an allocation, storage, its place): at a sample, frees come first
+    events = []  # (sample, is an allocation, storage): at a sample, frees come first
     segments, end = [], 0
     for entry in (*recording.past, *recording.entries()):
         first, stop = recording.lifetime(entry)

@@ -33,6 +33,7 @@ has the allocator's own figures.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -109,6 +110,7 @@ class MemoryTracker:
     _running: MemoryTracker | None = None
     # what counts, and what watches; `gradmem run` has its own
     recording_class, meter_class = Recording, Meter
+    measures_a_script = False
 
     def __init__(
         self,
@@ -346,6 +348,14 @@ class MemoryTracker:
         """Whether some tracker measures now: another one would be refused."""
         return cls._running is not None
 
+    @classmethod
+    def of_script(cls) -> MemoryTracker | None:
+        """The tracker of ``gradmem run``, while it measures this script."""
+        running = cls._running
+        if running is None or not running.measures_a_script:
+            return None
+        return running
+
     def __enter__(self) -> MemoryTracker:
         if self._state != "new":
             raise RuntimeError(
@@ -477,10 +487,10 @@ class MemoryTracker:
         begun = time.perf_counter()
         if begun <= self._next_frame:
             return
-        self._draw("push", self.timeline, None, self.current)
+        self._draw("push", self.timeline, self.current)
         ended = time.perf_counter()
         pause = (ended - begun) * (1 - FRAMES_SHARE) / FRAMES_SHARE
-        self._next_frame = ended + max(pause, LIVE_FRAME_SECONDS)
+        self._next_frame = max(self._next_frame, ended + max(pause, LIVE_FRAME_SECONDS))
 
     def _draw(self, action: str, *args) -> None:
         """Draw. An error in a picture must not stop a training run."""
@@ -488,7 +498,7 @@ class MemoryTracker:
             if self._plot is not None:
                 getattr(self._plot, action)(*args)
         except Exception as error:
-            self._plot = None
+            self._next_frame = math.inf  # the finished picture may still come
             warnings.warn(
                 f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2
             )
@@ -502,7 +512,10 @@ def _outline(tracker: MemoryTracker | None) -> tuple[str, Timeline] | None:
         raise TypeError(
             f"beside= takes another MemoryTracker, and was given {type(tracker).__name__}"
         )
-    return tracker.title or "the other run", tracker.timeline
+    timeline = tracker.timeline
+    if not len(timeline):
+        raise ValueError("beside= takes a tracker that has measured: run its block first")
+    return tracker.title or "the other run", timeline
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:

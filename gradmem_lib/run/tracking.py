@@ -239,6 +239,7 @@ class ScriptTracker(MemoryTracker):
     """Measures the process from here on, until it is told to end."""
 
     recording_class, meter_class = ScriptRecording, ScriptMeter
+    measures_a_script = True
 
     def __init__(self, budget: int | None):
         super().__init__(budget=budget, live=False, device="cpu")

@@ -39,6 +39,9 @@ class MemoryCallback(TrainerCallback):
         self.by_step: dict[int, MemorySnapshot] = {}
         self.evaluation: MemorySnapshot | None = None
         self._exit_stack: Any = None  # an ExitStack inside the with
+        # Whether `gradmem run`, which measures a script, goes on to do so. Then ``tracker`` is its
+        # own, and ``by_step`` stays empty.
+        self.gives_way = False
 
     def __enter__(self) -> Self:
         self._exit_stack = ExitStack()
@@ -89,15 +92,20 @@ class MemoryCallback(TrainerCallback):
             )
         self._exit_stack.close()
         self.by_step = {}
+        if self.gives_way and MemoryTracker.of_script() is not None:
+            self.tracker = MemoryTracker.of_script()
+            return
         own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         self.tracker = MemoryTracker(model, own, **self._tracker_settings)
         self._exit_stack.enter_context(self.tracker)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.tracker.window_peak()
+        if not self.tracker.measures_a_script:  # whose laps are its own
+            self.tracker.window_peak()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.by_step[state.global_step] = self.tracker.window_peak()
+        if not self.tracker.measures_a_script:
+            self.by_step[state.global_step] = self.tracker.window_peak()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._exit_stack.close()

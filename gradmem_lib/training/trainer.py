@@ -394,6 +394,7 @@ def make_trainer(
             "label_smoothing_factor are other ones: leave chunked_loss out"
         )
     memory = MemoryCallback(budget=budget, live=live, title=title)
+    memory.gives_way = budget is None
     trainer = RecipeTrainer(
         model,
         args,

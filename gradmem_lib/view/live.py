@@ -112,7 +112,8 @@ APPEARANCE = {
     "phases": [PHASE_LABELS.get(name, "") for name in PHASES],
     "growing": {"name": GROWING_WORDS, "look": (GROWING, GROWING_HATCH[:1])},
 }
-# The files of the script in the order of their imports, which one script does without.
+# The files of the script in the order of their imports, which one script does without: all names at
+# their top are names of one scope.
 SCRIPTS = ("words", "run", "stack", "draw", "say", "parts", "moves", "plot")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 
@@ -140,8 +141,6 @@ def widget_class():
         small = traitlets.Bool(False).tag(sync=True)  # one of several, side by side
         appearance = traitlets.Dict(APPEARANCE).tag(sync=True)
         frame = traitlets.Bytes(b"").tag(sync=True)
-        blocks = traitlets.Bytes(b"").tag(sync=True)
-        outline = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
 
     return MemoryView
 
@@ -210,8 +209,9 @@ _cell_with_script: str | None = None
 
 
 def _is_script_due() -> bool:
-    """Whether this cell's output has to bring the script: the first one that shows a picture does,
-    each time that it runs. So a saved notebook has the script once.
+    """Whether this output has to bring the script: those of the first cell that shows a picture do,
+    each time that it runs. So a saved notebook has the script once. Without that cell, its pictures
+    stand still until one is run again.
     """
     global _cell_with_script
     cell = cell_id()
@@ -300,7 +300,7 @@ class Moving:
         """
         highest = highest_of(self.timelines)
         if not highest:
-            words = describe(None, title=self.title)
+            words = html.escape(describe(None, title=self.title))
             return {"text/html": f"<em>{words}</em>", "text/plain": self.text}, {}
         from .timeline_picture import plot_ranks, plot_timeline
 
@@ -333,13 +333,10 @@ class LivePlot(Moving):
     then ``finish``. Outside a notebook it does nothing.
     """
 
-    def __init__(self, *, title: str = "", budget: int | None = None):
-        super().__init__(title, budget)
-
-    def push(self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot) -> None:
+    def push(self, timeline: Timeline, current: MemorySnapshot) -> None:
         """Draw the next frame. All figures are bytes."""
         for view in self.views:
-            view.frame = encode_frame(timeline, peak, current)
+            view.frame = encode_frame(timeline, None, current)
 
     def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
         """Replace the moving picture by a finished one."""

@@ -94,7 +94,7 @@ def plot_timeline(
     if beside is not None:
         name, other = beside
         words = f"- - {shortened(name, 22)}: {format_bytes(max(other.totals))}"
-        picture.write(BESIDE, 3.28, words, fontsize=8)
+        picture.write(BESIDE, 3.38, words, fontsize=8)
     return picture
 
 

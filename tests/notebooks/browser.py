@@ -373,16 +373,16 @@ def assert_explorer_reacts(notebook: Notebook) -> None:
 
 def assert_explored(page, picture) -> None:
     """A finished picture answers keys, the pointer and a click, wherever it stands."""
-    canvas, read = picture.locator("canvas[data-blocks]"), picture.locator(".gm-read")
-    canvas.wait_for()
+    canvas, read = picture.locator("canvas[data-drawn]"), picture.locator(".gm-read")
+    canvas.wait_for()  # with its blocks
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     x, y = box["x"] + 0.6 * box["width"], box["y"] + box["height"] - 45
     page.mouse.move(x - 1, y)
     page.mouse.move(x, y)
-    assert "made at" in read.inner_text() or "there from the start" in read.inner_text()
+    assert "alive from " in read.inner_text()
     page.mouse.wheel(0, -400)
-    assert canvas.get_attribute("data-view")
+    picture.locator("canvas[data-view*=' ']").wait_for()
     page.mouse.click(x, y)
     assert canvas.get_attribute("data-pinned")
     for key, shown, value in (("Escape", "pinned", ""), ("0", "view", ""), ("g", "by", "module")):

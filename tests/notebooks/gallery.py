@@ -101,7 +101,7 @@ def shots_of_a_run(notebook: Notebook, folder: Path, where: Surrounding) -> list
 
 def states_of_a_picture(notebook: Notebook, folder: Path, where: Surrounding) -> list[str]:
     """Screenshots of a finished picture as a reader changes it; returns their names."""
-    picture = notebook.panel.locator(".gm-live:has(canvas[data-blocks])").last
+    picture = notebook.panel.locator(".gm-live:has(canvas[data-drawn])").last
     canvas, press = picture.locator("canvas.gm-canvas"), notebook.page.keyboard.press
     canvas.focus()
     names = []

@@ -284,7 +284,7 @@ def instrument(browser, lab):
         notebook.theme("JupyterLab Light")
         notebook.run_all()
         output = notebook.output(2)
-        canvas = output.locator("canvas[data-blocks]")
+        canvas = output.locator("canvas[data-drawn]")
         canvas.wait_for()
         canvas.scroll_into_view_if_needed()
         yield notebook, output, canvas

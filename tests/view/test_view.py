@@ -411,7 +411,7 @@ def test_a_plain_script_draws_nothing_and_imports_nothing_for_it():
     code = RUN.format(live=None) + (
         "import sys\n"
         "from gradmem_lib.view.live import LivePlot, show_timeline\n"
-        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.peak, "
+        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, "
         "tracker.current)\n"
         "plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)\n"
         "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in "
@@ -428,7 +428,7 @@ from gradmem_lib.view.live import LivePlot, show_timeline
 plot = LivePlot(title="a layer", budget=10**6)
 plot.start()
 for _ in range(3):
-    plot.push(tracker.timeline, tracker.peak, tracker.current)
+    plot.push(tracker.timeline, tracker.current)
 try:
     raise KeyboardInterrupt
 except KeyboardInterrupt:

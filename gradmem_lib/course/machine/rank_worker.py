@@ -139,9 +139,9 @@ class _RemotePlot:
         self.number = next(self.numbers)
         self.send("picture", (self.number, "start", *self.about))
 
-    def push(self, timeline, peak, current) -> None:
+    def push(self, timeline, current) -> None:
         if self.number is not None and live_allowed():
-            self.send("picture", (self.number, "push", live.encode_frame(timeline, peak, current)))
+            self.send("picture", (self.number, "push", live.encode_frame(timeline, None, current)))
 
     def finish(self, timeline, peak=None) -> None:
         self.send("picture", (self.number, "finish", timeline))

@@ -299,11 +299,13 @@ export function drawOutline(g, place, outline, { paper, ink, font }) {
     g.stroke();
   }
   g.setLineDash([]);
-  const highest = ys.indexOf(Math.min(...ys)), right = columns.xs[highest] < (place.x0 + place.x1) / 2;
+  const most = Math.max(...outline.totals), highest = columns.samples.findIndex((i) => outline.totals[i] === most);
+  if (highest < 0) return; // its peak is out of sight
+  const right = columns.xs[highest] < (place.x0 + place.x1) / 2;
   g.font = `11px ${font}`;
   g.textAlign = right ? "left" : "right";
   g.fillStyle = ink;
-  halo(g, `${outline.title}: ${formatBytes(Math.max(...outline.totals))}`, columns.xs[highest] + (right ? 8 : -8), Math.max(ys[highest] - 8, place.y1 + 8), paper);
+  halo(g, `${outline.title}: ${formatBytes(most)}`, columns.xs[highest] + (right ? 8 : -8), Math.max(ys[highest] - 8, place.y1 + 8), paper);
 }
 
 // The line of the cursor, and a dot on each group's upper edge.

@@ -36,6 +36,7 @@ function listenToPointer(canvas, actions) {
   const yOf = (event) => event.clientY - canvas.getBoundingClientRect().top;
 
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.button) return; // the main button, or a finger
     down.set(event.pointerId, xOf(event));
     isDrag = false;
     canvas.setPointerCapture(event.pointerId);
@@ -48,7 +49,7 @@ function listenToPointer(canvas, actions) {
     if (!isDrag && Math.abs(x - from) < DRAG) return;
     isDrag = true;
     down.set(event.pointerId, x);
-    if (down.size === 1) return actions.pan(x - from);
+    if (down.size === 1) return actions.isWhole() ? actions.point(x, yOf(event)) : actions.pan(x - from);
     const [, other] = [...down].find(([id]) => id !== event.pointerId);
     actions.zoom(Math.abs(from - other) / Math.max(Math.abs(x - other), 1), other);
   });
@@ -57,9 +58,9 @@ function listenToPointer(canvas, actions) {
     if (wasDown && !isDrag && actions.isReady()) actions.click(xOf(event), yOf(event));
   });
   canvas.addEventListener("pointercancel", (event) => down.delete(event.pointerId));
-  canvas.addEventListener("pointerleave", () => {
+  canvas.addEventListener("pointerleave", (event) => {
     isOver = false;
-    if (document.activeElement !== canvas) actions.leave();
+    if (event.pointerType === "mouse" && document.activeElement !== canvas) actions.leave();
   });
   canvas.addEventListener("wheel", (event) => {
     const pageScrolls = actions.isWhole() && event.deltaY > 0; // nothing to zoom out to

@@ -4,6 +4,16 @@ import { hatched } from "./draw.js";
 import { GROUPINGS } from "./stack.js";
 import { make } from "./words.js";
 
+const KEYS = [["← →", "move"], ["P", "peak"], ["+ − 0", "zoom"], ["Esc", "let go"]];
+const KEYS_OF_BLOCKS = [["↑ ↓", "blocks of a moment"], ["Enter", "pin"], ["G", "regroup"]];
+
+function listKeys(line, pairs) {
+  for (const [keys, meaning] of pairs) {
+    make("kbd", "", line, keys);
+    line.append(` ${meaning}   `);
+  }
+}
+
 // A row of the table: a swatch and a name. Returns the cell of its bytes.
 export function addRow(tr, look, name) {
   const th = make("th", "", tr), label = make("div", "gm-label", th), swatch = make("canvas", "gm-swatch", label);
@@ -60,7 +70,13 @@ export function buildParts(el, { title, isSmall, growing, phases }) {
     item.append(phase);
     return mark;
   });
-  const read = make("div", "gm-read", root);
+  const below = make("div", "gm-below", root), read = make("div", "gm-read", below), keys = make("div", "gm-keys", below);
   read.setAttribute("aria-live", "polite");
-  return { root, head, dot, peak, now, plot, canvas, tip, bar, caption, what, when, rows, sum, growingRow, growingCell, key, phaseMarks, read };
+  listKeys(make("span", "", keys), KEYS);
+  const keysOfBlocks = make("span", "", keys);
+  listKeys(keysOfBlocks, KEYS_OF_BLOCKS);
+  return {
+    root, head, dot, peak, now, plot, canvas, tip, bar, caption, what, when, rows, sum, growingRow, growingCell, key, phaseMarks, read, keys,
+    keysOfBlocks,
+  };
 }

@@ -8,7 +8,7 @@ import {
 import { listen } from "./moves.js";
 import { addRow, buildParts } from "./parts.js";
 import { decodeFrame, edgesOf, growingAt, runsOf, sampleOf, stepsOf, withBlocks } from "./run.js";
-import { blockInWords, momentInWords, pictureInWords, showKeys } from "./say.js";
+import { blockInWords, momentInWords, pictureInWords } from "./say.js";
 import { GROUPINGS, arrange, lifeOf, stackAt } from "./stack.js";
 import { formatBytes, grouped, isDark, make } from "./words.js";
 
@@ -38,6 +38,7 @@ export function render({ model, el }) {
 
   const shownGroups = () => (alone === null ? groups : groups.filter((group) => group.name === alone));
   const whole = () => ({ from: edges[0], to: Math.max(edges[run.n], outline ? outline.edges.at(-1) : 0) });
+  const cursorX = () => Math.max(place.x(edges[cursor]), place.x0); // a sample in sight may begin before it
   const peakSample = () => sampleOf(run, run.peak.op);
 
   // A row for each group, from the top of the stack; a click shows it alone.
@@ -68,8 +69,10 @@ export function render({ model, el }) {
     for (const button of page.bar.children) button.setAttribute("aria-pressed", String(button.dataset.by === by));
   }
   function regroup(to) {
+    if (to === by) return alone === null ? undefined : isolate(alone);
     by = to;
     alone = under = null;
+    canvas.dataset.alone = "";
     groups = arrange(run, by, appearance);
     listGroups();
     canvas.dataset.by = by;
@@ -109,25 +112,29 @@ export function render({ model, el }) {
     page.sum.textContent = formatBytes(exact ? exact.total : run.totals[shown]);
     page.growingRow.classList.toggle("gm-none", run.growing === null);
     page.growingCell.textContent = formatBytes(growingAt(run, shown));
-    canvas.setAttribute("aria-label", pictureInWords(run, shown, { title, by, budget }, appearance));
+    canvas.setAttribute("aria-label", pictureInWords(run, peakSample(), { title, by, budget }, appearance));
   }
 
-  // The line below the picture: of the cursor, of what lies under the pointer, and of what is pinned.
+  // The lines below the picture: of the cursor, of what lies there, and of what is pinned; or which keys there are.
   function announce() {
     page.tip.hidden = !under;
+    const said = [];
+    if (lost) said.push("The recording stopped: the kernel has ended.");
+    if (cursor >= 0) said.push(momentInWords(run, cursor, appearance));
+    if (under) said.push(blockInWords(run, under, appearance));
+    if (pinned && under?.block !== pinned) said.push(`Pinned: ${blockInWords(run, { block: pinned }, appearance)}`);
+    page.keys.hidden = cursor >= 0 || pinned !== null;
+    page.keysOfBlocks.hidden = !run?.blocks.length;
+    if (page.read.dataset.said === said.join()) return; // a screen reader hears it once
+    page.read.dataset.said = said.join();
     page.read.replaceChildren();
-    if (cursor < 0 && !pinned) {
-      if (lost) page.read.append("The recording stopped: the kernel has ended. ");
-      return showKeys(page.read, run?.blocks.length);
-    }
-    if (cursor >= 0) make("div", "", page.read, momentInWords(run, cursor, appearance));
-    if (under) make("div", "gm-block", page.read, blockInWords(run, under, appearance));
-    if (pinned && under?.block !== pinned) make("div", "gm-block", page.read, `Pinned: ${blockInWords(run, { block: pinned }, appearance)}`);
+    for (const words of said) make("div", words.startsWith("operation ") ? "" : "gm-block", page.read, words);
   }
 
   function showTip() {
     if (!under || cursor < 0) return;
-    const { plot, tip } = page, { block, bytes, low, group } = under, x = place.x(edges[cursor]), y = place.y(low + bytes / 2);
+    const { plot, tip } = page, { block, bytes, low, group } = under, x = cursorX(), y = place.y(low + bytes / 2);
+    tip.style.left = "0"; // so that it is as wide as its words
     const facts = block ? [block.module, block.line] : [group.name, "small or short-lived"];
     tip.replaceChildren();
     make("b", "", tip, `${formatBytes(bytes)} ${block?.tensor ?? ""}`);
@@ -188,11 +195,15 @@ export function render({ model, el }) {
     canvas.dataset.points = run ? run.n : 0;
     canvas.dataset.ink = theme.ink;
     if (!run?.n) {
+      const words = run?.finished ? "not measured to its end" : "waiting for the first operation";
+      page.dot.style.display = run?.finished || lost ? "none" : "";
+      canvas.dataset.recording = !run?.finished && !lost;
+      canvas.setAttribute("aria-label", `Memory${title ? ` of ${title}` : ""}: ${words}.`);
       g.fillStyle = theme.ink;
       g.globalAlpha = 0.6;
       g.textAlign = "center";
       g.font = `13px ${theme.font}`;
-      g.fillText("waiting for the first operation", width / 2, height / 2);
+      g.fillText(words, width / 2, height / 2);
       g.globalAlpha = 1;
       return;
     }
@@ -210,7 +221,8 @@ export function render({ model, el }) {
     for (const block of new Set([under?.block, pinned])) {
       if (block) drawLife(g, lifeOf(shown, block, columns.samples), block.bytes, columns, place, theme, block === pinned);
     }
-    if (cursor >= 0) drawCursor(g, place, place.x(edges[cursor]), shown, cursor, theme);
+    if (run.blocks.length) canvas.dataset.drawn = run.blocks.length;
+    if (cursor >= 0) drawCursor(g, place, cursorX(), shown, cursor, theme);
     showTip();
   }
   const schedule = () => { if (!request) request = requestAnimationFrame(draw); };
@@ -234,7 +246,7 @@ export function render({ model, el }) {
     run = next;
     edges = run?.n ? edgesOf(run.op) : null;
     cursor = op === null || !edges ? -1 : sampleOf(run, op);
-    under = null;
+    under = pinned = place = null; // of the samples and the blocks before
     groups = arrange(run ?? NOTHING, by, appearance);
     listGroups();
     change();
@@ -245,7 +257,6 @@ export function render({ model, el }) {
     take(frame);
     if (!frame?.n || !packed?.byteLength) return;
     take(await withBlocks(frame, packed));
-    canvas.dataset.blocks = run.blocks.length;
   }
   const stopped = () => {
     if (lost || run?.finished) return;
@@ -262,7 +273,7 @@ export function render({ model, el }) {
   function moveTo(sample, at = null) {
     cursor = sample;
     under = at;
-    if (view && cursor >= 0 && (edges[cursor] < view.from || edges[cursor] > view.to)) {
+    if (view && cursor >= 0 && (edges[cursor + 1] <= view.from || edges[cursor] >= view.to)) {
       lookAt(edges[cursor] - (view.to - view.from) / 2, view.to - view.from);
     }
     announce();
@@ -284,7 +295,7 @@ export function render({ model, el }) {
   // The sample at a place of the canvas, and what lies there.
   function hit(x, y) {
     const { x0, x1, y0, y1 } = place;
-    if (x < x0 - 4 || x > x1 + 4) return { sample: -1 };
+    if (x < x0 - 4 || x > Math.min(x1, columns.xs.at(-1)) + 4) return { sample: -1 };
     const k = columns.xs.findLastIndex((left) => left <= x), sample = columns.samples[clamp(k, 0, columns.samples.length - 1)];
     const stack = run.blocks.length && y >= y1 && y <= y0 ? stackAt(shownGroups(), sample) : [], nbytes = place.bytes(y);
     return { sample, at: stack.find(({ low, bytes }) => low <= nbytes && nbytes < low + bytes) };
@@ -326,8 +337,10 @@ export function render({ model, el }) {
     regroup() { if (run.blocks.length) regroup(GROUPINGS[(GROUPINGS.indexOf(by) + 1) % GROUPINGS.length]); },
     showAll() { if (run?.n) lookAt(0, Infinity); },
     zoom(factor, x = (place.x0 + place.x1) / 2) {
-      const now = view ?? whole(), span = now.to - now.from, at = place.op(clamp(x, place.x0, place.x1));
-      lookAt(at - (at - now.from) * factor, span * factor);
+      const now = view ?? whole(), span = now.to - now.from, all = whole();
+      const wide = clamp(span * factor, Math.min(FEWEST, all.to - all.from), all.to - all.from);
+      const share = clamp((x - place.x0) / (place.x1 - place.x0), 0, 1); // what lies there stays there
+      lookAt(now.from + share * (span - wide), wide);
     },
     pan(pixels) {
       const now = view ?? whole(), span = now.to - now.from;
@@ -339,9 +352,10 @@ export function render({ model, el }) {
       moveTo(sample, at);
     },
     click(x, y) {
-      const box = boxAt(x, y), block = hit(x, y).at?.block;
-      if (box) lookAt(box.from, box.to - box.from);
-      else if (block) pin(block);
+      const box = boxAt(x, y), { sample, at } = hit(x, y);
+      if (box) return lookAt(box.from, box.to - box.from);
+      moveTo(sample, at);
+      if (at?.block) pin(at.block);
     },
   });
   for (const button of page.bar.children) button.addEventListener("click", () => regroup(button.dataset.by));

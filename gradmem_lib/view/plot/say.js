@@ -2,10 +2,7 @@
 
 import { MOST_BATCHES } from "./draw.js";
 import { growingAt } from "./run.js";
-import { formatBytes, grouped, make } from "./words.js";
-
-const KEYS = [["← →", "move"], ["P", "peak"], ["+ − 0", "zoom"], ["Esc", "let go"]];
-const KEYS_OF_BLOCKS = [["↑ ↓", "blocks of a moment"], ["Enter", "pin"], ["G", "regroup"]];
+import { formatBytes, grouped } from "./words.js";
 
 function batchesInWords(batches) {
   if (!batches.length) return "";
@@ -30,14 +27,13 @@ export function momentInWords(run, sample, { names, phases }) {
 export function blockInWords(run, { block, bytes, group }, { names, phases }) {
   if (!block) return `${formatBytes(bytes)} of ${group.name}, in small or short-lived storages that have no block of their own.`;
   const during = (i) => `operation ${grouped(run.op[i])}${phases[run.phase[i]] ? ` (${phases[run.phase[i]]})` : ""}`;
-  const made = block.start ? `made at ${during(block.start)}` : "there from the start";
-  const freed = block.ends ? `freed at ${during(block.stop)}` : "alive at the end";
+  const from = block.start ? during(block.start) : "the start", to = block.ends ? during(block.stop) : "the end";
   const what = [block.tensor, `${formatBytes(block.bytes)} (${grouped(block.bytes)} bytes)`, names[block.category]].filter(Boolean).join(", ");
-  return what + after(block.module, " of ") + after(block.op, " by ") + after(block.line, " at ") + `; ${made}, ${freed}` +
+  return what + after(block.module, " of ") + after(block.op, " by ") + after(block.line, " at ") + `; alive from ${from} to ${to}` +
     after(block.held, "; held by ") + ".";
 }
 
-// The whole picture, for those who do not see it. `sample`: the one in the table.
+// The whole picture, for those who do not see it. `sample`: that of the peak.
 export function pictureInWords(run, sample, { title, by, budget }, { phases }) {
   const { current, peak } = run;
   return `Memory${after(title, " of ")} by ${by}. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
@@ -46,12 +42,4 @@ export function pictureInWords(run, sample, { title, by, budget }, { phases }) {
     (run.growing ? `${formatBytes(growingAt(run, sample))} of it grow from step to step. ` : "") + batchesInWords(run.batches) +
     (budget ? `Budget ${formatBytes(budget)}. ` : "") + "Arrow keys read single operations, P jumps to the peak." +
     (run.blocks.length ? " Up and down read the blocks of a moment, Enter pins one, plus and minus zoom." : "");
-}
-
-// The keys, in the line below the picture.
-export function showKeys(line, hasBlocks) {
-  for (const [keys, meaning] of hasBlocks ? [...KEYS, ...KEYS_OF_BLOCKS] : KEYS) {
-    make("kbd", "", line, keys);
-    line.append(` ${meaning}   `);
-  }
 }
