@@ -32,6 +32,7 @@ from .prepare import change_model, make_optimizer, parameter_groups, set_checkpo
 from .recipe import Recipe
 from .step import check_loss, offload_context
 from .stop_after_step import StopAfterStep
+from .text_rows import collate_text
 from .trainer_arguments import (
     FSDP_ADVICE,
     REFUSED_ARGUMENTS,
@@ -351,7 +352,8 @@ def make_trainer(
         batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts
             into micro-batches. With ``auto_find_batch_size=True`` the rows become fewer until a
             step fits the card, or ``budget``.
-        train_dataset, eval_dataset: rows with ``labels``, such as those of ``texts.datasets``.
+        train_dataset, eval_dataset: rows with ``labels``, such as those of ``texts.datasets``. Rows
+            of a language model may have no labels and any lengths (``collate_text``).
         items: what the loss is divided by, as in ``step``.
         groups: settings of some parameters, as in ``prepare``.
         budget, live, title: for the tracker (``MemoryCallback``).
@@ -377,7 +379,10 @@ def make_trainer(
         if name in own and name not in REFUSED_ARGUMENTS
     }
     progress = live_enabled() or not in_kernel() if progress is None else progress
-    loss_only = predicts_next_token(model) and "compute_metrics" not in for_trainer
+    of_text = predicts_next_token(model)
+    if of_text and "processing_class" not in for_trainer:  # whose collator pads as it says
+        for_trainer.setdefault("data_collator", collate_text)
+    loss_only = of_text and "compute_metrics" not in for_trainer
     ours = {
         "output_dir": output_dir,
         "prediction_loss_only": loss_only,

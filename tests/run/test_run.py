@@ -113,13 +113,13 @@ def ran(tmp_path_factory):
         f"{TRAINS}\nif os.fork() == 0:\n    print(model(torch.ones(1, 64)).shape)\n"
         "else:\n    os.wait()\n"
     )
-    (folder / "no_torch.py").write_text("print('hello')")
-    (folder / "early.py").write_text(EARLY)
-    (folder / "late.py").write_text(LATE)
+    scripts = {"no_torch": "print('hello')", "early": EARLY, "late": LATE, "recipe": RECIPE}
+    for name, code in (scripts | {"compiles": COMPILES}).items():
+        (folder / f"{name}.py").write_text(code)
     runs["late"] = [*RUN, str(folder / "late.py")]
     runs["early"] = [*RUN, str(folder / "early.py")]
     runs["nothing"] = [*RUN, str(folder / "no_torch.py")]
-    (folder / "compiles.py").write_text(COMPILES)
+    runs["recipe"] = [*RUN, "--steps", "2", str(folder / "recipe.py")]
     runs["alone/compiles"] = [str(folder / "compiles.py")]
     runs["measured/compiles"] = [*RUN, str(folder / "compiles.py")]
     (folder / "cond.py").write_text(COMPILES + COND)
@@ -218,6 +218,26 @@ def test_a_snapshot_is_what_pytorchs_own_tools_read(ran):
     assert "end.py" in {frame["filename"] for event in trace for frame in event["frames"]}
     assert f"{len(trace)} entries" in torch.cuda._memory_viz.trace(snapshot)
     assert "active_allocated" in json.dumps(snapshot)
+
+
+RECIPE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from gradmem_lib import Recipe, make_trainer
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+rows = [{"input_ids": list(range(length))} for length in (5, 9, 7, 3)] * 4
+trainer = make_trainer(model, Recipe(), batch_size=4, train_dataset=rows, progress=False)
+trainer.train()
+print(trainer.state.global_step, trainer.memory.peak.total > 0)
+"""
+
+
+def test_a_trainer_that_watches_itself_gives_way(ran):
+    """What ``plan`` prints is measured by the command that it names, and trains to its end."""
+    folder, statuses = ran
+    assert statuses["recipe"] == 0
+    assert "gradmem run recipe.py: 2 optimizer steps" in said(folder, "recipe", "stderr")
+    assert said(folder, "recipe", "stdout").split()[-2:] == ["12", "True"]
 
 
 ASKS_FIRST = """
