@@ -120,10 +120,8 @@ guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
 #
 # ## 2 · Read the picture
 #
-# A tracker remembers what it saw, and `show()` draws it again. Put the pointer on any byte of this picture: the line
-# below says which tensor it belongs to, of which module, and how long it lives. A click keeps it lit, the wheel zooms,
-# and the arrow keys and **P** (the peak) do the same without a mouse. Here is a single step, so that you can see
-# inside.
+# `show()` draws it again. Put the pointer on any byte: the line below names its tensor, its module and its life. A click
+# keeps it lit, and the wheel zooms. Here is a single step:
 
 # %%
 with MemoryTracker(model, optimizer, live=False, title="one step, four sequences") as step:

@@ -201,7 +201,7 @@ class FirstRun:
     def found_again(self) -> Iterator[None]:
         """A second run. Afterwards, all is as just before it."""
         copied: dict[int, Any] = {}
-        own = {place: getattr(*place) for place in self.copies}
+        own = {(owner, name): getattr(owner, name) for owner, name in self.copies}
         of_torch = {generator: generator.get_state() for generator in self.used.states}
         now = random.getstate(), np.random.get_state()
         try:

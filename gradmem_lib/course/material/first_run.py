@@ -1,5 +1,7 @@
 """Lesson 00's last run, which each lesson of part one meets again with what it has taught."""
 
+from typing import Any
+
 import torch
 
 from ...measure.tracker import MemoryTracker
@@ -12,7 +14,7 @@ from . import models
 CARD = "48 MiB"
 
 
-def first_run(**changes) -> None:
+def first_run(**changes: Any) -> None:
     """Make two updates of 16 rows of 128 tokens on the tiny Llama by ``Recipe(**changes)``. Print
     the highest moment of each phase, and how far the highest of all is from a card of 48 MiB.
     """
