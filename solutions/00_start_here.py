@@ -107,10 +107,8 @@ with MemoryTracker(
 # %% [markdown]
 # The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps. Dashed lines mark
 # new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (The optimizer's
-# memory appears in the first step, and stays.) Two things grow: the **activations**, which forward keeps for backward,
+# begins in the first step.) Two things grow: the **activations**, which forward keeps for backward,
 # and the **temporaries** on top of them, in short spikes.
-#
-# When the cell ends, the picture stands still.
 
 # %%
 guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
