@@ -77,20 +77,20 @@ question = "4 × 4 instead of 16 at once: by how much does the peak fall?"
 guess_b = predict_first("3.b", question, unit="percent")
 
 # %% [markdown]
-# In the next picture, watch the activations first, then the gradients between the micro-batches. The dashed outline is
-# the update with 16 at once.
+# The dashed outline has 16 at once. Watch the activations, then the gradients:
 
 # %%
-with MemoryTracker(model, optimizer, live=False, title="16 at once") as at_once:
-    update(16)
-with MemoryTracker(model, optimizer, live=False, title="4 × 4") as in_pieces:
-    update(4)
-in_pieces.show(beside=at_once)
+runs = {}
+for size in (16, 4):
+    title = f"{size} at once"
+    with MemoryTracker(model, optimizer, live=False, title=title) as runs[size]:
+        update(size)
+runs[4].show(beside=runs[16])
 
 # %% [markdown]
 # The activations climb four times, each time by a quarter of what the outline climbs. The gradients
-# arrive with the first backward and **stay**: the second, third and fourth forward run on top of them. The next table
-# has the most bytes of each part:
+# arrive with the first backward and **stay**: the next forwards run on top of them.
+# Most bytes of each:
 
 # %%
 peaks, names = {}, ("activations", "gradients", "optimizer")
@@ -119,11 +119,9 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 #
 # </details>
 #
-# The price is time. The same tokens go through the same matrix products, in more, smaller operations. In our record
-# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 took longer. A
-# micro-batch that cannot fill a large GPU leaves it waiting. Take the largest micro-batch that fits.
-#
-# A claim about gradients:
+# The price is time. The same products take more, smaller operations. In our record
+# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 took longer. Take the largest
+# micro-batch that fits.
 
 # %%
 claims.show("C09")

@@ -130,15 +130,15 @@ with MemoryTracker(layers, live=False) as tracker:
 
 # %% [markdown]
 # 16 inputs and one output are alive. The next picture shows a whole step under your checkpoint; the outline is
-# a step with everything kept. The backward has teeth: what are they? (Your Function makes its tensors while autograd is off.
-# So the tracker draws the waiting boundaries as temporaries, and what a second run keeps as activations.)
+# a step with everything kept. The backward has teeth: what are they? (Waiting boundaries were made with autograd off, so
+# the tracker draws them as temporaries.)
 
 # %%
 del out
 with MemoryTracker(layers, live=False, title="all kept") as kept:
     layers(inputs).square().sum().backward()
 inputs.grad = None
-with MemoryTracker(layers, live=False, title="16 layers: your checkpoint") as tracker:
+with MemoryTracker(layers, live=False, title="your checkpoint") as tracker:
     forward(Checkpoint.apply, layers, inputs).square().sum().backward()
 print("peak with your checkpoint:", boundaries(tracker.peak), "boundaries")
 print("peak with all kept:", boundaries(kept.peak), "boundaries")
@@ -279,7 +279,6 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 # <!-- holds: peaks[1] > peaks[2] > peaks[4] > peaks[8] < peaks[16] < peaks[32] < peaks[64] -->
 # The second is true of the shortest segments alone: each layer runs once more, whatever k is, and only a segment's last
 # product is spared. This is up to a third more work, and up to half where the weights are frozen. <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 -->
-# (An optional section counts it.)
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
@@ -426,14 +425,12 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 #
 # ## 7 · What you can now do
 #
-# - **The peak is waiting boundaries, one whole segment, and gradients on their way**, or, with a large vocabulary, all
-#   boundaries and the logits.
+# - **The peak is waiting boundaries, one whole segment, and gradients on their way**.
 # - **k = √(n·x/a).** √n is right where a ≈ x. Trained Transformers have a ≈ 20 x or more: one layer a segment, or
 #   two.
 # - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients, not on activations.
 #
-# `with checkpoint_layers(model, every="best"):` measures a and x for you. If the vocabulary is large, try a few
-# longer segments as well. Read `segments.py`, then `checkpointing.py`, in `gradmem_lib/techniques`.
+# `with checkpoint_layers(model, every="best"):` measures a and x for you. Read `segments.py`, then `checkpointing.py`, in `gradmem_lib/techniques`.
 #
 # Here is lesson 00's last run, with a checkpoint on each layer too:
 
