@@ -214,7 +214,7 @@ def gather() -> None:
         ROOT / "lessons", BUILD / "extra" / "notebooks", ignore=shutil.ignore_patterns(".*")
     )
     shutil.copytree(ROOT / "docs" / "sheets", BUILD / "extra" / "sheets")
-    shutil.copy(ROOT / "docs" / "run.html", BUILD / "extra")
+    run_to_explore(Path(shutil.copy(HERE / "run.html", BUILD / "extra")))
     for floor in FLOORS:
         (source / "reference" / f"{floor}.rst").write_text(floor_page(floor), encoding="utf-8")
     _insert(source / "reference" / "index.md", names_list())
@@ -228,6 +228,14 @@ def _read(name: str) -> str:
 def _insert(page: Path, text: str, where: str = "INSERT") -> None:
     """Put ``text`` where the page says so."""
     page.write_text(page.read_text(encoding="utf-8").replace(where, text), encoding="utf-8")
+
+
+def run_to_explore(page: Path) -> None:
+    """Give the stored page of a run the picture's script and style, as they are today."""
+    from gradmem_lib.view.live import drawing, looks
+
+    _insert(page, drawing("page"), "THE SCRIPT")
+    _insert(page, looks(), "THE STYLE")
 
 
 def fits_data(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Films ``docs/live-plot.gif``, the picture of the README: a cell that trains SmolLM2 in
-JupyterLab, until its budget is full. Then it writes ``docs/run.html``, the page of the same
-training under ``gradmem run``, which the site shows.
+JupyterLab, until its budget is full. Then it writes ``site/run.html``, the page of the same
+training under ``gradmem run``. The site's build puts the script and the style into it.
 
     PYTHONPATH=. python tools/moving_picture.py
 
@@ -26,8 +26,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from notebooks.browser import Lab, Notebook, chromium  # noqa: E402
 
+from gradmem_lib.view.live import drawing, looks  # noqa: E402
+
 PICTURE = ROOT / "docs" / "live-plot.gif"
-PAGE = ROOT / "docs" / "run.html"
+PAGE = ROOT / "site" / "run.html"
 BEFORE = """
 import torch
 from gradmem_lib import BudgetExceeded, MemoryTracker
@@ -119,6 +121,10 @@ def write_page(path: Path) -> None:
         command = [sys.executable, "-m", "gradmem_lib", "run", "--out", str(path), "train.py"]
         where = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=folder, env=where, check=True)
+    page = path.read_text(encoding="utf-8")
+    for part, mark in ((drawing("page"), "THE SCRIPT"), (looks(), "THE STYLE")):
+        page = page.replace(part, mark)
+    path.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,11 @@ def drawing(*more: str) -> str:
     return _IMPORT.sub("", "".join(parts)).replace("\nexport ", "\n")
 
 
+def looks() -> str:
+    """The style sheet of the picture."""
+    return Path(__file__).with_name("live.css").read_text(encoding="utf-8")
+
+
 @cache
 def widget_class():
     # In a function, so that a plain script never imports the widget machinery.
@@ -134,7 +139,7 @@ def widget_class():
 
     class MemoryView(anywidget.AnyWidget):
         _esm = drawing() + "\nexport default { render };\n"
-        _css = Path(__file__).with_name("live.css")
+        _css = looks()
         title = traitlets.Unicode("").tag(sync=True)
         budget = traitlets.Float(0.0).tag(sync=True)
         top = traitlets.Float(0.0).tag(sync=True)  # the axis reaches at least these bytes
@@ -193,8 +198,7 @@ def explorable_html(scenes: list[Scene], still: str, *, with_script: bool = True
     style = ""
     if with_script:
         script = f"(() => {{\n{drawing('page')}\n}})();"
-        looks = Path(__file__).with_name("live.css").read_text(encoding="utf-8")
-        style = f"<style>{looks}</style>"
+        style = f"<style>{looks()}</style>"
     return (
         f'<div class="gm-explorable">{style}<div class="gm-row">{"".join(hosts)}'
         f'</div><div class="gm-still">{still}</div><script>{script}</script></div>'

@@ -6,14 +6,16 @@ import base64
 import importlib.util
 import json
 import re
+import shutil
+from pathlib import Path
 
+from notebooks.browser import assert_explored, chromium
 from repository.test_floors import FLOORS
 from repository.test_setup import lines
 from support.paths import ROOT
 
 from gradmem_lib.course.ledger.table import DOCUMENTS
 from gradmem_lib.names import CATEGORIES
-from gradmem_lib.view.live import drawing
 
 SITE = ROOT / "site"
 PNG = base64.b64encode(b"a picture").decode()
@@ -179,7 +181,11 @@ def test_the_reference_has_every_floor_and_the_requirements_are_pinned():
     assert all(re.fullmatch(r"[\w-]+==\d[\w.]*", line) for line in lines("requirements-site.txt"))
 
 
-def test_the_page_to_explore_has_the_script_of_today():
-    """``tools/moving_picture.py`` writes it again."""
-    page = (ROOT / "docs" / "run.html").read_text(encoding="utf-8")
-    assert drawing("page") in page
+def test_the_stored_run_is_explored_with_the_script_of_today(tmp_path):
+    path = Path(shutil.copy(SITE / "run.html", tmp_path))
+    assert "function render(" not in path.read_text(encoding="utf-8")
+    build.run_to_explore(path)
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(path.as_uri())
+        assert_explored(page, page.locator(".gm-live"))

@@ -34,7 +34,7 @@ export function render({ model, el }) {
   let cursor = -1, under = null, pinned = null; // a sample, what lies under the pointer there, and a block
   let view = null, lost = false; // from and to, in operations (null: all); whether the kernel went away during the recording
   let place = null, columns = null, boxes = [], base = null, theme = null; // of the last picture: see drawBase
-  let isFresh = false, isMoving = false, request = 0, rest = 0;
+  let isFresh = false, isMoving = false, request = 0, settling = 0;
 
   const shownGroups = () => (alone === null ? groups : groups.filter((group) => group.name === alone));
   const whole = () => ({ from: edges[0], to: Math.max(edges[run.n], outline ? outline.edges.at(-1) : 0) });
@@ -86,8 +86,18 @@ export function render({ model, el }) {
     change();
   }
 
+  // What the table shows: the moment of the cursor, of a finished run's peak, or of now.
+  function moment() {
+    if (cursor >= 0) {
+      const parts = run.parts.map((part) => part[cursor]);
+      return { label: `operation ${grouped(run.op[cursor])}`, sample: cursor, total: run.totals[cursor], parts };
+    }
+    if (run.finished) return { label: "at the peak", sample: peakSample(), ...run.peak };
+    return { label: "now", sample: run.n - 1, ...run.current };
+  }
+
   function writeFigures() {
-    const { current, peak } = run, atPeak = run.finished && cursor < 0;
+    const { current, peak } = run;
     page.now.bytes.textContent = formatBytes(current.total);
     page.now.more.textContent = phases[current.phase] ? ` ${phases[current.phase]}` : "";
     page.peak.bytes.textContent = formatBytes(peak.total);
@@ -96,22 +106,15 @@ export function render({ model, el }) {
     page.dot.style.display = run.finished || lost ? "none" : "";
     canvas.dataset.recording = !run.finished && !lost;
     page.head.classList.toggle("gm-done", run.finished);
-    let shown = run.n - 1; // the sample in the table: the cursor's, the peak's, or the last one
-    if (cursor >= 0) shown = cursor;
-    else if (run.finished) shown = peakSample();
-    let exact = null; // bytes of the table, where samples are float32 while a cell runs
-    if (cursor < 0) exact = atPeak ? peak : current;
-    page.when.textContent = atPeak ? "at the peak" : "now";
-    if (cursor >= 0) page.when.textContent = `operation ${grouped(run.op[cursor])}`;
-    for (const { name, total } of groups) {
-      const c = by === "category" ? names.indexOf(name) : -1;
-      let nbytes = total[shown];
-      if (c >= 0) nbytes = exact ? exact.parts[c] : run.parts[c][shown];
-      if (cells.has(name)) cells.get(name).textContent = formatBytes(nbytes);
+    const { label, sample, total, parts } = moment();
+    page.when.textContent = label;
+    page.sum.textContent = formatBytes(total);
+    for (const group of groups) {
+      const c = by === "category" ? names.indexOf(group.name) : -1; // a category's bytes are known exactly
+      if (cells.has(group.name)) cells.get(group.name).textContent = formatBytes(c >= 0 ? parts[c] : group.total[sample]);
     }
-    page.sum.textContent = formatBytes(exact ? exact.total : run.totals[shown]);
     page.growingRow.classList.toggle("gm-none", run.growing === null);
-    page.growingCell.textContent = formatBytes(growingAt(run, shown));
+    page.growingCell.textContent = formatBytes(growingAt(run, sample));
     canvas.setAttribute("aria-label", pictureInWords(run, peakSample(), { title, by, budget }, appearance));
   }
 
@@ -234,8 +237,8 @@ export function render({ model, el }) {
   // While a picture moves, it is drawn without the lines between blocks.
   const move = () => {
     isMoving = true;
-    clearTimeout(rest);
-    rest = setTimeout(() => { isMoving = false; change(); }, MOVES_FOR);
+    clearTimeout(settling);
+    settling = setTimeout(() => { isMoving = false; change(); }, MOVES_FOR);
     change();
   };
 
@@ -309,19 +312,19 @@ export function render({ model, el }) {
   listen(canvas, {
     isReady: () => place !== null && Boolean(run?.n),
     isWhole: () => view === null,
-    step(by1, many) {
+    step(direction, many) {
       const op = cursor < 0 ? null : run.op[cursor], leap = many ? Math.max(1, Math.round(run.n / 20)) : 1;
-      let i = clamp(cursor + by1 * leap, 0, run.n - 1);
-      if (cursor < 0) i = by1 > 0 ? 0 : run.n - 1;
-      while (run.op[i] === op && i + by1 >= 0 && i + by1 < run.n) i += by1; // another sample of this operation
+      let i = clamp(cursor + direction * leap, 0, run.n - 1);
+      if (cursor < 0) i = direction > 0 ? 0 : run.n - 1;
+      while (run.op[i] === op && i + direction >= 0 && i + direction < run.n) i += direction; // another sample of this operation
       moveTo(sampleOf(run, run.op[i]));
     },
-    climb(by1, many) {
+    climb(direction, many) {
       if (!run.blocks.length) return;
       const sample = cursor < 0 ? peakSample() : cursor, stack = stackAt(shownGroups(), sample);
       const here = stack.findIndex(({ low }) => low === under?.low), leap = many ? 10 : 1;
-      let next = clamp(here + by1 * leap, 0, stack.length - 1);
-      if (here < 0) next = by1 > 0 ? 0 : stack.length - 1;
+      let next = clamp(here + direction * leap, 0, stack.length - 1);
+      if (here < 0) next = direction > 0 ? 0 : stack.length - 1;
       moveTo(sample, stack[next]);
     },
     toStart: () => moveTo(0),
@@ -388,6 +391,6 @@ export function render({ model, el }) {
     document.head.removeEventListener("load", schedule, true);
     dark.removeEventListener("change", schedule);
     cancelAnimationFrame(request);
-    clearTimeout(rest);
+    clearTimeout(settling);
   };
 }

@@ -13,14 +13,14 @@ function batchesInWords(batches) {
   return `Rows of the batch: ${batches.map(({ op, rows }) => `${grouped(rows)} from operation ${grouped(op)} on`).join(", ")}. `;
 }
 
-const after = (words, comma = ", ") => (words ? comma + words : "");
+const prefixed = (prefix, words) => (words ? prefix + words : "");
 
 // A moment: its operation, its phase, and its bytes by category.
 export function momentInWords(run, sample, { names, phases }) {
   const parts = names.map((name, c) => [run.parts[c][sample], name]).filter(([n]) => n > 0).toSorted((a, b) => b[0] - a[0]);
   const listed = parts.map(([n, name]) => `${name} ${formatBytes(n)}`).join(", "), growing = growingAt(run, sample);
-  return `operation ${grouped(run.op[sample])}${after(phases[run.phase[sample]])}: ${formatBytes(run.totals[sample])}` +
-    after(listed, ", of which ") + (growing > 0 ? `; ${formatBytes(growing)} of it grow from step to step` : "");
+  return `operation ${grouped(run.op[sample])}${prefixed(", ", phases[run.phase[sample]])}: ${formatBytes(run.totals[sample])}` +
+    prefixed(", of which ", listed) + (growing > 0 ? `; ${formatBytes(growing)} of it grow from step to step` : "");
 }
 
 // What lies at a place of the stack (see stackAt): a block with its life, or what has no block of its own.
@@ -29,15 +29,15 @@ export function blockInWords(run, { block, bytes, group }, { names, phases }) {
   const during = (i) => `operation ${grouped(run.op[i])}${phases[run.phase[i]] ? ` (${phases[run.phase[i]]})` : ""}`;
   const from = block.start ? during(block.start) : "the start", to = block.ends ? during(block.stop) : "the end";
   const what = [block.tensor, `${formatBytes(block.bytes)} (${grouped(block.bytes)} bytes)`, names[block.category]].filter(Boolean).join(", ");
-  return what + after(block.module, " of ") + after(block.op, " by ") + after(block.line, " at ") + `; alive from ${from} to ${to}` +
-    after(block.held, "; held by ") + ".";
+  return what + prefixed(" of ", block.module) + prefixed(" by ", block.op) + prefixed(" at ", block.line) + `; alive from ${from} to ${to}` +
+    prefixed("; held by ", block.held) + ".";
 }
 
 // The whole picture, for those who do not see it. `sample`: that of the peak.
 export function pictureInWords(run, sample, { title, by, budget }, { phases }) {
   const { current, peak } = run;
-  return `Memory${after(title, " of ")} by ${by}. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
-    `${grouped(peak.op)}${after(phases[peak.phase])}. ` +
+  return `Memory${prefixed(" of ", title)} by ${by}. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
+    `${grouped(peak.op)}${prefixed(", ", phases[peak.phase])}. ` +
     (run.finished ? "" : `Current ${formatBytes(current.total)}. `) +
     (run.growing ? `${formatBytes(growingAt(run, sample))} of it grow from step to step. ` : "") + batchesInWords(run.batches) +
     (budget ? `Budget ${formatBytes(budget)}. ` : "") + "Arrow keys read single operations, P jumps to the peak." +

@@ -31,20 +31,15 @@ function totalOf(blocks, n) {
   return change.subarray(0, n).map((by) => (sum += by));
 }
 
-function groupOf(name, look, blocks, total) {
-  const ordered = blocks.toSorted((a, b) => a.start - b.start || b.stop - a.stop);
-  return { name, look, blocks: ordered, total };
-}
-
 function categories(run, { names, looks, growing }) {
   const growingRows = run.growing;
   const groups = names.map((name, c) => {
     const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c] ?? [];
-    return groupOf(name, looks[c], run.blocks.filter((block) => block.category === c && !block.grows), total);
+    return { name, look: looks[c], blocks: run.blocks.filter((block) => block.category === c && !block.grows), total };
   });
   if (!growingRows) return groups;
   const total = run.totals.map((_, i) => growingAt(run, i));
-  return [groupOf(growing.name, growing.look, run.blocks.filter((block) => block.grows), total), ...groups];
+  return [{ ...growing, blocks: run.blocks.filter((block) => block.grows), total }, ...groups];
 }
 
 // The groups of a run from the foot of the stack to its top.
@@ -60,14 +55,14 @@ export function arrange(run, by, appearance) {
   }
   kinds.delete("");
   const largest = [...kinds.values()].toSorted((a, b) => b.nbytes - a.nbytes).slice(0, MOST_GROUPS);
-  const groups = largest.map(({ name, blocks }, k) => groupOf(name, appearance.looks[k], blocks, totalOf(blocks, run.n)));
+  const groups = largest.map(({ name, blocks }, k) => ({ name, look: appearance.looks[k], blocks, total: totalOf(blocks, run.n) }));
   const shown = new Set(largest.flatMap(({ blocks }) => blocks));
   const rest = run.totals.map((total, i) => groups.reduce((left, group) => left - group.total[i], total));
   const others = run.blocks.filter((block) => !shown.has(block));
-  return [...groups, groupOf(REST, appearance.looks[MOST_GROUPS], others, rest)];
+  return [...groups, { name: REST, look: appearance.looks[MOST_GROUPS], blocks: others, total: rest }];
 }
 
-// What lies upon another at a sample, from the foot: {group, block or null, low, bytes}.
+// The layers of one sample, from the bottom up: {group, block (null: bytes without one), low (bytes below it), bytes}.
 export function stackAt(groups, sample) {
   const stack = [];
   let low = 0;
