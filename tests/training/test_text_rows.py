@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from support.trainers import small, trainer_for
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
 from gradmem_lib import Recipe
 from gradmem_lib.training.text_rows import collate_text
@@ -23,6 +23,12 @@ def gpt2():
     ).eval()
 
 
+def bidirectional():
+    """Without the mask it would read the padding."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertLMHeadModel(BertConfig(vocab_size=512, intermediate_size=64, **sizes))
+
+
 def texts(with_mask: bool) -> list[dict]:
     generator = torch.Generator().manual_seed(3)
     rows = []
@@ -32,7 +38,7 @@ def texts(with_mask: bool) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("build", [small, gpt2])
+@pytest.mark.parametrize("build", [small, gpt2, bidirectional])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_unequal_rows_without_labels_train_as_each_row_alone(build, with_mask, tmp_path):
     torch.manual_seed(0)
