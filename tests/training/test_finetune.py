@@ -11,7 +11,7 @@ import torch
 from support.nightly import each
 from support.trainers import ROWS, SEQ, classifier, rows, small, trainer_for
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainingArguments, default_data_collator
 
 from gradmem_lib import make_trainer, merge_adapters
 from gradmem_lib.course.material import texts
@@ -187,7 +187,9 @@ def test_rows_without_labels_are_named(tmp_path):
         def __getitem__(self, index):
             return {"input_ids": self.ids[index]}
 
-    trainer = trainer_for(small(), Recipe(), tmp_path, train_dataset=Bare(rows().ids))
+    collated = {"data_collator": default_data_collator}  # the trainer's own adds labels
+    bare = Bare(rows().ids)
+    trainer = trainer_for(small(), Recipe(), tmp_path, train_dataset=bare, **collated)
     with pytest.raises(
         ValueError, match=r"NoneType where a scalar loss was expected: put labels into the batch"
     ):
