@@ -119,6 +119,8 @@ class Search(Candidates):
                 try:
                     found = self._fastest(family, limit, offloads, fastest.get(family))
                 except CannotTrace as error:
+                    if not self._known and self._error_of_plain_step is not None:
+                        raise self._error_of_plain_step from error
                     self._rule_out(family, self.least_resident_variant(family), str(error))
                     families.remove(family)
                     continue
@@ -183,7 +185,7 @@ class Search(Candidates):
                 continue
             except CannotTrace as error:
                 if not self._known and self._error_of_plain_step is not None:
-                    raise self._error_of_plain_step from error  # no recipe can be predicted
+                    raise  # no recipe can be predicted
                 not_traced = error  # others of the family may be predicted
                 continue
             if found and (found.seconds, found.recipe.chunked_loss) < bar:
@@ -293,7 +295,8 @@ class Search(Candidates):
         faster: list[Recipe] = []
         for line in self.lines(plain):
             recipe = line[-1]
-            if recipe.sharding == plain.sharding and len(line) > 1:
+            of_its_kind = recipe.sharding == plain.sharding and recipe.offload is None
+            if of_its_kind and len(line) > 1:
                 faster += [one for one in line if self.seconds(one) < best.seconds]
         cut = best.recipe.accumulation
         faster.sort(key=lambda one: (one.accumulation != cut, -self.seconds(one)))
