@@ -17,10 +17,10 @@
 # 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
-# what do they send to each other? Here each card is a process on your CPU, which runs the same PyTorch code as on
-# cards. After this lesson you can
+# what do they send to each other? Here each card is a process on your CPU, with the same code as on cards. After this
+# lesson you can
 #
-# - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it in every process;
+# - say how many bytes a card holds if the model is copied (DDP) or cut (ZeRO, FSDP), and check it in every process;
 # - write DDP's averaging by hand, and shard a real model in the right order;
 # - say what each way of sharing a batch among cards holds and sends;
 # - plan a 70B model for two cards of 24 GB, and tell when a second card does not help.
@@ -38,8 +38,8 @@ from gradmem_lib import predict, predict_first, prepare
 from gradmem_lib.course import claims, models, quiet_arguments, run_ranks
 
 # %% [markdown]
-# You have rented eight cards for lesson 07's 13B, and `Trainer` takes `fsdp=True`. Each card should hold an eighth of
-# the weights. Before it costs money, you try the settings in two processes on the CPU, with a small Llama of
+# You have rented eight cards for lesson 07's 13B, and `Trainer` takes `fsdp=True`, which cuts the model. Each card
+# should hold an eighth of the weights. Before it costs money, you try the settings in two processes on the CPU, with a small Llama of
 # {{4 * llama().num_parameters():,}} bytes of weights.
 
 # %%
@@ -155,7 +155,7 @@ for way in ("ddp", "zero1", "zero2", "fsdp"):
     print(f"{way:<6}{sum(bytes_per_rank(13e9, 8, way)) / 1e9:>4.0f} GB on each card")
 
 # %% [markdown]
-# From ZeRO-1 on, a card of 80 GB holds them. What is left of it is for activations.
+# From ZeRO-1 on, these bytes fit on a card of 80 GB. What is left of it is for activations.
 #
 # Now measure it, in float32, on the small Llama. A batch has 4 rows, and each rank takes its part.
 
@@ -215,9 +215,9 @@ guess_a.reveal(formula=16, measured=round(kept, 2))
 # gone: 4 bytes a weight more. <!-- holds: round(kept, 1) == 12 + 4 --> Here is the whole table: what rank 0 keeps between steps, and its peak.
 
 # %%
-print("(MB)       2 ranks: between    peak    4 ranks: between    peak")
+print("(MiB)      2 ranks: between    peak    4 ranks: between    peak")
 for way in ways:
-    row = [n / 1e6 for ranks in (2, 4) for n in measured[ranks][way]]
+    row = [n / 2**20 for ranks in (2, 4) for n in measured[ranks][way]]
     print("{:<11}{:>17.2f}{:>8.1f}{:>20.2f}{:>8.1f}".format(way or "alone", *row))
 
 # %% [markdown]
@@ -300,18 +300,19 @@ average_gradients = check("10.2", average_gradients)
 # (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows
 # its shards. `p.to_local()` is this rank's shard.
 #
-# What if we call `fully_shard(model)`, and nothing else? A process alone peaks at {{measured[2][None][1] / 1e6:.1f}} MB.
+# What if we call `fully_shard(model)`, and nothing else? A process alone peaks at {{measured[2][None][1] / 2**20:.1f}}
+# MiB.
 
 # %%
 question = "FSDP on two ranks, the whole model as one unit: peak on a rank?"
-guess_b = predict_first("10.b", question, unit="MB")
+guess_b = predict_first("10.b", question, unit="MiB")
 
 
 # %%
 def peak_of(wrap):
     net = wrap(llama())
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-    return round(track(net, optimizer, live=False).peak.total / 1e6, 1)
+    return round(track(net, optimizer, live=False).peak.total / 2**20, 1)
 
 
 # %%
@@ -319,8 +320,8 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 
 # %% [markdown]
 # With one unit, all weights are whole from the start of forward to the end of backward, and beside them all
-# gradients wait for their reduce-scatter. **This is worse than no sharding.** <!-- holds: run_ranks(peak_of, fully_shard)[0] > measured[2][None][1] / 1e6 --> With a unit for each layer, as in
-# section 2, the peak was {{measured[2]["fsdp"][1] / 1e6:.1f}} MB.
+# gradients wait for their reduce-scatter. **This is worse than no sharding.** <!-- holds: run_ranks(peak_of, fully_shard)[0] > measured[2][None][1] / 2**20 --> With a unit for each layer, as in
+# section 2, the peak was {{measured[2]["fsdp"][1] / 2**20:.1f}} MiB.
 #
 # The largest part of this peak is activations, so add checkpoints. <!-- holds: (parts := predict(llama().config,
 # recipe=Recipe(sharding="fsdp"), batch_size=2, seq_len=32, ranks=2, target="cpu").peak.by_category)["activations"]
@@ -366,10 +367,10 @@ def yours(net):
     return wrap(net, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
+print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MiB")
 
 # %% [markdown]
-# Checkpoints lower the peak from {{measured[2]["fsdp"][1] / 1e6:.1f}} to {{run_ranks(peak_of, yours)[0]}} MB.
+# Checkpoints lower the peak from {{measured[2]["fsdp"][1] / 2**20:.1f}} to {{run_ranks(peak_of, yours)[0]}} MiB.
 #
 # <details><summary>More options of <code>fully_shard</code></summary>
 #

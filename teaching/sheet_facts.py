@@ -366,7 +366,7 @@ def lesson_10(found: Printed) -> Sheet:
     rows = []
     for way, between, peak in table:
         parts = (("parameters", float(between)), ("temporaries", float(peak) - float(between)))
-        rows.append(Bar(way, parts, f"{float(peak):.1f} MB"))
+        rows.append(Bar(way, parts, f"{float(peak):.1f} MiB"))
     return Sheet(
         "A tiny Llama on one of two ranks: what it keeps between two steps, and its peak",
         Bars(rows, legend={"parameters": "between two steps", "temporaries": "more at the peak"}),

@@ -109,7 +109,7 @@ def test_where_units_and_copies_cost_more():
     assert fsdp == pytest.approx(alone / 2, rel=0.01)
     assert "DDP copies, FSDP cuts. Count the bytes on every rank." in on_sheet("10")
     assert said.answer("10.b") > peak
-    assert "MB with FSDP as one unit: more than a process alone" in on_sheet("10")
+    assert "MiB with FSDP as one unit: more than a process alone" in on_sheet("10")
 
 
 def test_what_is_left_of_the_card_makes_the_run_faster():
