@@ -101,8 +101,8 @@ adamw = partial(optim.AdamW, foreach=False)
 states = cost("AdamW", adamw)
 
 # %% [markdown]
-# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two, where only
-# small parameters came right before the largest ones. Here a temporary of the previous matrix, which is as large, is
+# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two, since
+# no large parameter came right before the largest ones there. Here a temporary of the previous matrix, which is as large, is
 # still alive.
 #
 # ## 2 · One byte a number
