@@ -19,6 +19,8 @@
 # the card (the GPU) you own. You will build each technique by hand, and watch real memory. A laptop
 # without a GPU is enough: the bytes are real there too.
 #
+# <!-- picture: first run -->
+#
 # The course begins with an error that somebody met on a card:
 #
 # ```
@@ -278,7 +280,7 @@ from gradmem_lib.course import first_run
 first_run()
 
 # %% [markdown]
-# Lessons 01 to 05 return to this run. In lesson 05 it fits.
+# Lessons 01 to 05 return to this run, the one in the picture at the top.
 #
 # Back to the error at the top. The 36 MiB are only the request that came last. What you can change is the 38.05 GiB of
 # live tensors, and the rest of this course is about them. Lesson 06 reads the other numbers.

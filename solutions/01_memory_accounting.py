@@ -16,6 +16,8 @@
 # *59 minutes: sections 1 to 7, with exercises 1.1 and 1.2. 80 more are optional. You need: lesson 00, and a PyTorch
 # training loop that you could write yourself.*
 #
+# <!-- picture: first run -->
+#
 # "CUDA out of memory" is a sum that came out too large. After this lesson you can
 #
 # - name what training keeps in memory, and give its bytes for any model;
@@ -23,7 +25,7 @@
 # - list what autograd keeps from a Transformer block, tensor by tensor, and predict it to the byte;
 # - tell four precision recipes apart by what they really cost.
 #
-# Optional sections fix loops that hold too much, and build a tracker.
+# This lesson's bar gets no shorter: first you learn what it is made of.
 
 # %%
 import torch
@@ -53,7 +55,8 @@ guess_a = predict_first(
 )
 
 # %% [markdown]
-# A training step holds four kinds of long-lived bytes. The first three are the **residents**: they ignore the batch.
+# A training step holds four kinds of long-lived bytes. The first three are the **residents**: their bytes do not depend
+# on the batch.
 #
 # | category | what it is | when it lives |
 # |---|---|---|
@@ -302,7 +305,7 @@ claims.show("C05")
 # There are three: the data and each ReLU's output. So only two of the claim's five are kept. The backward of `Linear`
 # needs its *input*, not its output. The backward of `ReLU` needs its *output*, and the next `Linear` saves the same
 # tensor as its input: one storage, two users. **Count storages, not tensors and not layers.** (Click the claim to open
-# it. A lesson shows three claims at most, and `docs/ledger.md` has all {{len(claims.CLAIMS)}}.)
+# it. `docs/ledger.md` has all {{len(claims.CLAIMS)}}.)
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -668,7 +671,8 @@ with SmallTracker() as small, MemoryTracker(live=False) as tracker:
 # ## Optional: a history that grows
 #
 # Nothing later needs this section. The script below trains a small network, and keeps a history of losses and outputs.
-# Its first steps fit, and a later one does not. The numbers at the ends of the lines are for the exercise.
+# On a card of 2 MiB its first steps fit, and a later one does not. The numbers at the ends of the lines are for the
+# exercise.
 
 # %%
 import torch.nn.functional as F
@@ -689,25 +693,14 @@ def with_history(model, optimizer, batches):  # 1
     return [(loss.item(), out.mean().item()) for loss, out in history]  # 10
 
 
-# %%
-net, net_adam, pairs = history_setting()
-try:
-    with MemoryTracker(net, net_adam, budget="2 MiB", title="a history, out of memory"):
-        with_history(net, net_adam, pairs)
-except BudgetExceeded as error:
-    print(error)
-
 # %% [markdown]
-# Each tooth of the picture begins a little higher than the one before. The bytes that grow are the striped band at its
-# foot. The error's lines say where the tensors were *made*. Which line *keeps* them?
-#
 # ### Exercise 1.9 · a history that grows
 #
 # ●○○ · 5 minutes · optional · trains: telling the line that makes a tensor from the line that keeps it
 #
 # Write `history_leak()`. It returns two things: the number of the line that keeps tensors which no later line needs, and
 # the fixed script, a function with the same arguments. The fixed script returns the same history, trains the same
-# weights, and stays within the budget, however many batches there are.
+# weights, and stays within 2 MiB, however many batches there are.
 #
 # <details><summary>Hint 1: after the step</summary>
 #
@@ -742,6 +735,21 @@ def history_leak():
 
 
 history_leak = check("1.9", history_leak)
+
+# %% [markdown]
+# Which line did you name? Now run the script as it was, and read what the error says:
+
+# %%
+net, net_adam, pairs = history_setting()
+try:
+    with MemoryTracker(net, net_adam, budget="2 MiB", title="a history, out of memory"):
+        with_history(net, net_adam, pairs)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# Each tooth of the picture begins a little higher than the one before. The bytes that grow are the striped band at its
+# foot. The error names the two lines that *make* the tensors, and the list that *keeps* them.
 
 # %% [markdown]
 # ## Optional: more practice

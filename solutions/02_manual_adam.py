@@ -15,13 +15,15 @@
 #
 # *60 minutes: sections 1 to 9, with exercises 2.1 to 2.4. 27 more are optional. You need: lesson 01.*
 #
-# Half of lesson 01's residents belong to the optimizer. Now you write it, from gradient descent to AdamW,
-# and watch its bytes. After it you can
+# <!-- picture: first run -->
+#
+# Half of lesson 01's residents belong to the optimizer. Now you write it, from gradient descent to AdamW. Section 8 says
+# why the bar above stays as long. After this lesson you can
 #
 # - write Adam and AdamW, and say what each line does;
 # - say how many bytes its states take, and *when* they appear;
 # - explain why Adam's moments stall in bf16, with exact numbers;
-# - name PyTorch's variant whose step needs a copy of the model.
+# - say what the step of each of PyTorch's variants needs.
 
 # %%
 from math import sqrt
@@ -431,7 +433,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # PyTorch's three variants of AdamW on lesson 01's tiny Llama:
 #
 # - a plain loop over parameters (`foreach=False`);
-# - `foreach`, which does each operation for all parameters at once, and is AdamW's default on CUDA;
+# - `foreach`, which does each operation for all parameters at once;
 # - `fused`, one kernel for the whole step, and the default of Hugging Face's `Trainer`.
 
 # %%

@@ -13,8 +13,10 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes: sections 1 to 9, with exercises 3.2 to 3.4. 85 more are optional. You need: lesson 01, and the training
+# *60 minutes: sections 1 to 9, with exercises 3.2 to 3.4. 86 more are optional. You need: lesson 01, and the training
 # loop of lesson 00.*
+#
+# <!-- picture: first run -->
 #
 # The batch you want does not fit. So you cut it into pieces, run them one by one, and step once. That is
 # two lines of code, and one of them is usually wrong. After it you can
@@ -647,7 +649,8 @@ for way in (at_once, in_pieces, in_two_passes):
 #
 # Nothing later needs this section. The script below accumulates: `backward` runs after each micro-batch, and frees its
 # graph. The script also returns the mean entropy of the predictions, which says how unsure the model is. The window has
-# 16 micro-batches, and the memory runs out in the seventh.
+# 16 micro-batches. On a card of 2 MiB, the memory runs out in the seventh. The numbers at the ends of the lines are for
+# the exercise.
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -670,17 +673,7 @@ def with_entropy(model, optimizer, batch):  # 1
     return entropy.item()  # 11
 
 
-# %%
-net, net_sgd, batch = window_setting()
-try:
-    with MemoryTracker(net, net_sgd, budget="2 MiB", live=False):
-        with_entropy(net, net_sgd, batch)
-except BudgetExceeded as error:
-    print(error)
-
 # %% [markdown]
-# The error says that something made from the outputs has a graph, and which lines *made* it. Which line *keeps* it?
-#
 # ### Exercise 3.10 · a window that keeps its graphs
 #
 # ●●○ · 6 minutes · optional · trains: finding the graph that no backward frees
@@ -708,6 +701,22 @@ def window_leak():
 
 
 window_leak = check("3.10", window_leak)
+
+# %% [markdown]
+# Which line did you name? Now run the script as it was, and read what the error says:
+
+# %%
+net, net_sgd, batch = window_setting()
+try:
+    with MemoryTracker(net, net_sgd, budget="2 MiB", live=False):
+        with_entropy(net, net_sgd, batch)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# The error says which lines *made* the tensors, and which name *keeps* them. Six entropies are alive, and the error counts
+# five forwards. It counts from one backward to the next. The sixth entropy was made after the sixth backward, so it
+# belongs to the seventh forward.
 
 # %% [markdown]
 # ## Optional: more practice

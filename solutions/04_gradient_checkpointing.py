@@ -16,6 +16,8 @@
 # *60 minutes: sections 1 to 7, with exercises 4.1, 4.5 and 4.6. 55 more are optional. You need: lesson 01, and a rough
 # idea of `torch.autograd.Function` (you will write one).*
 #
+# <!-- picture: first run -->
+#
 # Why does forward store so much? Backward will need it. But most of it could be computed again, from much less.
 # This trade of work for memory is called gradient checkpointing. Its famous rule, a checkpoint every √n layers, is
 # wrong for most models that people train. After it you can
@@ -197,13 +199,17 @@ show_schedule(threes, title="9 layers in segments of 3")
 # triangle), and is freed by backward.
 # <!-- holds: [event.layer for event in threes.events if event.kind == "recompute"] == [6, 7, 8, 3, 4, 5, 0, 1, 2] -->
 #
-# Now change the schedule. Before you move a control, say what will happen:
-#
-# - Segment length from 1 to n: where do you expect the lowest peak?
-# - Layers that keep more (a/x): does the best length grow or shrink?
+# Now take a chain of 64 layers that keep only their input: a = x.
 
 # %%
-explore_schedule()
+guess_b = predict_first("4.b", "Which segment length has the lowest peak?", unit="layers")
+
+# %% [markdown]
+# Change the schedule and see. Then let layers keep more (a/x). Before you move the control, say whether the best length
+# will grow or shrink.
+
+# %%
+explore_schedule(depth=64)
 
 # %% [markdown]
 # ## 4 · The best segment length
@@ -244,10 +250,7 @@ kept_at_peak = check("4.5", kept_at_peak)
 
 # %% [markdown]
 # For n layers in segments of k, the last segment has n/k − 1 boundaries before it. So the peak is about **n/k · x + k ·
-# a**. Take a chain of 64 layers that keep only their input: a = x.
-
-# %%
-guess_b = predict_first("4.b", "Which segment length has the lowest peak?", unit="layers")
+# a**. The next cells compare your formula with the chain of your guess:
 
 # %%
 from gradmem_lib import uniform_segments

@@ -15,6 +15,8 @@
 #
 # *60 minutes: sections 1 to 12, with exercises 5.2 and 5.6. 86 more are optional. You need: lessons 01, 03 and 04.*
 #
+# <!-- picture: first run -->
+#
 # You have one task, and a card that is too small for it. You will change a real fine-tuning run of Hugging Face's
 # `Trainer`, one technique at a time, until it needs less than a quarter of the memory.
 # <!-- holds: final.peak.total < naive.peak.total / 4 --> After this lesson you can
@@ -625,18 +627,7 @@ def resume(model, optimizer, file, batches):  # 1
     return train_on(model, optimizer, batches[saved["step"] :])  # 5
 
 
-# %%
-net, net_adam, file, batches = resume_setting()
-try:
-    with MemoryTracker(net, net_adam, budget="3.75 MiB", live=False):
-        resume(net, net_adam, file, batches)
-except BudgetExceeded as error:
-    print(error)
-
 # %% [markdown]
-# The error finds a second copy of the weights. Saving can make one, too: `copy.deepcopy(model)` for the best model, or a
-# clone of each tensor of the state dict. Write such a copy to a file, or keep it on the host, and delete it.
-#
 # ### Exercise 5.11 · a checkpoint that stays
 #
 # ●○○ · 5 minutes · optional · trains: knowing what a resumed run holds twice, and until when
@@ -664,6 +655,21 @@ def resume_leak():
 
 
 resume_leak = check("5.11", resume_leak)
+
+# %% [markdown]
+# Which line did you name? Now run the script as it was, and read what the error says:
+
+# %%
+net, net_adam, file, batches = resume_setting()
+try:
+    with MemoryTracker(net, net_adam, budget="3.75 MiB", live=False):
+        resume(net, net_adam, file, batches)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# The error finds a second copy of the weights. Saving can make one, too: `copy.deepcopy(model)` for the best model, or a
+# clone of each tensor of the state dict. Write such a copy to a file, or keep it on the host, and delete it.
 
 # %% [markdown]
 # ## Optional: more practice

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 06 · Before you rent the card
 #
-# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 54 more are optional. You need: lessons 01, 03 and 04,
+# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 55 more are optional. You need: lessons 01, 03 and 04,
 # and the techniques of lesson 05.*
 #
 # A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
@@ -540,7 +540,8 @@ for name, option in options.items():
 #
 # Nothing later needs the optional sections. The evaluation below gives the accuracy of a classifier with
 # {{small.body[-1].out_features:,}} classes, on 40 batches of 16 rows (the last one has 5).
-# <!-- holds: [len(x) for x, _ in held_out] == 39 * [16] + [5] --> It needs more memory after each batch, and runs out of it.
+# <!-- holds: [len(x) for x, _ in held_out] == 39 * [16] + [5] --> It needs more memory after each batch, and runs out of it on
+# a card of {{lesson_06.EVALUATION_BUDGET}}. The numbers at the ends of the lines are for the exercise.
 
 # %%
 from gradmem_lib.course import evaluation_leak_setting
@@ -562,20 +563,7 @@ def evaluate(model, batches):  # 1
     return (predictions == labels).float().mean().item()  # 11
 
 
-# %%
-try:
-    with MemoryTracker(small, budget="1 MiB", live=False):
-        evaluate(small, held_out)
-except BudgetExceeded as exceeded:
-    print(exceeded)
-
 # %% [markdown]
-# A smaller batch does not help, because the list has all rows at its end. Neither does anything that helps a training step:
-# weights in 4 bits, which the error names, would only let a few more batches pass.
-# <!-- holds: sum(p.nbytes for p in small.parameters()) < 10 * small(held_out[0][0]).nbytes --> The error's line says where the logits
-# were *made*, and the name that holds them. Which line *keeps* them? (Its second remedy, `.cpu()`, is for a card: here the model is
-# on the CPU, so nothing would move. A forward without `no_grad` has the same symptom: see exercise 5.7 of lesson 05.)
-#
 # ### Exercise 6.7 · an evaluation that collects
 #
 # ●○○ · 5 minutes · optional · trains: keeping of each batch what the result needs, and no more
@@ -603,6 +591,23 @@ def logits_leak():
 
 
 logits_leak = check("6.7", logits_leak)
+
+# %% [markdown]
+# Which line did you name? Now run the script as it was, and read what the error says:
+
+# %%
+try:
+    with MemoryTracker(small, budget="1 MiB", live=False):
+        evaluate(small, held_out)
+except BudgetExceeded as exceeded:
+    print(exceeded)
+
+# %% [markdown]
+# The error says which line *made* the logits, and which name *keeps* them. A smaller batch does not help, because the list has
+# all rows at its end. Neither does anything that helps a training step: weights in 4 bits, which the error names, would only let
+# a few more batches pass. <!-- holds: sum(p.nbytes for p in small.parameters()) < 10 * small(held_out[0][0]).nbytes --> (The
+# error's second remedy, `.cpu()`, is for a card: here the model is on the CPU, so nothing would move. A forward without `no_grad`
+# has the same symptom: see exercise 5.7 of lesson 05.)
 
 # %% [markdown]
 # ## Optional: half the rows
@@ -848,7 +853,7 @@ print(bert_large.table())
 
 # %% [markdown]
 # Context and idle blocks are a good part of the published figures, and the software of that year kept things that today's
-# does not. Claims C13, C14 and C24 of the ledger rest on these runs.
+# does not. The claims about BERT-large in the ledger (`docs/ledger.md`) rest on these runs.
 
 # %% [markdown]
 # ## Optional: more practice

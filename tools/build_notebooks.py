@@ -21,6 +21,8 @@ A figure in prose is written as ``{{expression:format}}``, as in an f-string: "t
 {{peak / MiB:.1f}} MiB". Behind a sentence that states an order, such as "half of it stays", stands
 ``<!-- holds: kept == peak / 2 -->``. Both are computed where all cells have run, in a last cell of
 the solution. The figures stand in the prose of both notebooks, and what does not hold fails.
+``<!-- picture: first run -->`` becomes the picture of ``opening_picture.py``, whose bytes are in
+the stored solutions of several lessons: it is drawn when all of them have run.
 
 Apart from the outputs that running gives, the same source gives the same bytes. Whatever is wrong
 in any notebook is collected and shown together at the end.
@@ -42,6 +44,7 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+import opening_picture
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
@@ -64,6 +67,7 @@ BEGIN = re.compile(r"(\s*)### BEGIN SOLUTION\s*")
 END = re.compile(r"\s*### END SOLUTION\s*")
 FIGURE = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)
 HOLDS = re.compile(r"\s*<!-- holds: (.+?) -->", re.DOTALL)
+PICTURE = "<!-- picture: first run -->"
 FIGURES = "# What the text above states, computed from what the cells have left."
 IN_FILE = re.compile(r"(\s+)raise NotImplementedError\s*#\s*SOLUTION in (\S+)\s*")
 VALUE = re.compile(r"(\s*[A-Za-z_][\w.]*(\[[^\]=]*\])?(\s*:[^=#]+)?\s*=)(?!=).*#\s*SOLUTION\s*")
@@ -290,6 +294,19 @@ def with_figures(notebook: NotebookNode, solution: NotebookNode | None) -> Noteb
     return NotebookNode(notebook, cells=cells)
 
 
+def with_picture(notebook: NotebookNode, solutions: Path, lesson: str) -> NotebookNode:
+    """``notebook`` with the picture that lesson ``lesson`` ("03") opens with, if its source asks
+    for one, drawn from what the notebooks in ``solutions`` printed.
+    """
+    cells = []
+    for cell in notebook.cells:
+        cell = NotebookNode(cell)
+        if cell.cell_type == "markdown" and PICTURE in cell.source:
+            cell.source = cell.source.replace(PICTURE, opening_picture.image(solutions, lesson))
+        cells.append(cell)
+    return NotebookNode(notebook, cells=cells)
+
+
 def lesson_from(notebook: NotebookNode, name: str) -> tuple[NotebookNode, list[str]]:
     """The learner's version of a source notebook, and what is wrong with its marks."""
     cells, problems = [], []
@@ -392,6 +409,7 @@ def build_lesson(
     if solution is None and found_in(lesson, FIGURE):
         return [f"lessons/{path.name}: {STALE}"]
     lesson = with_figures(lesson, solution)
+    lesson = with_picture(lesson, path.parent.parent / "solutions", path.name[:2])
     text = to_text(with_first_cell(lesson))
     if not check:
         write(path, text)
@@ -409,15 +427,20 @@ def build_solution(source: NotebookNode, path: Path, *, check: bool, again: bool
     if check:
         if solution is None or any(failures(solution, name)):
             return [f"{name}: {STALE}", *(failures(solution, name) if solution else ())]
-        in_step = path.read_bytes() == to_text(with_figures(solution, solution)).encode()
+        in_step = path.read_bytes() == solution_text(solution, path).encode()
         return [] if in_step else [f"{name}: {STALE}"]
     if again or solution is None or any(failures(solution, name)):
         print(f"running {name} ...", flush=True)
         solution = execute(source, path.parent)
     wrong = list(failures(solution, name))
     if not wrong:
-        write(path, to_text(with_figures(solution, solution)))
+        write(path, solution_text(solution, path))
     return wrong
+
+
+def solution_text(solution: NotebookNode, path: Path) -> str:
+    """What is stored in ``path`` of a solution that has run."""
+    return to_text(with_picture(with_figures(solution, solution), path.parent, path.name[:2]))
 
 
 def orphans(root: Path) -> Iterator[str]:
@@ -444,6 +467,43 @@ def chosen(sources: Sequence[Path], names: Sequence[str]) -> list[Path]:
             )
         picked += found
     return picked if names else list(sources)
+
+
+def warn_of_long_cells(source: NotebookNode, name: str) -> None:
+    """Print which code cells have more lines than a learner should read at once."""
+    for number, cell in enumerate(source.cells, 1):
+        is_long = cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES
+        if is_long and not cell.source.startswith(FIGURES):
+            print(
+                f"warning: {name}, cell {number}: more than {MAX_LINES} lines of code",
+                file=sys.stderr,
+            )
+
+
+def build(path: Path, options: argparse.Namespace, *, first: bool = True) -> list[str]:
+    """Build or check both notebooks of the source ``path``; returns what is wrong. Only the
+    ``first`` time are cells warned of, and is code run that has not changed.
+    """
+    name = f"solutions/{path.name}"
+    try:
+        source = read_source(path)
+    except Problem as problem:
+        return [str(problem)]
+    if first:
+        warn_of_long_cells(source, name)
+    lesson, wrong = lesson_from(source, name)
+    if wrong:
+        return wrong
+    stored = path.with_suffix(".ipynb")
+    if not options.lessons_only:
+        again = first and (options.all or bool(options.names))
+        wrong += build_solution(source, stored, check=options.check, again=again)
+    return wrong + build_lesson(
+        lesson,
+        path.parent.parent / "lessons" / stored.name,
+        stored_solution(stored, source),
+        check=options.check,
+    )
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -473,32 +533,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     problems = list(orphans(root))
     for path in paths:
-        name = f"solutions/{path.name}"
-        try:
-            source = read_source(path)
-        except Problem as problem:
-            problems.append(str(problem))
-            continue
-        for number, cell in enumerate(source.cells, 1):
-            is_long = cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES
-            if is_long and not cell.source.startswith(FIGURES):
-                print(
-                    f"warning: {name}, cell {number}: more than {MAX_LINES} lines of code",
-                    file=sys.stderr,
-                )
-        lesson, wrong = lesson_from(source, name)
-        if not wrong:
-            stored = path.with_suffix(".ipynb")
-            if not options.lessons_only:
-                again = options.all or bool(options.names)
-                wrong += build_solution(source, stored, check=options.check, again=again)
-            wrong += build_lesson(
-                lesson,
-                root / "lessons" / f"{path.stem}.ipynb",
-                stored_solution(stored, source),
-                check=options.check,
-            )
-        problems += wrong
+        problems += build(path, options)
+    if not (options.check or problems):
+        # A picture may show what a later lesson has printed only now.
+        for path in paths:
+            problems += build(path, options, first=False)
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"lessons: {len(paths)}, problems: {len(problems)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -74,6 +76,17 @@ def fake_run(root: Path, name: str = "01_first", **changes) -> None:
         cell.execution_count = count
     executed.cells[-1].update(changes)
     (root / "solutions" / f"{name}.ipynb").write_text(builder.to_text(executed))
+
+
+def run_here(notebook, folder: Path):
+    """What ``builder.execute`` does, without a kernel."""
+    for count, cell in enumerate([c for c in notebook.cells if c.cell_type == "code"], 1):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(cell.source, {})
+        cell.execution_count = count
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed.getvalue())]
+    return builder.normalise(notebook, keep_outputs=True)
 
 
 # What comes out.
@@ -474,3 +487,23 @@ def test_a_notebook_without_a_source_is_an_orphan(built, capfd, folder):
         f"{folder}/09_gone.ipynb: no solutions/09_gone.py makes it; delete it or add that"
         in printed
     )
+
+
+def test_a_picture_shows_what_a_later_lesson_has_printed_only_now(course, capfd, monkeypatch):
+    monkeypatch.setattr(builder, "execute", run_here)
+    for name, peak in (("01_first", 5), ("02_second", 3)):
+        text = f"""\
+# %% [markdown]
+# # {name[:2]} · A lesson
+#
+# {builder.PICTURE}
+
+# %%
+print("forward 2.5 MiB, backward {peak}.0 MiB, optimizer_step 2.0 MiB, card 3 MiB: fits")
+"""
+        root = course(text, name)
+    assert run(root, capfd)[0] == 0
+    words = "01 A lesson 5, 02 A lesson 3. The card has 3. This is lesson 01."
+    for folder, cell in (("lessons", 1), ("solutions", 0)):
+        assert words in notebook(root, folder).cells[cell].source
+    assert run(root, capfd, "--check")[0] == 0

@@ -33,7 +33,11 @@ def test_memory_runs_out_in_the_seventh_micro_batch():
     net, optimizer, batch = window_setting()
     seen = []
     net.register_forward_pre_hook(lambda *given: seen.append(1))
-    with pytest.raises(BudgetExceeded), MemoryTracker(net, optimizer, budget="2 MiB", live=False):
+    with (
+        pytest.raises(BudgetExceeded, match="made in 5 forwards of this step"),
+        MemoryTracker(net, optimizer, budget="2 MiB", live=False),
+    ):
         names["with_entropy"](net, optimizer, batch)
     assert len(seen) == 7
-    assert lesson("03").says("The window has 16 micro-batches, and the memory runs out in the")
+    assert lesson("03").says("On a card of 2 MiB, the memory runs out in the seventh.")
+    assert lesson("03").says("Six entropies are alive, and the error counts five forwards.")
