@@ -25,8 +25,8 @@ WORDS = "The same training run after each lesson: its peak, in MiB"
 
 # The picture has a ground of its own, so that it looks the same on a light and on a dark page.
 GROUND, TEXT, OTHERS = "#ffffff", "#1c2330", "#c3c9d4"
-WIDTH, ROW, TOP = 520, 24, 40
-LEFT, LONGEST = 205, 255  # where bars begin, and the length of the longest
+WIDTH, ROW, TOP = 545, 24, 40
+LEFT, LONGEST = 230, 255  # where bars begin, and the length of the longest
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,9 @@ def svg(drawn: list[Bar], lesson: str) -> str:
     card = LEFT + scale * drawn[0].card
     rows, before = [], drawn[0].peak
     for i, bar in enumerate(drawn):
-        y = TOP + ROW * i
-        rows.append(_row(bar, y, scale, bar.lesson == lesson))
-        if bar.lesson == lesson and before > bar.peak:
-            rows.append(_saved(y, LEFT + scale * bar.peak, LEFT + scale * before))
+        end = LEFT + scale * bar.peak
+        saved = scale * (before - bar.peak) if bar.lesson == lesson else 0
+        rows.append(_row(bar, TOP + ROW * i, end, saved, bar.lesson == lesson))
         before = bar.peak
     return "".join(
         [
@@ -96,23 +95,21 @@ def svg(drawn: list[Bar], lesson: str) -> str:
     )
 
 
-def _row(bar: Bar, y: int, scale: float, stands_out: bool) -> str:
-    """A lesson's name, its bar and its MiB; hatched and in bold where it stands out."""
-    end = LEFT + scale * bar.peak
-    fill, weight = OTHERS, ""
+def _row(bar: Bar, y: int, end: float, saved: float, stands_out: bool) -> str:
+    """A lesson's name, its bar up to ``end``, a box as wide as ``saved``, and its MiB. Where it
+    stands out, it is hatched and in bold.
+    """
+    fill, weight, box = OTHERS, "", ""
     if stands_out:
         fill, weight = "url(#this)", ' font-weight="700"'
+    if saved:
+        box = (
+            f'<rect x="{end:.0f}" y="{y + 3}" width="{saved:.0f}" height="{ROW - 6}" fill="none" '
+            f'stroke="{TEXT}" stroke-dasharray="2 3"/>'
+        )
     return (
         f'<text x="14" y="{y + 16}"{weight}>{bar.lesson} · {escape(bar.title)}</text>'
         f'<rect x="{LEFT}" y="{y + 3}" width="{end - LEFT:.0f}" height="{ROW - 6}" fill="{fill}" '
-        f'stroke="{INK}"/>'
-        f'<text x="{end + 6:.0f}" y="{y + 16}"{weight}>{bar.peak:g}</text>'
-    )
-
-
-def _saved(y: int, end: float, before: float) -> str:
-    """The box between the end of a bar and the end of the bar above."""
-    return (
-        f'<rect x="{end:.0f}" y="{y + 3}" width="{before - end:.0f}" height="{ROW - 6}" '
-        f'fill="none" stroke="{TEXT}" stroke-dasharray="2 3"/>'
+        f'stroke="{INK}"/>{box}'
+        f'<text x="{end + saved + 6:.0f}" y="{y + 16}"{weight}>{bar.peak:g}</text>'
     )
