@@ -205,8 +205,8 @@ show_schedule(threes, title="9 layers in segments of 3")
 guess_b = predict_first("4.b", "Which segment length has the lowest peak?", unit="layers")
 
 # %% [markdown]
-# Change the schedule and see. Then let layers keep more (a/x). Before you move the control, say whether the best length
-# will grow or shrink.
+# Move the segment length, and see where the peak is lowest. Then let layers keep more (a/x). Before you move that control,
+# say whether the best length will grow or shrink.
 
 # %%
 explore_schedule(depth=64)
