@@ -62,13 +62,11 @@ def trained(
     family: str,
     recipe: Recipe,
     rows,
-    dtype=torch.float64,
-    steps: int = 2,
-    clip: float = 0.0,
-    peft: bool = False,
+    clip: float,
+    peft: bool,
 ):
     """Gradients of each step, the weights after the last, and the losses."""
-    model = model_of(family, dtype)
+    model = model_of(family, torch.float64)
     batch = {
         name: t[rows].contiguous()
         for name, t in batch_of(model, ROWS * dist.get_world_size()).items()
@@ -77,7 +75,7 @@ def trained(
     if peft:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).to(dtype)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).double()
     if (
         family == "albert" and recipe.fully_sharded
     ):  # one layer that is called again and again: found by nobody
@@ -95,7 +93,7 @@ def trained(
 
     given = {"mark": mark, "loss": exact_loss, "max_grad_norm": clip or None}
     with undo:
-        losses = [step(model, optimizer, batch, recipe, **given) for _ in range(steps)]
+        losses = [step(model, optimizer, batch, recipe, **given) for _ in range(2)]
     return {
         "gradients": seen,
         "weights": [whole(p.detach()) for p in model.parameters()],
@@ -103,17 +101,11 @@ def trained(
     }
 
 
-def distance(family: str, recipe: Recipe, **options) -> float | str:
-    """The largest relative distance of any tensor from one process's, found by the first rank, or
-    the sentence that refuses.
-    """
-    try:
-        here = trained(
-            family, recipe, slice(dist.get_rank(), None, dist.get_world_size()), **options
-        )
-    except ValueError as error:
-        return str(error)
-    if dist.get_rank():
+def distance(family: str, recipe: Recipe, **options) -> float:
+    """The largest relative distance of any tensor from one process's, found by the first rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    here = trained(family, recipe, slice(rank, None, ranks), **options)
+    if rank:
         return 0.0
     memory_alone = {
         "checkpointing": None,
@@ -146,15 +138,15 @@ def far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def distances(cases: dict[str, list]) -> dict[str, float | str]:
-    """``cases``: by name, the family, the recipe's fields and options. What each found."""
+def distances(cases: dict[str, tuple]) -> dict[str, float | str]:
+    """``cases``: by name, the family, and the recipe's fields and options. What each found."""
     warnings.filterwarnings("ignore")
     found = {}
-    for name, (family, fields, options) in cases.items():
+    for name, (family, fields) in cases.items():
+        fields = {"precision": None, "attention": None} | fields
+        options = {"clip": fields.pop("clip", 0.0), "peft": fields.pop("peft", False)}
         try:
-            found[name] = distance(
-                family, Recipe(**{"precision": None, "attention": None} | fields), **options
-            )
+            found[name] = distance(family, Recipe(**fields), **options)
         except Exception as error:  # every rank says the same
             found[name] = f"{type(error).__name__}: {error}"
     return found

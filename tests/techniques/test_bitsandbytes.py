@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.course.material import models
-from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques import quantized
-from gradmem_lib.techniques.lora import linear_layers
 from gradmem_lib.techniques.optimizers import AdamW8bit, code_table
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -68,78 +62,3 @@ def test_nf4_keeps_the_weights_that_theirs_keeps():
     assert errors[0] <= errors[1] == pytest.approx(0.0920, abs=2e-4)
     theirs = [packed, state.absmax, state.state2.absmax, state.offset]
     assert [p.nbytes for p in layer.parameters()] == [t.nbytes for t in theirs]
-
-
-@pytest.mark.parametrize("scales_in_8_bits", [False, True])
-def test_a_base_in_their_4_bits_is_tracked_with_its_scales_and_no_prediction(scales_in_8_bits):
-    layer = bitsandbytes.nn.Linear4bit(
-        256, 256, bias=False, compress_statistics=scales_in_8_bits
-    ).to("cpu")
-    state, model = layer.weight.quant_state, nn.Sequential(nn.Linear(256, 256), layer)
-    kept = [layer.weight, state.absmax, state.code, model[0].weight, model[0].bias]
-    if scales_in_8_bits:
-        kept += [state.offset, state.state2.absmax, state.state2.code]
-    with MemoryTracker(model, live=False) as tracker:
-        assert tracker.current.by_category["parameters"] == sum(t.nbytes for t in kept)
-    with pytest.raises(
-        CannotTrace, match=r"the model holds a Params4bit.*measure one real step with MemoryTracker"
-    ):
-        predict(model, batch=torch.randn(2, 256), target="cpu")
-
-
-def in_their_4_bits(model: nn.Module) -> int:
-    """Replace the linear layers but the head as ``from_pretrained(load_in_4bit=True)`` does.
-
-    Returns their number.
-    """
-    layers = linear_layers(model)
-    for name, layer in layers.items():
-        small = bitsandbytes.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16
-        )
-        small.weight = bitsandbytes.nn.Params4bit(
-            layer.weight.data, requires_grad=False, quant_type="nf4"
-        )
-        model.set_submodule(name, small.to("cpu"))
-    model.is_loaded_in_4bit = True
-    return len(layers)
-
-
-@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
-def test_qlora_as_peft_prepares_it_takes_the_bytes_of_the_recipe(checkpointing, monkeypatch):
-    """PEFT asks whether autocast is on for cards; here it is told of the CPU."""
-    peft = pytest.importorskip("peft")
-    is_enabled = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": is_enabled(device))
-    model = models.tiny_llama(layers=4, hidden=128, heads=4, intermediate=384, vocab=512)
-    config = copy.deepcopy(model.config)
-    layers = in_their_4_bits(model.to(torch.bfloat16))
-    model = peft.prepare_model_for_kbit_training(
-        model,
-        use_gradient_checkpointing=checkpointing is not None,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-    )
-    adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, adapters).train()
-    model.config.use_cache = False
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, foreach=False)
-    ids = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
-
-    def step():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        step()
-    recipe = Recipe("autocast-bf16", lora_rank=16, quantized_base=True, checkpointing=checkpointing)
-    predicted = predict(config, batch_size=4, seq_len=64, recipe=recipe, target="cpu").peak
-    theirs, ours = tracker.peak.by_category, predicted.by_category
-    # Each of their layers has its own tables of 256 and of 16 float32 values.
-    assert theirs.pop("parameters") == ours.pop("parameters") + layers * 4 * (256 + 16)
-    assert abs(theirs.pop("other") - ours.pop("other")) <= 64  # counters and labels
-    assert theirs == ours
