@@ -237,30 +237,6 @@ def test_a_whole_number_of_items_is_compared_exactly():
         check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), shifted_once)
 
 
-class MakesAPart(nn.Module):
-    """Makes a module of its own in its first forward, as BigBird does for rows that are short."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x):
-        if not hasattr(self, "part"):
-            self.part = nn.Sequential(nn.Dropout(0.5))
-            self.part.train(self.training)
-        return self.part(self.linear(x))
-
-
-def test_a_module_that_a_forward_makes_is_not_kept():
-    """It was made for the rows of a question, and has its mode: the training makes its own."""
-    model = nn.Sequential(MakesAPart())
-    with as_in_evaluation(model):
-        model(torch.ones(1, 2))
-    assert len([*model.modules()]) == 3
-    model(torch.ones(1, 2))
-    assert len([*model.modules()]) == 5 and all(module.training for module in model.modules())
-
-
 def test_a_loss_that_is_not_finite_is_said_first():
     model, batch = model_and_batch()
     batch["x"][2] = torch.nan

@@ -112,14 +112,9 @@ def test_the_measurement_of_best_holds_one_layer_at_a_time_and_leaves_no_trace()
         assert torch.equal(got, wanted), name
 
 
-def test_an_autocast_copy_of_a_weight_is_counted_inside_each_layer():
-    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
-    x = torch.randn(4, 32, requires_grad=True)
-    with checkpoint_layers(net, "best") as handle, torch.autocast("cpu", dtype=torch.bfloat16):
-        net(x).sum().backward()
-    # the first casts its float32 input; the others are given bf16. All cast their weight.
-    assert handle.internal == [4 * 32 * 2 + 32 * 32 * 2] + [32 * 32 * 2] * 3
-    assert handle.boundary == [4 * 32 * 4] + [4 * 32 * 2] * 3
+def test_chain_refuses_numbers_below_one():
+    with pytest.raises(ValueError, match="at least 1"):
+        models.chain(2, width=0)
 
 
 class Block(nn.Module):

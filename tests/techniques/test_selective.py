@@ -107,21 +107,6 @@ def test_what_runs_again_is_that_part(part, attention, mlp):
     assert calls_of(copied, "LlamaAttention") == attention
 
 
-@pytest.mark.parametrize("part", ["attention", "mlp"])
-def test_elementwise_multiplies_no_matrices_again_and_a_part_does(part):
-    def work():
-        with FlopCounterMode(display=False) as counter:
-            model(input_ids=IDS, labels=IDS).loss.backward()
-        return counter.get_total_flops()
-
-    model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=128, attention="eager")
-    plain = work()
-    with checkpoint_parts(model, "elementwise"):
-        assert work() == plain
-    with checkpoint_parts(model, part):
-        assert work() > plain
-
-
 @pytest.mark.parametrize(
     ("family", "part", "says"),
     [

@@ -314,16 +314,6 @@ def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
         )
 
 
-def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
-    monkeypatch.setattr(sharding, "find_layers", found_in)
-    with fake_process_group(2, 0) as mesh:
-        shard(Rest([Block(torch.float32, True)], torch.bfloat16), "fsdp", mesh=mesh)
-        with pytest.raises(ValueError, match=r"one Block are in torch.bfloat16 and torch.float32"):
-            shard(Rest([Block(trained=True)]), "fsdp", mesh=mesh)
-        with pytest.raises(ValueError, match="choose one of 'ddp'"):
-            shard(Rest([Block()]), "tp", mesh=mesh)
-
-
 @pytest.mark.parametrize("how", ["ddp", "zero1"])
 def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
     moved = []
