@@ -11,7 +11,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.families import tiny_config
+from support.families import tiny_config, with_dropout
 from torch.distributed.fsdp import fully_shard
 
 from gradmem_lib.prediction.configs import example_batch, model_class
@@ -24,10 +24,7 @@ ROWS = 4  # of each rank
 
 
 def model_of(family: str, dtype: torch.dtype) -> torch.nn.Module:
-    config = tiny_config(family)
-    for name in vars(config):
-        if "drop" in name and isinstance(getattr(config, name), float):
-            setattr(config, name, 0.0)
+    config = with_dropout(tiny_config(family), 0.0)
     torch.manual_seed(0)
     model = model_class(config)(config).to(dtype)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):

@@ -181,7 +181,7 @@ def test_layers_called_out_of_order_or_with_something_else_are_refused():
         with pytest.raises(RuntimeError, match="in order"):
             layers[3](x)
         y = layers[0](x)
-        with pytest.raises(RuntimeError, match="something else"):
+        with pytest.raises(RuntimeError, match="something else than the output of layer 0"):
             layers[1](y + 1)
         y = layers[0](x)
         with torch.no_grad(), pytest.raises(RuntimeError, match="switched off"):
@@ -290,6 +290,8 @@ def test_arguments_are_the_same_where_they_are_views_of_the_same_elements_or_equ
 def test_the_first_k_of_several_lists_are_the_first_lists_first():
     model = transformers.T5ForConditionalGeneration(tiny_config("t5"))
     n = len(model.encoder.block)
+    with pytest.raises(ValueError, match=f"'first-9': there are {2 * n} layers"):
+        checkpoint_layers(model, "first-9")
     with checkpoint_layers(model, f"first-{n + 1}") as handle:
         assert handle.keep_last == {"encoder.block": False, "decoder.block": True}
         assert handle.segments["encoder.block"] == [1] * n

@@ -1,6 +1,5 @@
 """Predicted and measured bytes of checkpointed layers, and of one layer alone."""
 
-import copy
 import itertools
 from contextlib import nullcontext
 
@@ -77,39 +76,6 @@ def test_layers_of_unequal_size_are_measured_and_predicted():
     )
     lowest = best_segments(9, handle.internal, handle.boundary, temporaries=needs)
     assert measured == schedule_peak(lowest, handle.internal, handle.boundary, temporaries=needs)
-
-
-class Seen(nn.Module):
-    """Puts another buffer in the place of its own, where a BatchNorm writes into its."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("times", torch.ones(()))
-
-    def forward(self, x):
-        self.times = self.times + 1
-        return x * self.times
-
-
-def test_the_measurement_of_best_holds_one_layer_at_a_time_and_leaves_no_trace():
-    net = nn.Sequential(
-        *(
-            nn.Sequential(
-                nn.Linear(8, 64), nn.BatchNorm1d(64), Seen(), nn.Dropout(0.5), nn.Linear(64, 8)
-            )
-            for _ in range(6)
-        )
-    )
-    x = torch.randn(ROWS, 8, requires_grad=True)
-    other = copy.deepcopy(net)
-    checkpoint_layers(net, "best")
-    torch.manual_seed(3)
-    expected = other(x)
-    torch.manual_seed(3)
-    assert torch.equal(net(x), expected)
-    assert all(p.grad is None for p in net.parameters())
-    for (name, got), (_, wanted) in zip(net.named_buffers(), other.named_buffers(), strict=True):
-        assert torch.equal(got, wanted), name
 
 
 def test_chain_refuses_numbers_below_one():

@@ -87,7 +87,7 @@ GRID = [(0, 1), (1, 4), (1, 2), (1, 1), (5, 1), (23, 1), (3, 0)]  # a, x
 
 
 @pytest.mark.parametrize("fraction", [1.5, 3.0])
-@pytest.mark.parametrize("n", each(3, range(1, 8)))
+@pytest.mark.parametrize("n", each(3, range(1, 8), 2))
 def test_with_more_than_one_extra_forward_it_is_the_best_of_all_nested_ones(n, fraction):
     for a, x in GRID:
         found = best_segments(n, a, x, fraction)

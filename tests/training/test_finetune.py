@@ -69,19 +69,16 @@ def test_evaluation_keeps_no_logits_where_nobody_asks_for_them(tmp_path):
 def test_torchs_adafactor_does_not_depend_on_how_large_gradients_are():
     numbers = torch.Generator().manual_seed(0)
     start, direction = torch.randn(2, 64, 32, generator=numbers).bfloat16()
+    direction[0] = 0  # as a token that is not in the batch
     ends = []
     for size in (1.0, 2.0**-20):
         weight = nn.Parameter(start.clone())
         optimizer = make_optimizer([weight], Recipe(optimizer="adafactor-torch"), lr=0.1)
         weight.grad = direction * size
-        weight.grad[0] = 0  # as a token that is not in the batch
         optimizer.step()
         ends.append(weight.detach())
-    assert (
-        torch.equal(*ends)
-        and torch.equal(ends[0][0], start[0])
-        and not torch.equal(ends[0][1:], start[1:])
-    )
+    assert torch.equal(*ends) and torch.equal(ends[0][0], start[0])
+    assert not torch.equal(ends[0][1:], start[1:])
 
 
 def test_torchs_adafactor_has_a_rate_that_is_relative_to_the_weights(tmp_path):
@@ -93,14 +90,6 @@ def test_torchs_adafactor_has_a_rate_that_is_relative_to_the_weights(tmp_path):
     pairs = zip(before, model.parameters(), strict=True)
     moved = [float((p.detach() - was).norm() / was.norm()) for was, p in pairs]
     assert min(moved) > 0 and max(moved) == pytest.approx(RELATIVE_RATE, rel=0.05)
-
-
-def test_a_second_lora_on_the_same_model_is_refused(tmp_path):
-    model, recipe = small(), Recipe(lora_rank=4)
-    trainer_for(model, recipe, tmp_path)
-    with pytest.raises(ValueError, match="has LoRA already"):
-        trainer_for(model, recipe, tmp_path)
-    trainer_for(merge_adapters(model), recipe, tmp_path)
 
 
 def test_four_bits_are_not_merged_into(tmp_path):

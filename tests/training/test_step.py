@@ -184,15 +184,6 @@ def test_a_recipe_for_several_processes_wants_what_prepare_returned():
         step(model, [], torch.ones(2, 2), recipe, loss=lambda m, x: m(x).mean())
 
 
-def test_parts_of_a_layer_run_again_until_it_is_undone():
-    made, calls = prepare(llama(), Recipe(checkpointing="mlp")), []
-    made.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
-    for expected in (2, 3):  # forward and again in backward; then forward alone
-        made.model(**texts()).loss.backward()
-        assert len(calls) == expected
-        made.undo.close()
-
-
 def test_what_is_no_loss_is_named():
     model, recipe = nn.Linear(2, 2), Recipe(attention=None)
     for rows, shape in ((1, r"\(1, 2\)"), (3, r"\(3, 2\)")):
@@ -202,18 +193,6 @@ def test_what_is_no_loss_is_named():
             step(model, [], torch.ones(rows, 2), recipe)
     with pytest.raises(ValueError, match="returned NoneType where"):
         step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
-
-
-def test_rows_that_are_compared_with_each_other_are_not_cut():
-    model, batch = nn.Linear(2, 2), {"pixel_values": torch.ones(4, 2), "return_loss": True}
-    with pytest.raises(
-        ValueError, match=r"^use accumulation=1 .*accumulation=2.* cuts .*return_loss=True"
-    ):
-        step(model, [], batch, Recipe(accumulation=2))
-    for recipe in (Recipe(), Recipe(accumulation=2)):  # a loss that is given is taken at its word
-        assert step(
-            model, [], batch, recipe, loss=lambda m, b: m(b["pixel_values"]).mean()
-        ).isfinite()
 
 
 class Older(LlamaForCausalLM):
