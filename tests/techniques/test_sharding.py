@@ -189,8 +189,9 @@ def unused(yourself: bool):
         parallel, optimizer, _ = prepare(model, Recipe(sharding="ddp"))
     rows = torch.full((2, 3), 1.0 + dist.get_rank())
     for _ in range(2):
-        said = refusal(step, parallel, optimizer, rows, Recipe())
-    return said or model["used"].weight.detach()
+        if said := refusal(step, parallel, optimizer, rows, Recipe()):
+            return said
+    return model["used"].weight.detach()
 
 
 def test_all_ranks_skip_a_step_that_overflowed_on_one_and_stay_the_same(on_two):

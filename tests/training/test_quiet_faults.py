@@ -17,7 +17,7 @@ from gradmem_lib.techniques.precision import GradScaler, MasterAdamW
 from gradmem_lib.techniques.selective import checkpoint_parts
 from gradmem_lib.training.adapters import merge_adapters
 from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.probe_rows import fewer_labels
+from gradmem_lib.training.probe_rows import fewer_labels, groups_of_rows
 from gradmem_lib.training.step import step
 
 IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
@@ -93,11 +93,11 @@ def global_loss(model, batch):
 
 def test_another_criterion_is_another_loss(monkeypatch):
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]))
-    model = nn.Linear(4, 3)
-    for loss in (Job(criterion), Job(criterion).loss, global_loss):
+    model, job, other = nn.Linear(4, 3), Job(criterion), Job(weighted)
+    for loss in (job, job.loss, global_loss):
         step(model, sgd(model), rows(), IN_TWO, loss=loss)
     monkeypatch.setitem(globals(), "criterion", weighted)
-    for loss in (Job(weighted), Job(weighted).loss, global_loss):
+    for loss in (other, other.loss, global_loss):
         with pytest.raises(ValueError, match="weighs classes"):
             step(model, sgd(model), rows(), IN_TWO, loss=loss)
 
@@ -217,6 +217,12 @@ def test_a_model_is_asked_only_about_labels_that_it_has():
     labels = torch.arange(12).view(2, 6) % 3
     for changed in fewer_labels(TokenClassifier(), {"labels": labels}, True):
         assert changed["labels"].max() <= 2
+
+
+def test_a_row_alone_is_asked_about_beside_another_class():
+    for label, other in ((0, 1), (2, 0)):
+        (group,) = groups_of_rows([{"x": torch.ones(1, 4), "labels": torch.tensor([label])}])
+        assert group["labels"].tolist() == [label, other]
 
 
 WITH_LISTS = [

@@ -118,9 +118,6 @@ def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(whole, torch.cat(parts)) and not torch.equal(whole, starts)
-    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (whole, *parts), strict=True)]
-    for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq"):
-        assert torch.equal(states[0][name], torch.cat([states[1][name], states[2][name]])), name
 
 
 def test_gradients_too_small_for_float16_arrive():
