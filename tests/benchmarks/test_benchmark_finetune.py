@@ -32,19 +32,6 @@ def ways(load_writing_elsewhere):
     return load_writing_elsewhere("finetune")
 
 
-def test_ours_stands_next_to_the_defaults_of_the_same_rank(tune):
-    cases = tune.cases_8b()
-    assert len(set(map(str, cases))) == len(cases)
-    assert {case.family for case in cases} == set(tune.TORCHTUNE)
-    theirs = {(c.family, c.recipe.lora_rank) for c in cases if c.way == tune.HF_WAY}
-    assert {(c.family, c.recipe.lora_rank) for c in cases if c.way == tune.OUR_WAY} == theirs
-    for case in cases:
-        assert case.recipe.quantized_base == (case.family == tune.QLORA)
-        assert (case.recipe.lora_rank is None) == (case.family == tune.FULL)
-        if case.way == tune.HF_WAY:
-            assert not case.recipe.chunked_loss and case.recipe.accumulation == 1
-
-
 def test_what_a_quantized_model_is_built_from_never_was_larger(runs):
     """No matrix of the base in 16 bits at any time, and a loss that is a number."""
     recipe = Recipe(precision="bf16", lora_rank=16, quantized_base=True, chunked_loss=True)
@@ -151,15 +138,9 @@ def test_fine_tuning_keeps_its_time(tune, monkeypatch, tmp_path, capsys):
     assert tune.main(["--seconds", "-1"]) == 0
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out.count("was up") == len(tune.PARTS)
-    clock = iter(range(10_000))  # every look at it is a second later
-    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
-    assert tune.main(["--seconds", "12"]) == 0
-    written = json.loads((tmp_path / "gpu_finetune.json").read_text())
-    assert written["time was up in"] == list(tune.PARTS)
-    assert 0 < len(written["Llama-3.1-8B"]) < 15
 
 
-def test_three_ways_on_the_cpu(ways, tmp_path, capsys, monkeypatch):
+def test_three_ways_on_the_cpu(ways):
     found = ways.three_ways(dry=True, steps=2)
     assert list(found["ways"]) == [ways.NAIVE, ways.DEFAULTS, ways.OURS]
     assert found["holds"]["same rows in the same order"]
@@ -171,22 +152,6 @@ def test_three_ways_on_the_cpu(ways, tmp_path, capsys, monkeypatch):
     assert found["ways"][ways.OURS]["learning rate"] == ways.OUR_RATE
     assert found["to naive"][ways.NAIVE] == {"peak bytes": 1.0, "tokens/s": 1.0}
     assert found["holds"]["peak at most a quarter of naive's"]
-    json.dumps(found)
-    asked = []
-
-    def as_found(dry, steps):
-        asked.append((dry, steps))
-        return found
-
-    monkeypatch.setattr(ways, "three_ways", as_found)
-    capsys.readouterr()
-    ways.main(["--dry-run", "--steps", "1"])
-    assert not list(tmp_path.iterdir())
-    assert asked == [(True, 1)]
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == [
-        f"{promise}: {'yes' if ok else 'NO'}" for promise, ok in found["holds"].items()
-    ]
 
 
 def test_the_combined_form_is_the_first_that_fits(ways):

@@ -68,7 +68,7 @@ def test_a_quantized_weight_counts_what_is_inside():
 
 
 def test_a_weight_in_bitsandbytes_4_bits_counts_its_scales_and_theirs():
-    """Which lie beside it: see also ``test_bitsandbytes.py``, where it is installed."""
+    """Which lie beside it."""
     layer = nn.Linear(64, 32, bias=False)
     tensors = [torch.ones(n) for n in (32, 16, 4, 256, 1)]
     absmax, code, absmax2, code2, offset = tensors

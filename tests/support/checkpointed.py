@@ -3,10 +3,11 @@ steps.
 """
 
 import torch
-import transformers
+from support.families import tiny_config, with_dropout
 from torch import nn
 
 from gradmem_lib.compat.modules import call_override
+from gradmem_lib.prediction.configs import model_class
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4
@@ -19,43 +20,7 @@ def weighted(y):
 
 
 N = 6
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": N,
-    "num_attention_heads": 2,
-}
-LLAMA_LIKE = SIZES | {"vocab_size": 50, "num_key_value_heads": 1, "attention_dropout": 0.2}
-HF = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_LIKE)),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA_LIKE)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**LLAMA_LIKE, head_dim=8)
-    ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=50,
-            n_embd=16,
-            n_layer=N,
-            n_head=2,
-            n_positions=32,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-    ),
-    "bert": lambda: transformers.BertForMaskedLM(
-        transformers.BertConfig(**SIZES, vocab_size=50, max_position_embeddings=32)
-    ),
-    "vit": lambda: transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            **SIZES,
-            image_size=8,
-            patch_size=4,
-            hidden_dropout_prob=0.2,
-            attention_probs_dropout_prob=0.2,
-        )
-    ),
-}
+HF = ("llama", "qwen2", "qwen3", "gpt2", "bert", "vit")
 
 
 def block():
@@ -87,12 +52,15 @@ class Looped(nn.Module):
 
 
 PLAIN = {"sequential": lambda: nn.Sequential(*(block() for _ in range(N))), "modulelist": Looped}
-FAMILIES = HF | PLAIN
+FAMILIES = (*HF, *PLAIN)
 
 
 def made(family):
     torch.manual_seed(0)
-    return FAMILIES[family]().train()
+    if family in PLAIN:
+        return PLAIN[family]().train()
+    config = with_dropout(tiny_config(family, num_hidden_layers=N), 0.2)
+    return model_class(config)(config).train()
 
 
 def batch_for(family):
@@ -100,7 +68,7 @@ def batch_for(family):
     if family in PLAIN:
         return torch.randn(3, 8)
     if family == "vit":
-        return {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+        return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
     ids = torch.randint(2, 50, (2, 7))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0

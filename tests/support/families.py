@@ -283,8 +283,16 @@ FAMILIES = {name: more for kind in KINDS.values() for name, more in kind.items()
 OLDER = not hasattr(PreTrainedModel, "activation_checkpointing_enable")
 
 
-def tiny_config(family: str):
+def tiny_config(family: str, **more):
     """A config of ``family`` with two narrow layers."""
-    known, own = AutoConfig.for_model(family), FAMILIES[family]
+    known, own = AutoConfig.for_model(family), FAMILIES[family] | more
     common = {k: v for k, v in SMALL.items() if hasattr(known, k) and k not in own}
     return AutoConfig.for_model(family, **common, **{k: v for k, v in own.items() if v is not None})
+
+
+def with_dropout(config, p: float):
+    """``config`` with every dropout at ``p``."""
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, p)
+    return config

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.families import tiny_config
+from support.families import tiny_config, with_dropout
 from torch.distributed.fsdp import fully_shard
 
 from gradmem_lib.prediction.configs import example_batch, model_class
@@ -24,10 +24,7 @@ ROWS = 4  # of each rank
 
 
 def model_of(family: str, dtype: torch.dtype) -> torch.nn.Module:
-    config = tiny_config(family)
-    for name in vars(config):
-        if "drop" in name and isinstance(getattr(config, name), float):
-            setattr(config, name, 0.0)
+    config = with_dropout(tiny_config(family), 0.0)
     torch.manual_seed(0)
     model = model_class(config)(config).to(dtype)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -62,13 +59,11 @@ def trained(
     family: str,
     recipe: Recipe,
     rows,
-    dtype=torch.float64,
-    steps: int = 2,
-    clip: float = 0.0,
-    peft: bool = False,
+    clip: float,
+    peft: bool,
 ):
     """Gradients of each step, the weights after the last, and the losses."""
-    model = model_of(family, dtype)
+    model = model_of(family, torch.float64)
     batch = {
         name: t[rows].contiguous()
         for name, t in batch_of(model, ROWS * dist.get_world_size()).items()
@@ -77,7 +72,7 @@ def trained(
     if peft:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).to(dtype)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).double()
     if (
         family == "albert" and recipe.fully_sharded
     ):  # one layer that is called again and again: found by nobody
@@ -95,7 +90,7 @@ def trained(
 
     given = {"mark": mark, "loss": exact_loss, "max_grad_norm": clip or None}
     with undo:
-        losses = [step(model, optimizer, batch, recipe, **given) for _ in range(steps)]
+        losses = [step(model, optimizer, batch, recipe, **given) for _ in range(2)]
     return {
         "gradients": seen,
         "weights": [whole(p.detach()) for p in model.parameters()],
@@ -103,17 +98,11 @@ def trained(
     }
 
 
-def distance(family: str, recipe: Recipe, **options) -> float | str:
-    """The largest relative distance of any tensor from one process's, found by the first rank, or
-    the sentence that refuses.
-    """
-    try:
-        here = trained(
-            family, recipe, slice(dist.get_rank(), None, dist.get_world_size()), **options
-        )
-    except ValueError as error:
-        return str(error)
-    if dist.get_rank():
+def distance(family: str, recipe: Recipe, **options) -> float:
+    """The largest relative distance of any tensor from one process's, found by the first rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    here = trained(family, recipe, slice(rank, None, ranks), **options)
+    if rank:
         return 0.0
     memory_alone = {
         "checkpointing": None,
@@ -146,15 +135,15 @@ def far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def distances(cases: dict[str, list]) -> dict[str, float | str]:
-    """``cases``: by name, the family, the recipe's fields and options. What each found."""
+def distances(cases: dict[str, tuple]) -> dict[str, float | str]:
+    """``cases``: by name, the family, and the recipe's fields and options. What each found."""
     warnings.filterwarnings("ignore")
     found = {}
-    for name, (family, fields, options) in cases.items():
+    for name, (family, fields) in cases.items():
+        fields = {"precision": None, "attention": None} | fields
+        options = {"clip": fields.pop("clip", 0.0), "peft": fields.pop("peft", False)}
         try:
-            found[name] = distance(
-                family, Recipe(**{"precision": None, "attention": None} | fields), **options
-            )
+            found[name] = distance(family, Recipe(**fields), **options)
         except Exception as error:  # every rank says the same
             found[name] = f"{type(error).__name__}: {error}"
     return found

@@ -73,19 +73,6 @@ def classifier(num_labels: int = 3):
     return BertForSequenceClassification(config)
 
 
-class Classified(torch.utils.data.Dataset):
-    def __init__(self, n: int):
-        generator = torch.Generator().manual_seed(2)
-        self.ids = torch.randint(0, 100, (n, 12), generator=generator)
-        self.labels = torch.randint(0, 3, (n,), generator=generator)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
-
-
 class At(TrainerCallback):
     """Does something in the middle of a step."""
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from support.checkpointed import N, batch_for, block, made, same, step, untouched
+from support.checkpointed import N, batch_for, made, same, step, untouched
 from support.families import tiny_config
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -135,10 +135,9 @@ def test_eval_and_no_grad_run_as_if_nothing_were_there():
         assert calls == 2 * N, "in eval mode nothing runs again"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_key_value_cache_is_left_out_in_training_with_one_warning(family):
-    model, batch = made(family), batch_for(family)
-    expected = step(family, model, batch)
+def test_a_key_value_cache_is_left_out_in_training_with_one_warning():
+    model, batch = made("gpt2"), batch_for("gpt2")
+    expected = step("gpt2", model, batch)
     with checkpoint_layers(model, 2):
         torch.manual_seed(7)
         with pytest.warns(UserWarning, match="use_cache"):
@@ -158,17 +157,11 @@ def test_a_cache_with_entries_is_refused_in_training():
         model(input_ids=batch["input_ids"], past_key_values=past)
 
 
-@pytest.mark.parametrize("every", [2, "best"])
-def test_a_copy_is_a_plain_model(every, tmp_path):
+def test_a_copy_is_a_plain_model():
     model, batch = made("llama"), batch_for("llama")
     expected = step("llama", model, batch)
-    with checkpoint_layers(model, every):
-        torch.save(model, tmp_path / "model.pt")
-        copies = [
-            copy.deepcopy(model),
-            pickle.loads(pickle.dumps(model)),
-            torch.load(tmp_path / "model.pt", weights_only=False),
-        ]
+    with checkpoint_layers(model, "best"):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         same(step("llama", model, batch), expected)
     for other in copies:
         same(step("llama", other, batch), expected)
@@ -188,22 +181,13 @@ def test_layers_called_out_of_order_or_with_something_else_are_refused():
         with pytest.raises(RuntimeError, match="in order"):
             layers[3](x)
         y = layers[0](x)
-        with pytest.raises(RuntimeError, match="something else"):
+        with pytest.raises(RuntimeError, match="something else than the output of layer 0"):
             layers[1](y + 1)
         y = layers[0](x)
         with torch.no_grad(), pytest.raises(RuntimeError, match="switched off"):
             layers[1](y)
     with checkpoint_layers(layers, "best"), pytest.raises(RuntimeError, match="before layer 0"):
         layers[2](x)
-
-
-def test_one_layer_and_segments_of_one():
-    x = torch.randn(2, 8, requires_grad=True)
-    for every in ("sqrt", "best", "per-layer", 1, 5, [1]):
-        net = nn.Sequential(block())
-        with checkpoint_layers(net, every) as handle:
-            net(x).sum().backward()
-            assert handle.segments == [1]
 
 
 def test_a_sequential_may_hand_on_tuples():
@@ -217,20 +201,12 @@ def test_a_sequential_may_hand_on_tuples():
 
     net = nn.Sequential(*(Pair() for _ in range(4)))
     x = torch.randn(2, 4, requires_grad=True)
-    expected, count = net((x, torch.zeros(1)))
-    for every in (2, "best", [[1, 1], 2]):
+    expected, _ = net((x, torch.zeros(1)))
+    for every in (2, "best"):
         with checkpoint_layers(net, every):
             found, counted = net((x, torch.zeros(1)))
             found.sum().backward()
-            assert torch.equal(found, expected) and counted == count == 4
-
-
-def test_some_layers_in_eval_mode_train_with_the_rest():
-    model, batch = made("bert"), batch_for("bert")
-    list(model.bert.encoder.layer)[1].eval()
-    expected = step("bert", model, batch)
-    with checkpoint_layers(model, 3):
-        same(step("bert", model, batch), expected)
+            assert torch.equal(found, expected) and counted == 4
 
 
 class Bare(nn.Module):
@@ -244,18 +220,12 @@ class Bare(nn.Module):
 @pytest.mark.parametrize(
     ("given", "every", "error", "says"),
     [
-        (lambda: models.chain(4), [2, 1], ValueError, "3 layers, and there are 4"),
         (lambda: models.chain(4), [2, 3], ValueError, "5 layers, and there are 4"),
         (lambda: nn.Sequential(), 1, ValueError, "no layers"),
         (lambda: nn.Linear(2, 2), 1, ValueError, "no ModuleList of .* was found"),
         (Bare, 1, ValueError, "Give the nn.Sequential or nn.ModuleList"),
         (lambda: [nn.Linear(2, 2)], 1, TypeError, "nn.ModuleList"),
-        (
-            lambda: (lambda layer: nn.Sequential(layer, layer))(nn.Linear(2, 2)),
-            1,
-            ValueError,
-            "more than once",
-        ),
+        (lambda: nn.Sequential(*[nn.ReLU()] * 2), 1, ValueError, "more than once"),
     ],
 )
 def test_what_cannot_be_checkpointed_is_refused_with_a_sentence(given, every, error, says):
@@ -320,6 +290,8 @@ def test_arguments_are_the_same_where_they_are_views_of_the_same_elements_or_equ
 def test_the_first_k_of_several_lists_are_the_first_lists_first():
     model = transformers.T5ForConditionalGeneration(tiny_config("t5"))
     n = len(model.encoder.block)
+    with pytest.raises(ValueError, match=f"'first-9': there are {2 * n} layers"):
+        checkpoint_layers(model, "first-9")
     with checkpoint_layers(model, f"first-{n + 1}") as handle:
         assert handle.keep_last == {"encoder.block": False, "decoder.block": True}
         assert handle.segments["encoder.block"] == [1] * n
@@ -331,12 +303,10 @@ class _OfParts(nn.Module):
 
     def __init__(self, kind: type):
         super().__init__()
-        self.layers = nn.ModuleList(
-            kind([nn.LayerNorm(8), nn.Linear(8, 8)])
-            if kind is nn.ModuleList
-            else kind(nn.LayerNorm(8), nn.Linear(8, 8))
-            for _ in range(4)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            layer = kind()
+            self.layers.append(layer.extend([nn.LayerNorm(8), nn.Linear(8, 8)]))
 
     def forward(self, x):
         for norm, linear in self.layers:
@@ -344,7 +314,7 @@ class _OfParts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("every", [1, "best", [2, 2]])
+@pytest.mark.parametrize("every", [1, "best"])
 def test_a_list_whose_items_are_never_called_is_not_taken_in_silence(every):
     with pytest.raises(ValueError, match="no forward of their own"):
         checkpoint_layers(_OfParts(nn.ModuleList).layers, every)
@@ -374,18 +344,17 @@ class _PartFirst(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("every", [4, "best"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_part_that_runs_before_its_layers_is_no_list_of_parts(shared, every):
+def test_a_part_that_runs_before_its_layers_is_no_list_of_parts(shared):
     model = _PartFirst(shared)
-    with warnings.catch_warnings(), checkpoint_layers(model.layers, every):
+    with warnings.catch_warnings(), checkpoint_layers(model.layers, 4):
         warnings.simplefilter("error")
         for _ in range(2):
             model(torch.rand(2, 8)).sum().backward()
 
 
-# In the fourth, the layer begins a segment inside a segment.
-@pytest.mark.parametrize("every", [1, [[1], 1, 1], [1, 2], [[1, 1, 1]], "best"])
+# In the second, the layer begins a segment inside a segment.
+@pytest.mark.parametrize("every", [[1, 2], [[1, 1, 1]], "best"])
 def test_a_layer_that_changes_its_input_in_place_is_refused_in_a_sentence(every):
     model = nn.Sequential(
         nn.Linear(8, 8),

@@ -10,29 +10,14 @@ from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.schedules import extra_forwards
 
-SCHEDULES = [
-    "sqrt",
-    "best",
-    1,
-    2,
-    4,
-    N,
-    [3, 2, 1],
-    [1, 5],
-    [[2, 1], [1, 1], 1],
-    [[[1, 1], 1, 1], 2],
-]
+SCHEDULES = ["sqrt", "best", 1, 4, N, [1, 5], [[[1, 1], 1, 1], 2]]
 
 
-@pytest.mark.parametrize("family", each(2, FAMILIES))
+@pytest.mark.parametrize("family", each(3, FAMILIES, 1))
 def test_gradients_are_the_same_to_the_bit_with_dropout_and_layers_run_again(family):
     """Runs are counted by hooks inside the layers, and by hooks on the layers themselves."""
     model, batch = made(family), batch_for(family)
     expected = step(family, model, batch)
-    assert not torch.equal(expected[0], step(family, model.eval(), batch)[0]), (
-        "dropout must do something"
-    )
-    model.train()
     keys = list(model.state_dict())
     names = [name for name, _ in model.named_modules()]
     calls = {"inside": 0, "on": 0}
@@ -80,14 +65,14 @@ def chain_step(every, *, ends_first):
     return [p.grad for p in chain.parameters()], tracker.peak.total
 
 
-@pytest.mark.parametrize("every", ["best", 2, [[2, 1], [1, 1], 1]], ids=str)
+@pytest.mark.parametrize("every", ["best", 2])
 def test_backward_may_come_after_the_end_of_the_block(every):
     gradients, peak = chain_step(every, ends_first=False)
     after, peak_after = chain_step(every, ends_first=True)
     assert all(map(torch.equal, after, gradients)) and peak_after == peak
 
 
-@pytest.mark.parametrize("family", each(2, HF, 1))
+@pytest.mark.parametrize("family", each(3, HF, 1))
 def test_collected_hidden_states_are_right_with_their_gradients(family):
     model, batch = made(family), batch_for(family)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
@@ -103,10 +88,9 @@ def test_collected_hidden_states_are_right_with_their_gradients(family):
     model.config.use_cache = False
     expected = hidden(output_hidden_states=True)
     assert len(expected[0]) == N + 1
-    for every in (1, 3, [4, 2], [[2, 2], 2], "best"):
+    for every in (3, [[2, 2], 2], "best"):
         with checkpoint_layers(model, every):
             same(hidden(output_hidden_states=True), expected)
-            same(step(family, model, batch), step(family, model, batch))
     with checkpoint_layers(next(m for m in model.modules() if isinstance(m, nn.ModuleList)), 3):
         # without the model, through the hooks that transformers puts on layers
         same(hidden(output_hidden_states=True), expected)
@@ -147,7 +131,7 @@ def test_autocast_is_the_same_when_layers_run_again():
         return loss.detach(), found
 
     expected = bf16()
-    for every in (2, "best", [[2, 2], 2]):
+    for every in (2, "best"):
         with checkpoint_layers(model, every):
             same(bf16(), expected)
 
@@ -159,29 +143,6 @@ def test_a_frozen_base_with_a_trained_adapter():
         layer.self_attn.q_proj.weight.requires_grad_(True)
     expected = step("qwen3", model, batch)
     assert sum(g is not None for g in expected[1].values()) == N - 2
-    for every in ("best", 2, 1, [[2, 2], 2]):
+    for every in ("best", 2):
         with checkpoint_layers(model, every):
             same(step("qwen3", model, batch), expected)
-
-
-def test_layers_that_do_not_give_the_same_again_are_reported():
-    class Fickle(nn.Module):
-        turn = 0
-
-        def forward(self, x):
-            Fickle.turn += 1
-            return torch.cat([x, x]).exp() if Fickle.turn > 2 else x.exp()
-
-    net = nn.Sequential(Fickle(), Fickle())
-    with (
-        checkpoint_layers(net, [1, 1], keep_last=False),
-        pytest.raises(torch.utils.checkpoint.CheckpointError),
-    ):
-        net(torch.randn(2, requires_grad=True)).sum().backward()
-
-
-def test_batch_norm_counts_a_batch_once_where_its_layer_runs_again():
-    net = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(4)))
-    with checkpoint_layers(net, [2, 2]):
-        net(torch.randn(8, 4)).sum().backward()
-    assert [layer[0].num_batches_tracked.item() for layer in net] == [1, 1, 1, 1]

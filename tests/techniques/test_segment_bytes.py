@@ -1,18 +1,16 @@
 """Predicted and measured bytes of checkpointed layers, and of one layer alone."""
 
-import copy
 import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from support.checkpointed import ROWS, WEIGHTS, WIDTH, X, untouched, weighted
+from support.checkpointed import ROWS, WEIGHTS, WIDTH, X, weighted
 from support.nightly import each
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradmem_lib.course.material import models
-from gradmem_lib.measure.budget import BudgetExceeded
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.layer_bytes import layer_bytes
@@ -41,12 +39,9 @@ def temporaries(keeps):
 @pytest.mark.parametrize(("n", "keeps"), each(4, itertools.product([16, 33, 64], [1, 2, 5]), 1))
 def test_the_predicted_peak_is_the_measured_one_to_the_byte(n, keeps):
     a = (keeps - 1) * X
-    schedules = ["sqrt", "best", 1, 3, 7, n, [n - 3, 3], [3, n - 3], best_segments(n, a, X, 0.5)]
+    schedules = ["sqrt", "best", 1, 7, [n - 3, 3], [3, n - 3], best_segments(n, a, X, 0.5)]
     if keeps > 1:
-        schedules += [
-            best_segments(n, a, X, 2.0),
-            [[[4, 2, 1], [3, [2, 1]], 2], *uniform_segments(n - 15, 5)],
-        ]
+        schedules.append([[[4, 2, 1], [3, [2, 1]], 2], *uniform_segments(n - 15, 5)])
     for i, every in enumerate(schedules):
         keep_last = i % 2 == 0
         measured, handle = peak_of_chain(n, every, keeps, keep_last)
@@ -67,34 +62,6 @@ def test_segments_in_segments_of_layers_without_internals_need_what_a_forward_ta
     assert schedule_peak(segments, 0, X, temporaries=temporaries(1)) == measured - X
 
 
-def test_the_figures_for_64_layers_that_keep_five_boundaries():
-    """In boundaries, above what is there before the step: the weights and the input."""
-
-    def boundaries(every):
-        return (peak_of_chain(64, every, 5)[0] - X) / X
-
-    none, per_layer, root, best = (boundaries(every) for every in (None, 1, "sqrt", "best"))
-    uniform = min(boundaries(k) for k in range(2, 7))
-    assert (round(none), round(per_layer), round(root), round(uniform), round(best)) == (
-        328,
-        76,
-        55,
-        43,
-        35,
-    )
-    assert best <= 36
-    assert boundaries(best_segments(64, 4 * X, X, 2.0)) < 22
-
-
-def test_a_loss_with_an_expanded_gradient_spares_the_last_layer_one_boundary():
-    # sum()'s backward is one number seen as a whole tensor, so the last layer finds no gradient of
-    # X bytes
-    sizes = [temporaries(5)] * 15 + [temporaries(5) - X]
-    for every in (1, 2, 3, "sqrt", [8, 8], [3, 2, 2, 2, 2, 2, 1, 1, 1]):
-        measured, handle = peak_of_chain(16, every, 5, loss=lambda y: y)
-        assert measured == schedule_peak(handle.segments, 4 * X, X, temporaries=sizes), every
-
-
 def test_layers_of_unequal_size_are_measured_and_predicted():
     widths = [1, 8, 2, 6, 1, 1, 4, 3, 2]
     net = nn.Sequential(*(models.chain(1, width=WIDTH, keeps=1 + w)[0] for w in widths))
@@ -111,66 +78,9 @@ def test_layers_of_unequal_size_are_measured_and_predicted():
     assert measured == schedule_peak(lowest, handle.internal, handle.boundary, temporaries=needs)
 
 
-class Seen(nn.Module):
-    """Puts another buffer in the place of its own, where a BatchNorm writes into its."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("times", torch.ones(()))
-
-    def forward(self, x):
-        self.times = self.times + 1
-        return x * self.times
-
-
-def test_the_measurement_of_best_holds_one_layer_at_a_time_and_leaves_no_trace():
-    net = nn.Sequential(
-        *(
-            nn.Sequential(
-                nn.Linear(8, 64), nn.BatchNorm1d(64), Seen(), nn.Dropout(0.5), nn.Linear(64, 8)
-            )
-            for _ in range(6)
-        )
-    )
-    x = torch.randn(ROWS, 8, requires_grad=True)
-    other = copy.deepcopy(net)
-    checkpoint_layers(net, "best")
-    torch.manual_seed(3)
-    expected = other(x)
-    torch.manual_seed(3)
-    assert torch.equal(net(x), expected)
-    assert all(p.grad is None for p in net.parameters())
-    for (name, got), (_, wanted) in zip(net.named_buffers(), other.named_buffers(), strict=True):
-        assert torch.equal(got, wanted), name
-
-
-def test_an_autocast_copy_of_a_weight_is_counted_inside_each_layer():
-    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
-    x = torch.randn(4, 32, requires_grad=True)
-    with checkpoint_layers(net, "best") as handle, torch.autocast("cpu", dtype=torch.bfloat16):
-        net(x).sum().backward()
-    # the first casts its float32 input; the others are given bf16. All cast their weight.
-    assert handle.internal == [4 * 32 * 2 + 32 * 32 * 2] + [32 * 32 * 2] * 3
-    assert handle.boundary == [4 * 32 * 4] + [4 * 32 * 2] * 3
-
-
-def test_best_fits_a_budget_from_the_very_first_step():
-    net = models.chain(64, width=WIDTH, keeps=5)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    budget = sum(p.nbytes for p in net.parameters()) + WEIGHTS.nbytes + 36 * X + 8
-    with checkpoint_layers(net, "best"), MemoryTracker(net, budget=budget, live=False):
-        weighted(net(x)).sum().backward()
-    for every in (1, "sqrt", 3):
-        tracker = MemoryTracker(net, budget=budget, live=False)
-        with checkpoint_layers(net, every), pytest.raises(BudgetExceeded), tracker:
-            weighted(net(x)).sum().backward()
-        assert untouched(net)
-
-
 def test_chain_refuses_numbers_below_one():
-    for kwargs in ({"n": 0}, {"n": 2, "width": 0}, {"n": 2, "keeps": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            models.chain(**kwargs)
+    with pytest.raises(ValueError, match="at least 1"):
+        models.chain(2, width=0)
 
 
 class Block(nn.Module):

@@ -86,8 +86,8 @@ def slow_extra(segments, keep_last=True):
 GRID = [(0, 1), (1, 4), (1, 2), (1, 1), (5, 1), (23, 1), (3, 0)]  # a, x
 
 
-@pytest.mark.parametrize("fraction", [1.5, 2.0, 3.0])
-@pytest.mark.parametrize("n", each(3, range(1, 8)))
+@pytest.mark.parametrize("fraction", [1.5, 3.0])
+@pytest.mark.parametrize("n", each(3, range(1, 8), 2))
 def test_with_more_than_one_extra_forward_it_is_the_best_of_all_nested_ones(n, fraction):
     for a, x in GRID:
         found = best_segments(n, a, x, fraction)
@@ -128,12 +128,6 @@ def test_sizes_may_be_numpy_numbers():
 
     assert best_segments(9, np.int64(4), 1) == best_segments(9, 4.0, 1.0) == best_segments(9, 4, 1)
     assert best_segments(9, np.full(9, 4), [1] * 9) == best_segments(9, 4, 1)
-
-
-def test_uniform_segments_have_a_short_last_one():
-    assert uniform_segments(9, 4) == [4, 4, 1]
-    assert uniform_segments(8, 4) == [4, 4]
-    assert uniform_segments(3, 8) == [3]
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,6 @@ def calls_of(model, kind: str) -> int:
     ("family", "part"),
     [
         ("llama", "elementwise"),
-        ("gpt2", "attention"),
-        ("gpt2", "elementwise"),
         ("bert", "attention"),
         ("qwen3", "mlp"),
     ],
@@ -107,21 +105,6 @@ def test_what_runs_again_is_that_part(part, attention, mlp):
         assert calls_of(model.eval(), "LlamaMLP") == 3
     assert calls_of(model.train(), "LlamaAttention") == 3
     assert calls_of(copied, "LlamaAttention") == attention
-
-
-@pytest.mark.parametrize("part", ["attention", "mlp"])
-def test_elementwise_multiplies_no_matrices_again_and_a_part_does(part):
-    def work():
-        with FlopCounterMode(display=False) as counter:
-            model(input_ids=IDS, labels=IDS).loss.backward()
-        return counter.get_total_flops()
-
-    model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=128, attention="eager")
-    plain = work()
-    with checkpoint_parts(model, "elementwise"):
-        assert work() == plain
-    with checkpoint_parts(model, part):
-        assert work() > plain
 
 
 @pytest.mark.parametrize(
@@ -182,15 +165,17 @@ def test_the_class_of_a_part_may_be_given():
         checkpoint_parts(blocks, nn.Conv2d)
 
 
-@pytest.mark.parametrize("part", ["attention", "elementwise"])  # an MLP is given none
-def test_a_key_value_cache_is_left_out_with_one_warning(part):
+def test_a_key_value_cache_is_left_out_with_one_warning():
     model = models.tiny_llama(**SHAPE)
-    with checkpoint_parts(model, part), warnings.catch_warnings(record=True) as said:
+    with (
+        checkpoint_parts(model, "attention"),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         for _ in range(2):
             model(input_ids=IDS, labels=IDS, use_cache=True).loss.backward()
     assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_WARNING]
-    with checkpoint_parts(model, part), warnings.catch_warnings():
+    with checkpoint_parts(model, "attention"), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
 

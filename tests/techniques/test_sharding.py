@@ -2,13 +2,16 @@
 
 import os
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import sharded_trainer
 from support.nightly import each
+from support.refusals import refusal
 from support.sharded import distances, far, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,14 +29,13 @@ FAMILIES = ("llama", "gpt2", "qwen2", "mixtral", "t5", "bert", "whisper", "vit")
 QLORA = {"lora_rank": 2, "quantized_base": True}
 
 
-def case(family: str, how: str, clip: float = 0.0, **fields) -> tuple[str, list]:
-    """A name, and the family, the recipe's fields and how it is trained."""
-    more = [f"{name}={value}" for name, value in fields.items()] + ["clipped"] * bool(clip)
-    return ", ".join([family, how, *more]), [family, {"sharding": how} | fields, {"clip": clip}]
-
-
-def cases(ways: list[dict], families=("llama",), hows=tuple(SHARDING)) -> dict[str, list]:
-    return dict(case(family, how, **way) for family in families for how in hows for way in ways)
+def cases(ways: list[dict], families=("llama",), hows=tuple(SHARDING)) -> dict[str, tuple]:
+    """By a name, the family and the fields of the recipe, and whether gradients are clipped."""
+    found = {}
+    for family, how, way in product(families, hows, ways):
+        fields = {"sharding": how} | way
+        found[f"{family}, {fields}"] = family, fields
+    return found
 
 
 PIECES = {"accumulation": 2}
@@ -42,59 +44,76 @@ EVERYWHERE = [
     {"checkpointing": "per-layer"},
     QLORA | {"checkpointing": "per-layer"},
 ]
-TWO = (
-    cases([PIECES, {"clip": 1e-3}])
-    | cases([PIECES], ("gpt2", "t5", "mixtral"), ("ddp", "fsdp"))
-    | dict(each(2, cases(EVERYWHERE).items(), 1))
-    | cases(
-        [
-            {"checkpointing": (1, 1)},
-            {"checkpointing": "attention", "accumulation": 2},
-            {"every_n_layers": 2},
-            {"in_backward": True},
-            {"offload": "activations"},
-            {"offload": "boundaries", "checkpointing": "sqrt"},
-            {"offload": "parameters", "clip": 1e-3},
-            {"optimizer": "sgd", "momentum": 0.9},
-            {"optimizer": "adamw-foreach"},
-            {"optimizer": "adamw-fused"},
-        ],
-        hows=("fsdp",),
-    )
-    | cases(
-        [{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}],
-        hows=("zero1",),
-    )
-)
+OF_FSDP = [
+    {"checkpointing": (1, 1)},
+    {"checkpointing": "attention", "accumulation": 2},
+    {"every_n_layers": 2},
+    {"in_backward": True},
+    {"offload": "boundaries", "checkpointing": "sqrt"},
+    {"offload": "parameters", "clip": 1e-3},
+    {"optimizer": "sgd", "momentum": 0.9},
+    {"optimizer": "adamw-fused"},
+]
+WHOLE = [{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}]
+TWO = cases([PIECES | {"clip": 1e-3}]) | cases([PIECES], ("t5", "mixtral"), ("ddp", "fsdp"))
+TWO |= dict(each(2, cases(EVERYWHERE).items(), 1))
+TWO |= cases(OF_FSDP, hows=("fsdp",)) | cases(WHOLE, hows=("zero1",))
 TWO |= cases([PIECES], ("albert",), ("fsdp",))
 if find_spec("peft"):
-    TWO["adapters of peft's, fsdp"] = ["llama", {"sharding": "fsdp"} | PIECES, {"peft": True}]
-FOUR = cases([PIECES], ("qwen2",), ("ddp", "zero2")) | cases(
-    [{"clip": 1e-3, **PIECES, **QLORA}], hows=("fsdp",)
-)
+    TWO |= cases([PIECES | {"peft": True}], hows=("fsdp",))
+FOUR = cases([PIECES], ("qwen2",), ("ddp", "zero2"))
+FOUR |= cases([{"clip": 1e-3, **PIECES, **QLORA}], hows=("fsdp",))
 if os.environ.get("GRADMEM_ALL"):
     TWO |= cases([{}, PIECES], FAMILIES)
     FOUR |= TWO
+SAVED = [{"sharding": "fsdp"}, {"sharding": "fsdp"} | QLORA]
+
+
+def in_two(folder: str) -> dict:
+    """What two ranks find: a start of processes takes seconds."""
+    return {
+        "distances": distances(TWO),
+        "overflowed": overflowed(),
+        "rounded": rounded_by_chance(),
+        "unused": [unused(yourself) for yourself in (True, False)],
+        "said": said_by_shard(),
+        "saved": [sharded_trainer.saved(f"{folder}/{len(fields)}", fields) for fields in SAVED],
+        "trained": sharded_trainer.trained(folder, 4, {"accumulation": 2, "sharding": "ddp"}),
+    }
+
+
+def in_four(folder: str) -> tuple[dict, list]:
+    resumed = []
+    for fields in SAVED:
+        resumed.append(sharded_trainer.resumed(f"{folder}/{len(fields)}", fields, 1, True, False))
+    return distances(FOUR), resumed
 
 
 @pytest.fixture(scope="module")
-def on_two():
-    return run_ranks(distances, TWO)[0]
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def on_four():
-    return run_ranks(distances, FOUR, ranks=4)[0]
+def on_two(folder):
+    return run_ranks(in_two, folder, seconds=600)
+
+
+@pytest.fixture(scope="module")
+def on_four(on_two, folder):  # which goes on with what two ranks have saved
+    return run_ranks(in_four, folder, ranks=4)[0]
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_on_two_ranks_gradients_and_weights_are_one_processs(on_two, name):
-    assert isinstance(on_two[name], float) and on_two[name] <= CLOSE, on_two[name]
+    found = on_two[0]["distances"][name]
+    assert isinstance(found, float) and found <= CLOSE, found
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_on_four_ranks_gradients_and_weights_are_one_processs(on_four, name):
-    assert isinstance(on_four[name], float) and on_four[name] <= CLOSE, on_four[name]
+    found = on_four[0][name]
+    assert isinstance(found, float) and found <= CLOSE, found
 
 
 def test_without_a_process_group_the_sentence_says_torchrun():
@@ -122,37 +141,30 @@ def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(tmp_path):
-    """torch.distributed.checkpoint, weights and states: sharded, and with a 4-bit base."""
-    for fields in ({}, QLORA) if os.environ.get("GRADMEM_ALL") else ({},):
-        folder, sharded = str(tmp_path / f"{len(fields)}"), fields | {"sharding": "fsdp"}
-        never_stopped, *_ = run_ranks(sharded_trainer.saved, folder, sharded)
-        four, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 1, True, False, ranks=4)
-        assert far(four, never_stopped) <= CLOSE
-        assert far(sharded_trainer.resumed(folder, fields, 1, True, False), never_stopped) <= CLOSE
+@pytest.mark.parametrize("place", [0, 1], ids=["sharded", "4-bit base"])
+def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(on_two, on_four, folder, place):
+    """torch.distributed.checkpoint: weights and states."""
+    fields, never_stopped = SAVED[place], on_two[0]["saved"][place]
+    assert far(on_four[1][place], never_stopped) <= CLOSE
+    alone = {name: value for name, value in fields.items() if name != "sharding"}
+    here = sharded_trainer.resumed(f"{folder}/{len(fields)}", alone, 1, True, False)
+    assert far(here, never_stopped) <= CLOSE
 
 
-def overflowed(how: str):
+def overflowed():
     """Four steps in float16, in the third of which one rank's loss is not finite: the factor after
     each, and the weights.
     """
+    recipe = Recipe(precision="autocast-fp16")
     model, optimizer, _ = prepare(
-        sharded_trainer.model_of("llama", torch.float32),
-        Recipe(precision="autocast-fp16", sharding=how),
+        sharded_trainer.model_of("llama", torch.float32), replace(recipe, sharding="fsdp")
     )
     ids, scaler, factors = torch.arange(3, 19).view(2, 8), GradScaler(init_scale=2.0**10), []
+    batch = {"input_ids": ids, "labels": ids}
     for number in range(4):
         bad = float("inf") if number == 2 and dist.get_rank() == 1 else 1.0
-        recipe = Recipe(precision="autocast-fp16")
-        batch = {"input_ids": ids, "labels": ids}
-        step(
-            model,
-            optimizer,
-            batch,
-            recipe,
-            loss=lambda m, b, bad=bad: m(**b).loss * bad,
-            scaler=scaler,
-        )
+        given = {"loss": lambda m, b, bad=bad: m(**b).loss * bad, "scaler": scaler}
+        step(model, optimizer, batch, recipe, **given)
         factors.append(scaler.get_scale())
     return factors, torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
 
@@ -175,31 +187,25 @@ def unused(yourself: bool):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         parallel, optimizer, _ = prepare(model, Recipe(sharding="ddp"))
-    try:
-        for _ in range(2):
-            step(parallel, optimizer, torch.full((2, 3), 1.0 + dist.get_rank()), Recipe())
-    except ValueError as error:
-        return str(error)
+    rows = torch.full((2, 3), 1.0 + dist.get_rank())
+    for _ in range(2):
+        if said := refusal(step, parallel, optimizer, rows, Recipe()):
+            return said
     return model["used"].weight.detach()
 
 
-def in_one_start(hows):
-    skipped = [overflowed(how) for how in hows]
-    return skipped, rounded_by_chance(), unused(yourself=True), unused(yourself=False)
-
-
-def test_all_ranks_skip_a_step_that_overflowed_on_one_and_stay_the_same():
+def test_all_ranks_skip_a_step_that_overflowed_on_one_and_stay_the_same(on_two):
     """Also where weights are rounded by chance, and where a layer is reached by no forward: this is
     refused before the step, or found by DDP.
     """
-    hows = SHARDING if os.environ.get("GRADMEM_ALL") else ["fsdp"]
-    one, other = run_ranks(in_one_start, hows)
-    for (factors, weights), (factors_there, weights_there) in zip(one[0], other[0], strict=True):
-        assert factors == factors_there == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
-        assert torch.equal(weights, weights_there) and weights.isfinite().all()
-    assert torch.equal(one[1], other[1])
-    assert torch.equal(one[2], other[2])
-    assert "spare.weight, spare.bias" in one[3] and "find_unused_parameters=True" in one[3]
+    one, other = on_two
+    (factors, weights), (factors_there, weights_there) = one["overflowed"], other["overflowed"]
+    assert factors == factors_there == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
+    assert torch.equal(weights, weights_there) and weights.isfinite().all()
+    assert torch.equal(one["rounded"], other["rounded"])
+    weight, said = one["unused"]
+    assert torch.equal(weight, other["unused"][0])
+    assert "spare.weight, spare.bias" in said and "find_unused_parameters=True" in said
 
 
 def said_by_shard() -> list[str]:
@@ -208,12 +214,8 @@ def said_by_shard() -> list[str]:
     twice = nn.Linear(2, 2)
     parts = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2)}))  # nobody calls a dict
     mixed = nn.Sequential(Block(torch.bfloat16, trained=True))
-    said = []
-    for model in (plain, nn.Sequential(twice, twice), parts, mixed):
-        try:
-            shard(model, "fsdp")
-        except ValueError as error:
-            said.append(str(error))
+    models = (plain, nn.Sequential(twice, twice), parts, mixed)
+    said = [refusal(shard, model, "fsdp") for model in models]
     pairs = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "return_loss": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -223,26 +225,19 @@ def said_by_shard() -> list[str]:
         recipe = Recipe(sharding="fsdp")
         step(normed, optimizer, torch.randn(3, 2), recipe, loss=lambda m, b: m(b).square().mean())
     said += [str(w.message) for w in caught if "normalizes" in str(w.message)]
-    try:
-        step(normed, optimizer, pairs, recipe)
-    except ValueError as error:
-        said.append(str(error))
-    return said
+    return [*said, refusal(step, normed, optimizer, pairs, recipe)]
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_model_is_prepared_once(how):
     with fake_process_group(2, 0) as mesh:
         prepared = prepare(nn.Sequential(nn.Linear(2, 2)), Recipe(sharding=how), mesh=mesh)
-        for again in ("ddp", "fsdp"):
-            with pytest.raises(
-                ValueError, match="is trained by several processes together already"
-            ):
-                prepare(prepared.model, Recipe(sharding=again), mesh=mesh)
+        with pytest.raises(ValueError, match="is trained by several processes together already"):
+            prepare(prepared.model, Recipe(sharding="ddp"), mesh=mesh)
 
 
-def test_what_cannot_be_sharded_is_told_so():
-    none, twice, parts, mixed, normed, pairs = run_ranks(said_by_shard)[0]
+def test_what_cannot_be_sharded_is_told_so(on_two):
+    none, twice, parts, mixed, normed, pairs = on_two[0]["said"]
     assert (
         "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
     )
@@ -311,16 +306,6 @@ def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
         )
 
 
-def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
-    monkeypatch.setattr(sharding, "find_layers", found_in)
-    with fake_process_group(2, 0) as mesh:
-        shard(Rest([Block(torch.float32, True)], torch.bfloat16), "fsdp", mesh=mesh)
-        with pytest.raises(ValueError, match=r"one Block are in torch.bfloat16 and torch.float32"):
-            shard(Rest([Block(trained=True)]), "fsdp", mesh=mesh)
-        with pytest.raises(ValueError, match="choose one of 'ddp'"):
-            shard(Rest([Block()]), "tp", mesh=mesh)
-
-
 @pytest.mark.parametrize("how", ["ddp", "zero1"])
 def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
     moved = []
@@ -350,11 +335,9 @@ def test_states_are_cut_over_the_mesh(own_mesh):
         ) is torch.optim.SGD
 
 
-def test_make_trainer_on_two_ranks_learns_what_one_process_learns(tmp_path):
+def test_make_trainer_on_two_ranks_learns_what_one_process_learns(on_two, tmp_path):
     """In float32 a micro-batch's share of the labels is rounded."""
     alone, _ = sharded_trainer.trained(tmp_path, 8, {})
-    (one, wrapper), (other, _) = run_ranks(
-        sharded_trainer.trained, tmp_path, 4, {"accumulation": 2, "sharding": "ddp"}
-    )
+    (one, wrapper), (other, _) = [found["trained"] for found in on_two]
     assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
     assert (one - alone).norm() <= 1e-6 * alone.norm()

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.nightly import each
 from support.trainers import ROWS, SEQ, classifier, rows, small, trainer_for
 from torch import nn
 from transformers import TrainingArguments, default_data_collator
@@ -25,16 +24,9 @@ from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT, argum
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 RECIPES = {
-    "accumulation": Recipe(accumulation=4),
     "every second layer": Recipe(accumulation=4, every_n_layers=2),
-    "segments": Recipe(checkpointing=(2, 1)),
-    "autocast": Recipe(accumulation=2, precision="autocast-bf16"),
     "master": Recipe(accumulation=2, precision="float32-master"),
-    "adafactor-torch": Recipe(accumulation=2, optimizer="adafactor-torch", precision="bf16"),
-    "foreach": Recipe(optimizer="adamw-foreach"),
-    "momentum": Recipe(optimizer="sgd", momentum=0.9),
     "QLoRA": Recipe(accumulation=4, precision="bf16", lora_rank=4, quantized_base=True),
-    "chunks in autocast": Recipe(accumulation=2, precision="autocast-bf16", chunked_loss=True),
     "all": Recipe(
         accumulation=4,
         precision="bf16",
@@ -46,7 +38,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", each(3, RECIPES, 1))
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_trainers_peak_is_the_predicted_one(name, tmp_path):
     recipe = RECIPES[name]
     expected = predict(small(), batch_size=ROWS, seq_len=SEQ, recipe=recipe, target="cpu").peak
@@ -77,47 +69,27 @@ def test_evaluation_keeps_no_logits_where_nobody_asks_for_them(tmp_path):
 def test_torchs_adafactor_does_not_depend_on_how_large_gradients_are():
     numbers = torch.Generator().manual_seed(0)
     start, direction = torch.randn(2, 64, 32, generator=numbers).bfloat16()
+    direction[0] = 0  # as a token that is not in the batch
     ends = []
     for size in (1.0, 2.0**-20):
         weight = nn.Parameter(start.clone())
         optimizer = make_optimizer([weight], Recipe(optimizer="adafactor-torch"), lr=0.1)
         weight.grad = direction * size
-        weight.grad[0] = 0  # as a token that is not in the batch
         optimizer.step()
         ends.append(weight.detach())
-    assert (
-        torch.equal(*ends)
-        and torch.equal(ends[0][0], start[0])
-        and not torch.equal(ends[0][1:], start[1:])
-    )
+    assert torch.equal(*ends) and torch.equal(ends[0][0], start[0])
+    assert not torch.equal(ends[0][1:], start[1:])
 
 
 def test_torchs_adafactor_has_a_rate_that_is_relative_to_the_weights(tmp_path):
-    recipe = Recipe(optimizer="adafactor-torch")
-    given = {
-        "batch_size": 2,
-        "train_dataset": rows(),
-        "output_dir": str(tmp_path),
-        "max_steps": 1,
-        "progress": False,
-    }
-    assert make_trainer(small(), recipe, **given).args.learning_rate == RELATIVE_RATE
+    recipe, model = Recipe(optimizer="adafactor-torch"), small()
+    given = {"batch_size": 2, "train_dataset": rows(), "output_dir": str(tmp_path), "max_steps": 1}
     assert make_trainer(small(), recipe, learning_rate=1e-4, **given).args.learning_rate == 1e-4
-    model = small()
     before = [p.detach().clone() for p in model.parameters()]
-    trainer = make_trainer(model, recipe, lr_scheduler_type="constant", **given)
-    trainer.train()
+    make_trainer(model, recipe, lr_scheduler_type="constant", progress=False, **given).train()
     pairs = zip(before, model.parameters(), strict=True)
     moved = [float((p.detach() - was).norm() / was.norm()) for was, p in pairs]
     assert min(moved) > 0 and max(moved) == pytest.approx(RELATIVE_RATE, rel=0.05)
-
-
-def test_a_second_lora_on_the_same_model_is_refused(tmp_path):
-    model, recipe = small(), Recipe(lora_rank=4)
-    trainer_for(model, recipe, tmp_path)
-    with pytest.raises(ValueError, match="has LoRA already"):
-        trainer_for(model, recipe, tmp_path)
-    trainer_for(merge_adapters(model), recipe, tmp_path)
 
 
 def test_four_bits_are_not_merged_into(tmp_path):

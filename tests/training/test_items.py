@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.gradients import error, gradient
-from support.nightly import each
+from support.families import with_dropout
+from support.gradients import error, gradient, ragged
 from torch import nn
 from transformers import TrainerCallback
 
@@ -111,11 +111,6 @@ def transcribed():
     return {"x": random(ROWS, 12, WIDTH), "labels": drawn, "lengths": lengths}
 
 
-def smoothed(model, micro):
-    logits, targets = model(micro["x"]).flatten(0, 1), micro["labels"].flatten()
-    return F.cross_entropy(logits, targets, label_smoothing=0.1)
-
-
 def mean_of_means(model, micro):
     targets = micro["labels"].clamp(min=0)
     losses = F.cross_entropy(model(micro["x"]).transpose(1, 2), targets, reduction="none")
@@ -129,13 +124,6 @@ def head_of_zeros():
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
     return model
-
-
-def denoised(model, micro):
-    """Diffusion: the noise is predicted at the time of the row."""
-    time, noise = micro["time"], micro["noise"]
-    seen = (1 - time) * micro["x"] + time * noise
-    return F.mse_loss(model(torch.cat([seen, time], 1)), noise)
 
 
 def penalized(model, micro):
@@ -190,14 +178,11 @@ WITH_MASK = WITH_NAN | {
 
 RIGHT = {
     "ctc": (mlp(), transcribed(), connectionist),
-    "smoothing": (mlp(), tagged(), smoothed),
     "head of zeros": (head_of_zeros(), tagged(), mean_of_means),
-    "diffusion": (mlp(WIDTH, WIDTH + 1), noised(), denoised),
     "gradient penalty": (mlp(1), noised(), penalized),
     "policy gradient": (mlp(), classified() | {"advantage": ADVANTAGE}, policy_gradient),
     "samples": (mlp(), SAMPLED, of_samples),
-    "missing targets": (mlp(WIDTH), WITH_NAN, regression),
-    "missing targets by name": (mlp(WIDTH), Named(**WITH_NAN), regression),
+    "missing targets": (mlp(WIDTH), Named(**WITH_NAN), regression),
     "hidden targets": (mlp(WIDTH), WITH_MASK, regression),
 }
 
@@ -214,20 +199,13 @@ def test_a_mean_over_items_is_the_full_batchs(kind):
 # transformers' models, whose names say nothing.
 
 
-def ragged(lengths=(3, 20, 9, 14)):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+def texts():
+    return ragged((3, 20, 9, 14), VOCABULARY)
 
 
 def tiny(cls):
-    config = cls.config_class()
-    for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
     torch.manual_seed(0)
-    return tiny_model(cls, config).train()
+    return tiny_model(cls, with_dropout(cls.config_class(), 0.0)).train()
 
 
 def of_logits(model, batch, shifted):
@@ -243,36 +221,28 @@ def of_logits(model, batch, shifted):
     return -(picked * counted).sum() / counted.sum()
 
 
-FAMILIES = {
+NEXT_TOKEN = {
     "LlamaForCausalLM": True,
     "BertForMaskedLM": False,
-    "GPT2LMHeadModel": True,
     "BertForSequenceClassification": False,
-    "Qwen2ForCausalLM": True,
-    "RobertaForMaskedLM": False,
-    "ElectraForTokenClassification": False,
-    "MistralForCausalLM": True,
     "DistilBertForTokenClassification": False,
-    "GemmaForCausalLM": True,
-    "OPTForCausalLM": True,
-    "GPTNeoXForCausalLM": True,
     "PhiForCausalLM": True,
 }
 
 
-@pytest.mark.parametrize("family", each(3, FAMILIES))
+@pytest.mark.parametrize("family", NEXT_TOKEN)
 def test_a_renamed_subclass_trains_as_its_parent(family):
     model = tiny(type("MyModel", (getattr(transformers, family),), {"__module__": __name__}))
-    batch = ragged()
+    batch = texts()
     if family.endswith("SequenceClassification"):
         batch["labels"] = torch.tensor([0, 1, 1, 0])
     if family.endswith("TokenClassification"):
         batch["labels"] = torch.where(batch["labels"] == -100, -100, batch["labels"] % 2)
-    assert predicts_next_token(model) == FAMILIES[family]
+    assert predicts_next_token(model) == NEXT_TOKEN[family]
     # The models' losses are computed in float32.
     for dtype, limit in ((torch.float64, 1e-5), (torch.bfloat16, 0.03)):
         model.to(dtype)
-        expected = full(model, batch, partial(of_logits, shifted=FAMILIES[family]))
+        expected = full(model, batch, partial(of_logits, shifted=NEXT_TOKEN[family]))
         assert error(stepped(model, batch), expected) <= limit
 
 
@@ -282,57 +252,14 @@ def test_a_loss_that_is_itself_in_bf16_is_not_refused():
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = tiny_model(transformers.BertForMaskedLM, transformers.BertConfig())
-        assert stepped(model.to(torch.bfloat16), ragged((120, 120, 60, 10))).isfinite().all()
-
-
-def test_an_autocast_around_the_step_does_not_keep_the_other_numbers():
-    found = []
-    for pieces in (1, 4):  # only pieces are asked
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found.append(stepped(tiny(transformers.LlamaForCausalLM), ragged(), pieces=pieces))
-    assert error(found[1], found[0]) <= 0.02
-
-
-def test_a_model_of_two_heads_is_refused():
-    batch = ragged() | {"next_sentence_label": torch.tensor([0, 1, 1, 1])}
-    with pytest.raises(ValueError, match=REFUSED):
-        stepped(tiny(transformers.BertForPreTraining), batch)
-
-
-@pytest.mark.parametrize("beyond", [[], [3], [1], [0, 1]])
-def test_answers_beyond_the_row_do_not_count(beyond):
-    """The loss of a question whose answer was cut off leaves it out."""
-    batch = {name: tensor for name, tensor in ragged().items() if name != "labels"}
-    rows, width = batch["input_ids"].shape
-    starts, ends = torch.arange(rows), torch.arange(rows) + 1
-    starts[beyond] = ends[beyond] = width + 3
-    model = tiny(transformers.BertForQuestionAnswering).double()
-    batch |= {"start_positions": starts, "end_positions": ends}
-    if beyond:
-        with pytest.raises(ValueError, match=REFUSED):
-            stepped(model, batch)
-    else:
-        expected = full(model, batch, lambda model, batch: model(**batch).loss)
-        assert error(stepped(model, batch), expected) <= EXACT
+        assert (
+            stepped(model.to(torch.bfloat16), ragged((120, 120, 60, 10), VOCABULARY))
+            .isfinite()
+            .all()
+        )
 
 
 # Refused, with a way out that works: sums with their counts.
-
-
-def masked(model, micro):
-    """Sum of squares where the mask is, and the size of the mask."""
-    off = (model(micro["x"]) - micro["target"]).square() * micro["mask"]
-    return [(off.sum(), micro["mask"].sum())]
-
-
-CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0], dtype=torch.float64)
-
-
-def rare_class(model, micro):
-    """Only the fifth class has another weight."""
-    targets = micro["labels"]
-    summed = F.cross_entropy(model(micro["x"]), targets, weight=CLASS_WEIGHTS, reduction="sum")
-    return [(summed, CLASS_WEIGHTS[targets].sum())]
 
 
 def two_heads(model, micro):
@@ -351,10 +278,7 @@ def z_loss(model, micro):
     return [(named, (targets != -100).sum()), (1e-4 * sizes.sum(), sizes.numel())]
 
 
-MASK = random(ROWS, 4, seed=5) > -0.3
 SUMS = {
-    "mask": (mlp(4), numbers(target=random(ROWS, 4, seed=4), mask=MASK), masked),
-    "rare class": (mlp(), numbers(labels=torch.tensor([0, 1, 2, 3, 0, 1, 2, 4])), rare_class),
     "row without a label": (
         TwoHeads().double(),
         numbers(labels=torch.tensor([0, -100, 2, 3, 4, -100, 1, 2]), score=random(ROWS, seed=5)),
@@ -404,24 +328,10 @@ def dice(model, micro):
     return 1 - (2 * (p * targets).sum() + 1) / (p.sum() + targets.sum() + 1)
 
 
-def hardest_triplets(model, micro):
-    embedded = F.normalize(model(micro["x"]), dim=-1)
-    far = (embedded[:, None] - embedded[None]).square().sum(-1)
-    same_class = micro["labels"][:, None] == micro["labels"][None]
-    nearest = far.masked_fill(same_class, 10.0).min(1).values
-    return F.relu((far * same_class).max(1).values - nearest + 0.2).mean()
-
-
 def above_the_mean(model, micro):
     """Of two rows, one is as far above their mean as the other is below."""
     score = 5 * model(micro["x"])[:, 0]
     return (1 - torch.sigmoid(score - score.detach().mean())).mean()
-
-
-def preferred_half(model, micro):
-    """The first half of the rows is preferred to the second."""
-    first, second = model(micro["x"])[: len(micro["x"]) // 2 * 2, 0].chunk(2)
-    return -F.logsigmoid(first - second).mean()
 
 
 def summed(model, micro):
@@ -441,25 +351,13 @@ def balanced_scores(model, micro):
     return F.cross_entropy(model(micro["x"]), micro["labels"]) + chosen.square().sum()
 
 
-REFERENCE = mlp().requires_grad_(False)
-
-
-def beside_its_reference(model, micro):
-    """As KTO: at the start, the model still is its own reference."""
-    gain = (model(micro["x"]) - REFERENCE(micro["x"]))[:, 0]
-    return (1 - torch.sigmoid(gain - gain.detach().mean())).mean()
-
-
 AT_THE_START = "with a few other numbers in its weights"
 COMPARED = {
     "dice": (mlp(9), segmented(), dice, REFUSED),
-    "triplets": (mlp(4), classified(), hardest_triplets, REFUSED),
     "above the mean": (mlp(1), numbers(), above_the_mean, REFUSED),
-    "pairs": (mlp(), numbers(), preferred_half, REFUSED),
-    "sum": (mlp(), classified(), summed, REFUSED),
+    "sum": (mlp(), classified(), summed, "or accumulate_through_embeddings: .*is no mean"),
     "router": (mlp(), classified(), balanced_experts, REFUSED),
     "router at the start": (head_of_zeros(), classified(), balanced_scores, AT_THE_START),
-    "reference at the start": (mlp(), numbers(), beside_its_reference, AT_THE_START),
 }
 
 
@@ -481,26 +379,12 @@ def noisy(model, batch):
     return (model(batch["x"] + noise) - noise).square().mean()
 
 
-class Counting:
-    """A loss that changes what it reads."""
-
-    calls = 0
-
-    def __call__(self, model, batch):
-        self.calls += 1
-        return model(batch["x"]).square().mean() * self.calls
-
-
-@pytest.mark.parametrize("loss", [noisy, Counting()])
-def test_a_loss_with_its_own_noise_is_told_so(loss):
+def test_a_loss_with_its_own_noise_is_told_so():
     model, state = mlp(WIDTH), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"draw random numbers in the data's collator") as raised:
-        stepped(model, numbers(), loss)
-    assert "compares rows with each other" not in str(
-        raised.value
-    ) and "is another one each" in str(raised.value)
+    with pytest.raises(ValueError, match=r"draw random numbers in the data's collator"):
+        stepped(model, numbers(), noisy)
     assert torch.equal(torch.get_rng_state(), state)
-    stepped(model, numbers(), loss, pieces=1)
+    stepped(model, numbers(), noisy, pieces=1)
 
 
 def test_noise_in_training_alone_is_right():
@@ -533,22 +417,6 @@ def test_the_same_code_with_another_word_is_asked_again():
 # What a forward leaves for the next one.
 
 
-class Queue(nn.Module):
-    """Compares each row with the embeddings of earlier rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(WIDTH, 4).double()
-        self.register_buffer("queue", random(8, 4))
-
-    def forward(self, x):
-        embedded = self.encoder(x)
-        loss = (embedded @ self.queue.T.clone()).logsumexp(1) - embedded.square().sum(1)
-        if self.training:
-            self.queue = torch.cat([embedded.detach(), self.queue])[:8]
-        return {"loss": loss.mean()}
-
-
 class Warming(nn.Module):
     """The weight of its second part grows with each forward."""
 
@@ -562,8 +430,8 @@ class Warming(nn.Module):
         return embedded.square().mean() + self.calls / 100 * embedded.abs().mean()
 
 
-@pytest.mark.parametrize("model", [Queue(), Warming()], ids=["queue", "counter"])
-def test_a_forward_that_changes_what_the_next_one_reads_is_refused(model):
+def test_a_forward_that_changes_what_the_next_one_reads_is_refused():
+    model = Warming()
     before = [p.clone() for p in model.parameters()]
     for seed in (1, 2):  # trying again does not help
         with pytest.raises(
@@ -580,23 +448,6 @@ def test_a_loss_that_finds_no_pair_is_refused():
 
     with pytest.raises(ValueError, match="it is 0 for a few rows together"):
         stepped(mlp(WIDTH), numbers(), no_pair)
-
-
-@pytest.mark.parametrize("kind", ["sum", "a count"])
-def test_what_no_count_explains_has_another_text(kind):
-    """The sum of the losses is beyond all of them, and a mean by other counts is not."""
-    model, batch = mlp(WIDTH), numbers() | {"weight": torch.arange(1.0, ROWS + 1).double()}
-
-    def loss(model, micro):
-        of_rows = model(micro["x"]).square().mean(1)
-        if kind == "sum":
-            return of_rows.sum()
-        return (of_rows * micro["weight"]).sum() / micro["weight"].sum()
-
-    with pytest.raises(ValueError, match="is no mean over labels or rows") as raised:
-        stepped(model, batch, loss)
-    assert str(raised.value).startswith("say what") == (kind == "a count")
-    assert ("accumulate_through_embeddings" in str(raised.value)) == (kind == "sum")
 
 
 def test_an_error_of_the_model_is_not_taken_for_its_loss():
@@ -670,15 +521,14 @@ def trained(model, batch, loss, folder, items=None):
     return last.found
 
 
-@pytest.mark.parametrize("kind", ["ctc", "diffusion", "samples"])
+@pytest.mark.parametrize("kind", ["ctc", "samples"])
 def test_make_trainer_has_the_full_batchs_gradient(kind, tmp_path):
     model, batch, loss = RIGHT[kind]
     assert error(trained(model, batch, loss, tmp_path), full(model, batch, loss)) <= EXACT
 
 
-@pytest.mark.parametrize("kind", ["dice", "router at the start"])
-def test_make_trainer_refuses_what_compares_rows(kind, tmp_path):
-    model, batch, loss, says = COMPARED[kind]
+def test_make_trainer_refuses_what_compares_rows(tmp_path):
+    model, batch, loss, says = COMPARED["router at the start"]
     with pytest.raises(ValueError, match=says):
         trained(model, batch, loss, tmp_path)
 
@@ -699,15 +549,8 @@ def weighed_rows(model, batch):
     return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
 
-def of_shown(model, batch):
-    """A mean over what the batch's own mask shows."""
-    errors = (model(batch["x"]) - batch["y"]).square().mean(-1)
-    return (errors * batch["shown"]).sum() / batch["shown"].sum()
-
-
 ZEROS = tagged() | {"labels": tagged()["labels"].add(1).clamp(min=0) % CLASSES}
 OTHER_NAME = {"x": tagged()["x"], "y": tagged()["labels"]}
-WITH_SHOWN = {"x": tagged()["x"], "y": random(ROWS, STEPS, CLASSES, seed=5), "shown": SHOWN}
 WEIGHED = classified() | {"weight": random(ROWS, seed=6).abs() + 0.1}
 SAID = {
     "0 is ignored, after the shift": (
@@ -716,10 +559,13 @@ SAID = {
         lambda batch: (batch["labels"][:, 1:] != 0).sum().item(),
         lambda batch: (batch["labels"] != 0).sum(),
     ),
-    "labels of another name": (OTHER_NAME, token_mean(-100, "y"), "y", "x"),
-    "the same after the shift": (OTHER_NAME, token_mean(-100, "y", shift=1), "y", "x"),
+    "labels of another name, after the shift": (
+        OTHER_NAME,
+        token_mean(-100, "y", shift=1),
+        "y",
+        "x",
+    ),
     "weights of rows": (WEIGHED, weighed_rows, "weight", "labels"),
-    "a mask": (WITH_SHOWN, of_shown, "shown", "y"),
 }
 
 
@@ -739,14 +585,13 @@ def test_a_count_that_is_said_is_exact_and_a_wrong_one_is_refused(kind, tmp_path
     predict(model, batch=batch, loss=loss, recipe=RECIPE, items=right, target="cpu")
 
 
-@pytest.mark.parametrize("items", [1, lambda batch: (batch[1] != -100).sum()], ids=["key", "count"])
-def test_a_tuple_as_batch_has_a_count_too(items):
+def test_a_tuple_as_batch_has_a_count_too():
     model, pair = mlp(), tuple(OTHER_NAME.values())
 
     def loss(model, pair):
         return token_mean(-100, 1)(model, {"x": pair[0], 1: pair[1]})
 
-    assert error(stepped(model, pair, loss, items), full(model, pair, loss)) <= EXACT
+    assert error(stepped(model, pair, loss, 1), full(model, pair, loss)) <= EXACT
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ running both.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from support.families import PAIR, SMALL, tiny_config
+from support.families import tiny_config
 from support.nightly import each
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict, prepare, step
+from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict
 from gradmem_lib.training import tiny
 from gradmem_lib.training.items import find_rule
 from gradmem_lib.training.losses import (
@@ -50,8 +49,8 @@ def batch_of(ids):
             ("GPTJ", {}),
             ("GraniteMoe", {"logits_scaling": 6.0}),
             ("Cohere2", {}),
-            ("FalconH1", {"lm_head_multiplier": 0.02}),
             ("RecurrentGemma", {}),
+            ("FalconH1", {"lm_head_multiplier": 0.02}),
             ("Gemma2", {"final_logit_softcapping": 7.0}),
         ],
     ),
@@ -78,23 +77,6 @@ def test_what_is_equal_is_taken(name, options):
     norm = torch.nn.utils.get_total_norm(expected)
     difference = [a - b for a, b in zip(found, expected, strict=True)]
     assert torch.nn.utils.get_total_norm(difference) <= limit * norm
-
-
-@pytest.mark.parametrize("name", each(2, ["Phi", "Gemma2", "Cohere"], 1))
-def test_bytes_of_chunks_are_predicted(name):
-    cls, config = causal(name)
-    config = tiny.tiny_config(cls, config)
-    config.vocab_size = 2000
-    recipe = Recipe(precision="bf16", chunked_loss=True)
-    if name == "Gemma2":  # which has no fused attention
-        recipe = replace(recipe, attention="eager")
-    predicted = predict(config, batch_size=2, seq_len=300, recipe=recipe, target="cpu")
-    model, optimizer, _ = prepare(cls(config), recipe)
-    ids = torch.randint(3, 2000, (2, 300))
-    for _ in range(2):
-        with MemoryTracker(model, optimizer, live=False) as tracker:
-            step(model, optimizer, batch_of(ids), recipe)
-    assert predicted.peak.total == tracker.peak.total
 
 
 def test_numbers_that_the_config_does_not_say_are_refused():
@@ -209,13 +191,6 @@ def test_labels_that_usually_count(model, counted):
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
 
 
-HEARD = {
-    "text_config": SMALL | {"model_type": "qwen2"},
-    "audio_config": PAIR | {"num_mel_bins": 8, "max_source_positions": 16},
-    "audio_token_index": 95,
-}
-
-
 @pytest.mark.parametrize(
     ("name", "family", "options"),
     [
@@ -226,8 +201,6 @@ HEARD = {
             {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
         ),
         ("BioGptForTokenClassification", "biogpt", {"num_labels": 60}),
-        ("Qwen2AudioForConditionalGeneration", None, HEARD),
-        ("SegformerForSemanticSegmentation", "segformer", {"num_labels": 1}),
         ("SegformerForSemanticSegmentation", "segformer", {}),
     ],
 )
@@ -235,29 +208,23 @@ def test_labels_that_count_are_those_of_the_models_own_loss(name, family, option
     """Rows with unlike numbers of them, and one -100.0 that is a number like any other: in pieces,
     the whole batch's loss.
     """
-    cls = getattr(transformers, name)
-    if family is None:
-        config = cls.config_class(**options)
-    else:
-        config = tiny_config(family)
-        for option, value in options.items():
-            setattr(config, option, value)
+    config = tiny_config(family)
+    for option, value in options.items():
+        setattr(config, option, value)
     torch.manual_seed(0)
-    model = cls(config).eval()
+    model = getattr(transformers, name)(config).eval()
     for p in model.parameters():  # else some give every label the same loss
         torch.nn.init.normal_(p, std=0.3)
     ids = torch.randint(3, 60, (4, 12))
-    batch = {
-        "input_ids": ids,
-        "labels": ids.masked_fill(torch.arange(12) > 1 + 3 * torch.arange(4)[:, None], -100),
-    }
-    if name.startswith("ModernBert"):
+    shown = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~shown, -100)}
+    if family == "modernbert":
         batch["labels"] = torch.where(batch["labels"] == -100, 0, ids).masked_fill(ids < 9, -100)
-    elif name.startswith("Bert") and "num_labels" in options:
+    elif family == "bert":
         batch["labels"] = torch.tensor([1.0, -100.0, 2.0, 3.0])
-    elif name.startswith(("BioGpt", "Qwen2Audio")):
-        batch |= {"attention_mask": (batch["labels"] != -100).long(), "labels": ids}
-    elif name.startswith("Segformer"):
+    elif family == "biogpt":
+        batch |= {"attention_mask": shown.long(), "labels": ids}
+    else:
         rows = torch.arange(16)[:, None] > 4 * torch.arange(4)[:, None, None]
         labels = torch.randint(0, 2, (4, 16, 16)).masked_fill(rows, 255)
         batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": labels}
@@ -287,9 +254,7 @@ PLAIN, ROUTED = torch.nn.Linear(2, 2), "output_router_logits"
     ("cls", "options", "batch", "says"),
     [
         ("Linear", {}, {"return_loss": True}, "return_loss=True"),
-        ("Linear", {}, {"return_loss": False}, None),
         ("Wav2Vec2ForCTC", {"ctc_loss_reduction": "sum"}, {}, "ctc_loss_reduction='sum'"),
-        ("Wav2Vec2ForCTC", {"ctc_loss_reduction": "mean"}, {}, None),
         ("LlamaForCausalLM", {}, {"num_items_in_batch": 9}, "num_items_in_batch"),
         ("MixtralForCausalLM", {ROUTED: True}, {}, f"{ROUTED}=True"),
         ("MixtralForCausalLM", {ROUTED: False}, {ROUTED: True}, f"{ROUTED}=True"),
@@ -317,13 +282,10 @@ def test_a_loss_that_pieces_do_not_have_is_refused(cls, options, batch, says):
     ("width", "most", "heads", "factor"),
     [
         (4096, 32, 2, 16),
-        (4096, 32, 8, 4),
         (768, 12, 2, 6),
-        (80, 10, 2, 5),
         # one head is left, where fewer divide nothing
         (768, 12, 8, 12),
         (48, 2, 8, 2),
-        (32, None, 2, 1),
         (64, 5, 2, 1),
         (4096, 1, 2, 1),
     ],

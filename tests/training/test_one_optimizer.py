@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from support.nightly import each
-from support.trainers import classifier, rows, small, trainer_for
+from support.trainers import rows, small, trainer_for
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -35,8 +35,6 @@ def head_faster(name, parameter):
 
 
 SETTINGS = {
-    "defaults": {},
-    "decay": {"weight_decay": 0.1},
     "groups": {"weight_decay": 0.1, "groups": head_faster},
     "rate": {"lr": 0.25},
     "adam's": {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
@@ -52,7 +50,7 @@ def groups_of(optimizer, model):
     return found
 
 
-@pytest.mark.parametrize(("name", "settings"), each(4, product(OPTIMIZERS, SETTINGS)))
+@pytest.mark.parametrize(("name", "settings"), each(3, product(OPTIMIZERS, SETTINGS)))
 def test_prepare_and_make_trainer_make_the_same_optimizer(name, settings, tmp_path):
     given, recipe = SETTINGS[settings], Recipe(optimizer=name, precision="bf16")
     if "betas" in given and not OPTIMIZERS[name].adam_settings:
@@ -71,11 +69,10 @@ def test_prepare_and_make_trainer_make_the_same_optimizer(name, settings, tmp_pa
 @pytest.mark.parametrize(
     "model",
     [
-        classifier,
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
         lambda: nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
     ],
-    ids=["BERT", "GPT-2", "own"],
+    ids=["GPT-2", "own"],
 )
 def test_decay_is_for_matrices_alone(model):
     """Found by their shapes: biases and the weights of norms are vectors."""
@@ -101,11 +98,9 @@ def falling(number: int) -> float:
 
 
 TRAINED = [
-    {"optimizer": "sgd"},
-    {"checkpointing": "sqrt"},
+    {"checkpointing": "sqrt", "optimizer": "sgd"},
     {"precision": "bf16", "optimizer": "adamw-8bit", "lora_rank": 4},
-    {"chunked_loss": True, "optimizer": "adamw-fused"},
-    {"precision": "float32-master"},
+    {"precision": "float32-master", "chunked_loss": True},
 ]
 
 

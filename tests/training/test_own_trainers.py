@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.refusals import refusal
 from support.trainers import plain_arguments, small
 from transformers import PrinterCallback, Trainer
 
@@ -167,7 +168,7 @@ def gradient_of(trainer):
 
 
 @pytest.mark.parametrize(
-    ("scaled", "by"), [(None, ""), (True, ""), (None, "current"), (True, "current"), (True, "args")]
+    ("scaled", "by"), [(None, ""), (True, ""), (None, "current"), (True, "args")]
 )
 def test_what_is_divided_by_the_micro_batches_is_judged_as_it_trains(scaled, by, tmp_path):
     trainer = trainer_of(Divides, tmp_path)
@@ -196,28 +197,24 @@ class TimesTheProcesses(OfTokens):
 
 def judged_on_a_rank(folder: str) -> list[str]:
     found = []
-    for kind, data in (
-        (OfRows, Rows),
-        (OfTokens, Rows),
-        (TimesTheProcesses, Rows),
-        (Own, Rows),
-        (TimesTheProcesses, Streamed),
+    for kind, accumulation, data in (
+        (OfTokens, 1, Rows),
+        (OfTokens, 2, Rows),
+        (OfRows, 2, Rows),
+        (TimesTheProcesses, 1, Rows),
+        (Own, 2, Rows),
+        (TimesTheProcesses, 2, Streamed),
     ):
-        for accumulation in (1, 2):
-            trainer = trainer_of(kind, folder, accumulation, data())
-            trainer.model_accepts_loss_kwargs = kind is not OfRows
-            try:
-                check_accumulation(trainer)
-                found.append("")
-            except ValueError as error:
-                found.append(str(error))
+        trainer = trainer_of(kind, folder, accumulation, data())
+        trainer.model_accepts_loss_kwargs = kind is not OfRows
+        found.append(refusal(check_accumulation, trainer))
     return found
 
 
 def test_two_processes_are_asked_together(tmp_path):
     for found in run_ranks(judged_on_a_rank, str(tmp_path)):
-        assert found[:2] == ["", ""] and found[4:] == 6 * [""]
-        for said in found[2:4]:  # divided by the tokens of both, and then averaged
+        assert found[2:] == 4 * [""]
+        for said in found[:2]:  # divided by the tokens of both, and then averaged
             assert "over 2 processes trains another loss with OfTokens" in said
             assert said.endswith("loss * self.accelerator.num_processes")
 

@@ -37,24 +37,31 @@ def logits(model, ids):
         return model.eval()(input_ids=ids, **pair).logits
 
 
+def assert_peft_loads(model, fresh, folder):
+    """Save the adapters of ``model``, load them into ``fresh`` with peft, and compare."""
+    ids = torch.randint(3, 90, (2, 12))
+    expected = logits(model, ids)
+    save_adapters(model, folder)
+    loaded = peft.PeftModel.from_pretrained(fresh, folder)
+    torch.testing.assert_close(logits(loaded, ids), expected, rtol=0, atol=1e-5)
+    return loaded
+
+
 def test_what_save_model_writes_is_loaded_by_peft(tmp_path):
     fresh = gpt2()
     model = copy.deepcopy(fresh)
     trainer = trainer_for(model, Recipe(lora_rank=4), tmp_path, learning_rate=0.05)
     trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    assert {p.name for p in (tmp_path / "saved").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "saved")
+    saved = tmp_path / "saved"
+    trainer.save_model(str(saved))
+    names = {path.name for path in saved.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    config = json.loads((saved / "adapter_config.json").read_text())
+    loaded = peft.PeftModel.from_pretrained(fresh, saved)
     loaded.save_pretrained(tmp_path / "theirs")
     theirs = json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())
-    assert config == {name: theirs[name] for name in config} | {
-        "target_modules": config["target_modules"]
-    }
-    assert config["inference_mode"] is True
+    theirs["target_modules"] = config["target_modules"]  # in another order
+    assert config.items() <= theirs.items() and config["inference_mode"] is True
     assert type(loaded) is peft.PeftModelForCausalLM
     ids = rows(2).ids
     assert torch.allclose(logits(loaded, ids), logits(model, ids), atol=1e-5)
@@ -78,11 +85,10 @@ def of_several_ranks(model):
     ("cfg", "change"),
     [
         (lambda: config("llama"), of_several_ranks),
-        (lambda: config("vit"), lambda model: add_lora(model, 3)),
         (lambda: tiny_config("t5"), lambda model: add_lora(model, 3)),
         (lambda: tiny_config("mixtral"), lambda model: add_lora(model, 3)),
     ],
-    ids=["llama", "vit", "t5", "mixtral"],
+    ids=["llama", "t5", "mixtral"],
 )
 def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     torch.manual_seed(0)
@@ -90,18 +96,7 @@ def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     model = copy.deepcopy(fresh)
     change(model)
     random_additions(model)
-    given = (
-        torch.randn(2, 3, 32, 32)
-        if "pixel" in model.main_input_name
-        else torch.randint(3, 90, (2, 12))
-    )
-    pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        ours = model.eval()(given, **pair).logits
-        save_adapters(model, tmp_path)
-        loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
-        theirs = loaded.eval()(given, **pair).logits
-    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert_peft_loads(model, fresh, tmp_path)
 
 
 def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
@@ -111,15 +106,10 @@ def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
     add_lora(model, 3)
     quantize_base(model)
     random_additions(model)
-    ids = rows(2).ids
-    expected = logits(model, ids)
-    save_adapters(model, tmp_path)
     with torch.no_grad():
         for name, module in adapters_of(model).items():
             fresh.get_submodule(name).weight.copy_(module.base.dequantized())
-    assert torch.allclose(
-        logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5
-    )
+    assert_peft_loads(model, fresh, tmp_path)
 
 
 def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
@@ -186,40 +176,21 @@ def wrapped(base=small, kind="LoraConfig", dtype=torch.float32, **options):
 
 
 BATCH = {"input_ids": torch.randint(0, 512, (4, 16)), "labels": torch.randint(0, 512, (4, 16))}
-TAKEN = {
-    "segments": Recipe(precision="bf16", checkpointing=2, optimizer="adamw-8bit"),
-    "chunks": Recipe(precision="autocast-bf16", chunked_loss=True, accumulation=2),
-    "in backward": Recipe(precision=None, in_backward=True),
-}
+OPTIONS = {"lora_alpha": 16, "lora_dropout": 0.3, "target_modules": ["q_proj", "mlp.up_proj"]}
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_peft_model_is_predicted_to_the_byte(name):
-    model = wrapped(dtype=torch.bfloat16 if TAKEN[name].precision is None else torch.float32)
-    assert_same(
-        predict(model, batch=BATCH, recipe=TAKEN[name], target="cpu"),
-        tracked(model, BATCH, TAKEN[name]),
-    )
-
-
-OPTIONS = [
-    {"lora_alpha": 3, "lora_dropout": 0.0, "target_modules": ["q_proj", "mlp.up_proj"]},
-    {"lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"},
-]
-
-
-def ours_and_theirs(dtype, options):
+def ours_and_theirs(dtype):
     """Two models with the same numbers."""
-    theirs = wrapped(dtype=dtype, **options)
+    theirs = wrapped(dtype=dtype, **OPTIONS)
     torch.manual_seed(0)
     ours = small().to(dtype)
     recipe = Recipe(
         precision=None,
         attention=None,
         lora_rank=4,
-        lora_targets=options["target_modules"],
-        lora_alpha=options["lora_alpha"],
-        lora_dropout=options["lora_dropout"],
+        lora_targets=OPTIONS["target_modules"],
+        lora_alpha=OPTIONS["lora_alpha"],
+        lora_dropout=OPTIONS["lora_dropout"],
     )
     prepare(ours, recipe)
     random_additions(ours)
@@ -231,13 +202,9 @@ def ours_and_theirs(dtype, options):
     return ours, theirs, recipe
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [(OPTIONS[0], torch.float32), (OPTIONS[1], torch.bfloat16)],
-    ids=["names", "all-linear"],
-)
-def test_alpha_dropout_and_targets_are_pefts(options, dtype):
-    ours, theirs, recipe = ours_and_theirs(dtype, options)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alpha_dropout_and_targets_are_pefts(dtype):
+    ours, theirs, recipe = ours_and_theirs(dtype)
     found = []
     for model in (ours, theirs):
         model.train()
@@ -267,15 +234,9 @@ def test_alpha_dropout_and_targets_are_pefts(options, dtype):
 
 
 def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
-    ours, _, _ = ours_and_theirs(torch.float32, OPTIONS[1])
-    ours(**BATCH)
-    save_adapters(ours, tmp_path)
-    torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(small(), tmp_path)
-    config = loaded.peft_config["default"]
+    ours, _, _ = ours_and_theirs(torch.float32)
+    config = assert_peft_loads(ours, small(), tmp_path).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 16, 0.3)
-    ids = rows(2).ids
-    assert torch.allclose(logits(loaded, ids), logits(ours, ids), atol=1e-5)
     next(iter(adapters_of(ours).values())).dropout = 0.1
     with pytest.raises(ValueError, match=r"dropouts of 0\.1 and 0\.3"):
         save_adapters(ours, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.families import OLDER
-from support.gradients import error, gradient, taken_gradient
+from support.gradients import error, gradient, own_loss, ragged, taken_gradient
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.optimization import Adafactor
@@ -27,10 +27,8 @@ def llama():
     return models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=48, vocab=VOCAB)
 
 
-def ragged(rows: int = 4):
-    ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(rows))
-    kept = torch.arange(SEQ) < torch.tensor([SEQ, 3, 9, 5][:rows])[:, None]
-    return {"input_ids": ids, "labels": ids.masked_fill(~kept, -100)}
+def texts():
+    return ragged((SEQ, 3, 9, 5), VOCAB)
 
 
 OWN = {
@@ -57,9 +55,8 @@ def test_two_steps_are_those_of_a_plain_loop(name):
     for variant in ("foreach", "fused"):  # none is left to torch
         chosen = made.optimizer.defaults.get(variant)
         assert chosen == optimizer.defaults.get(variant)
-    for batch in (ragged(), ragged()):
-        logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+    for batch in (texts(), ragged((7, 2, SEQ, 9), VOCAB)):
+        loss = own_loss(plain, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,9 +118,6 @@ def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(whole, torch.cat(parts)) and not torch.equal(whole, starts)
-    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (whole, *parts), strict=True)]
-    for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq"):
-        assert torch.equal(states[0][name], torch.cat([states[1][name], states[2][name]])), name
 
 
 def test_gradients_too_small_for_float16_arrive():
@@ -181,30 +175,10 @@ def test_batches_of_every_kind(batch, weight):
     assert made.model.weight.item() == pytest.approx(weight)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_with_the_loss_in_chunks_the_output_layer_is_not_called(chunked):
-    made, calls = prepare(llama(), recipe := Recipe(chunked_loss=chunked)), []
-    of_all = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, *_: calls.append(module)
-    )
-    step(made.model, made.optimizer, ragged(), recipe)
-    of_all.remove()
-    assert calls.count(made.model.lm_head) == (not chunked)
-
-
 def test_a_recipe_for_several_processes_wants_what_prepare_returned():
     model, recipe = nn.Linear(2, 2), Recipe(sharding="ddp")
     with pytest.raises(ValueError, match=r"that prepare\(model, recipe\) returned"):
         step(model, [], torch.ones(2, 2), recipe, loss=lambda m, x: m(x).mean())
-
-
-def test_parts_of_a_layer_run_again_until_it_is_undone():
-    made, calls = prepare(llama(), Recipe(checkpointing="mlp")), []
-    made.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
-    for expected in (2, 3):  # forward and again in backward; then forward alone
-        made.model(**ragged()).loss.backward()
-        assert len(calls) == expected
-        made.undo.close()
 
 
 def test_what_is_no_loss_is_named():
@@ -216,18 +190,6 @@ def test_what_is_no_loss_is_named():
             step(model, [], torch.ones(rows, 2), recipe)
     with pytest.raises(ValueError, match="returned NoneType where"):
         step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
-
-
-def test_rows_that_are_compared_with_each_other_are_not_cut():
-    model, batch = nn.Linear(2, 2), {"pixel_values": torch.ones(4, 2), "return_loss": True}
-    with pytest.raises(
-        ValueError, match=r"^use accumulation=1 .*accumulation=2.* cuts .*return_loss=True"
-    ):
-        step(model, [], batch, Recipe(accumulation=2))
-    for recipe in (Recipe(), Recipe(accumulation=2)):  # a loss that is given is taken at its word
-        assert step(
-            model, [], batch, recipe, loss=lambda m, b: m(b["pixel_values"]).mean()
-        ).isfinite()
 
 
 class Older(LlamaForCausalLM):
@@ -309,7 +271,6 @@ def test_one_layer_in_so_many_is_for_transformers_models():
         (None, torch.float64),
         ("bf16", torch.bfloat16),
         ("autocast-bf16", torch.float32),
-        ("float32", torch.float32),
     ],
 )
 def test_weights_are_cast_as_the_precision_says(precision, dtype):
@@ -336,7 +297,7 @@ def test_stepping_in_backward_leaves_no_gradient():
     )
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(7, [2, 2, 2, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1])])
+@pytest.mark.parametrize(("rows", "sizes"), [(5, [2, 1, 1, 1]), (3, [1, 1, 1])])
 def test_a_last_batch_that_does_not_come_out_even_is_exact(rows, sizes):
     torch.manual_seed(0)
     model, seen = nn.Linear(6, 5).double(), []

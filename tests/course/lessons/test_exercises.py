@@ -11,7 +11,14 @@ from course.lessons.test_answers import SLOW
 from support.nightly import ALL
 
 from gradmem_lib.course.catalogue import UnknownExercise, all_exercises, get
-from gradmem_lib.course.judge.verdict import OPEN, PASSED, WRONG, judge, look, of_reference
+from gradmem_lib.course.judge.verdict import (
+    OPEN,
+    PASSED,
+    WRONG,
+    _looks_of,
+    judge,
+    of_reference,
+)
 from gradmem_lib.course.learner.check import check
 from gradmem_lib.course.learner.titles import titles
 from gradmem_lib.course.lessons.shared.settings import quiet
@@ -26,12 +33,12 @@ def faults_of(exercise) -> list[str]:
     verdict = judge(exercise, exercise.right, expected)
     if verdict.outcome != PASSED:
         faults.append(f"the right answer does not pass: {verdict.line}")
+    looks = list(_looks_of(exercise, "one", exercise.wrong_answers))  # they are taken once
     known = []
-    for answer, says in exercise.wrong_answers():
+    for (answer, says), (_, theirs) in zip(exercise.wrong_answers(), looks, strict=True):
         if answer is None:
             faults.append(f"this does not fit the right answer's text: {says}")
             continue
-        theirs = look(exercise, answer, limit=20)
         for other, seen in [("the right answer", expected), *known]:
             if theirs.same_as(seen, exercise.tolerance):
                 faults.append(f"nothing tells these apart: {says} / {other}")

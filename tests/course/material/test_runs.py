@@ -16,7 +16,7 @@ IN_BF16 = {"precision": "bf16", "accumulation": 8}
 @pytest.mark.parametrize(
     "recipe",
     each(
-        2,
+        3,
         [
             Recipe(),
             Recipe(accumulation=8, checkpointing="per-layer"),
