@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
-from ..compat.autograd import graph_task, next_sequence_nr
+from ..compat.autograd import in_backward, next_sequence_nr
 from ..compat.compiled import is_compiled, watch_compiled_calls
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
@@ -141,13 +141,13 @@ class Meter(ParameterMeter):
                 return call(module, *args, **kwargs)
             if (
                 threading.get_ident() != self._thread
-                and graph_task() == -1
+                and not in_backward()
                 and not num_active_dispatch_modes()
             ):
                 self.on_other_thread(module)
                 return call(module, *args, **kwargs)
             if not self.stack:
-                if graph_task() == -1:
+                if not in_backward():
                     self.begin_forward(module, args, kwargs)
                 else:
                     self.recomputed = True
@@ -159,7 +159,7 @@ class Meter(ParameterMeter):
                 out = call(module, *args, **kwargs)
             finally:
                 del self.stack[-1:]
-                if not self.stack and graph_task() == -1:
+                if not self.stack and not in_backward():
                     self.end_forward(out)
             return out
 

@@ -280,7 +280,9 @@ def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
 
 
 def test_modules_of_other_threads():
-    """The tracked model is refused there, and another one is let through, uncounted."""
+    """The tracked model is refused there, and another one is let through, uncounted. Without a
+    model, all are refused.
+    """
     net, other, x = Net(), Net(), torch.ones(16, 8)
     refused, done = [], []
 
@@ -290,13 +292,14 @@ def test_modules_of_other_threads():
         except RuntimeError as error:
             refused.append(str(error))
 
-    with MemoryTracker(net, live=False) as tracker:
-        for module in (net, net.first, other):
-            thread = threading.Thread(target=run, args=(module,))
-            thread.start()
-            thread.join()
-    assert [text.split()[0] for text in refused] == ["Net", "Linear"] and len(done) == 1
-    assert tracker.forwards == [] and "another thread" in refused[0]
+    for tracked, modules in ((net, (net, net.first, other)), (None, (other,))):
+        with MemoryTracker(tracked, live=False) as tracker:
+            for module in modules:
+                thread = threading.Thread(target=run, args=(module,))
+                thread.start()
+                thread.join()
+        assert tracker.forwards == [] and "another thread" in refused[-1]
+    assert [text.split()[0] for text in refused] == ["Net", "Linear", "Net"] and len(done) == 1
 
 
 @pytest.mark.parametrize("place", ["", "inner"])
