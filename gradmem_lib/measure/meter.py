@@ -60,7 +60,7 @@ class Meter(ParameterMeter):
         super().__init__(model, optimizers, recording, after_sample)
         self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self._thread = threading.get_ident()
-        self._turn_of_batch = -1  # the latest turn that has said how large its batch is
+        self._turn_of_batch: int | None = None  # the latest that has said how large its batch is
         # By the type of a called module and the address of the first part with weights: this part,
         # and the number of these calls.
         self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
@@ -149,8 +149,6 @@ class Meter(ParameterMeter):
             if not self.stack:
                 if not in_backward():
                     self.begin_forward(module, args, kwargs)
-                else:
-                    self.recomputed = True
             else:
                 self.note_weights(module)
             self.stack.append(module)

@@ -92,8 +92,10 @@ def test_a_result_is_what_a_call_has_made_and_returned():
         passed_on = x * 2
         same(out)
         same([passed_on, passed_on])
+        at_once = nn.Tanh()(out)  # it is made by the first operation of its call
     results = {h.op: h.is_result for h in tracker.holders("now")}
-    assert results["aten.relu"] and not results["aten.mul.Tensor"]
+    assert results["aten.relu"] and results["aten.tanh"] and not results["aten.mul.Tensor"]
+    assert at_once.shape == x.shape
 
 
 def test_no_result_of_a_call_that_raises():
