@@ -147,7 +147,9 @@ class Meter(ParameterMeter):
                 self.on_other_thread(module)
                 return call(module, *args, **kwargs)
             if not self.stack:
-                if not in_backward():
+                if in_backward():
+                    self.recomputed = True
+                else:
                     self.begin_forward(module, args, kwargs)
             else:
                 self.note_weights(module)
@@ -184,7 +186,7 @@ class Meter(ParameterMeter):
                     recording.step,
                     with_grad,
                     recording.total,
-                    calling_line(2),
+                    calling_line(),
                     next_sequence_nr(),
                     chained=chained,
                     has_weights=weight is not None,

@@ -29,7 +29,6 @@ def test_the_band_is_what_the_program_keeps():
     "program",
     [
         growth.losses_in_a_list,
-        growth.metrics_with_their_graph,
         growth.batches_in_a_list,
         evaluations.logits_in_a_list,
         evaluations.second_list_of_outputs,
