@@ -1,10 +1,10 @@
 """The search for the fastest recipe that fits.
 
 Each recipe of a line is slower than the one before it, and needs fewer bytes. So the fastest one
-that fits is found by bisection. Lines of the fewest bytes are searched first, and those that move
-something to the host last. Then a line whose recipes are all slower than the best one so far need
-not be searched, and neither need one whose bytes are too many by their lower bound. What is left is
-predicted, so nothing that is faster is missed.
+that fits is found by bisection. Lines of the fewest bytes are searched first. Then a line whose
+recipes are all slower than the best one so far need not be searched, and neither need one whose
+bytes are too many by their lower bound. What is left is predicted, so nothing that is faster is
+missed.
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 from ..prediction.predict import Prediction, predict
 from ..prediction.question import CannotTrace
@@ -107,55 +108,76 @@ class Search(Candidates):
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def find(self, methods: list[str]) -> None:
-        """Try all that a plan tries. What changes training less comes first."""
-        best: Option | None = None
-        for method in methods:
-            for family in self.families(method):
-                best = self._search(family, best) or best
-        if best is None:
-            self._try_host_offload(methods)
-            if found := self.fits():
-                self._try_larger_micro_batches(found[0])
-
-    def _search(self, family: Recipe, best: Option | None) -> Option | None:
-        """The fastest recipe of ``family`` that fits, if it is faster than ``best``, which changes
-        training less. A family that cannot be predicted is ``ruled_out``.
+        """Try all that a plan tries. What moves activations to the host is slow: it is tried after
+        all others, and only where it may be the first answer.
         """
-        limit = best.seconds / self.equal_time if best else math.inf
-        smallest = self.least_resident_variant(family)
-        held = self.resident_sum(smallest)
-        if held > self.card.nbytes:
-            shown = smallest if self.cards > 1 else family
-            why = self._describe_excess(smallest)
-            self.ruled_out.append(RuledOut(shown, held, why, self.has_adapters))
-            return None
-        try:
-            return self._fastest(family, limit)
-        except CannotTrace as error:
-            if not self._known and self._error_of_plain_step is not None:
-                raise self._error_of_plain_step from error
-            self.ruled_out.append(RuledOut(family, held, str(error), self.has_adapters))
-            return None
+        families = list(filter(self._may_hold, chain.from_iterable(map(self.families, methods))))
+        fastest: dict[Recipe, Option] = {}
+        for offloads in (False, True):
+            for family in tuple(families):
+                limit = self._limit(family, families, fastest)
+                try:
+                    found = self._fastest(family, limit, offloads, fastest.get(family))
+                except CannotTrace as error:
+                    if not self._known and self._error_of_plain_step is not None:
+                        raise self._error_of_plain_step from error
+                    self._rule_out(family, self.least_resident_variant(family), str(error))
+                    families.remove(family)
+                    continue
+                if found is not None:
+                    fastest[family] = found
+        if not fastest:
+            self._try_host_offload(methods)
+            if fits := self.fits():
+                self._try_larger_micro_batches(fits[0])
 
-    def _fastest(self, family: Recipe, limit: float) -> Option | None:
-        """The family's fastest recipe that fits and takes less than ``limit`` seconds a token.
+    def _may_hold(self, family: Recipe) -> bool:
+        """Whether the card can hold weights, gradients and states. If not, it is ``ruled_out``."""
+        smallest = self.least_resident_variant(family)
+        if self.resident_sum(smallest) <= self.card.nbytes:
+            return True
+        shown = smallest if self.cards > 1 else family
+        self._rule_out(shown, smallest, self._describe_excess(smallest))
+        return False
+
+    def _rule_out(self, shown: Recipe, smallest: Recipe, why: str) -> None:
+        held = self.resident_sum(smallest)
+        self.ruled_out.append(RuledOut(shown, held, why, self.has_adapters))
+
+    def _limit(
+        self, family: Recipe, families: list[Recipe], fastest: dict[Recipe, Option]
+    ) -> float:
+        """The seconds that a recipe of ``family`` has to be below to be the first answer, by the
+        ``fastest`` ones of the others. Those before it among ``families`` change training less.
+        """
+        limit = math.inf
+        changes_less = True
+        for other in families:
+            if other == family:
+                changes_less = False
+            elif other in fastest:
+                factor = 1 / self.equal_time if changes_less else self.equal_time
+                limit = min(limit, factor * fastest[other].seconds)
+        return limit
+
+    def _fastest(
+        self, family: Recipe, limit: float, offloads: bool, best: Option | None = None
+    ) -> Option | None:
+        """The family's fastest recipe that fits, if it takes less than ``limit`` seconds a token
+        and is faster than ``best``. Only those that move something to the host, or only the others.
 
         Of two that are as fast, it is the one whose loss is whole.
         """
-        lines: list[list[Recipe]] = []
-        for chunked in self.losses:
-            lines += self.lines(replace(family, chunked_loss=chunked))
+        lines = self._lines_that(offloads, family, best)
+        if not lines:
+            return best
         bar = limit, False  # seconds and chunks of the recipe to beat
-        best: Option | None = None
+        if best is not None:
+            bar = min(bar, (best.seconds, best.recipe.chunked_loss))
         not_traced: CannotTrace | None = None
         # If the fastest of all fits, there is nothing to search.
         fastest = min((line[0] for line in lines), key=self._time_and_chunks)
-        # What offloads comes last: it needs the fewest bytes, and is slow.
-        lines.sort(key=lambda line: line[0].offload is not None)
         for line in [[fastest], *lines]:
-            moves_nothing = best is not None and best.recipe.offload is None
-            if moves_nothing and line[0].offload == INPUTS_OFFLOADED["offload"]:
-                continue
             faster = [recipe for recipe in line if self._time_and_chunks(recipe) < bar]
             try:
                 found = self._first_that_fits(faster)
@@ -171,6 +193,21 @@ class Search(Candidates):
         if best is None and not_traced is not None:
             raise not_traced
         return best
+
+    def _lines_that(
+        self, offloads: bool, family: Recipe, best: Option | None
+    ) -> list[list[Recipe]]:
+        """The family's lines with either loss that move something to the host, or that do not. The
+        inputs of checkpoints are moved only if there is no ``best`` one yet.
+        """
+        lines: list[list[Recipe]] = []
+        for chunked in self.losses:
+            for line in self.lines(replace(family, chunked_loss=chunked)):
+                offload = line[0].offload
+                has_use = best is None or offload != INPUTS_OFFLOADED["offload"]
+                if (offload is not None) == offloads and has_use:
+                    lines.append(line)
+        return lines
 
     @cached_property
     def _error_of_plain_step(self) -> CannotTrace | None:
@@ -258,7 +295,8 @@ class Search(Candidates):
         faster: list[Recipe] = []
         for line in self.lines(plain):
             recipe = line[-1]
-            if recipe.sharding == plain.sharding and len(line) > 1:
+            of_its_kind = recipe.sharding == plain.sharding and recipe.offload is None
+            if of_its_kind and len(line) > 1:
                 faster += [one for one in line if self.seconds(one) < best.seconds]
         cut = best.recipe.accumulation
         faster.sort(key=lambda one: (one.accumulation != cut, -self.seconds(one)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from math import inf
 from typing import Any, Self
 from unittest.mock import patch
 from weakref import WeakValueDictionary
@@ -27,6 +28,8 @@ from .marks import Marks
 
 class _MarkingMeter(Meter):
     """A ``Meter`` that tells the marks what is touched outside of modules and backward."""
+
+    seconds_for_walks = -inf  # no walk: nobody asks who holds what is fake
 
     def line(self, depth: int) -> None:
         """A prediction names no lines of scripts, and looking for them takes time."""

@@ -23,6 +23,7 @@ from gradmem_lib.planning.held import (
     saved_by_forward_per_token,
     saved_bytes_per_token,
 )
+from gradmem_lib.planning.options import EQUAL_TIME, ordered
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.search import Search
@@ -390,9 +391,42 @@ def test_what_moves_more_than_its_sizes_say_has_to_be_faster_still(sooner, searc
         return replace(found, seconds=seconds, card_bytes=2**40 if fits else 0)
 
     monkeypatch.setattr(search, "option", option)
-    best = search._fastest(replace(BF16, accumulation=1), math.inf)
+    best = search._fastest(replace(BF16, accumulation=1), math.inf, offloads=False)
     assert "attention" in {recipe.checkpointing for recipe in asked}
     assert (best.recipe.checkpointing == "attention") == sooner
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        lambda recipe: True,
+        lambda recipe: recipe.offload == "activations",
+        lambda recipe: recipe.offload or (recipe.precision == "bf16" and recipe.checkpointing),
+    ],
+    ids=["all", "what moves activations", "either"],
+)
+def test_what_moves_activations_is_asked_only_where_it_may_be_the_first_answer(
+    fits, work, monkeypatch
+):
+    search, asked = Search(work, CARD, 64, 4, "cuda"), {}
+    monkeypatch.setattr(search, "may_fit", lambda recipe: True)
+
+    def option(recipe):
+        peak = SimpleNamespace(total=0 if fits(recipe) else 2**50)
+        there = {"recipe": recipe, "seconds": search.seconds(recipe), "fits": fits(recipe)}
+        asked[recipe] = SimpleNamespace(**there, needs=0, prediction=SimpleNamespace(peak=peak))
+        return asked[recipe]
+
+    monkeypatch.setattr(search, "option", option)
+    search.find(["full"])
+    found = [one for one in asked.values() if one.fits]
+    losses = [replace(f, chunked_loss=c) for f in search.families("full") for c in search.losses]
+    every = [option(recipe) for family in losses for recipe in search.variants(family)]
+    first = ordered([one for one in every if one.fits])[0]
+    assert ordered(found)[0].seconds == first.seconds
+    in_place = [one.seconds for one in found if one.recipe.offload is None]
+    slowest = EQUAL_TIME * min(in_place, default=math.inf)
+    assert all(one.seconds <= slowest for one in found if one.recipe.offload)
 
 
 @pytest.mark.parametrize(
