@@ -281,6 +281,14 @@ def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
     assert len(tracker.forwards) == 2 and tracker.facts.recomputed
 
 
+def test_a_layer_that_a_checkpoint_only_begins_again_is_recomputed():
+    """Its backward needs the input alone, so that none of its operations runs again."""
+    layer, x = nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
+    with MemoryTracker(layer, live=False) as tracker:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert tracker.facts.recomputed
+
+
 def test_modules_of_other_threads():
     """The tracked model is refused there, and another one is let through, uncounted. Without a
     model, all are refused.
