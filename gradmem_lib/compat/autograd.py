@@ -19,6 +19,11 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
+def in_backward() -> bool:
+    """Whether a backward runs in this thread."""
+    return graph_task() != -1
+
+
 NO_NUMBER = 2**64 - 1
 
 

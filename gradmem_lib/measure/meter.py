@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
-from ..compat.autograd import graph_task, next_sequence_nr
+from ..compat.autograd import in_backward, next_sequence_nr
 from ..compat.compiled import is_compiled, watch_compiled_calls
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
@@ -60,7 +60,7 @@ class Meter(ParameterMeter):
         super().__init__(model, optimizers, recording, after_sample)
         self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self._thread = threading.get_ident()
-        self._turn_of_batch = -1  # the latest turn that has said how large its batch is
+        self._turn_of_batch: int | None = None  # the latest that has said how large its batch is
         # By the type of a called module and the address of the first part with weights: this part,
         # and the number of these calls.
         self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
@@ -141,16 +141,16 @@ class Meter(ParameterMeter):
                 return call(module, *args, **kwargs)
             if (
                 threading.get_ident() != self._thread
-                and graph_task() == -1
+                and not in_backward()
                 and not num_active_dispatch_modes()
             ):
                 self.on_other_thread(module)
                 return call(module, *args, **kwargs)
             if not self.stack:
-                if graph_task() == -1:
-                    self.begin_forward(module, args, kwargs)
-                else:
+                if in_backward():
                     self.recomputed = True
+                else:
+                    self.begin_forward(module, args, kwargs)
             else:
                 self.note_weights(module)
             self.stack.append(module)
@@ -159,7 +159,7 @@ class Meter(ParameterMeter):
                 out = call(module, *args, **kwargs)
             finally:
                 del self.stack[-1:]
-                if not self.stack and graph_task() == -1:
+                if not self.stack and not in_backward():
                     self.end_forward(out)
             return out
 
@@ -186,7 +186,7 @@ class Meter(ParameterMeter):
                     recording.step,
                     with_grad,
                     recording.total,
-                    calling_line(2),
+                    calling_line(),
                     next_sequence_nr(),
                     chained=chained,
                     has_weights=weight is not None,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..compat.autograd import current_node, graph_task, next_sequence_nr, sequence_nr
+from ..compat.autograd import current_node, in_backward, next_sequence_nr, sequence_nr
 from ..names import (
     BETWEEN_STEPS,
     EVALUATION,
@@ -55,7 +55,7 @@ class Position:
         """The moment of the operation that has just run."""
         if self.stepping:
             return IN_OPTIMIZER_STEP
-        if graph_task() != -1:
+        if in_backward():
             if self._unused:
                 self._find_used()
             # A gradient with a graph of its own (create_graph=True) is a part of the forward.

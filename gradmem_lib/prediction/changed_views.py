@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..compat.autograd import graph_task
+from ..compat.autograd import in_backward
 from ..compat.tensors import base_of
 from .question import CannotTrace
 
@@ -49,8 +49,7 @@ class ChangedViews(TorchFunctionMode):
 
     def note(self, view: Tensor) -> None:
         """``view`` is being changed, and autograd does not know it yet."""
-        in_backward = graph_task() != -1
-        if not in_backward:
+        if not in_backward():
             self._pending.append(view)
         elif _is_in_reentrant_checkpoint():
             raise CannotTrace(

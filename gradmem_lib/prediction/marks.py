@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..compat import operators
-from ..compat.autograd import current_node, graph_task, next_sequence_nr, sequence_nr
+from ..compat.autograd import current_node, in_backward, next_sequence_nr, sequence_nr
 from ..compat.tensors import storage_key
 
 # (number of the list, number of the unit in it); a unit is one layer, or a segment of layers
@@ -62,7 +62,7 @@ class Marks:
 
     def _number_nodes(self, place: Place, *hook_args: Any) -> None:
         """Note that nodes belong to ``place`` from now on, unless backward recomputes the layer."""
-        if graph_task() == -1:
+        if not in_backward():
             self._numbers.append(next_sequence_nr())
             self._places.append(place)
 
@@ -108,7 +108,7 @@ class Marks:
                 return place
         if self._chunk != NOWHERE:
             return self._chunk
-        if graph_task() == -1:
+        if not in_backward():
             return self._touched
         node = current_node()
         variable = getattr(node, "variable", None)  # of a node that adds to a parameter's .grad

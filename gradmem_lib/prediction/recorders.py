@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compat.autograd import graph_task
+from ..compat.autograd import in_backward
 from ..compat.operators import writes_first_argument
 from ..compat.tensors import base_of, is_view, storage_key
 from ..measure.meter import Meter
@@ -35,7 +35,7 @@ class _MarkingMeter(Meter):
         """A prediction names no lines of scripts, and looking for them takes time."""
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        if not self.stack and graph_task() == -1:
+        if not self.stack and not in_backward():
             self.recording.marks.touch(func, args, self.recording.live)
         if torch.is_grad_enabled() and _changes_a_view(func, args):
             self.recording.note_changed_view(args[0])

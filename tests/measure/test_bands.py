@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from support import oom
 from support.oom import evaluations, growth
-from torch import nn
 
-from gradmem_lib import MemoryTracker, diagnose
+from gradmem_lib import diagnose
 from gradmem_lib.names import CATEGORIES
 
 SIZE = 4 * 512 * 64  # bytes of an output in these programs
@@ -31,7 +29,6 @@ def test_the_band_is_what_the_program_keeps():
     "program",
     [
         growth.losses_in_a_list,
-        growth.metrics_with_their_graph,
         growth.batches_in_a_list,
         evaluations.logits_in_a_list,
         evaluations.second_list_of_outputs,
@@ -62,23 +59,6 @@ def test_a_tensor_that_a_longer_one_replaces_has_a_band():
     assert rises.max() == rises.min()  # each step adds as much
 
 
-def test_what_is_freed_after_the_peak_leaves_the_band():
-    timeline = evaluations.second_list_of_outputs().timeline
-    assert timeline.growing[-1].sum() == 0
-
-
 def test_there_is_no_band_where_nothing_grows():
     timeline = growth.the_last_outputs().timeline
     assert timeline.growing is None and timeline.batches == ()
-
-
-def test_changes_of_the_batch_are_where_their_forwards_begin():
-    net, begun = nn.Linear(8, 8), []
-    with MemoryTracker(net, live=False) as tracker:
-        for rows in (2, 2, 6, 6, 3):
-            x = torch.ones(rows, 8)
-            begun.append(tracker.timeline.events[-1])
-            net(x).sum().backward()
-            with torch.no_grad():
-                net(torch.ones(50, 8))  # no batch of the training
-    assert tracker.timeline.batches == ((begun[0], 2), (begun[2], 6), (begun[4], 3))

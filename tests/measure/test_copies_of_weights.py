@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -104,74 +102,6 @@ def test_an_average_with_a_graph_is_no_rest_of_a_step(update, made_before):
             kept += holder.nbytes
     if kept > 1000:  # more than a loss
         assert names[0] == COPIED
-
-
-def test_weights_in_another_dtype_that_a_step_computes_with_are_no_copy():
-    """A variable keeps them until the next step, but each step needs them."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(4):
-            narrow = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
-            x = torch.randn(512, 256, dtype=torch.bfloat16)
-            torch.func.functional_call(model, narrow, x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    diagnosis = diagnose(tracker)
-    if tracker.peak.turn == 0:
-        assert COPIED not in [cause.name for cause in diagnosis.causes]
-
-
-def q_learning(called: bool, narrow: bool = False) -> MemoryTracker:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    target = copy.deepcopy(model).requires_grad_(False)
-    if narrow:
-        target.to(torch.bfloat16)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(5):
-            x, value = torch.randn(64, 256), 0
-            if called:
-                with torch.no_grad():
-                    value = target(x.to(target[0].weight.dtype)).float().amax(1, keepdim=True)
-            (model(x) - value).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for old, new in zip(target.parameters(), model.parameters(), strict=True):
-                    old.lerp_(new.to(old.dtype), 0.05)
-            del x, value
-    return tracker
-
-
-def test_a_target_network_that_each_step_calls_gets_a_remedy_that_keeps_it():
-    before = diagnose(q_learning(called=True))
-    [cause] = [cause for cause in before.causes if cause.name == COPIED]
-    assert cause.remedy.startswith("each step calls another model")
-    promised, _ = peak_without(cause, before.facts)
-    assert q_learning(called=True, narrow=True).peak.total <= promised < before.peak.total
-
-
-def test_an_average_in_a_module_that_no_step_calls_can_be_on_the_host():
-    [cause] = [c for c in diagnose(q_learning(called=False)).causes if c.name == COPIED]
-    assert cause.remedy.startswith("for an EMA, keep the averaged weights on the host")
-
-
-def test_an_evaluation_of_the_model_itself_is_no_target_network():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    best = clones(model)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(4):
-            model(torch.randn(64, 256)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model(torch.randn(8, 256))
-                model[0](torch.randn(8, 256))
-            in_place(model, best)
-    [cause] = [c for c in diagnose(tracker).causes if c.name == COPIED]
-    assert "each step calls another model" not in cause.remedy
 
 
 def student_beside_a_teacher(layers: int, outputs: int, teachers: int = 1) -> MemoryTracker:

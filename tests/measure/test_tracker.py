@@ -15,7 +15,6 @@ from support.steps import BERT, GPT2, LLAMA, MODELS, OPTIMIZERS, build
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.measure.storages import has_memory
@@ -38,7 +37,7 @@ def both_peaks(model, opt, batch, step):
 
 
 # Each model in each precision, with and without checkpoints: with one of the optimizers in turn,
-# and at night with all.
+# half of them each time, and at night with all.
 CASES = [
     (name, precision, optimizer, checkpointed)
     for i, (name, precision, checkpointed) in enumerate(
@@ -48,7 +47,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "precision", "optimizer", "checkpointed"), CASES)
+@pytest.mark.parametrize(("name", "precision", "optimizer", "checkpointed"), each(2, CASES))
 def test_peak_equals_pytorchs_memtracker(name, precision, optimizer, checkpointed):
     model, opt, batch, step = build(
         name, precision=precision, checkpointed=checkpointed, optimizer=optimizer
@@ -92,39 +91,6 @@ def test_the_first_step_counts_states_as_they_appear():
     )
 
 
-def test_later_steps_repeat_the_second_to_the_byte():
-    model, opt, _, step = build("llama")
-    step()
-    peaks = []
-    with MemoryTracker(model, opt, live=False) as tracker:
-        step()
-        for _ in range(3):
-            tracker.reset_peak()
-            step()
-            peaks.append(tracker.peak)
-    assert peaks[0] == peaks[1] == peaks[2]
-
-
-def test_categories_are_what_they_say():
-    model, opt, _, step = build("llama")
-    parameters = sum(p.nbytes for p in model.parameters())
-    with MemoryTracker(model, opt, live=False) as tracker:
-        step()
-        model(
-            input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)
-        ).loss.backward()
-        now = tracker.current.by_category
-    assert now["parameters"] == now["gradients"] == parameters
-    assert now["temporaries"] == 0
-
-
-def test_tied_weights_are_counted_once():
-    model = MODELS["llama_tied"](False)
-    with MemoryTracker(model, live=False) as tracker:
-        pass
-    assert tracker.current.by_category["parameters"] == sum(p.nbytes for p in model.parameters())
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_are_activations(reentrant):
     """A checkpointed block's internals come back in the backward pass, under their own name."""
@@ -144,7 +110,7 @@ def test_recomputed_activations_are_activations(reentrant):
     assert after_forward < internals <= max(in_backward)
 
 
-@pytest.mark.parametrize("mode", ["hf", "hf_reentrant", "sequential", "offload"])
+@pytest.mark.parametrize("mode", ["hf_reentrant", "sequential", "offload"])
 def test_every_checkpoint_mode_equals_memtracker(mode):
     model, opt, batch, step = build("llama")
     if mode.startswith("hf"):
@@ -172,85 +138,6 @@ def test_every_checkpoint_mode_equals_memtracker(mode):
     assert tracker.peak.total == expected
 
 
-def test_several_optimizers_and_frozen_parts():
-    model, *_ = build("llama")
-    model.model.embed_tokens.requires_grad_(False)
-    first = torch.optim.AdamW(model.model.parameters(), foreach=False)
-    second = torch.optim.SGD(model.lm_head.parameters(), lr=0.1, momentum=0.9)
-    ids = torch.randint(0, 256, (2, 16))
-    with MemoryTracker(model, [first, second], live=False) as tracker:
-        for _ in range(2):
-            model(input_ids=ids, labels=ids).loss.backward()
-            first.step()
-            second.step()
-            model.zero_grad()
-    states = sum(
-        v.nbytes
-        for o in (first, second)
-        for s in o.state.values()
-        for v in s.values()
-        if v is not None
-    )
-    assert tracker.current.by_category["optimizer"] == states
-    assert tracker.current.by_category["gradients"] == 0
-
-
-def test_an_optimizer_that_steps_inside_the_backward_pass():
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-    size = model[0].weight.nbytes
-
-    def step_now(p):
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    def peak(hooked):
-        handles = (
-            [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()]
-            if hooked
-            else []
-        )
-        with MemoryTracker(model, live=False) as tracker:
-            model(torch.randn(2, 64)).sum().backward()
-        for handle in handles:
-            handle.remove()
-        model.zero_grad()
-        return max(tracker.timeline.by_category["gradients"])
-
-    assert peak(hooked=False) == 4 * size
-    assert peak(hooked=True) == size
-
-
-def test_in_the_hf_trainer(tmp_path):
-    model, _, _, _ = build("llama")
-    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(8)]
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        optim="adamw_torch",
-    )
-    steps = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            steps.append(tracker.peak.total)
-            tracker.reset_peak()
-
-    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[Watch()])
-    with MemoryTracker(model, live=False) as tracker:
-        trainer.train()
-    states = sum(v.nbytes for s in trainer.optimizer.state.values() for v in s.values())
-    assert tracker.current.by_category["optimizer"] == states
-    assert {"forward", "backward", "optimizer_step"} <= set(tracker.timeline.phases)
-    assert len(steps) == 2
-
-
 def test_a_learners_own_step_is_counted_as_it_says():
     weight = torch.randn(64, 64, requires_grad=True)
     with MemoryTracker(live=False) as tracker:
@@ -272,23 +159,6 @@ def test_a_learners_own_step_is_counted_as_it_says():
     assert max(tracker.timeline.by_category["activations"]) > 0, (
         "a forward pass written without modules"
     )
-
-
-def test_evaluation_keeps_no_activations():
-    model, *_ = build("llama")
-    ids = torch.randint(0, 256, (2, 16))
-    with MemoryTracker(model, live=False) as tracker, torch.no_grad():
-        model(input_ids=ids)
-    assert max(tracker.timeline.by_category["activations"]) == 0
-    assert tracker.peak_by_phase["forward"] > tracker.current.total
-
-
-def test_sparse_gradients_have_bytes_too():
-    table = nn.Embedding(100, 16, sparse=True)
-    with MemoryTracker(table, live=False) as tracker:
-        table(torch.tensor([1, 2, 3])).sum().backward()
-        now = tracker.current.by_category["gradients"]
-    assert now == 3 * 16 * 4 + 3 * 8  # values and indices
 
 
 def test_a_dtype_change_inside_the_block_is_followed():

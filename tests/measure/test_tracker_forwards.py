@@ -92,8 +92,10 @@ def test_a_result_is_what_a_call_has_made_and_returned():
         passed_on = x * 2
         same(out)
         same([passed_on, passed_on])
+        at_once = nn.Tanh()(out)  # it is made by the first operation of its call
     results = {h.op: h.is_result for h in tracker.holders("now")}
-    assert results["aten.relu"] and not results["aten.mul.Tensor"]
+    assert results["aten.relu"] and results["aten.tanh"] and not results["aten.mul.Tensor"]
+    assert at_once.shape == x.shape
 
 
 def test_no_result_of_a_call_that_raises():
@@ -279,8 +281,18 @@ def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
     assert len(tracker.forwards) == 2 and tracker.facts.recomputed
 
 
+def test_a_layer_that_a_checkpoint_only_begins_again_is_recomputed():
+    """Its backward needs the input alone, so that none of its operations runs again."""
+    layer, x = nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
+    with MemoryTracker(layer, live=False) as tracker:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert tracker.facts.recomputed
+
+
 def test_modules_of_other_threads():
-    """The tracked model is refused there, and another one is let through, uncounted."""
+    """The tracked model is refused there, and another one is let through, uncounted. Without a
+    model, all are refused.
+    """
     net, other, x = Net(), Net(), torch.ones(16, 8)
     refused, done = [], []
 
@@ -290,13 +302,14 @@ def test_modules_of_other_threads():
         except RuntimeError as error:
             refused.append(str(error))
 
-    with MemoryTracker(net, live=False) as tracker:
-        for module in (net, net.first, other):
-            thread = threading.Thread(target=run, args=(module,))
-            thread.start()
-            thread.join()
-    assert [text.split()[0] for text in refused] == ["Net", "Linear"] and len(done) == 1
-    assert tracker.forwards == [] and "another thread" in refused[0]
+    for tracked, modules in ((net, (net, net.first, other)), (None, (other,))):
+        with MemoryTracker(tracked, live=False) as tracker:
+            for module in modules:
+                thread = threading.Thread(target=run, args=(module,))
+                thread.start()
+                thread.join()
+        assert tracker.forwards == [] and "another thread" in refused[-1]
+    assert [text.split()[0] for text in refused] == ["Net", "Linear", "Net"] and len(done) == 1
 
 
 @pytest.mark.parametrize("place", ["", "inner"])

@@ -127,28 +127,6 @@ print(tracker.peak.phase)
     assert said[3].endswith("backward")
 
 
-def test_budget_message_says_who_holds_what():
-    model, opt, batch, _ = build("llama", precision="bf16")
-    with (
-        pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(model, opt, budget="1 MiB", live=False),
-    ):
-        forward_then_backward(model, batch)()
-    message = str(caught.value)
-    for part in (
-        "1,048,576 allowed",
-        "asked for",
-        "parameters",
-        "activations",
-        "largest holders",
-        "micro-batch",
-    ):
-        assert part in message
-    assert isinstance(caught.value, torch.OutOfMemoryError), (
-        "code that handles a card's error handles this one"
-    )
-
-
 def test_the_message_has_every_figure():
     everything = [
         Holder(350, "activations", "model.layers.0.mlp.act", "mul"),
@@ -261,8 +239,9 @@ def test_a_budget_equal_to_the_peak_is_enough():
         step()
     with MemoryTracker(model, opt, budget=tracker.peak.total, live=False):
         step()
+    # code that handles a card's error handles this one
     with (
-        pytest.raises(BudgetExceeded),
+        pytest.raises(torch.OutOfMemoryError),
         MemoryTracker(model, opt, budget=tracker.peak.total - 1, live=False),
     ):
         step()
@@ -306,47 +285,12 @@ def test_everything_is_uninstalled(how, interruptible):
     assert MemoryTracker._running is None
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_nothing_stays_after_an_error_between_two_swaps(error):
-    model, average = nn.Linear(64, 32), nn.Linear(64, 32)
-    expected, rows = average.weight.detach().clone(), torch.randn(8, 64)
-    of_torch = nn.Module.__call__, torch.UntypedStorage.resize_
-    hooks = hook_counts(model), hook_counts(average)
-    with pytest.raises(error), MemoryTracker(model, live=False):
-        model(rows).sum().backward()
-        torch.utils.swap_tensors(model.weight, average.weight)
-        model(rows).sum().backward()
-        raise error
-    assert (hook_counts(model), hook_counts(average)) == hooks
-    assert (nn.Module.__call__, torch.UntypedStorage.resize_) == of_torch
-    assert MemoryTracker._running is None
-    # half swapped: the program's own state is as the program left it, and can be swapped back
-    torch.testing.assert_close(model.weight, expected, rtol=0, atol=0)
-    torch.utils.swap_tensors(model.weight, average.weight)
-    torch.testing.assert_close(average.weight, expected, rtol=0, atol=0)
-    with MemoryTracker(model, live=False) as tracker:
-        model(rows).sum().backward()
-    assert tracker.current.by_category["gradients"] == 4 * (64 * 32 + 32)
-
-
 def test_trackers_do_not_nest_and_do_not_run_twice():
     with MemoryTracker(live=False) as tracker:
         with pytest.raises(RuntimeError, match="running already"), MemoryTracker(live=False):
             pass
         torch.zeros(10)
     with pytest.raises(RuntimeError, match="make a new one"), tracker:
-        pass
-
-
-def test_compiled_modules_are_refused():
-    compiled = torch.compile(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match=r"torch\.compile"), MemoryTracker(compiled, live=False):
-        pass
-    with pytest.raises(RuntimeError, match=r"torch\.compile"), MemoryTracker(live=False):
-        compiled(torch.zeros(1, 4))
-    module = nn.Sequential(nn.Linear(4, 4))
-    module[0].compile()
-    with pytest.raises(RuntimeError, match="0 is compiled"), MemoryTracker(module, live=False):
         pass
 
 

@@ -12,7 +12,6 @@ from gradmem_lib import MemoryTracker, diagnose
 
 WIDE = "Weights are wider than needed"
 FOR_NOBODY = "Gradients are computed for no optimizer"
-SEVERAL = "Losses are added up before one backward"
 COPIES = "The weights are there more than once"
 
 
@@ -43,20 +42,6 @@ def test_a_critic_that_is_frozen_in_turns_is_trained(zeros):
     assert not {WIDE, FOR_NOBODY} & set(names_of_causes(tracker))
 
 
-@pytest.mark.parametrize("given", ["all", "trained"])
-def test_weights_that_stay_frozen_are_named_though_an_optimizer_has_them(given):
-    model = nn.Sequential(*wide(), nn.Linear(512, 2))
-    model[:3].requires_grad_(False)
-    parameters = model.parameters() if given == "all" else model[3].parameters()
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(3):
-            model(torch.randn(8, 64)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert WIDE in names_of_causes(tracker)
-
-
 class Wrapper(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -85,44 +70,3 @@ def test_the_tracked_model_under_another_name_is_no_other_model(tracked_is_wrapp
     (cause,) = [cause for cause in diagnose(tracker).causes if cause.name == COPIES]
     assert "calls another model" not in cause.remedy
     del copy
-
-
-def test_features_that_one_loss_compares_are_no_losses_that_are_added_up():
-    """Each view's features are averaged at once, so that something is computed between forwards."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(3):
-            views = [model(torch.randn(512, 64)).view(32, 16, 64).mean(1) for _ in range(4)]
-            features = torch.stack(views)
-            (features - features.mean(0)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del views, features
-    assert SEVERAL not in names_of_causes(tracker)
-
-
-@pytest.mark.parametrize("loss_in_the_model", [False, True])
-def test_losses_that_are_added_up_are_named(loss_in_the_model):
-    body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
-
-    class WithLoss(Wrapper):
-        def forward(self, x):
-            features = self.inner(x)
-            return {"loss": features.square().mean(), "features": features}
-
-    model = WithLoss(body)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        for _ in range(3):
-            losses = []
-            for _ in range(4):
-                if loss_in_the_model:
-                    losses.append(model(torch.randn(512, 64))["loss"])
-                else:
-                    losses.append(body(torch.randn(512, 64)).square().mean())
-            sum(losses).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del losses
-    assert SEVERAL in names_of_causes(tracker)

@@ -14,7 +14,7 @@ from collections import deque
 import pytest
 import torch
 from support import oom
-from support.oom import graphs, growth, weights
+from support.oom import graphs, growth
 
 from gradmem_lib import MemoryTracker, diagnose
 from gradmem_lib.compat.tensors import storage_key
@@ -182,16 +182,6 @@ def test_the_walk_leaves_nothing_behind():
     assert gc.isenabled()
 
 
-def test_names_that_exec_has_made_stay():
-    def f():
-        exec("made = 1")
-        who_holds({1: 10**9}, sys._getframe())
-        return eval("made")
-
-    if sys.version_info < (3, 13):  # from there on, eval does not see them
-        assert f() == 1
-
-
 def test_a_view_of_a_weight_that_was_updated_is_no_error(script):
     module = script(
         "net = nn.Linear(9, 9)\n"
@@ -244,30 +234,16 @@ def test_names_that_the_script_asks_for_stay_in_their_dict():
     assert mine["x"] is x
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        growth.losses_in_a_list,
-        graphs.sampling_with_gradients,
-        weights.deepcopy_at_save,
-        graphs.outputs_of_the_step_before,
-        growth.errors_that_are_kept,
-        graphs.inner_steps,
-    ],
-    ids=lambda program: program.__name__,
-)
+@pytest.mark.parametrize("program", [growth.errors_that_are_kept, graphs.inner_steps])
 def test_a_run_has_the_same_bytes_with_walks(program, monkeypatch):
     monkeypatch.setattr(Walks, "walk", lambda *_, **__: None)
-    without = [program(remedied).timeline.totals for remedied in (False, True)]
+    without = program.__wrapped__().timeline.totals
     monkeypatch.undo()
     monkeypatch.setattr(Meter, "seconds_for_walks", 999)
     monkeypatch.setattr("gradmem_lib.measure.walks.HIGHER", 0)
-    walked = []
-    for remedied in (False, True):
-        tracker = program(remedied)
-        assert tracker._meter.walks.count >= 1
-        walked.append(tracker.timeline.totals)
-    assert walked == without
+    tracker = program.__wrapped__()
+    assert tracker._meter.walks.count >= 1
+    assert tracker.timeline.totals == without
 
 
 def test_a_tracker_does_not_count_what_the_walk_asks_for():

@@ -5,7 +5,6 @@ that can be explored; an explorer that answers.
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 
 import nbformat
 import pytest
@@ -198,7 +197,7 @@ def test_two_ranks_move_side_by_side_on_one_scale(browser, lab):
         assert notebook.failed() == 0 and notebook.errors == []
 
 
-def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):
+def test_an_interrupted_cell_ends_in_a_picture_and_a_restart_ends_the_recording(browser, lab):
     with Notebook(browser, lab, "endless.ipynb") as notebook:
         notebook.start()
         notebook.watch(until=lambda pictures: pictures >= 2)
@@ -208,6 +207,16 @@ def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):
         words = notebook.output(1).inner_text()
         assert "KeyboardInterrupt" in words and "train(" in words
         assert "site-packages" not in words and "gradmem_lib" not in words
+
+        notebook.start()
+        notebook.watch(until=lambda pictures: pictures >= 2)
+        notebook.page.evaluate(
+            "() => jupyterapp.shell.currentWidget.sessionContext.restartKernel()"
+        )
+        notebook.output(1).locator("canvas.gm-canvas[data-recording=false]").wait_for()
+        assert not notebook.output(1).locator(".gm-dot").is_visible()
+        assert "the kernel has ended" in notebook.output(1).inner_text()
+        shot(notebook, "restarted")
 
 
 def test_a_guess_is_typed_recorded_and_kept_in_the_file(browser, lab):
@@ -226,20 +235,6 @@ def test_a_guess_is_typed_recorded_and_kept_in_the_file(browser, lab):
         # The output was replaced under the reader, who goes on typing.
         notebook.page.wait_for_function("document.activeElement.tagName === 'INPUT'")
         assert notebook.errors == []
-
-
-def test_a_restart_ends_the_recording_on_the_page(browser, lab):
-    with Notebook(browser, lab, "endless.ipynb") as notebook:
-        notebook.start()
-        notebook.watch(until=lambda pictures: pictures >= 2)
-        notebook.page.evaluate(
-            "() => jupyterapp.shell.currentWidget.sessionContext.restartKernel()"
-        )
-        canvas = notebook.output(1).locator("canvas.gm-canvas[data-recording=false]")
-        canvas.wait_for()
-        assert not notebook.output(1).locator(".gm-dot").is_visible()
-        assert "the kernel has ended" in notebook.output(1).inner_text()
-        shot(notebook, "restarted")
 
 
 def test_keyboard_and_mouse_read_the_timeline(browser, lab):
@@ -275,11 +270,28 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         box = canvas.bounding_box()
         notebook.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         assert spoken.inner_text().startswith("operation ")
+        a_change_of_theme_redraws(notebook, canvas)
 
 
-@contextmanager
-def instrument(browser, lab):
-    """A finished picture whose script another cell has brought: (notebook, its output, canvas)."""
+def a_change_of_theme_redraws(notebook, canvas) -> None:
+    in_its_colours = f"() => {CANVAS}.dataset.ink === getComputedStyle({CANVAS}).color"
+    notebook.theme("JupyterLab Light")
+    notebook.page.wait_for_function(in_its_colours)
+    light = canvas.get_attribute("data-ink")
+    notebook.theme("JupyterLab Dark")
+    notebook.page.wait_for_function(f"(before) => {CANVAS}.dataset.ink !== before", arg=light)
+    notebook.page.wait_for_function(in_its_colours)
+    canvas.scroll_into_view_if_needed()
+    shot(notebook, "shown_dark")
+    # A theme may also change colours alone, and move nothing.
+    notebook.page.evaluate(
+        "document.body.style.setProperty('--jp-ui-font-color1', 'rgb(1, 200, 3)')"
+    )
+    notebook.page.wait_for_function(f"() => {CANVAS}.dataset.ink === 'rgb(1, 200, 3)'")
+
+
+def test_a_finished_picture_is_an_instrument(browser, lab):
+    """Its script has been brought by another cell."""
     with Notebook(browser, lab, "instrument.ipynb", width=900, scale=1.5) as notebook:
         notebook.theme("JupyterLab Light")
         notebook.run_all()
@@ -287,74 +299,73 @@ def instrument(browser, lab):
         canvas = output.locator("canvas[data-drawn]")
         canvas.wait_for()
         canvas.scroll_into_view_if_needed()
-        yield notebook, output, canvas
+        keys_read_each_block_of_a_moment_and_pin_one(notebook, output, canvas)
+        the_pointer_names_a_byte_zooms_and_pans(notebook, output, canvas)
+        a_group_stands_alone_and_the_same_bytes_regroup(notebook, output, canvas)
         assert notebook.errors == []
 
 
-def test_keys_read_each_block_of_a_moment_and_pin_one(browser, lab):
-    with instrument(browser, lab) as (notebook, output, canvas):
-        assert "function" not in output.locator("script").inner_text(), "the script stands once"
-        press, spoken = notebook.page.keyboard.press, output.locator(".gm-block")
-        largest_weight = notebook.output(3).inner_text().strip().split("; ")
-        canvas.focus()
-        press("p")
-        heard = []  # from the foot of the stack, where the weights are, the largest first
-        for _ in range(5):
-            press("ArrowUp")
-            heard.append(spoken.inner_text())
-        assert all(word in heard[0] for word in largest_weight)
-        assert len(set(heard)) == len(heard)
-        press("ArrowDown")
-        assert spoken.inner_text() == heard[-2]
-        press("Enter")
-        press("End")
-        assert "Pinned: " in output.locator(".gm-read").inner_text()
-        shot(notebook, "instrument_pinned")
-        press("Escape")
-        assert canvas.get_attribute("data-pinned") == ""
+def keys_read_each_block_of_a_moment_and_pin_one(notebook, output, canvas) -> None:
+    assert "function" not in output.locator("script").inner_text(), "the script stands once"
+    press, spoken = notebook.page.keyboard.press, output.locator(".gm-block")
+    largest_weight = notebook.output(3).inner_text().strip().split("; ")
+    canvas.focus()
+    press("p")
+    heard = []  # from the foot of the stack, where the weights are, the largest first
+    for _ in range(5):
+        press("ArrowUp")
+        heard.append(spoken.inner_text())
+    assert all(word in heard[0] for word in largest_weight)
+    assert len(set(heard)) == len(heard)
+    press("ArrowDown")
+    assert spoken.inner_text() == heard[-2]
+    press("Enter")
+    press("End")
+    assert "Pinned: " in output.locator(".gm-read").inner_text()
+    shot(notebook, "instrument_pinned")
+    press("Escape")
+    assert canvas.get_attribute("data-pinned") == ""
 
 
-def test_the_pointer_names_a_byte_zooms_and_pans(browser, lab):
-    with instrument(browser, lab) as (notebook, output, canvas):
-        mouse, box = notebook.page.mouse, canvas.bounding_box()
-        x, y = box["x"] + box["width"] / 2, box["y"] + 0.8 * box["height"]
-        mouse.move(x - 1, y)
-        mouse.move(x, y)
-        named = output.locator(".gm-tip b").inner_text()
-        assert named.split(" ")[0] in output.locator(".gm-block").inner_text()
-        mouse.wheel(0, -600)
-        first, last = view_of(canvas)
-        mouse.down()
-        mouse.move(x - 80, y, steps=4)
-        mouse.up()
-        assert view_of(canvas)[0] > first and view_of(canvas)[1] > last
-        shot(notebook, "instrument_zoomed")
-        mouse.dblclick(x, y)
-        assert canvas.get_attribute("data-view") == ""
-        mouse.click(box["x"] + 0.3 * box["width"], box["y"] + 24)  # a phase in the strip
-        assert view_of(canvas)[1] < last
-        notebook.page.keyboard.press("0")
-        assert canvas.get_attribute("data-view") == ""
+def the_pointer_names_a_byte_zooms_and_pans(notebook, output, canvas) -> None:
+    mouse, box = notebook.page.mouse, canvas.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + 0.8 * box["height"]
+    mouse.move(x - 1, y)
+    mouse.move(x, y)
+    named = output.locator(".gm-tip b").inner_text()
+    assert named.split(" ")[0] in output.locator(".gm-block").inner_text()
+    mouse.wheel(0, -600)
+    first, last = view_of(canvas)
+    mouse.down()
+    mouse.move(x - 80, y, steps=4)
+    mouse.up()
+    assert view_of(canvas)[0] > first and view_of(canvas)[1] > last
+    shot(notebook, "instrument_zoomed")
+    mouse.dblclick(x, y)
+    assert canvas.get_attribute("data-view") == ""
+    mouse.click(box["x"] + 0.3 * box["width"], box["y"] + 24)  # a phase in the strip
+    assert view_of(canvas)[1] < last
+    notebook.page.keyboard.press("0")
+    assert canvas.get_attribute("data-view") == ""
 
 
-def test_a_group_stands_alone_and_the_same_bytes_regroup(browser, lab):
-    with instrument(browser, lab) as (notebook, output, canvas):
-        row = output.locator("tbody tr").nth(2)
-        name = row.locator("th").inner_text()
-        for key, alone in (("Enter", name), (" ", "")):
-            row.press(key)
-            assert canvas.get_attribute("data-alone") == alone
-        row.click()
-        shot(notebook, "instrument_alone")
-        total = output.locator("tfoot td").first.inner_text()
-        for by in ("module", "line", "holder"):
-            output.locator(f"[data-by={by}]").click()
-            assert canvas.get_attribute("data-by") == by
-            assert output.locator("tfoot td").first.inner_text() == total
-            shot(notebook, f"instrument_by_{by}")
-        canvas.focus()
-        notebook.page.keyboard.press("g")
-        assert canvas.get_attribute("data-by") == "category"
+def a_group_stands_alone_and_the_same_bytes_regroup(notebook, output, canvas) -> None:
+    row = output.locator("tbody tr").nth(2)
+    name = row.locator("th").inner_text()
+    for key, alone in (("Enter", name), (" ", "")):
+        row.press(key)
+        assert canvas.get_attribute("data-alone") == alone
+    row.click()
+    shot(notebook, "instrument_alone")
+    total = output.locator("tfoot td").first.inner_text()
+    for by in ("module", "line", "holder"):
+        output.locator(f"[data-by={by}]").click()
+        assert canvas.get_attribute("data-by") == by
+        assert output.locator("tfoot td").first.inner_text() == total
+        shot(notebook, f"instrument_by_{by}")
+    canvas.focus()
+    notebook.page.keyboard.press("g")
+    assert canvas.get_attribute("data-by") == "category"
 
 
 def view_of(canvas) -> list[int]:
@@ -368,27 +379,6 @@ def test_what_grows_is_read_at_the_peak(browser, lab):
         notebook.run_all()
         growing = notebook.output(0).locator(".gm-growing td").inner_text()
         assert growing == notebook.output(1).inner_text().strip() != "0 B"
-
-
-def test_a_change_of_theme_redraws(browser, lab):
-    with Notebook(browser, lab, "after.ipynb") as notebook:
-        notebook.theme("JupyterLab Light")
-        notebook.run_all()
-        canvas = notebook.output(2).locator("canvas.gm-canvas")
-        canvas.wait_for()
-        in_its_colours = f"() => {CANVAS}.dataset.ink === getComputedStyle({CANVAS}).color"
-        notebook.page.wait_for_function(in_its_colours)
-        light = canvas.get_attribute("data-ink")
-        notebook.theme("JupyterLab Dark")
-        notebook.page.wait_for_function(f"(before) => {CANVAS}.dataset.ink !== before", arg=light)
-        notebook.page.wait_for_function(in_its_colours)
-        canvas.scroll_into_view_if_needed()
-        shot(notebook, "shown_dark")
-        # A theme may also change colours alone, and move nothing.
-        notebook.page.evaluate(
-            "document.body.style.setProperty('--jp-ui-font-color1', 'rgb(1, 200, 3)')"
-        )
-        notebook.page.wait_for_function(f"() => {CANVAS}.dataset.ink === 'rgb(1, 200, 3)'")
 
 
 def test_explorer_reacts_to_a_slider(browser, lab):

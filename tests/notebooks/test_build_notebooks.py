@@ -343,20 +343,6 @@ def test_a_broken_source_is_named_with_its_cell_and_line(course, capfd, kind, mo
     assert not (root / "lessons").exists(), "nothing is written from a broken source"
 
 
-def test_problems_of_all_lessons_are_shown_together(course, capfd):
-    root = course("# %%\n" + BROKEN["unclosed"][0] + "\n# %%\n" + BROKEN["unopened"][0])
-    course("# %%\n" + BROKEN["nested"][0], "02_second")
-    code, printed = run(root, capfd, "--lessons-only")
-    assert code == 1
-    for place in (
-        "01_first.py, cell 1",
-        "01_first.py, cell 2",
-        "02_second.py, cell 1",
-        "problems: 3",
-    ):
-        assert place in printed
-
-
 def test_a_long_cell_is_a_warning_only(course, capfd):
     root = course(
         "# %%\n# a comment does not count\n" + "\n\n".join(f"x{i} = {i}" for i in range(15)) + "\n"
@@ -453,29 +439,11 @@ def test_other_prose_is_stored_without_a_run(built, capfd):
     assert outputs[0] == outputs[1] and any(outputs[0])
 
 
-def test_check_shows_the_drift_of_both_notebooks(built, capfd):
-    course_source = built / "solutions/01_first.py"
-    course_source.write_text(SOURCE.replace("# # A lesson", "# # Another"))
-    printed = run(built, capfd, "--check")[1]
-    assert (
-        "lessons/01_first.ipynb: out of step" in printed
-        and "solutions/01_first.ipynb: out of step" in printed
-    )
-
-
 def test_check_fails_on_a_cell_that_was_not_executed(built, capfd):
     fake_run(built, execution_count=None)
     code, printed = run(built, capfd, "--check")
     assert code == 1
     assert "solutions/01_first.ipynb, cell 5: never executed" in printed
-
-
-def test_check_fails_on_a_cell_that_raised(built, capfd):
-    error = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])
-    fake_run(built, outputs=[error])
-    code, printed = run(built, capfd, "--check")
-    assert code == 1
-    assert "solutions/01_first.ipynb, cell 5: raised ValueError: no" in printed
 
 
 @pytest.mark.parametrize("folder", ["solutions", "lessons"])

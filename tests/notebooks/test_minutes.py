@@ -53,8 +53,3 @@ def test_optional_sections_are_counted_apart():
     # prose, code, guess, claim and the exercise, rounded up
     assert found.optional == 11
     assert of_cells(cells[:1]).optional == 2
-
-
-def test_what_is_folded_is_not_counted():
-    folded = f"<details><summary>Hint</summary>\n\n{WORDS}\n\n</details>"
-    assert of_cells([("markdown", folded)]).total == 0

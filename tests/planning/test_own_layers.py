@@ -27,12 +27,11 @@ from support.plans import assert_code_needs_what_was_predicted
 from support.predicted import assert_same, tracked
 from torch import nn
 
-from gradmem_lib.compat.trees import tree_map
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.rows import count_row
-from gradmem_lib.prediction.fit import checkpoint_layers, fit
+from gradmem_lib.prediction.fit import fit
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.layers import find_layers
 from gradmem_lib.training.recipe import Recipe
@@ -218,20 +217,6 @@ def test_a_module_is_left_as_it_was_by_the_forward_that_is_watched(look):
     assert type(model.blocks[0].scale) is torch.Tensor
 
 
-def test_what_is_true_of_several_lists_is_said_once():
-    both = nn.Module()
-    both.one, both.two, both.three = Chain(Draws), Chain(Draws), Chain(InPlace)
-
-    def loss(model, batch):
-        return sum(class_loss(chain, batch) for chain in model.children())
-
-    _, problems = find_own_layers(both, VECTORS, loss)
-    assert len(problems) == 2
-    assert problems[0].startswith("Layer 0 of one.blocks cannot run again in backward")
-    assert problems[0].endswith("The same is true of two.blocks.")
-    assert "three.blocks" in problems[1]
-
-
 def test_a_batch_norm_in_a_layer_is_left_alone_and_the_plan_says_so():
     """A second forward would change its running statistics a second time."""
 
@@ -299,25 +284,6 @@ def test_a_list_may_be_given_by_the_names_of_its_layers():
     for wrong in (3, [3], [[]], [["a", 3]]):
         with pytest.raises(TypeError, match="give the names of lists of layers"):
             Recipe(layers=wrong)
-
-
-@pytest.mark.parametrize("name", OWN_MODELS)
-def test_gradients_are_those_without_checkpoints(name):
-    build, batch, loss, lists = OWN_MODELS[name]
-    torch.manual_seed(0)
-    model = build()
-    rows = tree_map(lambda t: torch.rand_like(t) if t.is_floating_point() else t, rows_of(batch))
-
-    def gradients():
-        model.zero_grad()
-        value = model(**rows) if loss is None else loss(model, rows)
-        value.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain = gradients()
-    with checkpoint_layers(model, "per-layer", layers=lists):
-        again = gradients()
-    assert all(map(torch.equal, plain, again))
 
 
 def test_fit_recomputes_as_few_of_the_named_layers_as_the_budget_allows():

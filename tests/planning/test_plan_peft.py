@@ -48,10 +48,10 @@ def planned(model, card, **changes):
 
 
 def assert_tracked(made, model) -> None:
-    """The best option and every third of the others (every night all of them), by category at
+    """The best option and every sixth of the others (every night all of them), by category at
     every moment, beside a step of the very model.
     """
-    for option in each(3, (*made.fits, *made.refused)):
+    for option in each(6, (*made.fits, *made.refused)):
         given = copy.deepcopy(model)
         dtype = option.recipe.weight_dtype
         batch = example_batch(
@@ -102,7 +102,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", each(5, LAYOUTS))
+@pytest.mark.parametrize("name", each(9, LAYOUTS))
 def test_every_option_needs_what_a_tracked_step_of_the_model_does(name):
     card, how = LAYOUTS[name]
     model = wrapped(**how) if isinstance(how, dict) else how()

@@ -27,7 +27,6 @@ from gradmem_lib.planning.rows import count_row, rows_like
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.recipe import Recipe
 
 ROWS, LABELS = 4, 6
@@ -193,16 +192,6 @@ def test_the_code_for_a_module_of_ones_own_runs_and_needs_what_was_predicted(nam
     assert ("No checkpoints are tried" in str(made)) == (name == "unet")
     rows = rows_of(batch, ROWS, made.best.recipe.weight_dtype)
     assert_code_needs_what_was_predicted(made, build(), rows, loss)
-
-
-def test_a_module_of_ones_own_may_have_lora_already():
-    model = Diffusion()
-    add_lora(model, 2)
-    asked = {"global_batch": ROWS, "batch": NOISE, "loss": noise_loss, "target": "cpu"}
-    made = plan(model, card="1 GiB", **asked)
-    assert made.method == "lora" and made.best.recipe.lora_rank is None
-    rows = rows_of(NOISE, ROWS, made.best.recipe.weight_dtype)
-    assert tracked(model, rows, made.best.recipe, noise_loss).peak == made.best.prediction.peak
 
 
 def test_an_encoder_and_a_decoder_may_have_unlike_lengths():

@@ -32,7 +32,7 @@ RECIPES = {
     "accumulated": Recipe(accumulation=2, optimizer="sgd"),
     "in-backward": Recipe(in_backward=True, precision="bf16", attention=None),
 }
-CASES = each(17, product(FAMILIES, RECIPES))  # in steps in which every recipe comes
+CASES = each(35, product(FAMILIES, RECIPES))  # in steps in which every recipe comes
 ROWS, TOKENS = 2, 16
 
 BF16 = ("bf16-eager-fused", "lora", "in-backward")

@@ -108,29 +108,6 @@ def peaks(loop: Loop, target: str = "cpu", **recipe):
     return predict(config("llama"), **ask, loop=loop)
 
 
-def test_what_each_choice_costs():
-    plain = peaks(Loop())
-    gradients = plain.peak.by_category["gradients"] or plain.current.by_category["parameters"]
-    before_forward = peaks(Loop(zero_grad="before forward"))
-    assert before_forward.peak == plain.peak
-    kept = before_forward.current.total - plain.current.total
-    assert kept == before_forward.current.by_category["gradients"] == gradients
-    before_backward = peaks(Loop(zero_grad="before backward"))
-    assert before_backward.peak_by_phase["forward"] == plain.peak_by_phase["forward"] + kept
-    outputs = peaks(Loop(keeps="outputs"))
-    logits = 4 * TOKENS * 128 * 4
-    assert outputs.current.total - plain.current.total == logits + 4  # and the loss
-    assert peaks(Loop(keeps="loss")).current.total - plain.current.total == 4
-    on_card = [peaks(loop, "cuda").current.total for loop in (Loop(), Loop(keeps="loss"))]
-    assert on_card[1] - on_card[0] == 512
-
-
-def test_shifted_logits_are_two_float32_copies_of_bf16_ones():
-    plain = peaks(Loop(), precision="bf16", attention=None)
-    shifted = peaks(Loop(shifted_logits=True), precision="bf16", attention=None)
-    assert shifted.peak_by_phase["forward"] > plain.peak_by_phase["forward"]
-
-
 def test_short_traces_know_the_loop():
     """Clipping stacks a norm of each parameter: that is one storage that grows with the layers, and
     such a step is traced whole.

@@ -19,12 +19,9 @@ from support.predicted import assert_predicted, assert_same, config, mean_square
 from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
-    BatchEncoding,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
 )
 from transformers.models.llama import modeling_llama
 
@@ -151,12 +148,6 @@ def test_a_class_of_ones_own_is_traced_whole():
     assert_predicted(model, batch(), RECIPE)
 
 
-def test_a_tokenizers_batch_is_a_dict():
-    given = batch()
-    given["attention_mask"] = torch.tensor([[1] * 12, [1] * 7 + [0] * 5] * 4)
-    assert_predicted(llama(2), BatchEncoding(given), RECIPE)
-
-
 def tracked_loop(model) -> MemoryTracker:
     """The second step of a loop that someone writes without a recipe."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -225,16 +216,6 @@ def real_peak(cfg, recipe=None):
     return tracked(model, example_batch(model, 8, 12), recipe).peak
 
 
-def test_another_attention_is_another_question():
-    found = {}
-    for attention in ("sdpa", "eager"):
-        cfg = llama().config
-        cfg._attn_implementation = attention
-        found[attention] = predict(cfg, **ASK, recipe=RECIPE).peak
-        assert found[attention] == real_peak(cfg, RECIPE)
-    assert found["sdpa"].total != found["eager"].total
-
-
 class Wider(modeling_llama.LlamaRMSNorm):
     def forward(self, x):
         return super().forward(x.sin().sin().sin())  # each keeps its input
@@ -273,17 +254,6 @@ def test_a_prediction_is_of_training_wherever_it_is_asked_for(around):
     with around():
         predicted = predict(model, batch=x, loss=mean_square, target="cpu")
     assert_same(predicted, tracked(model, x, loss=mean_square))
-
-
-def test_parameters_without_a_gradient_have_no_states():
-    """A vision-language model that is given text alone: its vision tower has no gradients."""
-    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48}
-    vision |= {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
-    text = config("llama")
-    cfg = LlavaConfig(vision_config=vision, text_config=text, image_token_index=127)
-    assert_predicted(LlavaForConditionalGeneration(cfg), batch())
-    held = predict(cfg, **ASK).current.by_category
-    assert held["optimizer"] < 2 * held["parameters"]
 
 
 def test_what_a_first_step_leaves_in_a_module_is_there_before_the_second():

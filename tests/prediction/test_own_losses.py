@@ -94,7 +94,7 @@ CUT = [{"accumulation": 2}, {"accumulation": 2, "precision": "autocast-bf16"}]
 CASES = [*product(BY_ROW, WHOLE + CUT), *product(BETWEEN_ROWS, WHOLE)]
 
 
-@pytest.mark.parametrize(("loss", "fields"), each(2, CASES))
+@pytest.mark.parametrize(("loss", "fields"), each(5, CASES))
 def test_a_loss_is_predicted(loss, fields):
     assert_predicted(Net(), (X, LABELS), Recipe(**fields), loss)
 
@@ -121,8 +121,9 @@ FUNCTIONS = (
 )
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("function", "reduction"), each(2, product(FUNCTIONS, ["mean", "sum", "none"]))
+)
 def test_a_loss_may_keep_more_than_its_number(function, reduction):
     def loss(net, batch):
         return function(net(batch[0]).sigmoid(), batch[1], reduction=reduction).mean()

@@ -52,14 +52,6 @@ def normed(y):
     return F.relu_(F.instance_norm(y.view(SHAPE)))
 
 
-def viewed(y):
-    return F.relu(y.view(SHAPE), inplace=True)
-
-
-def by_method(y):
-    return y.view(SHAPE).mul_(2)
-
-
 def transposed(y):
     view = y.t()
     view *= 2
@@ -70,10 +62,6 @@ def selected(y):
     view = y[0]
     view *= 2
     return view
-
-
-def sliced(y):
-    return y[1:].mul_(3)
 
 
 def assigned(y):
@@ -123,7 +111,7 @@ def recomputed_here() -> nn.Module:
 
 
 MANY = torch.rand(400, 16)
-for change in (normed, viewed, by_method, transposed, selected, sliced, assigned, base):
+for change in (normed, transposed, selected, assigned, base):
     PROGRAMS[change.__name__] = Program(partial(Changing, change), MANY, loss=mean_square)
 PROGRAMS["recomputed"] = Program(partial(Recomputed, use_reentrant=False), MANY, loss=mean_square)
 PROGRAMS["recomputed by this library"] = Program(recomputed_here, MANY, loss=mean_square)
@@ -180,7 +168,7 @@ class Unfolded(nn.Module):
 
 
 PICTURE = torch.randn(2, 6, 18, 1, requires_grad=True)
-for window, stride in ((9, 1), (3, 3), (1, 2)):
+for window, stride in ((9, 1), (1, 2)):
     PROGRAMS[f"fold {window} {stride}"] = Program(partial(Unfolded, window, stride), PICTURE)
 
 
@@ -197,7 +185,7 @@ class Depthwise(nn.Module):
         return self.after(self.between(picture).flatten(2).transpose(1, 2)).square().mean()
 
 
-for n, pieces in ((1, 1), (2, 1), (2, 2), (4, 2)):
+for n, pieces in ((1, 1), (2, 1), (2, 2)):
     tokens, cut = torch.randn(n, 36, 8), {"accumulation": pieces, "optimizer": "sgd"}
     PROGRAMS[f"tokens as a picture {n} {pieces}"] = Program(Depthwise, tokens, cut)
 
@@ -212,10 +200,10 @@ class Bags(nn.Module):
 
 
 IDS = {"ids": torch.arange(30) % 40, "offsets": torch.tensor([0, 4, 9, 30])}
-for mode in ("sum", "mean", "max"):
-    for options in ({}, {"padding_idx": 3}, {"include_last_offset": True}):
-        sgd = AS_IT_IS | {"optimizer": "sgd"}
-        PROGRAMS[f"bag {mode} {options}"] = Program(partial(Bags, mode, **options), IDS, sgd)
+BAGS = {"sum": {}, "mean": {"padding_idx": 3}, "max": {"include_last_offset": True}}
+for mode, options in BAGS.items():
+    sgd = AS_IT_IS | {"optimizer": "sgd"}
+    PROGRAMS[f"bag {mode}"] = Program(partial(Bags, mode, **options), IDS, sgd)
 
 
 # Hooks, functions and caches that hold modules and tensors.
@@ -501,8 +489,7 @@ class ChecksWeights(nn.Module):
 
 
 for how in ("gt", "ge", "lt", "le", "any"):
-    for p in (0.0, 1.0):
-        PROGRAMS[f"drops {how} {p}"] = Program(partial(Drops, p, how))
+    PROGRAMS[f"drops {how}"] = Program(partial(Drops, float(how in ("lt", "any")), how))
 PROGRAMS["drops no layer"] = Program(partial(Dropping, 0.0))
 PROGRAMS["drops no layer, by numpy"] = Program(partial(Dropping, 0.0, numpy_number))
 PROGRAMS["weights are finite"] = Program(partial(ChecksWeights, weights=True))
@@ -741,13 +728,10 @@ def test_what_onednns_lstm_keeps_in_bf16_is_refused():
 @pytest.mark.parametrize("draw", [random.random, numpy_number])
 @pytest.mark.parametrize("probability", [0.01, 0.5, 0.99])
 def test_layers_that_are_left_out_by_chance_are_refused(draw, probability):
-    for seed in range(3):
-        random.seed(seed)
-        np.random.seed(seed)
-        state = random.getstate(), np.random.get_state()[1].tolist()
-        with pytest.raises(CannotTrace, match="set that probability to 0"):
-            predict(Dropping(probability, draw), batch=ROWS, target="cpu")
-        assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+    state = random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(CannotTrace, match="set that probability to 0"):
+        predict(Dropping(probability, draw), batch=ROWS, target="cpu")
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state
 
 
 # Layers that the library is told of.

@@ -106,7 +106,7 @@ def batch() -> dict:
 
 
 # in steps in which every recipe comes
-@pytest.mark.parametrize(("name", "recipe"), each(14, product(EXACT, RECIPES)))
+@pytest.mark.parametrize(("name", "recipe"), each(20, product(EXACT, RECIPES)))
 def test_a_method_is_predicted_to_the_byte(name, recipe):
     model = model_of(*EXACT[name])
     ask = {"batch": batch(), "recipe": recipe}

@@ -102,17 +102,3 @@ def test_the_target_is_the_card_where_there_is_one(monkeypatch):
             "gradmem_lib.prediction.predict.torch", SimpleNamespace(**vars(torch) | {"cuda": cuda})
         )
         assert predict(config("gpt2"), batch_size=2, seq_len=8).target == target
-
-
-@pytest.mark.parametrize("target, nbytes", [("cuda", 4 + 1), ("cpu", 4 + 4)])
-def test_dropout_keeps_a_mask_of_a_byte_on_a_card_alone(target, nbytes):
-    """Beside its result, for each number; on the CPU, a factor in its dtype."""
-
-    def kept(dropout: nn.Module) -> int:
-        model = nn.Sequential(nn.Linear(16, 1024), dropout, nn.Linear(1024, 1))
-        found = predict(
-            model, batch=torch.ones(64, 16), loss=lambda m, x: m(x).mean(), target=target
-        )
-        return max(found.timeline.by_category["activations"])
-
-    assert round((kept(nn.Dropout(0.5)) - kept(nn.Identity())) / (64 * 1024)) == nbytes

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.nightly import ALL, each
 from support.predicted import assert_short_is_full, config
-from support.ranked import ROWS, TOKENS, config_of, figures, measured_here, predicted_for
+from support.ranked import ROWS, TOKENS, figures, measured_here, predicted_for
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -57,30 +57,6 @@ def test_a_predicted_rank_is_the_tracked_one(ranks):
             )
 
 
-@pytest.mark.parametrize(
-    ("cfg", "fields", "is_short"),
-    [
-        (config("gqa", 8), {"lora_rank": 4, "precision": "bf16"}, False),
-        # buckets of whole blocks are predicted from a few layers
-        (
-            LlamaConfig(
-                hidden_size=128,
-                intermediate_size=128,
-                vocab_size=128,
-                num_attention_heads=4,
-                num_hidden_layers=14,
-            ),
-            {},
-            True,
-        ),
-    ],
-)
-def test_buckets_of_a_card_are_rounded_as_a_whole(cfg, fields, is_short):
-    recipe = Recipe(sharding="ddp", **fields)
-    asked = {"batch_size": 2, "seq_len": 8, "recipe": recipe, "target": "cuda", "ranks": 2}
-    assert bool(assert_short_is_full(cfg, **asked).traced_layers) == is_short
-
-
 def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypatch):
     reduce, sent = dist.all_reduce, []
 
@@ -92,12 +68,6 @@ def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypat
     asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
     predict(config("llama"), recipe=Recipe(sharding="ddp"), full=True, **asked)
     assert (torch.float64, 8) in sent
-
-
-def test_layers_that_return_views_are_predicted_without_a_warning(recwarn):
-    recipe = Recipe(sharding="fsdp")
-    predict(config_of("t5"), batch_size=2, seq_len=8, recipe=recipe, target="cpu", ranks=2)
-    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

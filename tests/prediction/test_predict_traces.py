@@ -104,16 +104,6 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
     assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
 
 
-def test_remembered_results_are_those_of_pytorchs_fake_tensors(monkeypatch):
-    recipe = Recipe(lora_rank=2, precision="bf16", quantized_base=True, chunked_loss=True)
-    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": "cuda", "full": True}
-    fakes.answers_by_settings.clear()
-    quick = predict(config("qwen3"), **ask).timeline.rows
-    fakes.answers_by_settings.clear()
-    monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
-    assert np.array_equal(quick, predict(config("qwen3"), **ask).timeline.rows)
-
-
 def _operations(x, n):
     """Results of operations that are easy to take for one another."""
     yield x + 1
@@ -186,37 +176,6 @@ def asked(monkeypatch):
     fakes.answers_by_settings.clear()
 
 
-KNOWN = {
-    "new": lambda x: x + 1,
-    "a view": lambda x: x.t(),
-    "several views": lambda x: x.split(2),
-    "written to": lambda x: x.add_(1),
-    "written to, without a result": lambda x: torch._foreach_add_([x, x], 1.0),
-    "several": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
-    "none": lambda x: torch.ops.aten.native_layer_norm_backward(
-        x, x, [6], x[:, :1], x[:, :1], x[0], None, [True, True, False]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much(
-    name, asked, monkeypatch
-):
-    def times(target=None):
-        with fakes.QuickFakeMode(target):
-            x = torch.empty(4, 6)
-            asked.clear()
-            KNOWN[name](x)
-            return len(asked)
-
-    times()  # PyTorch's own memory of its first time is another matter
-    fakes.answers_by_settings.clear()
-    assert times() > 0 and times() == 0 and times("cuda") > 0
-    monkeypatch.setattr(fakes, "MAX_ANSWERS", 1)
-    assert times() > 0
-
-
 @pytest.mark.parametrize(
     "change, back",
     [
@@ -280,28 +239,6 @@ def test_a_conjugate_stays_one():
             False,
             True,
         ] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_experts_in_groups_have_results_of_their_own_dtype(dtype):
-    with fakes.QuickFakeMode():
-        x, w = torch.ones(16, 8, dtype=dtype), torch.ones(2, 8, 24, dtype=dtype)
-        for _ in range(2):
-            out = torch._grouped_mm(x, w, offs=torch.tensor([8, 16], dtype=torch.int32))
-            assert (out.shape, out.dtype) == ((16, 24), dtype)
-
-
-def test_a_tensor_that_knows_its_value_keeps_it():
-    with fakes.QuickFakeMode():
-        assert [torch.tensor(n).item() for n in (2, 3, 3, 2)] == [2, 3, 3, 2]
-
-
-def test_results_of_lists_are_those_of_the_tensors_in_them():
-    with fakes.QuickFakeMode():
-        x = torch.ones(2, 3)
-        assert [torch.cat([x, y]).shape[0] for y in (x, x[:1], x)] == [4, 3, 4]
-        x.resize_(5, 3)
-        assert torch.cat([x, x]).shape[0] == 10
 
 
 def units(recipe: Recipe, layers: int, **question) -> list[int]:

@@ -30,7 +30,7 @@ def source():
 @pytest.mark.parametrize(
     "recipe",
     each(
-        2,
+        3,
         [
             replace(PLAIN, accumulation=4),
             PLAIN,

@@ -16,7 +16,6 @@ from gradmem_lib.planning.plan import plan
 from gradmem_lib.prediction import second_process as module
 from gradmem_lib.prediction import short_traces
 from gradmem_lib.prediction.predict import predict, source_of
-from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.second_process import can_fork, second_process
 from gradmem_lib.prediction.short_traces import trace_few_parts
 from gradmem_lib.training.recipe import Recipe
@@ -93,18 +92,6 @@ def test_a_plan_uses_the_second_process_and_ends_it(monkeypatch):
     assert not multiprocessing.active_children()
 
 
-def test_a_process_that_was_killed_is_not_waited_for():
-    recipe = Recipe(precision="bf16")
-    alone = ask(source_of(config()), recipe)
-    source = source_of(config())
-    with second_process(source, trace_few_parts):
-        pid = source.second_process._process.pid
-        os.kill(pid, signal.SIGKILL)
-        for _ in range(2):
-            assert ask(source, recipe).peak == alone.peak
-    assert not multiprocessing.active_children()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_the_second_process_ends_where_the_block_is_left(error):
     source = source_of(config())
@@ -112,17 +99,6 @@ def test_the_second_process_ends_where_the_block_is_left(error):
         raise error
     assert source.second_process is None
     assert not multiprocessing.active_children()
-
-
-def test_an_error_is_the_one_of_this_process():
-    """A trace that fails in the other process fails here, with the same words."""
-    source = source_of(config())
-
-    def fails(question):
-        raise CannotTrace(f"{len(question.kept)} lists")
-
-    with second_process(source, fails), pytest.raises(CannotTrace, match="1 lists"):
-        module.traces_of(source, questions_about(source), fails)
 
 
 def questions_about(source, counts=(3, 4)) -> list:

@@ -39,7 +39,7 @@ def named(family: str, depths) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("family", "depths", "recipe", "layers"),
     each(
-        4,
+        5,
         [
             ("whisper", (12, 12), {"checkpointing": "per-layer"}, (6, 7, 7)),
             ("gemma2", (16,), {"attention": "eager"}, (4, 6)),
@@ -93,7 +93,7 @@ def test_the_first_layers_of_two_lists_are_predicted_from_shared_short_traces(
 @pytest.mark.parametrize(
     ("hidden", "recipe", "is_short"),
     each(
-        2,
+        3,
         [
             # norms of half a block each, two in a layer
             (64, {}, True),

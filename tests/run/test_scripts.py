@@ -10,15 +10,12 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPTS = {  # with the arguments that each is given
-    "nanogpt_train.py": ["--max_iters=4", "--dtype=bfloat16"],
     "mingpt_trainer.py": ["2"],
     "hf_trainer.py": [],
     "accelerate_nlp.py": ["--cpu"],
     "lightning_loop.py": [],
     "diffusion_train.py": [],
-    "mnist.py": ["--epochs", "2", "--save-model"],
     "word_language_model.py": ["--interrupt"],
-    "dcgan.py": [],
     "peft_lora.py": [],
 }
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forks")

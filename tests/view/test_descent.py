@@ -4,11 +4,8 @@ never changes.
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
-from PIL import Image
 
 from gradmem_lib.view import descent
 
@@ -50,21 +47,6 @@ def test_paths_end_where_they_ended_and_all_of_them_are_in_the_picture():
     assert axes.collections, "no contours"
 
 
-def test_a_rule_keeps_its_colour_from_picture_to_picture():
-    both = descent.plot_paths(bowl, {"SGD": PATHS["SGD"], "Adam": PATHS["mine"]})
-    alone = descent.plot_paths(bowl, {"Adam": PATHS["mine"]})
-    curve = descent.plot_losses({"Adam": [2.0, 1.0]})
-    color = {
-        next(line.get_color() for line in figure.axes[0].lines if line.get_label() == "Adam")
-        for figure in (both, alone, curve)
-    }
-    assert len(color) == 1
-    styles = list(descent.STYLES.values())
-    assert all(len({style[i] for style in styles}) == len(styles) for i in (0, 2)), (
-        "colours and marks differ"
-    )
-
-
 def test_losses_are_smoothed_over_the_last_steps():
     drawn = lines(descent.plot_losses({"SGD": [4.0, 2.0, 3.0]}, smooth=2))
     assert drawn["SGD"].tolist() == [[1, 4.0], [2, 3.0], [3, 2.5]]
@@ -81,9 +63,3 @@ def test_what_is_shown_has_words_and_a_constant_text(shown):
     assert "minimum is at (0.00, 0.00)" in words["alt"]
     assert "SGD from 4.00 to 2.00" in others["alt"]
     assert len(paths["image/png"]) < 80_000 and len(losses["image/png"]) < 40_000
-
-
-def test_the_same_picture_is_the_same_bytes():
-    first, second = (descent.plot_paths(bowl, PATHS).png() for _ in range(2))
-    assert first == second
-    assert Image.open(io.BytesIO(first)).width > 1000

@@ -40,18 +40,6 @@ def test_each_segment_runs_again_just_before_its_backward():
     )
 
 
-def test_reentrant_checkpoints_are_heard_as_well():
-    layers, calls = chain(6)
-    x = batch()
-    record = record_schedule(
-        layers, lambda: in_segments(layers, [3, 3], x, reentrant=True).sum().backward()
-    )
-    assert record.ran("forward", "recompute") == calls
-    assert record.ran("recompute") == [0, 1, 2]
-    assert record.ran("backward") == [5, 4, 3, 2, 1, 0]
-    assert schedules.looks_of(record)[:6] == ["dropped"] * 3 + ["forward"] * 3
-
-
 class ByHand(torch.autograd.Function):
     """A checkpoint as a learner writes it."""
 
@@ -100,19 +88,6 @@ def test_nested_segments_run_some_layers_three_times():
         if event.kind == "recompute"
     ]
     assert again == ["redropped"] * 2 + ["recompute"] * 4
-
-
-@pytest.mark.parametrize("every", [1, 2, [2, 1, 2]])
-def test_layers_without_submodules(every):
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    x = batch()
-    with checkpoint_layers(layers, every):
-        record = record_schedule(layers, lambda: layers(x).sum().backward())
-    assert record.ran("forward") == [0, 1, 2, 3, 4] and record.ran("backward") == [4, 3, 2, 1, 0]
-    assert record.ran("recompute") == {1: [4, 3, 2, 1, 0], 2: [4, 2, 3, 0, 1]}.get(
-        every if every in (1, 2) else 0, [2, 0, 1]
-    )
 
 
 @pytest.mark.parametrize("how", ["none", "transformers", "segments"])
@@ -196,17 +171,6 @@ def test_the_peak_is_the_trackers(segments):
     assert event.start <= record.peak_operation < event.stop
     kinds = {phase for phase, peak in tracker.peak_by_phase.items() if peak == tracker.peak.total}
     assert kinds == {"backward"} and event.kind in ("backward", "recompute")
-
-
-def test_gradients_of_parameters_are_left_after_the_step():
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    x = torch.randn(32, 8)
-    record = record_schedule(layers, lambda: layers(x).sum().backward())
-    assert record.live["left"][-1] == 4 * (8 * 8 + 8) * 4
-    assert record.totals[-1] == record.live["left"][-1] + X + 2 * 4, (
-        "the batch, the loss and its gradient"
-    )
 
 
 # Leaving no trace.

@@ -81,13 +81,6 @@ def test_the_figure_shows_its_peak_and_is_small(n):
     )
 
 
-def test_thinning_keeps_the_peak(record, monkeypatch):
-    monkeypatch.setattr(schedules, "MAX_POINTS", 20)
-    x, live = schedules.samples(record)
-    assert len(x) <= 20 and sum(live.values()).max() == record.peak
-    assert (np.diff(x) > 0).all()
-
-
 def test_words_for_those_who_do_not_see_it(record, monkeypatch):
     shown = []
     monkeypatch.setattr(
@@ -178,23 +171,6 @@ def test_the_curve_is_measured_and_marks_where_you_are(explorer):
     axes = schedules.plot_schedule(best, curve=explorer.curve, here=(None, "best")).axes[2]
     assert axes.lines[1].get_ydata()[0] * 1024 == best.peak < min(explorer.curve.values())
     assert "best" in [text.get_text() for text in axes.texts]
-
-
-def test_at_a_ratio_of_one_the_lowest_point_is_the_square_root():
-    for n in (9, 25):
-        peaks = {
-            k: schedule_explorer.run_chain(n, k, 1, "equal segments").peak
-            for k in schedule_explorer.curve_segments(n)
-        }
-        assert peaks[round(n**0.5)] == min(peaks.values()) < min(peaks[1], peaks[n])
-
-
-def test_best_segments_are_lower_than_all_equal_ones():
-    for n, ratio in ((12, 4), (24, 5)):
-        equal = min(
-            schedule_explorer.run_chain(n, k, ratio, "equal segments").peak for k in range(1, n + 1)
-        )
-        assert schedule_explorer.run_chain(n, 1, ratio, "best segments").peak < equal
 
 
 def test_in_a_running_kernel_the_curve_follows_between_messages():

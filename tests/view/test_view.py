@@ -194,14 +194,6 @@ def test_a_still_states_its_peak_and_budget():
     assert "optimizer 56.00 MiB" in words and "1,073,741,824 bytes" in words
 
 
-def test_a_budget_far_above_the_run_does_not_flatten_it():
-    timeline = timeline_of(300)
-    highest = max(timeline.totals)
-    figure = stills.plot_timeline(timeline, budget=40 * GiB)
-    assert figure.axes[0].get_ylim()[1] * MiB < 1.2 * highest
-    assert any("above this picture" in t.get_text() for t in figure.axes[0].texts)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("samples", [1, 2, 10, 100_000])
 def test_a_block_of_any_length_is_drawn_without_a_warning(samples):
@@ -248,14 +240,6 @@ def test_a_long_title_does_not_run_into_the_figures_beside_it():
     title, peak = figure.texts[:2]
     assert title.get_text().endswith("…")
     assert title.get_window_extent().x1 < peak.get_window_extent().x0
-
-
-def test_many_phases_become_numbered_steps():
-    timeline = timeline_of(400, steps=20)
-    figure = stills.plot_timeline(timeline)
-    shown = [text.get_text() for text in figure.axes[0].texts]
-    assert [name for name in shown if name.isdigit()] == [str(n) for n in range(1, 21)]
-    assert not {"forward", "fwd", "backward"} & set(shown)
 
 
 def words_of(figure) -> list[str]:
@@ -317,16 +301,6 @@ def test_an_interrupt_shows_the_lines_of_no_library():
     assert set(files) == {__file__} and len(files) == 3
 
 
-def test_a_real_error_keeps_all_its_lines():
-    import json
-
-    try:
-        json.loads("{")
-    except ValueError as error:
-        keep_own_lines()
-        assert "decoder.py" in error.__traceback__.tb_next.tb_next.tb_frame.f_code.co_filename
-
-
 def test_a_picture_in_a_notebook_at_work_can_be_read_out(monkeypatch):
     timeline = timeline_of(50)
     figure = stills.plot_timeline(timeline, title='a "run"')
@@ -383,16 +357,6 @@ def test_nothing_recorded_is_said_in_words():
         "text/html": "<em>Memory of x: nothing was recorded.</em>",
         "text/plain": "MemoryTracker plot: x",
     }
-
-
-def test_phase_runs_join_neighbours():
-    runs = stills.phase_runs([0, 3, 6, 9, 12], ["forward", "forward", "backward", "idle", "idle"])
-    assert runs == [("forward", 0, 6), ("backward", 6, 9), ("idle", 9, 12)]
-
-
-@pytest.mark.parametrize("span, step", [(100, 20), (45, 10), (1.2, 0.5), (0, None)])
-def test_axis_steps_are_round(span, step):
-    assert style.nice_step(span) == pytest.approx(step) if step else style.nice_step(span) > 0
 
 
 # In a script, and in a kernel.

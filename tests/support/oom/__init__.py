@@ -7,6 +7,7 @@ out of memory; and programs that look like them, and must not be accused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -62,11 +63,15 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def has(*causes: str, line: str = "", says: str = ""):
-    """Puts a program down. Without ``causes``, it must not be accused of anything."""
+    """Puts a program down. Without ``causes``, it must not be accused of anything.
+
+    It runs once in each of its ways, for all tests; ``__wrapped__`` runs it again.
+    """
 
     def put_down(run):
-        PROGRAMS[run.__name__] = Program(run, causes, line, says)
-        return run
+        once = cache(run)
+        PROGRAMS[run.__name__] = Program(once, causes, line, says)
+        return once
 
     return put_down
 

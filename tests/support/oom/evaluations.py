@@ -16,7 +16,6 @@ from support.oom import (
     IN_EACH_STEP,
     SECOND,
     STAYS,
-    WAIT,
     Net,
     adamw,
     has,
@@ -56,11 +55,6 @@ def logits_in_one_tensor(remedied=False):
     return tracker
 
 
-@has(EVALUATION)
-def counted_evaluation():
-    return evaluated(lambda out: int(out.logits.argmax(-1).sum()))
-
-
 @has(COLLECTED, EVALUATION)
 def second_list_of_outputs(remedied=False):
     """A test after a validation, whose outputs are gone by then."""
@@ -72,16 +66,6 @@ def second_list_of_outputs(remedied=False):
                 out = net(x)
                 kept.append(out.argmax(-1).tolist() if remedied else out)
             del kept, out
-    return tracker
-
-
-@has(EVALUATION)
-def one_large_evaluation(remedied=False):
-    model = llama()
-    ids = rows(2 if remedied else 16)
-    with MemoryTracker(model, live=False) as tracker, torch.no_grad():
-        for _ in range(3):
-            model(input_ids=ids, use_cache=False)
     return tracker
 
 
@@ -193,28 +177,6 @@ def feature_bank(remedied=False):
             updated(net(torch.randn(256, 64)).square().mean(), optimizer)
 
     return trained(net, optimizer, epoch, steps=1)
-
-
-@has(STAYS, WAIT)
-def scores_before_an_update(remedied=False):
-    """Logits of a scoring stay while the training goes on. ``remedied``: only what is needed."""
-    net = nn.Sequential(nn.Embedding(512, 32), nn.Linear(32, 512))
-    optimizer = sgd(net)
-
-    def step(i):
-        ids = torch.randint(0, 512, (8, 16))
-        logits, chosen = [], []
-        with torch.no_grad():
-            for row in ids:
-                out = net(row)
-                chosen.append(out.log_softmax(-1)[range(16), row])
-                if not remedied:
-                    logits.append(out)
-        for row, expected in zip(ids, chosen, strict=True):
-            found = net(row).log_softmax(-1)[range(16), row]
-            updated((found - expected).exp().mean(), optimizer)
-
-    return trained(net, optimizer, step, steps=2)
 
 
 class Rows(torch.utils.data.Dataset):

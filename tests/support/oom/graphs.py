@@ -5,7 +5,6 @@ Each program returns its tracker, and does with ``remedied=True`` what the diagn
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -14,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from support.oom import (
     ADDED_UP,
-    COPIED,
     EXPANDED,
     FOR_NOBODY,
-    GROWS,
     IDLE,
     LEFT,
     LOGITS,
@@ -60,38 +57,12 @@ def validation_before_the_backward(remedied=False):
 
 
 @has(UNUSED)
-def validation_with_a_loss_module(remedied=False):
-    net, x, y = Net(), torch.randn(64, 64), torch.randint(64, (64,))
-    criterion, large = nn.CrossEntropyLoss(), torch.randn(2048, 64)
-    target = torch.randint(64, (2048,))
-    optimizer = adamw(net)
-
-    def step(i):
-        stepped(criterion(net(x), y), optimizer)
-        with torch.set_grad_enabled(not remedied):
-            criterion(net(large), target).item()
-
-    return trained(net, optimizer, step, steps=3)
-
-
-@has(UNUSED)
 def sampling_with_gradients(remedied=False):
     """A denoiser that is called again and again with its own output."""
     net, x = Net(), torch.randn(512, 64)
     with MemoryTracker(net, live=False) as tracker, torch.set_grad_enabled(not remedied):
         for _ in range(10):
             x = x - 0.1 * net(x)
-    return tracker
-
-
-@has()
-def frozen_second_forward():
-    """A forward with gradients on, in which nothing needs one."""
-    net, other = Net(), Net().requires_grad_(False)
-    x, y, optimizer = torch.randn(512, 64), torch.randn(512, 64), adamw(net)
-    with MemoryTracker(nn.ModuleList([net, other]), optimizer, live=False) as tracker:
-        for _ in range(3):
-            stepped(F.mse_loss(net(x), y) + 0 * F.mse_loss(other(x), y), optimizer)
     return tracker
 
 
@@ -112,36 +83,6 @@ def samples_that_stay(remedied=False):
                 kept.append(sample)
 
     return trained(net, optimizer, step, steps=6)
-
-
-@has(UNUSED, COPIED)
-def targets_of_a_copy(remedied=False):
-    """A copy of the network makes targets. Its graph is detached in the loss, and kept until then.
-
-    ``remedied``: it has none.
-    """
-    net, x = Net(), torch.randn(512, 64)
-    other = copy.deepcopy(net)
-
-    def loss(i):
-        with torch.set_grad_enabled(not remedied):
-            target = other(x)
-        return F.mse_loss(net(x), target.detach())
-
-    return trains(net, loss, adamw, steps=2)
-
-
-@has()
-def queue_of_features():
-    """The latest features, detached. The forwards that made them keep nothing else."""
-    net, x, queue = Net(), torch.randn(128, 64), deque(maxlen=4)
-    optimizer = sgd(net)
-
-    def step(i):
-        updated(net(x).square().mean(), optimizer)
-        queue.append(net(x).detach())
-
-    return trained(net, optimizer, step)
 
 
 @has(UNUSED, WAIT)
@@ -207,19 +148,6 @@ def recurrent_cell():
     return trains(cell, loss, steps=2)
 
 
-@has()
-def two_views():
-    """One loss that compares two outputs."""
-    net, x = Net(), torch.randn(256, 64)
-
-    def loss(i):
-        first = net(x)
-        second = net(x + 0.1)
-        return F.mse_loss(first, second)
-
-    return trains(net, loss)
-
-
 @has(ADDED_UP)
 def tasks_added_up(remedied=False):
     """Meta-learning: the gradients of each task have a graph, and all losses are added up."""
@@ -262,76 +190,6 @@ def crops_of_one_image():
     return trains(net, loss, adamw)
 
 
-class _OwnSquare(torch.autograd.Function):
-    """Counts a node of a graph at each call, also where no graph is recorded."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0]
-
-
-class _OwnLoss(Net):
-    def forward(self, x):
-        return _OwnSquare.apply(super().forward(x)).mean()
-
-
-@has(COPIED)
-def scores_of_a_reference_first():
-    """One line scores for the reference model, for the old weights and for the training: only the
-    last has a graph, and each micro-batch has its own backward.
-    """
-    net, reference = _OwnLoss(4096), _OwnLoss(4096)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-    def score(model, x):
-        return model(x)
-
-    def step(i):
-        x = torch.randn(2 if i else 64, 64)  # the peak is in the first step
-        with torch.no_grad():
-            far = score(reference, x) - score(net, x)
-        for _ in range(2):
-            (score(net, x) + far).backward()
-        optimizer.step()
-
-    return trained(net, optimizer, step, steps=2)
-
-
-@has(GROWS)
-def rollouts_with_graph():
-    """Log-probabilities of a rollout go into a buffer, and keep the graph of their forward."""
-    policy, buffer = Net(), []
-
-    def loss(i):
-        states = torch.randn(16, 64)
-        for _ in range(4):
-            buffer.append(policy(states).log_softmax(-1)[:, 0])
-        return policy(states).square().mean()
-
-    return trains(policy, loss, adamw, steps=6)
-
-
-@has(LOGITS)
-def outputs_of_a_decoder():
-    """A cell and a head are called in turns, and one loss takes all outputs."""
-    cell, head = nn.GRUCell(32, 32), nn.Linear(32, 128)
-    net, x = nn.ModuleList([cell, head]), torch.randn(64, 32)
-
-    def loss(i):
-        state, outputs = torch.zeros(64, 32), []
-        for _ in range(6):
-            state = cell(x, state)
-            outputs.append(head(state))
-        return torch.stack(outputs).logsumexp(-1).mean()
-
-    return trains(net, loss, steps=2)
-
-
 @has(STAY)
 def adversaries(remedied=False):
     """A GAN. ``remedied``: the discriminator's loss does not go through the generator."""
@@ -351,11 +209,6 @@ def adversaries(remedied=False):
         optimizers[1].zero_grad()
 
     return trained(nn.ModuleList([generator, discriminator]), optimizers, step, steps=3)
-
-
-@has()
-def adversaries_detached():
-    return adversaries(remedied=True)
 
 
 @has(STAY, says=".item()")
@@ -471,15 +324,6 @@ def reentrant_on_frozen_inputs(remedied=False):
     return checkpointed(Reentrant(not remedied))
 
 
-@has(LOGITS)
-def reentrant_in_transformers():
-    """It gives the layers' input a gradient itself."""
-    model = llama(layers=4)
-    model.model.embed_tokens.requires_grad_(False)
-    model.train().gradient_checkpointing_enable({"use_reentrant": True})
-    return checkpointed(model)
-
-
 class IgnoresTheSwitch(nn.Module):
     def __init__(self, uses_it: bool):
         super().__init__()
@@ -498,11 +342,6 @@ class IgnoresTheSwitch(nn.Module):
 @has(IDLE)
 def ignored_switch(remedied=False):
     return checkpointed(IgnoresTheSwitch(remedied))
-
-
-@has(LOGITS)
-def working_checkpoints():
-    return checkpointing_in_eval_mode(remedied=True)
 
 
 @has()
@@ -566,22 +405,3 @@ def outputs_of_the_step_before(remedied=False):
             if remedied:
                 del out
     return tracker
-
-
-@has()
-def features_of_a_hook():
-    """A hook that stores each layer's output by name: the next forward replaces one by one."""
-    net = nn.Sequential(*[Net(64) for _ in range(6)])
-    features = {}
-    for name, layer in net.named_children():
-
-        def keep(module, inputs, output, name=name):
-            features[name] = output
-
-        layer.register_forward_hook(keep)
-
-    def loss(i):
-        loss = net(torch.randn(1024, 64)).square().mean()
-        return loss + 0.01 * features["2"].abs().mean()
-
-    return trains(net, loss)

@@ -16,14 +16,12 @@ from support.oom import (
     FIRST_STEP,
     FULL,
     GROWS,
-    IN_EACH_STEP,
     SCORES,
     SECOND,
     Net,
     adamw,
     has,
     sgd,
-    stepped,
     trained,
     trained_with,
     trains,
@@ -42,21 +40,6 @@ def losses_in_a_list(remedied=False):
         kept.append(loss.item() if remedied else loss)
 
     return trained_with(keep)
-
-
-@has(GROWS)
-def metrics_with_their_graph(remedied=False):
-    """A metric that is not in the loss."""
-    net, x, y, kept = Net(), torch.randn(512, 64), torch.randn(512, 64), []
-    optimizer = adamw(net)
-
-    def step(i):
-        out = net(x)
-        metric = (out - y).square().mean(dim=0)
-        stepped(F.mse_loss(out, y), optimizer)
-        kept.append(metric.tolist() if remedied else metric)
-
-    return trained(net, optimizer, step)
 
 
 @has(GROWS)
@@ -141,66 +124,6 @@ def longer_and_longer_batches():
     return trains(net, loss, adamw)
 
 
-class CatMetric:
-    """A metric that joins the values of all batches at the end, and that nobody resets."""
-
-    def __init__(self, remedied: bool):
-        self.remedied, self.values = remedied, []
-
-    def update(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist() if self.remedied else value)
-
-
-@has(GROWS, EVALUATION, line="metric.update(", says=".detach().cpu()")
-def metric_over_epochs(remedied=False):
-    """Epochs of training and validation, with one metric for all of them."""
-    net, x, held_out = Net(64), torch.randn(64, 64), torch.randn(512, 64)
-    metric = CatMetric(remedied)
-    optimizer = sgd(net)
-
-    def epoch(i):
-        updated(net(x).square().mean(), optimizer)
-        with torch.no_grad():
-            for part in held_out.split(128):
-                metric.update(net(part).softmax(-1))
-
-    return trained(net, optimizer, epoch, steps=6)
-
-
-@has(GROWS, IN_EACH_STEP, line="members.append(copy.deepcopy(net))", says=".cpu()")
-def snapshot_ensemble(remedied=False):
-    """Models of several epochs vote together."""
-    net, x = Net(512), torch.randn(16, 64)
-    optimizer = sgd(net)
-    members = []
-
-    def epoch(i):
-        updated(net(x).square().mean(), optimizer)
-        if not remedied:
-            members.append(copy.deepcopy(net))
-        with torch.no_grad():
-            for member in members:
-                member(x)
-
-    return trained(net, optimizer, epoch, steps=5)
-
-
-@has()
-def summed_losses():
-    """A sum of losses with their graphs: each graph is free after its backward, so all is well."""
-    net, x = Net(), torch.randn(512, 64)
-    optimizer = sgd(net)
-    total = 0
-
-    def step(i):
-        nonlocal total
-        loss = net(x).square().mean()
-        updated(loss, optimizer)
-        total = total + loss
-
-    return trained(net, optimizer, step, steps=8)
-
-
 class KeepsMasks(nn.Module):
     """Attention with a cache of masks, one for each length."""
 
@@ -223,21 +146,6 @@ class KeepsMasks(nn.Module):
 def masks_of_all_lengths(remedied=False):
     net = KeepsMasks(remedied)
     return trains(net, lambda i: net(torch.randn(2, 90 + 7 * i % 20, 16)).square().mean(), steps=12)
-
-
-@has(GROWS, FIRST_STEP)
-def models_of_all_folds(remedied=False):
-    """Cross-validation. No model is given, since each fold has its own."""
-    kept, x = [], torch.randn(16, 64)
-    with MemoryTracker(live=False) as tracker:
-        for _ in range(4):
-            net = Net(256)
-            optimizer = adamw(net)
-            for _ in range(2):
-                updated(net(x).square().mean(), optimizer)
-            if not remedied:
-                kept.append((net, optimizer))
-    return tracker
 
 
 @has()
@@ -343,21 +251,6 @@ def outputs_on_a_context(remedied=False):
 
     net, x = Net(), torch.randn(512, 64)
     return trains(net, lambda i: Square.apply(net(x)).mean(), adamw, steps=10)
-
-
-@has(GROWS, line="clone", says="on the host")
-def weights_for_histograms(remedied=False):
-    """The last copies are made when training is over, with a graph that nobody keeps."""
-    net, x, kept = Net(1024), torch.randn(16, 64), []
-    optimizer = sgd(net)
-
-    def step(i):
-        updated(net(x).square().mean(), optimizer)
-        for parameter in net.parameters():
-            if not remedied:
-                kept.append(parameter.clone().detach())
-
-    return trained(net, optimizer, step)
 
 
 @has(GROWS, FIRST_STEP, line="optimizer.step()", says="optimizers that no longer step")

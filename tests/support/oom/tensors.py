@@ -5,24 +5,20 @@ Each program returns its tracker, and does with ``remedied=True`` what the diagn
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 
 import torch
 import torch.nn.functional as F
 from support.oom import (
-    COPIED,
     DATA,
     DOUBLE,
     EVALUATION,
     EXPANDED,
-    LEFT,
     LOGITS,
     ONE_LINE,
     ONE_STEP,
     SCORES,
     TABLE,
-    WIDE,
     Net,
     adamw,
     has,
@@ -35,7 +31,6 @@ from support.oom import (
     updated,
 )
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker
@@ -67,12 +62,6 @@ def empty_replay_buffer(remedied=False):
                 x = buffer[: i + 1]
             stepped(net(x).square().mean(), optimizer)
     return tracker
-
-
-@has(ONE_LINE)
-def one_batch_for_all_steps():
-    net, x = nn.Linear(64, 8), torch.randn(4096, 64)
-    return trains(net, lambda i: net(x).square().mean())
 
 
 @has(DATA, line="torch.randn(512, 64)", says="one batch at a time")
@@ -149,49 +138,6 @@ def pairs_of_a_contrast(remedied=False):
 
 def _products(some: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return (some[:, None] * z).sum(-1)
-
-
-@has(EXPANDED)
-def distances_of_all_pairs(remedied=False):
-    net, x = Net(64), torch.randn(256, 64)
-
-    def loss(i):
-        rows = net(x)
-        if remedied:
-            distances = torch.cdist(rows, rows)
-        else:
-            distances = (rows[:, None] - rows[None]).square().sum(dim=-1)
-        return distances.mean()
-
-    return trains(net, loss, adamw)
-
-
-@has()
-def large_images():
-    """What layers make, and an upsampling to twice the size, are no such tensors."""
-    net = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Upsample(scale_factor=2), nn.Conv2d(32, 3, 3)
-    )
-    return trains(net, lambda i: net(torch.rand(2, 3, 32, 32)).square().mean(), adamw)
-
-
-@has(EXPANDED)
-def distances_under_a_checkpoint(remedied=False):
-    """Distances of all pairs, which a checkpoint makes again in backward. ``remedied``: for a few
-    rows at a time.
-    """
-    net, x = Net(1024), torch.randn(256, 64)
-
-    def near(part, z):
-        return (part[:, None] - z[None]).square().sum(-1).neg().exp().sum()
-
-    def loss(i):
-        z = net(x)
-        pieces = z.split(2) if remedied else [z]
-        loss = sum(checkpoint(near, piece, z, use_reentrant=False) for piece in pieces)
-        return loss
-
-    return trains(net, loss, steps=2)
 
 
 @has()
@@ -332,26 +278,6 @@ def volume_of_windows(remedied=False):
     return tracker
 
 
-@has(EXPANDED)
-def gradients_of_each_row(remedied=False):
-    """Gradients of each row by vmap. ``remedied``: of a few rows at a time."""
-    net, x = Net(128), torch.randn(64, 64)
-    weights = {name: parameter.detach() for name, parameter in net.named_parameters()}
-
-    def loss_of(weights, row):
-        return functional_call(net, weights, (row,)).square().mean()
-
-    of_rows = vmap(grad(loss_of), in_dims=(None, 0))
-    with MemoryTracker(net, live=False) as tracker:
-        pieces = x.split(4) if remedied else [x]
-        squares = torch.zeros(())
-        for piece in pieces:
-            gradients = of_rows(weights, piece)
-            squares += sum(gradient.square().sum() for gradient in gradients.values())
-            del gradients
-    return tracker
-
-
 @has(LOGITS)
 def large_vocabulary(remedied=False):
     from gradmem_lib import Recipe, prepare, step
@@ -362,25 +288,6 @@ def large_vocabulary(remedied=False):
     with MemoryTracker(made.model, made.optimizer, live=False) as tracker:
         for _ in range(2):
             step(made.model, made.optimizer, {"input_ids": ids, "labels": ids}, recipe)
-    return tracker
-
-
-class Wide(nn.Module):
-    """A hidden layer that is wider than its input, as logits are; but it is no loss's input."""
-
-    def __init__(self):
-        super().__init__()
-        self.widen, self.narrow = nn.Linear(64, 1024), nn.Linear(1024, 64)
-
-    def forward(self, x):
-        return self.narrow(self.widen(x).relu())
-
-
-@has()
-def wide_hidden_layer():
-    net = Wide()
-    with MemoryTracker(net, live=False) as tracker:
-        net(torch.randn(256, 64)).sum().backward()
     return tracker
 
 
@@ -408,55 +315,6 @@ def classes_of_frames(remedied=False):
         return loss
 
     return trains(net, loss, steps=2)
-
-
-@has(LOGITS, COPIED)
-def vocabulary_beside_a_reference(remedied=False):
-    """The last layer of an ``nn.Sequential`` makes logits. The second model is small beside them.
-
-    ``remedied``: a row at a time, checkpointed.
-    """
-    net = nn.Sequential(nn.Embedding(1024, 32), nn.Linear(32, 32), nn.Linear(32, 1024))
-    reference = copy.deepcopy(net).requires_grad_(False)
-
-    def score(layers, hidden, ids):
-        return layers[-1](hidden).log_softmax(-1).gather(-1, ids[..., None])
-
-    def scores(layers, ids):
-        if not remedied:
-            return layers(ids).log_softmax(-1).gather(-1, ids[..., None])
-        parts = []
-        for row in ids:
-            hidden = layers[1](layers[0](row))
-            parts.append(checkpoint(score, layers, hidden, row, use_reentrant=False))
-        return torch.stack(parts)
-
-    def loss(i):
-        ids = torch.randint(0, 1024, (32, 8))
-        with torch.no_grad():
-            expected = scores(reference, ids)
-        return (scores(net, ids) - expected).exp().mean()
-
-    return trains(net, loss, steps=2)
-
-
-class Positions(nn.Module):
-    """Attention over as many tokens as its table of positions has rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.positions, self.project = nn.Embedding(256, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.positions.weight
-        scores = (self.project(x) @ x.mT).softmax(-1)
-        return scores @ x
-
-
-@has(SCORES)
-def attention_with_a_table_of_positions():
-    net, x = Positions(), torch.randn(4, 256, 16)
-    return trains(net, lambda i: net(x).square().mean(), steps=2)
 
 
 def trained_llama(model):
@@ -505,20 +363,6 @@ def own_softmax(remedied=False):
     return trains(project, loss, adamw)
 
 
-@has(EXPANDED, LEFT)
-def segmented_images():
-    """Square images, with one number for each class. Its variables live until the next step."""
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 1))
-    optimizer = sgd(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        for _ in range(2):
-            x, y = torch.randn(2, 3, 32, 32), torch.randint(0, 16, (2, 32, 32))
-            shares = net(x).softmax(1)
-            target = F.one_hot(y, 16).permute(0, 3, 1, 2).float()
-            updated(1 - (shares * target).sum() / shares.sum(), optimizer)
-    return tracker
-
-
 @has(SCORES, says="give it four")
 def attention_of_three_dimensions(remedied=False):
     """PyTorch's own attention, whose inputs have no dimension for heads."""
@@ -545,12 +389,6 @@ def targets_in_float64(remedied=False):
         return (net(x) - y).tanh().square().mean()
 
     return trains(net, loss, steps=2)
-
-
-@has(WIDE)
-def all_in_float64():
-    net, x = Net(64).double(), torch.randn(512, 64, dtype=torch.float64)
-    return trains(net, lambda i: net(x).square().mean(), steps=2)
 
 
 class MasksAreGiven(nn.Module):

@@ -55,23 +55,6 @@ def deepcopy_at_save(remedied=False):
     return trained_beside(make)
 
 
-@has(COPIED)
-def reference_model(remedied=False):
-    net, x, y = Net(2048), torch.randn(16, 64), torch.randn(16, 64)
-    reference = copy.deepcopy(net).requires_grad_(False)
-    optimizer = sgd(net)
-    if remedied:
-        expected = reference(x)
-        del reference
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        for _ in range(2):
-            if not remedied:
-                with torch.no_grad():
-                    expected = reference(x)
-            stepped(F.mse_loss(net(x), y) + F.mse_loss(net(x), expected), optimizer)
-    return tracker
-
-
 class Preferences(nn.Module):
     """The trained model and its reference, as parts of one module."""
 
@@ -104,28 +87,6 @@ def reference_in_the_model(remedied=False):
     return of_preferences(both, expected)
 
 
-@has(COPIED, FIRST_STEP)
-def reference_that_could_be_trained():
-    return of_preferences(Preferences())
-
-
-@has(FIRST_STEP)
-def lower_half_of_the_layers_is_frozen():
-    net = nn.Sequential(*(Net(1024) for _ in range(4)))
-    net[:2].requires_grad_(False)
-    x = torch.randn(16, 64)
-    return trains(net, lambda i: net(x).square().mean(), adamw)
-
-
-@has(FIRST_STEP)
-def one_layer_of_three_is_frozen():
-    layers = {name: nn.Linear(256, 256) for name in ("first", "second", "third")}
-    layers["first"].requires_grad_(False)
-    net = nn.ModuleDict(layers)
-    x = torch.randn(16, 256)
-    return trains(net, lambda i: net.third(net.second(net.first(x))).square().mean(), adamw)
-
-
 @has(COPIED)
 def checkpoint_after_resume(remedied=False):
     net = Net(2048)
@@ -144,29 +105,6 @@ def checkpoint_after_resume(remedied=False):
 @has()
 def copy_of_one_layer():
     return trained_beside(lambda net: copy.deepcopy(net.body[0]))
-
-
-@has(FIRST_STEP)
-def data_like_a_weight():
-    """A data set with the shape of the largest weight is no copy of the weights."""
-    net, data = nn.Linear(64, 512), torch.randn(512, 64)
-    return trains(net, lambda i: net(data[8 * i : 8 * (i + 1)]).square().mean(), adamw, steps=4)
-
-
-@has(COPIED, line="before = copy.deepcopy", says="parameter.detach().cpu()")
-def rate_finder(remedied=False):
-    """A search for a learning rate, which restores the model and the optimizer afterwards."""
-    net, x = Net(1024), torch.randn(16, 64)
-    optimizer = adamw(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        updated(net(x).square().mean(), optimizer)
-        if not remedied:
-            before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
-        for _ in range(4):
-            updated(net(x).square().mean(), optimizer)
-        if not remedied:
-            net.load_state_dict(before[0])
-    return tracker
 
 
 @has()
@@ -230,106 +168,6 @@ def sharpness_aware_with_weights(remedied=False):
     return sharpness_aware(remedied, keeps="weights")
 
 
-class Adapted(nn.Module):
-    """A frozen weight of 512 × 512, and an adapter of rank 4."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(512, 512, bias=False)
-        self.base.requires_grad_(False)
-        self.a = nn.Parameter(0.01 * torch.randn(4, 512))
-        self.b = nn.Parameter(torch.zeros(512, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@has(COPIED, WIDE)
-def merged_adapters(remedied=False):
-    """``remedied``: merged in place."""
-    net, x = nn.Sequential(*[Adapted() for _ in range(4)]), torch.randn(16, 512)
-    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
-        net(x)
-        merged = []
-        for layer in net:
-            if remedied:
-                layer.base.weight.addmm_(layer.b, layer.a)
-            else:
-                merged.append(layer.base.weight + layer.b @ layer.a)
-        if merged:
-            for weight in merged:
-                x = x @ weight.T
-        else:
-            net(x)
-    return tracker
-
-
-@has(COPIED, FIRST_STEP)
-def states_of_a_checkpoint_in_float32(remedied=False):
-    """The same in bf16: load_state_dict has to copy the states, and the checkpoint's stay.
-    ``remedied``: one tensor at a time, as from the host.
-    """
-    x = torch.randn(16, 64)
-    net = Net(1024)
-    optimizer = adamw(net)
-    updated(net(x).square().mean(), optimizer)
-    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    del net, optimizer
-
-    def load(net, optimizer, loaded):
-        if not remedied:
-            net.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-            return
-        with torch.no_grad():
-            for i, (name, parameter) in enumerate(net.named_parameters()):
-                parameter.copy_(loaded["model"].pop(name))
-                states = loaded["optimizer"]["state"].pop(i)
-                for key in list(states):
-                    state = states.pop(key)
-                    kept = state.clone() if key == "step" else state.bfloat16()
-                    optimizer.state[parameter][key] = kept
-                    del state
-
-    net = Net(1024).bfloat16()
-    optimizer = adamw(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        load(net, optimizer, saved)
-        for _ in range(2):
-            updated(net(x.bfloat16()).square().mean(), optimizer)
-    return tracker
-
-
-@has()
-def states_of_a_checkpoint_before():
-    """The loaded states become the optimizer's own: load_state_dict copies none of them."""
-    net, x = Net(1024), torch.randn(16, 64)
-    optimizer = adamw(net)
-    updated(net(x).square().mean(), optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    net = Net(1024)
-    optimizer = adamw(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
-        optimizer.load_state_dict(saved)
-        for _ in range(2):
-            updated(net(x).square().mean(), optimizer)
-    return tracker
-
-
-@has()
-def best_weights_by_reference():
-    """A state dict that is kept is no copy: its tensors are the model's."""
-    net, x = Net(1024), torch.randn(16, 64)
-    optimizer = sgd(net)
-    best = []
-
-    def step(i):
-        updated(net(x).square().mean(), optimizer)
-        best[:] = [net.state_dict()]
-
-    return trained(net, optimizer, step, steps=4)
-
-
 @has(ONE_LINE)
 def noise_of_the_weights_shapes():
     """Evolution: random numbers for all weights, made again in each step."""
@@ -358,13 +196,6 @@ def teacher(remedied=False):
     return trains(student, loss, steps=2)
 
 
-@has()
-def small_helper_module():
-    """A loss with a weight of its own."""
-    net, scale = Net(), nn.Linear(64, 1)
-    return trains(net, lambda i: scale(net(torch.randn(512, 64))).sum(), steps=2)
-
-
 @has(FIRST_STEP)
 def first_step(remedied=False, steps=2, given=False):
     net = Net(4096)
@@ -380,12 +211,6 @@ def first_step(remedied=False, steps=2, given=False):
         for _ in range(steps):
             run()
     return tracker
-
-
-@has()
-def a_later_step():
-    """The states are there already."""
-    return first_step(given=True)
 
 
 def momentum_sgd():
@@ -488,33 +313,6 @@ def gradients_in_two_dtypes(remedied=False):
     return trained(net, optimizer, step, steps=3)
 
 
-@has()
-def gradients_that_are_clipped():
-    net, x = Net(1024), torch.randn(16, 64)
-    optimizer = sgd(net)
-
-    def step(i):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-
-    return trained(net, optimizer, step, steps=3)
-
-
-@has(FOR_NOBODY)
-def teacher_without_detach(remedied=False):
-    teacher, student = Net(512), Net(32)
-    x = torch.randn(2048, 64)
-
-    def loss(i):
-        with torch.set_grad_enabled(not remedied):
-            expected = teacher(x)
-        return F.mse_loss(student(x), expected)
-
-    return trains(student, loss, adamw)
-
-
 @has(FOR_NOBODY)
 def head_alone_in_the_optimizer(remedied=False):
     body, head = Net(1024), nn.Linear(64, 2)
@@ -527,11 +325,6 @@ def head_alone_in_the_optimizer(remedied=False):
         stepped(head(body(x)).square().mean(), optimizer)
 
     return trained(nn.Sequential(body, head), optimizer, step, steps=3)
-
-
-@has(WIDE)
-def frozen_body():
-    return head_alone_in_the_optimizer(remedied=True)
 
 
 @has(WAIT, says="right after optimizer.step()")
