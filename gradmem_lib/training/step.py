@@ -275,7 +275,8 @@ def _identity(loss: Any) -> tuple:
     """
     code = getattr(loss, "__code__", None)
     if code is None:
-        return (loss if type(loss).__hash__ else id(loss),)  # a dataclass has no hash
+        # a dataclass has no hash, and its method has that of the object, which the method keeps
+        return (loss if type(loss).__hash__ else loss.__call__,)
     found: list[Any] = [code]
     for value in _read_from_around(loss):
         if isinstance(value, str | bool):

@@ -18,7 +18,7 @@ from gradmem_lib.techniques.selective import checkpoint_parts
 from gradmem_lib.training.adapters import merge_adapters
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.probe_rows import fewer_labels, groups_of_rows
-from gradmem_lib.training.step import step
+from gradmem_lib.training.step import _identity, step
 
 IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
 
@@ -93,13 +93,19 @@ def global_loss(model, batch):
 
 def test_another_criterion_is_another_loss(monkeypatch):
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]))
-    model, job, other = nn.Linear(4, 3), Job(criterion), Job(weighted)
-    for loss in (job, job.loss, global_loss):
+    model = nn.Linear(4, 3)
+
+    def train(loss):
         step(model, sgd(model), rows(), IN_TWO, loss=loss)
-    monkeypatch.setitem(globals(), "criterion", weighted)
-    for loss in (other, other.loss, global_loss):
+
+    # each is gone after its step, and the next one may have its address
+    for make in (Job, lambda one: Job(one).loss, lambda one: global_loss):
+        monkeypatch.setitem(globals(), "criterion", plain := nn.CrossEntropyLoss())
+        train(make(plain))
+        monkeypatch.setitem(globals(), "criterion", weighted)
         with pytest.raises(ValueError, match="weighs classes"):
-            step(model, sgd(model), rows(), IN_TWO, loss=loss)
+            train(make(weighted))
+    assert len({_identity(Job(weighted)) for _ in range(3)}) == 3  # what is asked for lives on
 
 
 # What is left after an error.
