@@ -235,3 +235,13 @@ def test_a_snapshot_replays_to_the_peak(tmp_path):
         highest = max(highest, sum(live.values()))
     assert highest == tracker.peak.total
     assert live == {block["address"]: block["total_size"] for block in snapshot["segments"]}
+
+
+def test_before_anything_runs_all_is_nought():
+    with MemoryTracker(live=False) as tracker:
+        pass
+    assert (tracker.peak.total, tracker.peak.step, tracker.peak.turn) == (0, 0, 0)
+    recording = Recording(torch.device("cpu"))
+    for rows in (0, 1, 1, 0, 2):
+        recording.note_batch(rows)
+    assert [rows for _, rows in recording.batches] == [1, 2]
