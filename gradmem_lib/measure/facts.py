@@ -281,7 +281,7 @@ class Facts:
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for
-        each row of a table.
+        each row of a table. The loss in chunks has no logits in this sense.
 
         Logits, their copies in another dtype, and their gradients are such tensors.
         """
@@ -291,8 +291,35 @@ class Facts:
             return False  # scores of all pairs, of as many tokens as a table has positions
         if holder.category not in ("activations", "temporaries"):
             return False
-        as_a_parameter = holder.shape in self.structure.shapes.values()
-        return holder.shape[-1] in self.structure.outputs and not as_a_parameter
+        if holder.shape in self.structure.shapes.values():
+            return False
+        return holder.shape[-1] in self.structure.outputs and not self._is_a_chunk(holder)
+
+    def _is_a_chunk(self, logits: Holder) -> bool:
+        """Whether these are logits of a part of the tokens, and the same turn made others like
+        them.
+        """
+        if self._made_alike[_kind_in_a_turn(logits)] < 2:
+            return False
+        into_head = set()
+        for shape in self.structure.shapes.values():
+            if len(shape) == 2 and shape[0] == logits.shape[-1]:
+                into_head.add(shape[1])
+        tokens = 0
+        for holder in self.at_peak:
+            is_hidden = len(holder.shape) in (2, 3) and holder.shape[-1] in into_head
+            if is_hidden and self.in_layers(holder):
+                tokens = max(tokens, prod(holder.shape[:-1]))
+        return prod(logits.shape[:-1]) < tokens
+
+    @cached_property
+    def _made_alike(self) -> Counter[tuple]:
+        """How many storages of each kind a turn made, as far as they are known."""
+        return Counter(map(_kind_in_a_turn, (*self.at_peak, *self.others)))
+
+
+def _kind_in_a_turn(holder: Holder) -> tuple:
+    return holder.turn, holder.op, holder.shape, holder.dtype
 
 
 def total(holders: Iterable[Holder]) -> int:

@@ -60,6 +60,15 @@ def tracked(recipe: Recipe, rows: int, tokens: int, layers: int = 3) -> MemoryTr
     return tracker
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_loss_in_chunks_is_not_advised_to_a_run_that_has_it(pieces):
+    whole = Recipe(accumulation=pieces, optimizer="sgd")
+    found = diagnose(tracked(whole, 4, 1024, layers=1))
+    in_chunks = diagnose(tracked(replace(whole, chunked_loss=True), 4, 1024, layers=1))
+    assert oom.LOGITS in [cause.name for cause in found.causes] and CHUNKS in found.helps
+    assert not in_chunks.causes and CHUNKS in in_chunks.cannot_help
+
+
 @pytest.mark.parametrize("start", each(2, STARTS))
 def test_no_real_technique_comes_below_its_bound_and_none_that_cannot_helps(start):
     recipe, rows, tokens = STARTS[start]
