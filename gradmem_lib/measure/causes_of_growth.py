@@ -39,6 +39,7 @@ GROWS = 0.001
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
 SAMPLE = 100  # freed storages that are looked at, spread over all
 STATES = ".state["  # in a path: an optimizer's
+HOOKS = "_hooks["  # in a path: a module's
 HISTORY = 5
 LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
 YOUNGER = 2  # that stay when an older one goes: a window of the last ones
@@ -385,6 +386,12 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
     if held.kind == "window":
         return (
             f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
+        )
+    if HOOKS in held.path:
+        return (
+            "a hook stays on its module, with all that it fills: call handle.remove() when the "
+            "forward is done, since a hook that each step registers is one more each time; or "
+            "empty what it fills where that has been used."
         )
     if held.kind == MODULE_ATTRIBUTE:
         filled_by = "the forward"

@@ -53,6 +53,26 @@ def batches_in_a_list(remedied=False):
     return trained_with(keep)
 
 
+@has(GROWS, line="self.body(x)", says="handle.remove()")
+def hooks_that_stay(remedied=False):
+    """Each step registers one more, and no name of the script has what they fill."""
+    net, x = Net(), torch.randn(64, 64)
+    optimizer = sgd(net)
+
+    def step(i):
+        features = []
+
+        def keep(module, inputs, out):
+            features.append(out.detach())
+
+        handle = net.body[0].register_forward_hook(keep)
+        updated(net(x).mean(), optimizer)
+        if remedied:
+            handle.remove()
+
+    return trained(net, optimizer, step)
+
+
 @has()
 def the_last_outputs():
     """A window for a moving average: it ends to grow after three steps."""
