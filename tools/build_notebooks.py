@@ -22,7 +22,8 @@ A figure in prose is written as ``{{expression:format}}``, as in an f-string: "t
 ``<!-- holds: kept == peak / 2 -->``. Both are computed where all cells have run, in a last cell of
 the solution. The figures stand in the prose of both notebooks, and what does not hold fails.
 ``<!-- picture: first run -->`` becomes the picture of ``opening_picture.py``, whose bytes are in
-the stored solutions of several lessons: it is drawn when all of them have run.
+the stored solutions of several lessons: it is drawn from those, and again after the last of the
+notebooks that are built.
 
 Apart from the outputs that running gives, the same source gives the same bytes. Whatever is wrong
 in any notebook is collected and shown together at the end.

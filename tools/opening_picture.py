@@ -71,13 +71,13 @@ def svg(drawn: list[Bar], lesson: str) -> str:
     """The bars from top to bottom, and the card as a dashed line. A dotted box stands for what
     ``lesson`` takes off the run.
     """
-    scale = LONGEST / max(bar.peak for bar in drawn)
+    scale = LONGEST / max(drawn[0].card, *(bar.peak for bar in drawn))
     bottom = TOP + ROW * len(drawn)
     card = LEFT + scale * drawn[0].card
     rows, before = [], drawn[0].peak
     for i, bar in enumerate(drawn):
         end = LEFT + scale * bar.peak
-        saved = scale * (before - bar.peak) if bar.lesson == lesson else 0
+        saved = scale * max(before - bar.peak, 0) if bar.lesson == lesson else 0
         rows.append(_row(bar, TOP + ROW * i, end, saved, bar.lesson == lesson))
         before = bar.peak
     return "".join(

@@ -281,9 +281,10 @@ class Facts:
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for
-        each row of a table. The loss in chunks has no logits in this sense.
+        each row of a table.
 
-        Logits, their copies in another dtype, and their gradients are such tensors.
+        Logits, their copies in another dtype, and their gradients are such tensors. The chunks of a
+        loss in chunks do not count.
         """
         if len(holder.shape) < 2:
             return False
@@ -296,8 +297,8 @@ class Facts:
         return holder.shape[-1] in self.structure.outputs and not self._is_a_chunk(holder)
 
     def _is_a_chunk(self, logits: Holder) -> bool:
-        """Whether these are logits of a part of the tokens, and the same turn made others like
-        them.
+        """Whether these are logits of a part of the tokens, and the same turn made others. It is
+        known where a hidden state of a layer is alive.
         """
         if self._made_alike[_kind_in_a_turn(logits)] < 2:
             return False
@@ -319,7 +320,7 @@ class Facts:
 
 
 def _kind_in_a_turn(holder: Holder) -> tuple:
-    return holder.turn, holder.op, holder.shape, holder.dtype
+    return holder.turn, holder.op, holder.shape[-1:], holder.dtype
 
 
 def total(holders: Iterable[Holder]) -> int:

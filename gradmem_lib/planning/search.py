@@ -22,7 +22,7 @@ from ..units import format_bytes
 from .bounds import bound_by_known, bound_by_sizes
 from .candidates import INPUTS_OFFLOADED, PER_LAYER, Candidates, possible
 from .held import input_bytes_per_token, overhead_of_prediction
-from .options import EQUAL_TIME, Option, RuledOut, ordered
+from .options import EQUAL_TIME, Option, RuledOut, changes, ordered
 
 # In a line of at most so many recipes, the fastest one is predicted first. In a longer line, the
 # slowest one is: if it does not fit, none does.
@@ -108,24 +108,25 @@ class Search(Candidates):
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def find(self, methods: list[str]) -> None:
-        """Try all that a plan tries. What moves activations to the host is slow: it is tried after
-        all others, and only where it may be the first answer.
+        """Try all that a plan tries: first what stays on the card, then what moves activations to
+        the host. Only what may be the first answer is predicted.
         """
-        families = list(filter(self._may_hold, chain.from_iterable(map(self.families, methods))))
-        fastest: dict[Recipe, Option] = {}
+        families = []
+        for family in chain.from_iterable(map(self.families, methods)):
+            if self._may_hold(family):
+                families.append(family)
+        fastest: dict[Recipe, Option] = {}  # of each family
+        not_traced: dict[Recipe, CannotTrace] = {}
         for offloads in (False, True):
-            for family in tuple(families):
-                limit = self._limit(family, families, fastest)
+            for family in families:
                 try:
-                    found = self._fastest(family, limit, offloads, fastest.get(family))
+                    self._search(family, offloads, fastest)
                 except CannotTrace as error:
-                    if not self._known and self._error_of_plain_step is not None:
-                        raise self._error_of_plain_step from error
-                    self._rule_out(family, self.least_resident_variant(family), str(error))
-                    families.remove(family)
-                    continue
-                if found is not None:
-                    fastest[family] = found
+                    self._check_plain_step(error)
+                    not_traced[family] = error
+        for family, error in not_traced.items():
+            if family not in fastest:
+                self._rule_out(family, self.least_resident_variant(family), str(error))
         if not fastest:
             self._try_host_offload(methods)
             if fits := self.fits():
@@ -144,29 +145,39 @@ class Search(Candidates):
         held = self.resident_sum(smallest)
         self.ruled_out.append(RuledOut(shown, held, why, self.has_adapters))
 
-    def _limit(
-        self, family: Recipe, families: list[Recipe], fastest: dict[Recipe, Option]
-    ) -> float:
-        """The seconds that a recipe of ``family`` has to be below to be the first answer, by the
-        ``fastest`` ones of the others. Those before it among ``families`` change training less.
+    def _search(self, family: Recipe, offloads: bool, fastest: dict[Recipe, Option]) -> None:
+        """Put the family's fastest recipe that fits into ``fastest``, if it may be the first
+        answer.
+        """
+        limit = self._limit(family, fastest)
+        found = self._fastest(family, limit, offloads, fastest.get(family))
+        if found is not None:
+            fastest[family] = found
+
+    def _limit(self, family: Recipe, fastest: dict[Recipe, Option]) -> float:
+        """The seconds a token that a recipe of ``family`` has to be below to be the first answer,
+        by the ``fastest`` ones of the others.
         """
         limit = math.inf
-        changes_less = True
-        for other in families:
-            if other == family:
-                changes_less = False
-            elif other in fastest:
-                factor = 1 / self.equal_time if changes_less else self.equal_time
-                limit = min(limit, factor * fastest[other].seconds)
+        for other, option in fastest.items():
+            factor = 1.0
+            if changes(other) < changes(family):
+                factor = 1 / self.equal_time
+            elif changes(other) > changes(family):
+                factor = self.equal_time
+            if other != family:
+                limit = min(limit, factor * option.seconds)
         return limit
 
     def _fastest(
         self, family: Recipe, limit: float, offloads: bool, best: Option | None = None
     ) -> Option | None:
         """The family's fastest recipe that fits, if it takes less than ``limit`` seconds a token
-        and is faster than ``best``. Only those that move something to the host, or only the others.
+        and is faster than ``best``; else ``best``. Of two that are as fast, it is the one whose
+        loss is whole.
 
-        Of two that are as fast, it is the one whose loss is whole.
+        ``offloads``: only recipes that move something to the host are tried, or only the others.
+        Raises ``CannotTrace`` if no recipe can be predicted, or if some can't and no other fits.
         """
         lines = self._lines_that(offloads, family, best)
         if not lines:
@@ -184,8 +195,7 @@ class Search(Candidates):
             except ValueError:  # the model has no such part, or its layers cannot run one by one
                 continue
             except CannotTrace as error:
-                if not self._known and self._error_of_plain_step is not None:
-                    raise  # no recipe can be predicted
+                self._check_plain_step(error)
                 not_traced = error  # others of the family may be predicted
                 continue
             if found and (found.seconds, found.recipe.chunked_loss) < bar:
@@ -208,6 +218,11 @@ class Search(Candidates):
                 if (offload is not None) == offloads and has_use:
                     lines.append(line)
         return lines
+
+    def _check_plain_step(self, error: CannotTrace) -> None:
+        """After ``error``: raise ``CannotTrace`` if no recipe can be predicted."""
+        if not self._known and self._error_of_plain_step is not None:
+            raise self._error_of_plain_step from error
 
     @cached_property
     def _error_of_plain_step(self) -> CannotTrace | None:
@@ -287,7 +302,8 @@ class Search(Candidates):
 
     def next_faster(self, best: Option) -> Option | None:
         """The slowest recipe that is faster than ``best`` and differs from it only in how many
-        layers run again; or, if there is none, in the micro-batch. It does not fit.
+        layers run again; or, if there is none, in the micro-batch. It offloads nothing, and does
+        not fit.
         """
         plain = replace(
             best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None

@@ -273,11 +273,11 @@ def _identity(loss: Any) -> tuple:
     modules or words (``reduction=how``) from around them, so these are in the key. Numbers and
     tensors change from step to step, and are left out.
     """
-    code = getattr(loss, "__code__", None)
-    if code is None:
-        # a dataclass has no hash, and its method has that of the object, which the method keeps
-        return (loss if type(loss).__hash__ else loss.__call__,)
-    found: list[Any] = [code]
+    if callable(loss) and not hasattr(loss, "__code__"):
+        loss = loss.__call__  # an object is what its method reads
+    if not hasattr(loss, "__code__"):
+        return (loss if type(loss).__hash__ else id(loss),)
+    found: list[Any] = [loss.__code__]
     for value in _read_from_around(loss):
         if isinstance(value, str | bool):
             found.append(value)
