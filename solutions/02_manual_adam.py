@@ -22,7 +22,7 @@
 #
 # - write Adam and AdamW, and say what each line does;
 # - say how many bytes its states take, and *when* they appear;
-# - explain why Adam's moments stall in bf16, with exact numbers;
+# - explain why Adam stalls in bf16, with exact numbers;
 # - say what the step of each of PyTorch's variants needs.
 
 # %%
@@ -380,8 +380,8 @@ for name, kept in theirs.state[p].items():
 # If you add less than half a gap, the sum is rounded back to the old number.
 # <!-- holds: torch.equal(every + 0.99 / 256, every) -->
 #
-# Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Up to which v does such an
-# addition count?
+# Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. From which v on is
+# this addition lost?
 
 # %%
 guess_c = predict_first("2.c", "What percentage of 1 does v reach in bf16?", unit="%")
@@ -414,7 +414,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # In bf16, v climbs to {{max(runs[1]):g}} and **stops**. <!-- holds: runs[1][-1] == max(runs[1]) -->
 # From there on half a gap is {{max(runs[1]) / 256:.5f}}, more than 0.001. After step 2000 gradients are a hundred times
 # smaller. <!-- holds: gradients[0] == 100 * gradients[-1] -->
-# float32 forgets the large ones, and bf16 *never* does. With steady gradients m is 0.01 as well. At step 10,000 a step
+# float32 forgets the large ones, and bf16 *never* does. By then m is 0.01, like the gradients. At step 10,000 a step
 # in bf16 is $0.01 / \sqrt{ {{runs[1][-1]:g}} } = {{0.01 / sqrt(runs[1][-1]):.3f}}$ lr long. In float32 it is
 # $0.01 / \sqrt{ {{runs[0][-1]:.3g}} } = {{0.01 / sqrt(runs[0][-1]):.1f}}$ lr.
 #
@@ -489,7 +489,7 @@ first_run(optimizer="adamw-fused")
 #   alone.
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
-# - **bf16 moments stall**: with β₂ = 0.999, v can rise but never fall.
+# - **v stalls in bf16**: with β₂ = 0.999, it can rise but never fall.
 #   <!-- holds: runs[1] == sorted(runs[1]) -->
 # - **A step's temporaries** are none (`fused`), or up to a copy of the model (`foreach`).
 #   <!-- holds: needed["foreach"] == sum(sizes) and needed["fused"] == 0 -->

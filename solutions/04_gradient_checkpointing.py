@@ -20,7 +20,7 @@
 #
 # Why does forward store so much? Backward will need it. But most of it could be computed again, from much less.
 # This trade of work for memory is called gradient checkpointing. Its famous rule, a checkpoint every √n layers, is
-# wrong for most models that people train. After it you can
+# wrong for most models that people train. Then you can
 #
 # - write a checkpoint yourself, and say what PyTorch's does better;
 # - find the best segments for *your* model, and know when √n is not it;
@@ -347,8 +347,8 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
 
 # %% [markdown]
 # A block keeps more than twenty times its input. So √(n · x / a) is between 1 and 2, for 30 layers and for 80. **One
-# checkpoint a layer**, transformers' default, is at most a fifth above the best k for them, and √n needs two to three
-# times as much.
+# checkpoint a layer**, transformers' default, peaks at most a fifth above the best k, and √n two to three times as
+# high.
 # <!-- holds: (n, best_length(n, a, x)) == (80, 2)
 # and kept_at_peak([1] * 80, a, x) < 1.2 * kept_at_peak([2] * 40, a, x) -->
 #
@@ -401,7 +401,7 @@ guess_c.reveal(
 #
 # ## 6 · All weights trained
 #
-# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (In a list of lengths the last
+# Now take the gradients of **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (In a list of lengths the last
 # segment is not run again, so `[30]` is no checkpoint.) How much lower is the peak?
 
 # %%

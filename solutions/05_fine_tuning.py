@@ -253,7 +253,7 @@ claims.show("C11")
 
 # %% [markdown]
 # This flag is *autocast*, as the claim's `fp16=True` is: matrices are multiplied in 16 bits, and weights, gradients and
-# states stay in float32. Where activations are the peak, autocast helps. Here the peak moved into forward, where autocast
+# states stay in float32. Where activations are nearly all, autocast helps. Here the peak moved into forward, where autocast
 # keeps a bf16 copy of every weight.
 #
 # What matters more is the dtype in which the model was *loaded*. `MemoryCallback` measures any `Trainer`. Here are a
@@ -343,7 +343,7 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 # $$\text{output} = W x + \frac{\alpha}{r}\, B\,(A\,x)$$
 #
 # A maps the input to r numbers, and B maps these to the output. r is the **rank**, and **alpha** sets how much the
-# addition counts (`LoRALinear` takes 2 r by default). A starts random and B at zero, so the model begins as it was.
+# addition counts (`LoRALinear`'s default is 2 r). A starts random and B at zero, so the model begins as it was.
 # Only A and B are trained: what is frozen needs no gradient and no state. Here every linear layer but the output's
 # gets rank 16:
 
@@ -411,7 +411,7 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 10 · The loss in chunks, and room to spend
 #
-# The temporaries of LoRA's bar are no longer the embedding's gradients, but the logits': two tables of
+# With LoRA the temporaries are the logits', not the embedding's gradients: two tables of
 # {{config.vocab_size:,}} float32 numbers a token.
 # <!-- holds: chart.bars[8].by_category["temporaries"] == 2 * 4 * 128 * config.vocab_size -->
 # The loss keeps a third one among the activations.
@@ -453,7 +453,7 @@ bar("2 × 4, no checkpoints", recipe, run=final)
 print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 
 # %% [markdown]
-# The picture's times are of one short update each. In our record of the full runs (`benchmarks/results`), this one makes
+# In our record of the full runs (`benchmarks/results`), this one makes
 # 1.86 times the naive run's tokens a second.
 #
 # And lesson 00's last run? Lesson 04 left it 115.8 MiB too large. Add LoRA, then the loss in chunks:
@@ -516,7 +516,7 @@ for name, model in trained.items():
     print(f"{held_out_loss(model, rows):.2f}  {name}")
 
 # %% [markdown]
-# The cell above made one update. In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
+# In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
 # peak. (A *nat* is the unit of a loss with natural logarithms.) Nothing was tuned, so conclude no more than *not
 # worse*.
 #
