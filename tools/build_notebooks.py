@@ -482,8 +482,8 @@ def warn_of_long_cells(source: NotebookNode, name: str) -> None:
 
 
 def build(path: Path, options: argparse.Namespace, *, first: bool = True) -> list[str]:
-    """Build or check both notebooks of the source ``path``; returns what is wrong. Only the
-    ``first`` time are cells warned of, and is code run that has not changed.
+    """Build or check both notebooks of the source ``path``; returns what is wrong. The second time,
+    no cell is warned of, and code that has not changed does not run again.
     """
     name = f"solutions/{path.name}"
     try:

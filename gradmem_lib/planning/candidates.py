@@ -175,13 +175,8 @@ class Candidates(Question):
         return found
 
     def _rank_of_line(self, line: list[Recipe]) -> tuple:
-        """Less for lines of fewer bytes: shards, small micro-batches, and several schedules.
-
-        What offloads comes last, since it is slow: another line often makes it unnecessary.
-        """
-        recipe = line[-1]
-        held = self.resident_sum(recipe)
-        return held, recipe.offload is not None, -recipe.accumulation, len(line) == 1
+        """Less for lines of fewer bytes: shards, small micro-batches, and several schedules."""
+        return self.resident_sum(line[-1]), -line[-1].accumulation, len(line) == 1
 
     def variants(self, family: Recipe) -> list[Recipe]:
         """The family's recipes with its own kind of loss, fastest first."""

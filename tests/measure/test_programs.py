@@ -1,5 +1,6 @@
 """One contract for each training step that people write: the tracker's bytes are the CPU
-allocator's, results are the same to the bit, and what stays has its category. None is accused.
+allocator's, results are the same to the bit, and what stays has its category. None is told
+more than ``TOLD`` says.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from gradmem_lib import MemoryTracker, diagnose
 
 FILES = (programs_methods, programs_layers, programs_loops, programs_swaps)  # they fill PROGRAMS
 
-# Bytes that a program takes only under a dispatch mode, whichever, and the tracker is one
-# (isTensorSubclassLike in torch 2.13). Autograd adds gradients up in place unless a mode is on: the
-# tracker shows the program as it is without. What it shows is that autograd copies a sparse
-# gradient, that the backward of a matrix exponential joins its blocks with `cat`, and that the
-# backwards of the last five programs make other temporaries.
+# How many bytes more (negative: fewer) a program takes under a dispatch mode, whichever, and the
+# tracker is one (isTensorSubclassLike in torch 2.13). Autograd adds gradients up in place unless a
+# mode is on: the tracker shows the program as it is without. What it shows is that autograd copies
+# a sparse gradient, that the backward of a matrix exponential joins its blocks with `cat`, and that
+# the backwards of the last five programs make other temporaries.
 UNDER_A_MODE = {
     "bidirectional_lstm_on_packed_rows": 49_152,
     "orthogonal": 16_384,

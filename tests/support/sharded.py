@@ -99,7 +99,9 @@ def trained(
 
 
 def distance(family: str, recipe: Recipe, **options) -> float:
-    """The largest relative distance of any tensor from one process's, found by the first rank."""
+    """The largest relative distance of all gradients, weights or losses from one process's, found
+    by the first rank.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     here = trained(family, recipe, slice(rank, None, ranks), **options)
     if rank:

@@ -1,6 +1,5 @@
 """Every way to train one model in several processes, against one process on the same rows."""
 
-import os
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import sharded_trainer
-from support.nightly import each
+from support.nightly import ALL, each
 from support.refusals import refusal
 from support.sharded import distances, far, whole
 from torch import nn
@@ -30,7 +29,7 @@ QLORA = {"lora_rank": 2, "quantized_base": True}
 
 
 def cases(ways: list[dict], families=("llama",), hows=tuple(SHARDING)) -> dict[str, tuple]:
-    """By a name, the family and the fields of the recipe, and whether gradients are clipped."""
+    """By a name: the family, and the recipe's fields with what ``distances`` takes out of them."""
     found = {}
     for family, how, way in product(families, hows, ways):
         fields = {"sharding": how} | way
@@ -63,7 +62,7 @@ if find_spec("peft"):
     TWO |= cases([PIECES | {"peft": True}], hows=("fsdp",))
 FOUR = cases([PIECES], ("qwen2",), ("ddp", "zero2"))
 FOUR |= cases([{"clip": 1e-3, **PIECES, **QLORA}], hows=("fsdp",))
-if os.environ.get("GRADMEM_ALL"):
+if ALL:
     TWO |= cases([{}, PIECES], FAMILIES)
     FOUR |= TWO
 SAVED = [{"sharding": "fsdp"}, {"sharding": "fsdp"} | QLORA]
