@@ -79,10 +79,15 @@ class Round(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """The requests of a short trace, and the rounds that a deeper model has more."""
+    """The requests of a short trace, and the rounds that a deeper model has more.
+
+    ``growth``: for each request that a unit more makes larger, as DDP's bucket, the number of the
+    unit's list, that of the request, and the bytes.
+    """
 
     requests: list[Request]
     rounds: list[Round]
+    growth: list[tuple[int, int, int]]
 
 
 def extrapolated_requests(
@@ -94,11 +99,17 @@ def extrapolated_requests(
     of these lists, the trace with one unit more.
 
     The result is ``None`` if the traces do not prove it: without the unit that is repeated,
-    ``longer`` has to ask for the same as ``short``.
+    ``longer`` has to ask for the same as ``short``, or for larger blocks. It is known already that
+    the bytes of the step grow evenly.
     """
     proof = _proof(short, tuple(longer.items()))
     if proof is None:
         return None
+    requests = list(proof.requests)
+    for layers, number, more in proof.growth:
+        size = requests[number].size + repeats[layers] * more
+        requests[number] = requests[number]._replace(size=size)
+    proof = proof._replace(requests=requests)
     last = _last_units(proof.requests)
     for layers in longer:
         last[layers] = last.get(layers, 0) + repeats[layers]
@@ -124,13 +135,22 @@ def _proof_by_names(
     requests = _named(short, naming)
     if requests is None:
         return None
-    rounds: list[Round] = []
+    proof = Proof(requests, [], [])
     for layers, long in longer:
-        found = _rounds(requests, _named(long, naming), layers)
-        if found is None:
+        named = _named(long, naming)
+        if named is None:
             return None
-        rounds += found
-    return Proof(requests, rounds)
+        rounds, rest = _rounds(named, layers)
+        if rounds is None or len(rest) != len(requests):
+            return None
+        for number, (here, there) in enumerate(zip(requests, rest, strict=True)):
+            if here == there:
+                continue
+            if FREED in (here.size, there.size) or here != there._replace(size=here.size):
+                return None
+            proof.growth.append((layers, number, there.size - here.size))
+        proof.rounds.extend(rounds)
+    return proof
 
 
 def _named(trace: Trace, naming: Naming) -> list[Request] | None:
@@ -254,13 +274,12 @@ def _with_distances(makers: list[tuple], last: dict[int, int]) -> list[Request] 
     return requests
 
 
-def _rounds(short: list[Request], long: list[Request] | None, layers: int) -> list[Round] | None:
-    """The rounds of list ``layers`` that ``long`` has and ``short`` does not have.
+def _rounds(long: list[Request], layers: int) -> tuple[list[Round] | None, list[Request]]:
+    """The rounds of the last unit but one of list ``layers``, and the other requests, as if there
+    were one unit less.
 
-    ``None`` if ``long`` has more, or other, requests besides.
+    The rounds are ``None`` if that unit does not run between its neighbours.
     """
-    if long is None:
-        return None
     last = _last_units(long).get(layers, 0)
     middle = last - 1
     rest: list[Request] = []
@@ -274,16 +293,14 @@ def _rounds(short: list[Request], long: list[Request] | None, layers: int) -> li
             continue
         if inside:
             if {before, place} != {(layers, middle - 1), (layers, middle + 1)}:
-                return None
+                return None, rest
             rounds.append(Round(len(rest), inside, layers, before == (layers, middle - 1)))
             inside = []
         before = place
         if place == (layers, last):
             request = request._replace(unit=middle)  # without the middle, the last unit is this one
         rest.append(request)
-    if inside or rest != short:
-        return None
-    return rounds
+    return (None if inside else rounds), rest
 
 
 def _stretches(

@@ -56,6 +56,15 @@ def test_requests_of_short_traces_are_those_of_the_full_trace(recipe, source):
     assert predicted.replay_allocator() == allocator.replayed(of_all.requests)
 
 
+@pytest.mark.parametrize("checkpointing", [None, "first-7"])
+def test_a_bucket_has_the_gradients_of_all_layers(checkpointing):
+    """A layer more makes one block larger, and asks for as many."""
+    config = models.tiny_llama(layers=14, hidden=64, heads=4, intermediate=128, vocab=512).config
+    recipe = replace(PLAIN, sharding="ddp", lora_rank=16, checkpointing=checkpointing)
+    predicted = predict(source_of(config), recipe=recipe, ranks=8, **SIZES)
+    assert predicted._short.requests() == traced(predicted._question).requests
+
+
 @pytest.mark.parametrize(
     ("family", "recipe"),
     each(
