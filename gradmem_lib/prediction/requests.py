@@ -300,7 +300,9 @@ def _rounds(long: list[Request], layers: int) -> tuple[list[Round] | None, list[
         if place == (layers, last):
             request = request._replace(unit=middle)  # without the middle, the last unit is this one
         rest.append(request)
-    return (None if inside else rounds), rest
+    if inside:
+        return None, rest
+    return rounds, rest
 
 
 def _stretches(
