@@ -137,6 +137,7 @@ def floor_page(floor: str) -> str:
             "",
             f".. automodule:: gradmem_lib.{module}",
             "   :members:",
+            "   :exclude-members: set",  # of every figure, by matplotlib, whose words name its pages
             "",
         ]
     return "\n".join(lines)

@@ -119,7 +119,7 @@ def watched_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class FirstRun:
-    """What a forward of ``modules`` finds beside its arguments. To be made before it runs:
+    """What a forward of ``modules`` finds beside its arguments. To be made before it runs::
 
         first = FirstRun([model])
         with first.watched():
