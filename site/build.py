@@ -137,7 +137,7 @@ def floor_page(floor: str) -> str:
             "",
             f".. automodule:: gradmem_lib.{module}",
             "   :members:",
-            "   :exclude-members: set",  # of every figure, by matplotlib, whose words name its pages
+            "   :exclude-members: set",  # matplotlib's, whose words name its own pages
             "",
         ]
     return "\n".join(lines)
