@@ -285,6 +285,8 @@ def _identity(loss: Any) -> tuple:
             found.append(ref(value))  # which does not keep it, and differs from that of a later one
         elif hasattr(value, "__code__"):
             found.append(value.__code__)
+        else:
+            found.append(type(value))  # weights of classes, or None
     return tuple(found)
 
 

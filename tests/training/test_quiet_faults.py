@@ -84,6 +84,16 @@ class Job:
     __call__ = loss
 
 
+class Weighted:
+    """A loss with a hash, and with a tensor or none."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["labels"], weight=self.weight)
+
+
 criterion: nn.Module = nn.CrossEntropyLoss()
 
 
@@ -99,7 +109,12 @@ def test_another_criterion_is_another_loss(monkeypatch):
         step(model, sgd(model), rows(), IN_TWO, loss=loss)
 
     # each is gone after its step, and the next one may have its address
-    for make in (Job, lambda one: Job(one).loss, lambda one: global_loss):
+    for make in (
+        Job,
+        lambda one: Job(one).loss,
+        lambda one: Weighted(one.weight),
+        lambda one: global_loss,
+    ):
         monkeypatch.setitem(globals(), "criterion", plain := nn.CrossEntropyLoss())
         train(make(plain))
         monkeypatch.setitem(globals(), "criterion", weighted)
