@@ -19,7 +19,7 @@
 # <!-- picture: first run -->
 #
 # The batch you want does not fit. So you cut it into pieces, run them one by one, and step once. That is
-# two lines of code, and one of them is usually wrong. Then you can
+# two lines of code, and one of them is usually wrong. Afterwards you can
 #
 # - say which bytes follow the micro-batch and which do not;
 # - divide by the right number, so that the result is the full batch's gradient;

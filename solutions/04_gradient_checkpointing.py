@@ -20,7 +20,7 @@
 #
 # Why does forward store so much? Backward will need it. But most of it could be computed again, from much less.
 # This trade of work for memory is called gradient checkpointing. Its famous rule, a checkpoint every √n layers, is
-# wrong for most models that people train. Then you can
+# wrong for most models that people train. Afterwards you can
 #
 # - write a checkpoint yourself, and say what PyTorch's does better;
 # - find the best segments for *your* model, and know when √n is not it;
