@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradmem_lib.course.machine.run_ranks import loopback_only, run_ranks
 from gradmem_lib.course.material import models
+from gradmem_lib.model.known import known_model
 from gradmem_lib.planning.cards import CARDS, find_card
 from gradmem_lib.planning.cost import seconds_per_token, sent_bytes
 from gradmem_lib.planning.held import NCCL, overhead_bytes, resident_bytes
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option, describe
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search

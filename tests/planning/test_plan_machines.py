@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM
 from gradmem_lib.course.machine.run_ranks import run_ranks
 from gradmem_lib.course.material import models
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.model.known import known_model
 from gradmem_lib.planning.cards import CARDS, NETWORK, find_card
 from gradmem_lib.planning.cost import cost_per_token, sent_between_machines
 from gradmem_lib.planning.held import NCCL
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search

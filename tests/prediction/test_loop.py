@@ -12,7 +12,8 @@ from support.predicted import assert_short_is_full, config
 from torch.nn.utils import clip_grad_norm_
 
 from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe

@@ -12,7 +12,7 @@ from support.families import OLDER, tiny_config
 from support.nightly import each
 from support.predicted import assert_predicted
 
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.training.recipe import Recipe

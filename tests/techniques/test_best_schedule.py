@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.schedules import extra_forwards
 

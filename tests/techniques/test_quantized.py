@@ -13,8 +13,8 @@ from support.predicted import assert_same, measured
 from torch import nn
 
 from gradmem_lib.course.material import models
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.names import QUANTIZED
-from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import quantized
 from gradmem_lib.techniques.lora import add_lora

@@ -12,8 +12,9 @@ import transformers
 from support.oracle import allocator_peak
 from torch import nn
 
+from gradmem_lib.model.linear import linear_layers
 from gradmem_lib.names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING
-from gradmem_lib.techniques.lora import LoRALinear, linear_layers
+from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.techniques.losses import chunked_cross_entropy
 from gradmem_lib.techniques.optimizers import AdamW8bit
 from gradmem_lib.techniques.precision import MasterAdamW
