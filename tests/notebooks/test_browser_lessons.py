@@ -4,17 +4,16 @@ pictures, no failure.
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
 from notebooks.browser import ROOT, Lab, Notebook, assert_explorer_reacts, shot
+from support.nightly import ALL
 
 LESSONS = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb"))
-# Each solution has been executed by nbval beside this, and lesson 00 is run as a learner's by
-# test_notebooks.py. So one lesson is enough here but for the night, a short one whose plots move.
-# The longest comes first.
-CHOSEN = LESSONS[::-1] if os.environ.get("GRADMEM_ALL") else LESSONS[2:3]
+# By night: nbval executes each solution, test_notebooks.py runs lesson 00 as a learner would, and
+# test_browser.py shows that plots move. The longest comes first.
+CHOSEN = LESSONS[::-1] if ALL else []
 
 
 @pytest.fixture(scope="module")
