@@ -359,8 +359,8 @@ train_small = check("6.3", train_small)
 # ## 4 · A 7B, and the cards
 #
 # Now take Llama-2-7B, with {{lesson_06.BATCH_7B}} rows of {{lesson_06.TOKENS_7B:,}} tokens an update, technique by technique. (`8 × 1` means 8
-# micro-batches of one row.) "Needs" is the peak, the driver's context and a rough share for the allocator's idle blocks. A star
-# stands under each size of card that is enough.
+# micro-batches of one row.) `lesson_06.on_card` predicts each line of the table. "Needs" is the peak, the driver's context
+# and a rough share for the allocator's idle blocks. A star stands under each size of card that is enough.
 
 # %%
 ladder = {
