@@ -79,7 +79,7 @@ def train(batch, steps=1):
         loss = model(input_ids=ids[:batch], labels=ids[:batch]).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
 
 # %%
@@ -108,8 +108,8 @@ with MemoryTracker(
 
 # %% [markdown]
 # The picture is a saw, and each tooth is one training step. (The strip at the top numbers the steps. Dashed lines mark
-# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (The optimizer's
-# begins in the first step.) Two things grow: the **activations**, which forward keeps for backward,
+# new batch sizes.) **Parameters**, **gradients** and the **optimizer**'s memory do not depend on the batch. (That memory
+# appears in the first step.) Two things grow: the **activations**, which forward keeps for backward,
 # and the **temporaries** on top of them, in short spikes.
 
 # %%
@@ -121,7 +121,7 @@ guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
 # ## 2 · Read the picture
 #
 # `show()` draws it again. Put the pointer on any byte: the line below names its tensor, its module and its life. A click
-# keeps it lit, and the wheel zooms. Here is a single step:
+# keeps it lit, and the wheel zooms. Here is a single step, drawn afterwards (`live=False`):
 
 # %%
 with MemoryTracker(model, optimizer, live=False, title="one step, four sequences") as step:
@@ -149,7 +149,7 @@ print(step.peak)
 
 # %% [markdown]
 # The peak is at the beginning of backward: everything that forward saved is still alive, and there is no gradient yet,
-# so the line names none. These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell
+# so the line names none. These bytes are exact: they are counted tensor by tensor. If you run the cell
 # again, they are the same.
 #
 # ## 3 · An exercise, and the three things it can say
@@ -265,10 +265,10 @@ try:
 except BudgetExceeded as error:
     phase = error.snapshot.phase
     print(f"{batch} does not fit: no room in {phase} for {error.asked:,} bytes more")
-    optimizer.zero_grad(set_to_none=True)  # a failed backward leaves gradients behind
+    optimizer.zero_grad()  # a failed backward leaves gradients behind
 
 # %% [markdown]
-# Four sequences fit, and five do not. You will work like this all the time: go past the limit, read who holds what,
+# Four sequences fit, and five do not. You will often work like this: go past the limit, read who holds what,
 # change one thing, try again. A smaller batch is only the first thing to change.
 #
 # Now suppose that an update needs all sixteen sequences, on a card of 48 MiB. `first_run` trains this model on them

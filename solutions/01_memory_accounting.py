@@ -48,12 +48,6 @@ ids = torch.randint(0, 8192, (2, 128), generator=torch.Generator().manual_seed(0
 n = sum(p.numel() for p in model.parameters())
 print(f"{n:,} parameters, {model.dtype}")
 
-# %%
-guess_a = predict_first(
-    "1.a",
-    "Parameters, gradients and what AdamW remembers, together: how many bytes?",
-)
-
 # %% [markdown]
 # A training step holds four kinds of long-lived bytes. The first three are the **residents**: their bytes do not depend
 # on the batch.
@@ -66,7 +60,14 @@ guess_a = predict_first(
 # | **activations** | what forward saves because backward needs it | from forward to backward |
 #
 # Everything else is **temporary**: made by one operation, gone soon after. It counts at the peak.
-#
+
+# %%
+guess_a = predict_first(
+    "1.a",
+    "Parameters, gradients and optimizer states, together: how many bytes?",
+)
+
+# %% [markdown]
 # The whole course is about this step:
 
 
@@ -247,7 +248,7 @@ for holder in tracker.largest_at_peak(4):
 # the model. When backward begins, three tensors of that shape are alive at once:
 #
 # - the **log-softmax** that forward saved;
-# - the **gradient with respect to it**;
+# - the **gradient of the log-softmax**;
 # - the **gradient of the logits**, which is computed from both.
 #
 # Here each has 8 × 256 × 8192 numbers of 4 bytes. How much are all three for SmolLM2 and 8 × 1024 tokens?
@@ -273,7 +274,7 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 # %%
 guess_c = predict_first(
     "1.c",
-    "How many different activations (storages) are saved?",
+    "How many storages are saved, not counting weights?",
     unit="storages",
 )
 

@@ -18,7 +18,7 @@
 # <!-- picture: first run -->
 #
 # Half of lesson 01's residents belong to the optimizer. Now you write it, from gradient descent to AdamW. Section 8 says
-# why the bar above stays as long. After this lesson you can
+# why the bar above gets no shorter. After this lesson you can
 #
 # - write Adam and AdamW, and say what each line does;
 # - say how many bytes its states take, and *when* they appear;
@@ -179,8 +179,8 @@ show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 #
 # $$v \leftarrow \beta\, v + (1 - \beta)\, g^2 \qquad\qquad p \leftarrow p - \text{lr} \cdot \frac{g}{\sqrt{v} + \epsilon}$$
 #
-# The gradient is squared because one that jumps between +1 and −1 is large, although its average is zero. ε avoids a
-# division by 0 where v is 0; usually it is $10^{-8}$. It stands *outside* the root. Inside, $\sqrt{10^{-8}} = 10^{-4}$
+# The gradient is squared because gradients that jump between +1 and −1 are large, although their average is zero. ε avoids
+# a division by 0 where v is 0; usually it is $10^{-8}$. It stands *outside* the root. Inside, $\sqrt{10^{-8}} = 10^{-4}$
 # would hide every smaller gradient.
 #
 # ### Exercise 2.2 · the second moment
@@ -430,7 +430,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # ## 8 · What the step itself needs
 #
 # Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. The next cells measure
-# PyTorch's three variants of AdamW on lesson 01's tiny Llama:
+# PyTorch's three variants of AdamW on lesson 01's tiny Llama of {{sum(sizes) // 4:,}} parameters:
 #
 # - a plain loop over parameters (`foreach=False`);
 # - `foreach`, which does each operation for all parameters at once;
@@ -494,7 +494,7 @@ first_run(optimizer="adamw-fused")
 # - **A step's temporaries** are none (`fused`), or up to a copy of the model (`foreach`).
 #   <!-- holds: needed["foreach"] == sum(sizes) and needed["fused"] == 0 -->
 #
-# Lesson 03: batches that do not fit.
+# Next: batches that do not fit.
 #
 # ## Optional: why v never falls, and where the fused kernel stops
 #

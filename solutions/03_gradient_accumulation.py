@@ -121,7 +121,7 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 #
 # </details>
 #
-# The price is time. The same products take more, smaller operations. In our record
+# The price is time: each matrix product is cut into smaller ones. In our record
 # (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 took longer. Take the largest
 # micro-batch that fits.
 
@@ -169,31 +169,32 @@ print("equal lengths, loss / K: relative error below 1e-12:", error < 1e-12)
 #
 # ## 4 · The trap
 #
-# Take sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. How large will the error by `loss / K` be, as a
-# share of the right gradient's norm? (0 is exact, 1 is as large as the gradient itself.)
+# Take sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. The full batch gives each of the
+# {{count_targets(ragged["labels"])}} predicted *tokens* the same weight. `loss / K` gives each *micro-batch* the same weight.
 
 # %%
-question = "Lengths 8, 16, 64, 128 and loss / K: relative error?"
-guess_c = predict_first("3.c", question, unit="")
-
-# %%
-ragged = text_batch(8, 16, 64, 128, vocab=64)
-right = gradient(exact, ragged, 1)
-error = relative_error(gradient(exact, ragged, 4), right)
-guess_c.reveal(measured=round(error, 2))
-
-# %% [markdown]
-# The error is larger than the gradient. `loss / K` gives each *micro-batch* the same weight. The full batch gives each
-# of the {{count_targets(ragged["labels"])}} predicted *tokens* the same weight:
+question = "loss / K: the first sequence's tokens count how many times too much?"
+guess_c = predict_first("3.c", question, unit="times")
 
 # %%
 for n in (7, 15, 63, 127):  # the first token is not predicted
     factor = 212 / (4 * n)
     print(f"one of {n:>3}: 1/212 in the full batch, 1/{4 * n} by loss / K, × {factor:.2f}")
+guess_c.reveal(measured=round(212 / 28, 2), what="computed")
 
 # %% [markdown]
-# A token of the shortest sequence counts 7.6 times as much as it should, and a token of the longest less than half. No
-# error is raised, and the loss goes down all the same. Popular libraries trained like this until the autumn of 2024.
+# A token of the longest sequence counts less than half. How long is the gradient's error, as a share of the right
+# gradient?
+
+# %%
+ragged = text_batch(8, 16, 64, 128, vocab=64)
+right = gradient(exact, ragged, 1)
+error = relative_error(gradient(exact, ragged, 4), right)
+print(f"unequal lengths: relative error {error:.2f}")
+
+# %% [markdown]
+# The error is larger than the gradient. No exception is raised, and the loss still goes down. Popular libraries
+# trained like this until autumn 2024.
 #
 # Is it as bad with a pretrained model and real text? Try SmolLM2 on a sequence of 16 tokens (the rest has the label
 # -100, which the loss skips) and one of 128:
@@ -244,7 +245,8 @@ count_targets = check("3.2", count_targets)
 #
 # Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list of anything. For each,
 # `loss_and_count(micro)` gives the **summed** loss (a tensor) and the number of items (an int,
-# perhaps 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean. Keep one graph at a time.
+# perhaps 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean. Keep one
+# graph (one micro-batch's activations) at a time.
 #
 # <details><summary>Hint 1: the total first</summary>
 #
@@ -283,8 +285,8 @@ claims.show("C10")
 # ## 5 · Asking for the total without a second pass
 #
 # Your function may run every forward twice, only to count. You can count the labels alone, which costs nothing. Or you
-# divide by the first micro-batch's count, and correct the gradients at the end. `accumulate_gradients` counts
-# labels if you pass `count_items`, and corrects gradients if you do not:
+# divide by the first micro-batch's count, and rescale the gradients at the end. `accumulate_gradients` counts
+# labels if you pass `count_items`, and rescales gradients if you do not:
 
 # %%
 loss, items = accumulate_gradients(
@@ -347,8 +349,8 @@ train = check("3.4", train)
 #
 # So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
 # the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
-# you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is no
-# mistake: another full batch would draw other masks. The next claim also speaks of checkpointing, which is lesson 04.
+# you meet this trap mostly in vision. **Dropout** draws new random numbers in each forward. That is no
+# mistake: another full batch would draw other masks. The next claim also speaks of checkpointing (lesson 04).
 
 # %%
 claims.show("C30")

@@ -13,8 +13,7 @@
 # %% [markdown]
 # # 04 · Gradient checkpointing
 #
-# *60 minutes: sections 1 to 7, with exercises 4.1, 4.5 and 4.6. 55 more are optional. You need: lesson 01, and a rough
-# idea of `torch.autograd.Function` (you will write one).*
+# *60 minutes: sections 1 to 7, with exercises 4.1, 4.5 and 4.6. 55 more are optional. You need: lesson 01.*
 #
 # <!-- picture: first run -->
 #
@@ -62,11 +61,29 @@ with MemoryTracker(layers, live=False) as tracker:
 # These are 16 × 5 boundaries, and the last output. Now suppose that each layer keeps *only* its input.
 # When backward reaches a layer, the layer runs forward once more, with autograd recording, and backward goes on from
 # there.
+#
+# You can write this as an `autograd.Function`: an operation whose backward is your own. Here is a small one. `ctx` keeps
+# what forward hands to backward. Backward gets the gradient of the output, and returns one value for each argument of
+# forward, in the same order.
+
 
 # %%
-guess_a = predict_first(
-    "4.a", "How many boundaries are alive after forward then?", unit="boundaries"
-)
+class Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, n, x):
+        ctx.n = n
+        ctx.save_for_backward(x)  # tensors
+        return x**n
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return None, gradient * ctx.n * x ** (ctx.n - 1)  # n needs no gradient
+
+
+two = torch.tensor(2.0, requires_grad=True)
+Power.apply(3, two).backward()
+print("3 · 2² is", two.grad.item())
 
 # %% [markdown]
 # ### Exercise 4.1 · a checkpoint by hand
@@ -74,8 +91,8 @@ guess_a = predict_first(
 # ●●○ · 10 minutes · trains: what autograd keeps, and how to run a layer again inside backward
 #
 # Write the two halves of `Checkpoint`. `Checkpoint.apply(run, x)` must return `run(x)` and keep only `x`. Its backward
-# receives the gradient of the output. It returns one value for each argument of forward: `None` for `run`, and the
-# gradient of `x`. The weights inside `run` must get their gradients as well, added to `.grad`.
+# returns `None` for `run`, and the gradient of `x`. The weights inside `run` must get their gradients as well, added to
+# `.grad`.
 #
 # <details><summary>Hint 1: forward</summary>
 #
@@ -128,7 +145,7 @@ def forward(run, net, x):
 
 with MemoryTracker(layers, live=False) as tracker:
     out = forward(Checkpoint.apply, layers, inputs)
-    guess_a.reveal(formula=16 + 1, measured=boundaries(tracker.current))
+    print("alive after forward:", boundaries(tracker.current), "boundaries")
 
 # %% [markdown]
 # 16 inputs and one output are alive. The next picture shows a whole step under your checkpoint; the outline is
@@ -152,7 +169,7 @@ tracker.show(beside=kept)
 #
 # - 16 boundaries wait, one for each layer;
 # - the last layer has run again, and has its 4 boundaries inside and its output, so 5 more;
-# - 9 are gradients on their way through that layer: 4 on either side of the second GELU, 1 for the shortcut.
+# - 9 are gradients on their way through that layer: 4 on each side of the second GELU, 1 for the shortcut.
 #
 # **Waiting boundaries, one layer in full, and gradients on their way**: the rest of this lesson follows from this sum.
 #
@@ -277,11 +294,11 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 # its gradient) your formula is right to the byte.
 # <!-- holds: peaks == {k: (kept_at_peak(uniform_segments(64, k), 1, 1) + 3) * inputs.nbytes + 8 for k in peaks} -->
 #
-# Some guides say that more checkpoints mean more memory and less recomputation. The first is true only of
-# segments that are shorter than the best.
+# Some guides say that more checkpoints mean more memory and less recomputation. More checkpoints need more memory only
+# if their segments are shorter than the best.
 # <!-- holds: peaks[1] > peaks[2] > peaks[4] > peaks[8] < peaks[16] < peaks[32] < peaks[64] -->
-# The second is true of the shortest segments alone: each layer runs once more, whatever k is, and only a segment's last
-# product is spared. This is up to a third more work, and up to half where the weights are frozen. <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 -->
+# They recompute less only if segments are very short: each layer runs once more, whatever k is, and only a segment's last
+# product is spared. Recomputing is up to a third more work, and up to half where weights are frozen. <!-- holds: 0.32 < more[0] < 1 / 3 and 0.49 < more[1] < 1 / 2 -->
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
 # the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
@@ -329,7 +346,7 @@ def best_length(n, a, x):
 best_length = check("4.6", best_length)
 
 # %% [markdown]
-# How large is a, in boundaries, for layers that people train? Lesson 01's closed forms tell you. The next cell compares
+# How large is a, in boundaries, for layers that people train? Lesson 01's formulas tell you. The next cell compares
 # √n with your `best_length`, with their peaks:
 
 # %%

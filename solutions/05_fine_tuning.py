@@ -112,6 +112,18 @@ guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 #
 # ## 4 · Which first?
 #
+# The next cell prints the naive peak's parts, in MiB, without those below one MiB:
+
+
+# %%
+def parts(**changes):
+    found = predicted(**changes).by_category.items()
+    return {part: n >> 20 for part, n in found if n >> 20}
+
+
+print(parts())
+
+# %% [markdown]
 # More than half of the peak is activations and the logits' temporaries.
 # <!-- holds: naive.peak.by_category["activations"] + naive.peak.by_category["temporaries"] > naive.peak.total / 2 -->
 # Accumulation shrinks both, checkpointing the activations alone. **Which of the two would you take first?**
@@ -120,13 +132,12 @@ guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 guess_b = predict_first("5.b", "8 micro-batches: how many per cent lower?", unit="percent")
 
 # %% [markdown]
-# The next cell predicts each alone, in MiB, without parts below one MiB:
+# The next cell predicts each alone:
 
 # %%
 cut, rerun = {"accumulation": 8}, {"checkpointing": "per-layer"}
-for changes in ({}, cut, rerun):
-    parts = predicted(**changes).by_category.items()
-    print(changes, {part: n >> 20 for part, n in parts if n >> 20})
+for changes in (cut, rerun):
+    print(changes, parts(**changes))
 
 # %% [markdown]
 # The naive peak is at the *beginning* of backward, where no gradient exists. Accumulation keeps 513 MiB of gradients of
@@ -150,7 +161,7 @@ claims.show("C57")
 # In `Trainer`, the global batch is `per_device_train_batch_size` × `gradient_accumulation_steps` × the number of GPUs.
 # (Exercise 5.1, at the end, moves such a run to one card.)
 #
-# The second bar is the run in micro-batches, with as many updates:
+# The second bar is the run in micro-batches, with the same number of updates:
 
 # %%
 pieces = runs.train(Recipe(**cut), training, **longer)
@@ -253,8 +264,8 @@ claims.show("C11")
 
 # %% [markdown]
 # This flag is *autocast*, as the claim's `fp16=True` is: matrices are multiplied in 16 bits, and weights, gradients and
-# states stay in float32. Where activations are nearly all, autocast helps. Here the peak moved into forward, where autocast
-# keeps a bf16 copy of every weight.
+# states stay in float32. Where activations are nearly all of the peak, autocast helps. Here the peak moved into forward,
+# where autocast keeps a bf16 copy of every weight.
 #
 # What matters more is the dtype in which the model was *loaded*. `MemoryCallback` measures any `Trainer`. Here are a
 # tiny Llama's peaks, loaded in either dtype, without the flag and with it:
@@ -292,8 +303,8 @@ bar("+ all in bf16", recipe)
 # <!-- holds: round(chart.bars[5].by_category["optimizer"] / chart.bars[4].by_category["optimizer"], 1) == 0.5 -->
 # Lesson 09 builds them.
 #
-# **Adafactor** keeps sums of rows and of columns instead of the second moment, and no first moment: almost no states.
-# Which of the two has the lower peak?
+# **Adafactor** keeps no first moment. Of the second it keeps only the sum of each row and of each column, so it has
+# almost no states. Which of the two optimizers has the lower peak?
 
 # %%
 recipe |= {"optimizer": "adamw-8bit"}
@@ -303,8 +314,8 @@ bar("+ 8-bit AdamW", recipe)
 bar("or: Adafactor", recipe | {"optimizer": "adafactor"}, aside=True)
 
 # %% [markdown]
-# Adafactor's peak is the higher one, and *in the optimizer's step*: transformers' Adafactor makes float32 copies of a
-# tensor while it updates it, and the embedding is a fifth of this model.
+# Adafactor's peak is higher, and it is *in the optimizer's step*. While transformers' Adafactor updates a tensor, it makes
+# float32 copies of it, and the embedding is a fifth of this model.
 # <!-- holds: chart.bars[6].total > chart.bars[5].total and chart.bars[6].phase == "optimizer_step"
 # and round(config.vocab_size * config.hidden_size / naive.model.num_parameters(), 1) == 0.2 -->
 # PyTorch's Adafactor makes one copy, in the weights' dtype. The next cell makes all updates with PyTorch's, without
@@ -317,7 +328,7 @@ full = runs.train(Recipe(**every_weight), training, **longer)
 bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 
 # %% [markdown]
-# **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, and it would be
+# **The run fits**, with every weight trained. (With checkpoints the peak would be at the end of backward, and
 # less than one MiB lower.
 # <!-- holds: 0 < predicted(**every_weight).total - predicted(**every_weight | rerun).total < 2**20 -->)
 # An optimizer's memory is its states *and* what its step does.
@@ -332,8 +343,7 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 # </details>
 #
 # **A step in backward** can go lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
-# the gradient at once. In exercise 5.9, at the end, `Trainer` does this with transformers' `LayerWiseDummyOptimizer`,
-# whose `step()` does nothing. The price: no gradient is left to accumulate or to clip.
+# the gradient at once. Exercise 5.9, at the end, does this in `Trainer`. The price: no gradient is left to accumulate or to clip.
 #
 # ## 9 · LoRA
 #
@@ -411,13 +421,12 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 10 · The loss in chunks, and room to spend
 #
-# With LoRA the temporaries are the logits', not the embedding's gradients: two tables of
-# {{config.vocab_size:,}} float32 numbers a token.
+# With LoRA the temporaries are two tables with a number for each logit: {{config.vocab_size:,}} float32 numbers a token.
 # <!-- holds: chart.bars[8].by_category["temporaries"] == 2 * 4 * 128 * config.vocab_size -->
-# The loss keeps a third one among the activations.
+# A third such table is among the activations (lesson 01, section 3).
 # <!-- holds: 1 < chart.bars[8].by_category["activations"] / (4 * 128 * config.vocab_size) < 1.3 -->
-# `chunked_loss` computes the gradients during forward, for {{runs.SEQ_LEN}} tokens at a time (here a whole row), and
-# needs two tables, not three:
+# `chunked_loss` computes the loss *and* its gradients in forward, for {{runs.SEQ_LEN}} tokens at a time (here a whole row).
+# Then two tables are enough:
 # <!-- holds: abs((chart.bars[8].total - chart.bars[10].total) / (4 * 128 * config.vocab_size) - 1) < 0.02 -->
 
 # %%
@@ -471,8 +480,8 @@ first_run(**way, lora_rank=16, chunked_loss=True)
 #
 # ## 11 · Did it learn the same?
 #
-# The loss on the held-out rows decides that. But an evaluation has to fit the card as well. You may write it yourself, or
-# go on with the course's.
+# The loss on the held-out rows says it. An evaluation has to fit the card as well. You may write one yourself
+# (exercise 5.7), or go on with the course's.
 
 # %% [markdown]
 # ### Exercise 5.7 · an evaluation within the card
@@ -516,9 +525,8 @@ for name, model in trained.items():
     print(f"{held_out_loss(model, rows):.2f}  {name}")
 
 # %% [markdown]
-# In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
-# peak. (A *nat* is the unit of a loss with natural logarithms.) Nothing was tuned, so conclude no more than *not
-# worse*.
+# The stored notebook made one update. In our record of sixteen, this loss fell from 3.01 to 2.76 (naive) and 2.71 (all of
+# it), at 19.4% of the naive peak. Nothing was tuned, so all that you can conclude is *not worse*.
 #
 # ### Keep it
 #

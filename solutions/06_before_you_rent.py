@@ -56,8 +56,8 @@ from gradmem_lib.course import claims, classifier_setting, lesson_06, models, te
 # %% [markdown]
 # ## 1 · Your error message
 #
-# This is a real message. PyTorch takes memory from the driver in **segments**, and cuts them into **blocks** for tensors.
-# A block that is freed stays with PyTorch, for the next tensor.
+# This is a real message. PyTorch takes memory from the driver (the card's own software) in **segments**, and cuts them
+# into **blocks** for tensors. A block that is freed stays with PyTorch, for the next tensor.
 
 # %%
 message = """CUDA out of memory. Tried to allocate 24.00 MiB. GPU 0 has a total capacity of 7.60
@@ -178,7 +178,7 @@ guess_a.reveal(
 def step(model, optimizer, ids):
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
 
 
 # %%
@@ -229,7 +229,7 @@ print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} byt
 #
 # ### Explore
 #
-# While you move a control, lesson 01's closed forms answer. When you stop, the exact trace takes their place. The dashed
+# While you move a control, lesson 01's formulas answer. When you stop, `predict` takes their place. The dashed
 # line is the card. What it holds beside the tensors is `other`. Answer first, then move:
 #
 # 1. Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
@@ -277,7 +277,7 @@ print(net)
 with MemoryTracker(net, net_adam, title="the classifier, 30 images") as tracker:
     F.cross_entropy(net(images), labels).backward()
     net_adam.step()
-    net_adam.zero_grad(set_to_none=True)
+    net_adam.zero_grad()
 
 # %% [markdown]
 # **First look**: what is there at the peak, and what could help?
@@ -359,8 +359,8 @@ train_small = check("6.3", train_small)
 # ## 4 · A 7B, and the cards
 #
 # Now take Llama-2-7B, with {{lesson_06.BATCH_7B}} rows of {{lesson_06.TOKENS_7B:,}} tokens an update, technique by technique. (`8 × 1` means 8
-# micro-batches of one row.) "Needs" is the peak, the driver's context and a rough share for the allocator. A star
-# stands under each size of card that is enough.
+# micro-batches of one row.) `lesson_06.on_card` predicts each line of the table. "Needs" is the peak, the driver's context
+# and a rough share for the allocator's idle blocks. A star stands under each size of card that is enough.
 
 # %%
 ladder = {
@@ -426,7 +426,7 @@ found = plan(
     seq_len=2048,
     global_batch=8,
     method="qlora",
-    margin=0,
+    margin=0,  # no reserve
 )
 print(found.best)
 print("The next faster one does not fit:", found.next_faster)
@@ -457,8 +457,9 @@ show_decisions(run, card="3.5 GiB")
 #
 # 1. **In which phase is the peak?** Only that phase's half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
-# 3. **Of the rows that are enough, which price will you pay?** Then predict it. "At best" is a bound: the marked parts
-#    are gone at every moment, and the highest moment is left. Two techniques that work on the same part do not add up.
+# 3. **Of the rows that are enough, which price will you pay?** Then predict it. "At best" is a bound: it takes the
+#    marked parts away at every moment, and then finds the highest moment. Two techniques that work on the same part do
+#    not add up.
 #
 # <details><summary>Why do several rows take away all activations?</summary>
 #
@@ -524,7 +525,7 @@ for name, option in options.items():
 #
 # ## 6 · What you can now do
 #
-# - **Read the error**: allocated is tensors, unallocated is pieces, the rest of the process is the context. It shows
+# - **Read the error**: allocated is tensors, unallocated is idle blocks, the rest of the process is the context. It shows
 #   the first request too many.
 # - **Look where the peak is**, in which phase and of which category: `diagnose`, or the chart. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: bf16, fewer states,
@@ -532,8 +533,8 @@ for name, option in options.items():
 # - **Predict your own module**: `predict(module, batch=, loss=)`. Then measure one step.
 # - **Spend what is left**: unused memory is time given away.
 #
-# Lesson 07 is about mixed precision, lesson 08 about recomputing and moving. `gradmem plan --help` is for
-# your model and card. `docs/ledger.md` has every claim that these lessons test.
+# Lesson 07 is about mixed precision, lesson 08 about recomputing activations and moving them off the card. `gradmem plan
+# --help` is for your model and card. `docs/ledger.md` has every claim that these lessons test.
 
 # %% [markdown]
 # ## Optional: an evaluation that collects
@@ -761,7 +762,7 @@ with checkpoint_layers(neox, 2), MemoryTracker(neox, neox_adam, live=False) as t
         how = {"reduction": "mean", "total_items": 8 * 127}
         accumulate_gradients(list(split(batch, 2)), mean_and_count, **how)
         neox_adam.step()
-        neox_adam.zero_grad(set_to_none=True)
+        neox_adam.zero_grad()
 print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 
 # %% [markdown]

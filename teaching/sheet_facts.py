@@ -207,7 +207,10 @@ def lesson_03(found: Printed) -> Sheet:
                 found.answer("3.b").replace(" percent", " %"),
                 "lower is the peak with 4 × 4 rows instead of 16 at once",
             ),
-            (f"{found.answer('3.c')} ×", "the gradient: the error of loss/K with unequal lengths"),
+            (
+                f"{found.one(r'^unequal lengths: relative error ([0-9.]+)$')} ×",
+                "the gradient: the error of loss/K with unequal lengths",
+            ),
             (
                 found.answer("3.e").replace(" times", " ×"),
                 "too large: a classifier's gradient in Trainer, 4 steps",

@@ -167,7 +167,7 @@ def test_lesson_05_states_the_recorded_run_which_is_its_own():
         naive["held-out loss after"],
         ours["held-out loss after"],
     )
-    said = "went from {:.2f} nats a token to {:.2f} (naive) and {:.2f} (all of it)".format(*losses)
+    said = "fell from {:.2f} to {:.2f} (naive) and {:.2f} (all of it)".format(*losses)
     assert f"{said}, at {ours['peak bytes'] / naive['peak bytes']:.1%} of the naive peak" in text
     assert (
         f"{ours['tokens/s'] / naive['tokens/s']:.2f} times the naive run's tokens a second" in text

@@ -301,7 +301,7 @@ def test_measured_values_wait_for_a_click(folder):
     for _ in range(2):
         assert main(["class", str(folder), "--once", "--hide", "--out", str(out)]) == 0
     page, links = Parsed(out), ["the%20class-measured/1.a.html", "the%20class-measured/9.z.html"]
-    question = "Parameters, gradients and what AdamW remembers, together: how many bytes?"
+    question = "Parameters, gradients and optimizer states, together: how many bytes?"
     assert page.text.count(question) == 1
     assert [value for key, value in page.attributes if key == "href"] == links
     assert (
