@@ -1,7 +1,5 @@
 """What MemoryTracker keeps of a run: samples, phases, peaks and laps."""
 
-import pickle
-
 import pytest
 import torch
 from support.steps import build
@@ -218,23 +216,6 @@ def test_blocks_add_up_to_the_bytes_by_category_of_each_sample():
         assert found == shown.by_category
         weights = [b.holder for b in shown.blocks if b.holder.category == "parameters"]
         assert {holder.shape for holder in weights} == {(70, 30), (70,), (9, 70), (9,)}
-
-
-def test_a_snapshot_replays_to_the_peak(tmp_path):
-    net = torch.nn.Linear(300, 300)
-    with MemoryTracker(net) as tracker:
-        net(torch.ones(50, 300)).sum().backward()
-    tracker.snapshot(tmp_path / "run.pickle")
-    snapshot = pickle.loads((tmp_path / "run.pickle").read_bytes())
-    live, highest = {}, 0
-    for event in snapshot["device_traces"][0]:
-        if event["action"] == "alloc":
-            live[event["addr"]] = event["size"]
-        else:
-            assert live.pop(event["addr"]) == event["size"]
-        highest = max(highest, sum(live.values()))
-    assert highest == tracker.peak.total
-    assert live == {block["address"]: block["total_size"] for block in snapshot["segments"]}
 
 
 def test_before_anything_runs_all_is_nought():
