@@ -4,8 +4,6 @@ import-linter follows import statements. A name in a string reaches up without o
 """
 
 import ast
-import fnmatch
-import json
 import re
 import subprocess
 import sys
@@ -25,7 +23,6 @@ FLOORS = {
     for name in line.split(" : ")
     if name != "__main__"
 }
-EXCEPTIONS = PYPROJECT["tool"]["ruff"]["lint"]["per-file-ignores"]
 LIBRARY = ROOT / "gradmem_lib"
 BELOW_THE_COURSE = sorted(
     path
@@ -130,49 +127,8 @@ def test_no_loop_hides_in_an_expression_whose_result_is_dropped():
     assert not dropped, "write a loop"
 
 
-def broken_rules() -> set[tuple[str, str]]:
-    """Files and the rules that they break, as ruff says without any exception."""
-    command = [sys.executable, "-m", "ruff", "check", "--output-format=json"]
-    command += [
-        "--config",
-        "lint.per-file-ignores={}",
-        "gradmem_lib",
-        "benchmarks",
-        "tests",
-        "tools",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    broken = json.loads(done.stdout)
-    return {(short(Path(found["filename"])), found["code"]) for found in broken}
-
-
-def patterns(text: str) -> list[str]:
-    """``{a,b}/**`` as ``a/**`` and ``b/**``."""
-    braces = re.fullmatch(r"\{(.*)\}(.*)", text)
-    if braces is None:
-        return [text]
-    return [start + braces[2] for start in braces[1].split(",")]
-
-
-def test_exceptions_to_the_linters_rules_are_needed():
-    broken, needless = broken_rules(), []
-    for files, rules in EXCEPTIONS.items():
-        for rule in rules:
-            breaks = [file for file, code in broken if code == rule]
-            for pattern in patterns(files):
-                if not fnmatch.filter(breaks, pattern):
-                    needless.append(f"{pattern} does not break {rule} any more")
-    assert not needless, "\n".join(needless)
-
-
 def test_the_scripts_in_pages_keep_their_rules():
     """As ``.oxlintrc.json`` has them: each name is defined, and used, and each import is right."""
     linter = Path(sys.executable).with_name("oxlint")
     done = subprocess.run([linter, "gradmem_lib"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_folders_of_rooms_have_few_loose_files():
-    for folder in ("gradmem_lib/course", "tests"):
-        loose = [path.name for path in (ROOT / folder).iterdir() if path.is_file()]
-        assert len(loose) <= 12, loose
