@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -173,8 +175,9 @@ def test_an_interruption_leaves_no_half_notebook(course, monkeypatch):
     assert set(course.has().values()) == {"version 1"} and not list(course.folder.rglob("*.part"))
 
 
-def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course, monkeypatch):
-    course.update()
+@contextmanager
+def interrupted_at_the_solutions() -> Iterator[None]:
+    """Ctrl-C comes when the first solution is written."""
     write = lab._write
 
     def write_one(path, content):
@@ -182,30 +185,25 @@ def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course, mo
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(lab, "_write", write_one)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lab, "_write", write_one)
+        yield
+
+
+def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course):
+    course.update()
+    with interrupted_at_the_solutions():
         course.update()
-    monkeypatch.setattr(lab, "_write", write)
     assert course.has() == {"a.ipynb": "version 2", "solutions/a.ipynb": "version 1"}
     assert course.update() == {} and set(course.has().values()) == {"version 3"}
 
 
-def test_an_interruption_does_not_hide_what_came_beside_a_learners_notebook(
-    course, monkeypatch, capsys
-):
+def test_an_interruption_does_not_hide_what_came_beside_a_learners_notebook(course, capsys):
     course.update()
     (course.folder / "a.ipynb").write_text("answers")
-    write = lab._write
-
-    def write_one(path, content):
-        if path.parent.name == "solutions":
-            raise KeyboardInterrupt
-        write(path, content)
-
     for path in lab.notebooks().values():
         path.write_text("version 2")
-    monkeypatch.setattr(lab, "_write", write_one)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at_the_solutions():
         lab.lab(course.folder, copy_only=True)
     assert "Its new version is beside it: a.new.ipynb" in capsys.readouterr().out
 
