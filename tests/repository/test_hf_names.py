@@ -146,3 +146,17 @@ def test_a_config_has_each_field_that_the_library_asks_for(config_fields):
     gone = {name: asked[name] for name in {*asked} - config_fields - methods - instance_only}
     assert not gone
     assert all(hasattr(transformers.PretrainedConfig, name) for name in methods)
+
+
+def test_no_other_file_below_the_course_spells_these_names():
+    names = {
+        *hf_names.CHECKPOINTING_METHODS,
+        *hf_names.LABELS_OF_HEAD,
+    }
+    for path in sorted(LIBRARY.rglob("*.py")):
+        inside = path.relative_to(LIBRARY)
+        if inside.parts[0] == "course" or inside.name == "hf_names.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in names, f"{inside}:{node.lineno} spells {node.value!r}"
