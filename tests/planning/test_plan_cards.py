@@ -205,18 +205,6 @@ def test_what_moves_away_leaves_room_for_larger_micro_batches():
     assert [option.recipe.accumulation for option in stays.fits()] == [4]
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"cards": 3}, "is not dealt evenly to 3 cards"),
-        ({"cards": 0}, "cards=0: give a whole number of cards"),
-    ],
-)
-def test_bad_numbers_of_cards_are_sentences(changes, says):
-    with pytest.raises(ValueError, match=says):
-        plan("tiny llama", **{"card": "1 GiB", "seq_len": 16, "global_batch": 4} | changes)
-
-
 SCRIPT = """
 import os, torch
 from transformers import AutoConfig

@@ -16,7 +16,6 @@ from support.predicted import (
     BATCH,
     SEQ,
     assert_same,
-    assert_short_is_full,
     config,
     measured,
     tracked,
@@ -251,9 +250,3 @@ def test_a_module_is_taken_in_the_dtypes_that_it_has(recipe):
     assert tracker.current.by_category["parameters"] == sum(p.nbytes for p in model.parameters())
     if recipe == MIXED["plain"]:  # two states in float32, and a step counter
         assert tracker.current.by_category["optimizer"] == sum(2 * p.nbytes + 4 for p in adapters)
-
-
-def test_short_traces_of_mixed_dtypes_and_their_layers():
-    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": Recipe(precision=None)}
-    for target in ("cpu", "cuda"):
-        assert assert_short_is_full(adapted(9), **ask, target=target).traced_layers

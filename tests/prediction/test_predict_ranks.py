@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nightly import ALL, each
-from support.predicted import assert_short_is_full, config
+from support.predicted import config
 from support.ranked import ROWS, TOKENS, figures, measured_here, predicted_for
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -68,16 +68,6 @@ def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypat
     asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
     predict(config("llama"), recipe=Recipe(sharding="ddp"), full=True, **asked)
     assert (torch.float64, 8) in sent
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_short_traces_make_the_whole_one(how):
-    fields = {"sharding": how, "checkpointing": "per-layer"}
-    asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 3, "rank": 2}
-    asked["recipe"] = Recipe(**fields)
-    quick = assert_short_is_full(config("gqa", 16), **asked)
-    assert quick.traced_layers == ((3, 4, 5) if how == "ddp" else (3, 4))
-    assert "rank 2 of 3" in quick.title
 
 
 @pytest.mark.parametrize("how", each(2, ["ddp", "fsdp"]))

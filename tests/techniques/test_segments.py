@@ -224,7 +224,21 @@ def test_recipes_and_checkpoint_layers_spell_schedules_alike():
         assert segments_for(recipe.checkpointing, 8) == segments_for(every, 8)
         hash(recipe)
     assert segments_for("per-layer", 3) == [1, 1, 1] and segments_for("sqrt", 9) == [3, 3, 3]
-    for every in ("root", 0, True, 2.0, [], [2, []], {2: 1}, "7", ["best"]):
+    assert [segments_for(f"first-{k}", 5) for k in (0, 2, 5)] == [[5], [1, 1, 3], [1] * 5]
+    for every in (
+        "first-",
+        "first-x",
+        "first--1",
+        "root",
+        0,
+        True,
+        2.0,
+        [],
+        [2, []],
+        {2: 1},
+        "7",
+        ["best"],
+    ):
         for take in (lambda e: Recipe(checkpointing=e), lambda e: segments_for(e, 8)):
             with pytest.raises(ValueError, match=r"at least 1"):
                 take(every)
