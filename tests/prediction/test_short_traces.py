@@ -50,8 +50,8 @@ def adapted():
     return model
 
 
-FIRST, CUDA = {"optimizer": "sgd"}, {"target": "cuda"}
-OF_ALL = {"offload": "activations", "checkpointing": "per-layer"}
+SGD, CUDA = {"optimizer": "sgd"}, {"target": "cuda"}
+OFFLOADED = {"offload": "activations", "checkpointing": "per-layer"}
 TORCHS = {"optimizer": "adafactor-torch", "precision": "bf16"}
 RANKS = {"ranks": 3, "rank": 2}
 # A model, a recipe, what is asked besides, and the numbers of layers that are traced.
@@ -59,12 +59,12 @@ CASES = [
     # segments of 2, 2, ..., 1
     (config("llama", 13), {"checkpointing": 2}, {}, (5, 7)),
     (deep("whisper", 12, 12), {"checkpointing": "per-layer"}, {}, (6, 7, 7)),
-    (config("gqa", 16), {"sharding": "ddp"}, RANKS, (3, 4, 5)),
+    # clipping stacks a norm of each parameter: that is one storage that grows with the layers
+    (config("llama", 9), SGD, {"loop": Loop(clips=True)}, ()),
     (adapted(), {"precision": None}, CUDA, (3, 4)),
     (deep("gemma2", 16), {"attention": "eager"}, {}, (4, 6)),
-    (config("llama", 9), FIRST, {"loop": Loop(keeps="outputs")}, (3, 4)),
-    # clipping stacks a norm of each parameter: that is one storage that grows with the layers
-    (config("llama", 9), FIRST, {"loop": Loop(clips=True)}, ()),
+    (config("llama", 9), SGD, {"loop": Loop(keeps="outputs")}, (3, 4)),
+    (config("gqa", 16), {"sharding": "ddp"}, RANKS, (3, 4, 5)),
     (config("llama", 36), {"checkpointing": "sqrt", "precision": "autocast-bf16"}, CUDA, (12, 18)),
     (config("llama", 13), {"every_n_layers": 2, "optimizer": "sgd"}, CUDA, (5, 7)),
     (
@@ -75,11 +75,11 @@ CASES = [
     ),
     (config("llama", 12), {"checkpointing": 2, "precision": "bf16", "lora_rank": 2}, {}, (4, 6)),
     (config("gqa", 16), {"sharding": "fsdp", "checkpointing": "per-layer"}, RANKS, (3, 4)),
-    (deep("whisper", 4, 12), {"optimizer": "adamw-8bit", "precision": "bf16"}, {}, (7, 8)),
+    (deep("pegasus", 11, 11), OFFLOADED, {}, (6, 7, 7)),
     (deep("whisper", 12, 4), {}, {}, (7, 8)),
     (deep("bart", 12, 12), {}, {}, (6, 7, 7)),
     (deep("marian", 14, 8), TORCHS, {}, (6, 7, 7)),
-    (deep("pegasus", 11, 11), OF_ALL, {}, (6, 7, 7)),
+    (deep("whisper", 4, 12), {"optimizer": "adamw-8bit", "precision": "bf16"}, {}, (7, 8)),
     (deep("t5", 13, 12), {}, {}, (6, 7, 7)),
     # segments of lists of different lengths
     (deep("bart", 16, 9), {"checkpointing": "sqrt"}, {}, ()),
