@@ -14,8 +14,9 @@ from support.nightly import each
 from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
+from gradmem_lib import known_model
 from gradmem_lib.course.material.models import tiny_llama
-from gradmem_lib.planning.models import _sizes_of, find_model, known_model, model_table
+from gradmem_lib.planning.models import _sizes_of, find_model, model_table
 from gradmem_lib.prediction.configs import model_class, skeleton
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked

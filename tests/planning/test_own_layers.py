@@ -27,14 +27,10 @@ from support.plans import assert_code_needs_what_was_predicted
 from support.predicted import assert_same, tracked
 from torch import nn
 
-from gradmem_lib.planning.cards import find_card
+from gradmem_lib import Recipe, find_card, fit, plan, predict
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.rows import count_row
-from gradmem_lib.prediction.fit import fit
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.layers import find_layers
-from gradmem_lib.training.recipe import Recipe
 
 ROWS = 4
 

@@ -6,16 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.budget import BudgetExceeded
-from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.planning.plan import plan
+from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, plan, predict, prepare, step
+from gradmem_lib.course import models
 from gradmem_lib.prediction import allocator
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 

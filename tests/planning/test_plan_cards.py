@@ -22,19 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradmem_lib.course.machine.run_ranks import loopback_only, run_ranks
-from gradmem_lib.course.material import models
-from gradmem_lib.planning.cards import CARDS, find_card
+from gradmem_lib import CARDS, Recipe, find_card, known_model, plan, prepare, step
+from gradmem_lib.course import models, run_ranks
+from gradmem_lib.course.machine.run_ranks import loopback_only
 from gradmem_lib.planning.cost import seconds_per_token, sent_bytes
 from gradmem_lib.planning.held import NCCL, overhead_bytes, resident_bytes
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option, describe
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 from gradmem_lib.view.plan_code import plan_code
 
 LLAMA = dict(layers=3, hidden=64, heads=4, intermediate=172, vocab=512)

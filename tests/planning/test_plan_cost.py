@@ -15,19 +15,15 @@ from support.nightly import each
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
-from gradmem_lib.course.material import models
+from gradmem_lib import CARDS, Recipe, known_model, predict, prepare, step
+from gradmem_lib.course import models
 from gradmem_lib.optimizers import OPTIMIZERS
-from gradmem_lib.planning.cards import CARDS, Card
+from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.held import overhead_of_prediction, resident_bytes, saved_bytes_per_token
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import describe
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.work import Work, count
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 FAST = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, math.inf)

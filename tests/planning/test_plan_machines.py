@@ -12,21 +12,24 @@ from torch import nn
 from torch.distributed import init_device_mesh
 from transformers import LlamaForCausalLM
 
-from gradmem_lib.course.machine.run_ranks import run_ranks
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.planning.cards import CARDS, NETWORK, find_card
+from gradmem_lib import (
+    CARDS,
+    MemoryTracker,
+    Recipe,
+    find_card,
+    known_model,
+    plan,
+    predict,
+    prepare,
+    step,
+)
+from gradmem_lib.course import models, run_ranks
+from gradmem_lib.planning.cards import NETWORK
 from gradmem_lib.planning.cost import cost_per_token, sent_between_machines
 from gradmem_lib.planning.held import NCCL
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 from gradmem_lib.view.plan_code import launch, plan_code
 
 SIZES = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 128, "vocab": 256}

@@ -16,13 +16,11 @@ from support.nightly import each
 from support.plans import brute_force, check
 from transformers import LlamaConfig
 
+from gradmem_lib import Recipe, plan, predict
 from gradmem_lib.planning.bounds import bound_by_known
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.recipe import Recipe
 
 CARD = Card("a card", 2**40, 100e12, 20e12, 1e12, (8, 6))
 OLD = Card("an old card", 2**40, 60e12, 8e12, 0.3e12, (7, 5), bus=15e9)

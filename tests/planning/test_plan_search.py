@@ -13,8 +13,8 @@ from support.families import OLDER
 from support.nightly import ALL
 from support.plans import brute_force, check
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.timeline import MemorySnapshot
+from gradmem_lib import MemorySnapshot, Recipe, plan
+from gradmem_lib.course import models
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.bounds import bound_by_known, bound_by_sizes
 from gradmem_lib.planning.cards import Card
@@ -24,12 +24,10 @@ from gradmem_lib.planning.held import (
     saved_bytes_per_token,
 )
 from gradmem_lib.planning.options import EQUAL_TIME, ordered
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import MiB
 
 LLAMA = dict(layers=2, hidden=32, heads=4, intermediate=64, vocab=256)

@@ -21,7 +21,7 @@ from support.predicted import (
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
-from gradmem_lib.course.material import models
+from gradmem_lib.course import models
 from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.techniques.layers import find_layers

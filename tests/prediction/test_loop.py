@@ -11,11 +11,8 @@ from support.nightly import each
 from support.predicted import config
 from torch.nn.utils import clip_grad_norm_
 
-from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib import Loop, MemoryTracker, Recipe, predict
 from gradmem_lib.prediction.configs import example_batch, model_class
-from gradmem_lib.prediction.loop import Loop
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.recipe import Recipe
 
 ROWS, TOKENS = 4, 16
 

@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict, prepare, step
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 ROWS, FEATURES, CLASSES = 6, 8, 4
 X, LABELS = torch.rand(ROWS, FEATURES), torch.arange(ROWS) % CLASSES

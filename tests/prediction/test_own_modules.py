@@ -20,11 +20,10 @@ from support.predicted import assert_predicted, mean_square, tracked
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.trace import traced
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.training.recipe import Recipe
 
 ROWS = torch.rand(4, 8)
 AS_IT_IS = {"precision": None, "attention": None}

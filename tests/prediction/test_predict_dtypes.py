@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from support.predicted import assert_predicted
 from torch import nn
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 
 AS_IT_IS = Recipe(precision=None, optimizer="sgd")
 ROWS, FIRST = torch.rand(2, 4), torch.tensor([0, 1])

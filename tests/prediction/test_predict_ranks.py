@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from support.nightly import ALL, each
 from support.predicted import config
-from support.ranked import ROWS, TOKENS, figures, measured_here, predicted_for
+from support.ranked import figures, measured_here, predicted_for
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.compat.fake_ranks import fake_process_group
@@ -183,37 +182,3 @@ def test_a_group_that_exists_is_put_aside_and_given_back(inside):
     finally:
         if inside:
             dist.destroy_process_group()
-
-
-def in_a_rank(rows: int, tokens: int) -> tuple:
-    """A prediction of eight ranks inside a group of two, which goes on as it was."""
-    rank, group = dist.get_rank(), dist.new_group([0, 1])
-    found = []
-    for ranks in (8, 8) if rank else (8,):  # one rank asks more often than the other
-        asked = {"batch_size": rows, "seq_len": tokens, "target": "cpu", "ranks": ranks, "rank": 5}
-        found.append(
-            figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
-        )
-    sums = []
-    for one in (None, group, dist.new_group([0, 1])):
-        number = torch.ones(1)
-        dist.all_reduce(number, group=one)
-        sums.append(number.item())
-    return found, sums, dist.get_world_size(), MemoryTracker._running
-
-
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "num_hidden_layers": 3,
-}
-
-
-def test_a_real_rank_may_predict_too():
-    asked = {"batch_size": ROWS, "seq_len": TOKENS, "target": "cpu", "ranks": 8, "rank": 5}
-    here = figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
-    for found, sums, size, running in run_ranks(in_a_rank, ROWS, TOKENS):
-        assert all(one == here for one in found)
-        assert sums == [2, 2, 2] and size == 2 and running is None

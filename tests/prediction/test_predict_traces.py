@@ -18,14 +18,13 @@ from support.predicted import (
     measured,
 )
 
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction import fakes, short_traces
 from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.allocator import replayed
 from gradmem_lib.prediction.extrapolation import PART
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import Question
 from gradmem_lib.techniques.schedules import segments_for
-from gradmem_lib.training.recipe import Recipe
 
 ACCUMULATED = [
     ("llama", Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=8)),

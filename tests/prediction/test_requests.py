@@ -8,13 +8,13 @@ import pytest
 from support.families import tiny_config
 from support.nightly import ALL
 
-from gradmem_lib.course.material import models
+from gradmem_lib import Recipe, predict
+from gradmem_lib.course import models
 from gradmem_lib.prediction import allocator, requests
-from gradmem_lib.prediction.predict import predict, source_of
+from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.prediction.requests import extrapolated_requests
 from gradmem_lib.prediction.short_traces import MICRO_BATCHES
 from gradmem_lib.prediction.trace import traced
-from gradmem_lib.training.recipe import Recipe
 
 PLAIN = Recipe(precision="bf16", optimizer="adamw-fused")
 SIZES = {"batch_size": 4, "seq_len": 64, "target": "cuda"}

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from support.nightly import each
 
+from gradmem_lib import Recipe, plan, predict
 from gradmem_lib.course import models
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.prediction import second_process as module
 from gradmem_lib.prediction import short_traces
-from gradmem_lib.prediction.predict import predict, source_of
+from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.prediction.second_process import can_fork, second_process
 from gradmem_lib.prediction.short_traces import trace_few_parts
-from gradmem_lib.training.recipe import Recipe
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="needs Linux and two cores")
 

@@ -10,11 +10,10 @@ from support.families import tiny_config
 from support.nightly import each
 from support.predicted import assert_short_is_full, config
 
+from gradmem_lib import Loop, Recipe
 from gradmem_lib.prediction.configs import model_class
-from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.techniques.lora import add_lora
-from gradmem_lib.training.recipe import Recipe
 
 ASK = {"batch_size": 2, "seq_len": 16, "target": "cpu"}
 # Families, and the names of their numbers of layers.

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.techniques.adam import Adam, AdamW
-from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib import Adam, AdamW, AdamW8bit, MemoryTracker
 from gradmem_lib.techniques.precision import MasterAdamW, StochasticAdamW
 
 PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]

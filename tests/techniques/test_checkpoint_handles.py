@@ -12,7 +12,7 @@ from support.families import tiny_config
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gradmem_lib.course.material import models
+from gradmem_lib.course import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.layers import find_layers
 

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradmem_lib import accumulate_gradients, next_token_loss, split
 from gradmem_lib.compat.fake_ranks import fake_process_group
-from gradmem_lib.course import run_ranks, torchrun
+from gradmem_lib.course import models, run_ranks, torchrun
 from gradmem_lib.course.machine.thread_ranks import on_ranks
-from gradmem_lib.course.material import models
 from gradmem_lib.techniques.data_parallel import (
     Processes,
     Replicated,

@@ -29,8 +29,8 @@ from gradmem_lib import (
     prepare,
 )
 from gradmem_lib import step as train_step
+from gradmem_lib.course import models
 from gradmem_lib.course.machine.compat import saved_tensor_hooks
-from gradmem_lib.course.material import models
 
 
 def files(folder: Path) -> list[Path]:

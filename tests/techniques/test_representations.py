@@ -9,8 +9,7 @@ from support.gradients import error
 from support.gradients import taken_gradient as gradient
 from torch import nn
 
-from gradmem_lib import MemoryTracker, accumulate_through_embeddings, split
-from gradmem_lib.techniques.accumulation import Accumulated
+from gradmem_lib import Accumulated, MemoryTracker, accumulate_through_embeddings, split
 
 VOCAB, TOKENS, WIDTH = 31, 6, 16
 LIMIT = 1e-12

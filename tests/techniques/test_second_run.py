@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib import accumulate_through_embeddings, split
+from gradmem_lib import accumulate_through_embeddings, checkpoint_parts, split
 from gradmem_lib.techniques.asking import as_in_evaluation
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.second_run import nearly_same
-from gradmem_lib.techniques.selective import checkpoint_parts
 
 OF_ALL = torch.Generator()
 SHARED = random.Random(0)

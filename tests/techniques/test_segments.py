@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from support.checkpointed import sum_all
 from support.nightly import ALL, each
 
-from gradmem_lib import Recipe
+from gradmem_lib import Recipe, best_segments, extra_forwards, schedule_peak, uniform_segments
 from gradmem_lib.techniques.layer_bytes import LayerBytes
-from gradmem_lib.techniques.schedules import (
-    best_segments,
-    extra_forwards,
-    safe_segments,
-    schedule_peak,
-    segments_for,
-    uniform_segments,
-)
+from gradmem_lib.techniques.schedules import safe_segments, segments_for
 
 
 def all_flat(n):

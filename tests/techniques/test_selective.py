@@ -18,14 +18,13 @@ from support.predicted import (
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers
-from gradmem_lib.course.material import models
+from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, checkpoint_parts
+from gradmem_lib.course import models
 from gradmem_lib.names import SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.work import count
 from gradmem_lib.techniques.layer_arguments import CACHE_WARNING
-from gradmem_lib.techniques.selective import checkpoint_parts
 
 SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
 IDS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from support.predicted import assert_predicted, example_batch, model_class
 from torch import nn
 
 from gradmem_lib import MemoryTracker, checkpoint_layers, checkpoint_parts, tiled
-from gradmem_lib.course.material import models
+from gradmem_lib.course import models
 from gradmem_lib.techniques.selective import find_parts
 
 ROWS, TOKENS, WIDTH, INSIDE = 2, 64, 32, 256

@@ -12,15 +12,12 @@ from support.trainers import ROWS, SEQ, classifier, rows, small, trainer_for
 from torch import nn
 from transformers import TrainingArguments, default_data_collator
 
-from gradmem_lib import make_trainer, merge_adapters
+from gradmem_lib import LoRALinear, Recipe, arguments, make_trainer, merge_adapters, predict
 from gradmem_lib.course.material import texts
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.optimizers import RELATIVE_RATE
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.training.prepare import make_optimizer
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT, arguments
+from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 RECIPES = {

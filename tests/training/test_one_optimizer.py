@@ -15,15 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gradmem_lib import (
-    GradScaler,
-    LoRALinear,
-    Recipe,
-    make_trainer,
-    merge_adapters,
-    prepare,
-    step,
-)
+from gradmem_lib import GradScaler, LoRALinear, Recipe, make_trainer, merge_adapters, prepare, step
 from gradmem_lib.optimizers import OPTIMIZERS
 
 RATE, FALLING = 1e-3, 4

@@ -16,13 +16,12 @@ from support.trainers import SEQ, rows, small, trainer_for
 from torch import nn
 from transformers import LlamaForSequenceClassification
 
-from gradmem_lib import Recipe, merge_adapters, predict
-from gradmem_lib.course.material import models
+from gradmem_lib import LoRALinear, Recipe, merge_adapters, predict, prepare
+from gradmem_lib.course import models
 from gradmem_lib.prediction.configs import model_class
-from gradmem_lib.techniques.lora import LoRALinear, add_lora
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.quantized import quantize_base
 from gradmem_lib.training.adapters import adapters_of, save_adapters
-from gradmem_lib.training.prepare import prepare
 
 peft = pytest.importorskip("peft")
 

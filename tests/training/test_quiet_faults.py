@@ -9,16 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib import Recipe, split
-from gradmem_lib.course.material import models
+from gradmem_lib import GradScaler, Recipe, checkpoint_parts, merge_adapters, prepare, split, step
+from gradmem_lib.course import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.lora import add_lora
-from gradmem_lib.techniques.precision import GradScaler, MasterAdamW
-from gradmem_lib.techniques.selective import checkpoint_parts
-from gradmem_lib.training.adapters import merge_adapters
-from gradmem_lib.training.prepare import prepare
+from gradmem_lib.techniques.precision import MasterAdamW
 from gradmem_lib.training.probe_rows import fewer_labels, groups_of_rows
-from gradmem_lib.training.step import _identity, step
+from gradmem_lib.training.step import _identity
 
 IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
 

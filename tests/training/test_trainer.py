@@ -18,8 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe, predict
 from gradmem_lib.training import trainer as of_trainer
 
 pytestmark = pytest.mark.usefixtures("interruptible")

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from gradmem_lib import Recipe, accumulate_gradients, make_trainer, next_token_loss
-from gradmem_lib.course import run_ranks
-from gradmem_lib.course.material import models
+from gradmem_lib.course import models, run_ranks
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 LENGTHS = (3, 12, 5, 9, 7, 4, 12)
