@@ -26,7 +26,7 @@ from gradmem_lib import CARDS, Recipe, find_card, known_model, plan, prepare, st
 from gradmem_lib.course import models, run_ranks
 from gradmem_lib.course.machine.run_ranks import loopback_only
 from gradmem_lib.planning.cost import seconds_per_token, sent_bytes
-from gradmem_lib.planning.held import NCCL, overhead_bytes, resident_bytes
+from gradmem_lib.planning.held import resident_bytes
 from gradmem_lib.planning.options import Option, describe
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
@@ -306,11 +306,3 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
             torch.testing.assert_close(
                 found[name], before.detach() - before.grad, rtol=1e-5, atol=1e-6, msg=name
             )
-
-
-@pytest.mark.parametrize("reserved", [None, 2**31])
-def test_nccl_needs_room_on_each_of_several_cards(reserved):
-    one, two = (overhead_bytes(2**30, (8, 9), reserved, cards) for cards in (1, 2))
-    assert two == one | {"NCCL (estimate)": NCCL} and "NCCL (estimate)" not in one
-    # no name of a part reads as two in a list
-    assert len(", ".join(two).split(", ")) == len(two) == 4

@@ -200,16 +200,6 @@ def test_bytes_moved_by_hand(work):
     assert moved(replace(lora, quantized_base=True)) == pytest.approx(moved(lora) + 2 * 2.5 * m)
 
 
-def test_operations_of_adapters_by_hand(work):
-    """Frozen weights have no gradient of their own, and attention's products have two each;
-    adapters are like other weights.
-    """
-    attention = 2 * 64 * work.scores  # half of each matrix of scores is masked
-    frozen = 2 * (work.matrices + work.head)
-    found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
-    assert found == 2 * frozen + 3 * (attention + 2 * 16 * work.linear_widths)
-
-
 def test_rates_by_precision_and_card(work):
     turing = replace(FAST, half=8.0, capability=(7, 5))
 
@@ -226,22 +216,6 @@ def test_rates_by_precision_and_card(work):
     assert seconds("bf16", ampere) == seconds("autocast-fp16") and seconds(
         "float32", ampere
     ) == seconds("float32")
-
-
-def test_layers_run_again():
-    seven = count(
-        AutoConfig.for_model(
-            "llama", num_hidden_layers=7, hidden_size=8, num_attention_heads=1, vocab_size=8
-        )
-    )
-    assert (
-        recompute_fraction(seven, Recipe()) == 0
-        and recompute_fraction(seven, Recipe(checkpointing=3)) == 1
-    )
-    assert (
-        recompute_fraction(seven, Recipe(every_n_layers=2)) == 4 / 7
-        and recompute_fraction(seven, Recipe(every_n_layers=9)) == 1 / 7
-    )
 
 
 def test_bytes_that_a_token_keeps_at_least(work):

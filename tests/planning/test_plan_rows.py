@@ -19,7 +19,6 @@ from torch import nn
 
 from gradmem_lib import Recipe, find_card, plan
 from gradmem_lib.planning.bounds import bound_by_sizes
-from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.options import METHODS
 from gradmem_lib.planning.rows import count_row, rows_like
 from gradmem_lib.planning.search import Search
@@ -99,21 +98,6 @@ def test_what_a_picture_passes_is_counted_as_by_hand():
     assert work.row.layers[0] == pytest.approx((layer / work.row.products, 0.5), rel=0.01)
 
 
-def test_layers_that_are_unlike_have_their_own_shares():
-    """Whisper's encoder has 16 positions, and its decoder 2: a layer of the encoder is more."""
-    work = count(tiny_config("whisper"), 2)
-    shares = [products for products, _ in work.row.layers]
-    assert shares[0] == shares[1] > 2 * shares[2] and shares[2] == shares[3]
-    card = find_card("RTX 4090")
-
-    def seconds(**changes) -> float:
-        return seconds_per_token(work, Recipe(**changes), card, 2, 1)
-
-    encoder = seconds(checkpointing="first-2") - seconds()
-    decoder = seconds(checkpointing="per-layer") - seconds(checkpointing="first-2")
-    assert encoder > 2 * decoder > 0
-
-
 class UNet(nn.Module):
     """Without any list of layers."""
 
@@ -179,18 +163,6 @@ def test_a_loss_that_compares_rows_is_planned_for_in_one_piece():
     assert "| {'return_loss': True}" in made.code and "make_trainer" not in made.code
     with pytest.raises(ValueError, match=r"cards=2 share a batch.*a loss that compares rows"):
         plan(tiny_config("clip"), cards=2, **asked)
-
-
-def test_a_picture_model_without_a_head_is_planned_for_with_its_usual_one():
-    config = tiny_config("dinov2")
-    config.architectures = ["Dinov2Model"]
-    asked = {"card": "1 GiB", "global_batch": ROWS, "target": "cpu", "method": "qlora"}
-    made = plan(config, **asked)
-    assert "Dinov2Model has no loss of its own" in str(made)
-    assert "model = Dinov2ForImageClassification(config)" in made.code
-    config.architectures = ["Dinov2ForImageClassification"]
-    same = plan(config, **asked)
-    assert same.best.needs == made.best.needs and "no loss" not in str(same)
 
 
 CONFIG = {"batch": None, "loss": None}

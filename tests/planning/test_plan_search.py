@@ -205,27 +205,6 @@ def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(search
     assert least <= search.option(BF16).prediction.peak.total
 
 
-def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searching):
-    search = searching(seq_len=1)
-    known = search.option(replace(BF16, optimizer="adafactor-torch"))
-    other = search.option(BF16)
-    assert (
-        known.prediction.peak.phase == "optimizer_step"
-        and other.prediction.peak.phase == "backward"
-    )
-    assert (
-        bound_by_known(search, BF16, known)
-        == other.prediction.peak.total
-        > known.prediction.peak.total
-    )
-    back = bound_by_known(search, known.recipe, other)
-    assert (
-        back
-        == max(row[2] for row in known.prediction.timeline.rows[:3])
-        < known.prediction.peak.total
-    )
-
-
 def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activations(searching):
     search = searching(seq_len=4096)
     held = resident_bytes(search.work, BF16)
@@ -238,22 +217,6 @@ def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activati
             bound_by_sizes(search, recipe)
             == held["parameters"] + held["optimizer"] + waiting + kept
         )
-
-
-def test_by_its_sizes_autocast_holds_its_copies_of_trained_matrices(searching):
-    """At the end of a forward there are all of them, beside gradients that wait."""
-    search = searching(seq_len=16)
-    work, recipe = search.work, replace(BF16, precision="autocast-bf16", accumulation=4)
-    everything = sum(resident_bytes(work, recipe).values())
-    least = bound_by_sizes(search, recipe)
-    assert (
-        everything + 2 * work.trained_matrices
-        <= least
-        <= search.option(recipe).prediction.peak.total
-    )
-    for one in (replace(recipe, precision="bf16"), replace(recipe, lora_rank=8)):
-        saved = saved_bytes_per_token(work, one) * 16
-        assert bound_by_sizes(search, one) == sum(resident_bytes(work, one).values()) + saved
 
 
 def test_the_lightest_is_the_lightest_of_all(searching):

@@ -175,16 +175,6 @@ def test_numbers_are_summed_over_every_group():
     assert on_ranks(summed, 4) == [(4, [15, 1, 2.0**55])] * 4
 
 
-def test_the_last_micro_batch_sends_and_at_most_two_are_held():
-    fetched = []
-    given = (fetched.append(i) or i for i in range(3))
-    found = [(micro, last, len(fetched)) for micro, last in Replicated().micro_batches(given)]
-    assert found == [(0, False, 2), (1, False, 3), (2, True, 3)]
-    assert list(Replicated().micro_batches([None])) == [(None, True)]
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        list(Replicated().micro_batches([]))
-
-
 def test_sharded_processes_take_micro_batches_together():
     def taken(rank, lengths):
         found = []

@@ -82,23 +82,6 @@ def test_the_gradient_is_the_full_batchs(loss, size):
     assert found.loss == pytest.approx(mean, rel=LIMIT)
 
 
-def test_one_tensor_and_labels_are_passed_on():
-    """A loss that pulls rows of one class together (supervised contrastive)."""
-    model, batch = encoder(), pairs()
-
-    def embed(micro):
-        return model(micro["query"]), micro["class"]
-
-    def loss_of(rows, classes):
-        similar = F.normalize(rows, dim=-1) @ F.normalize(rows, dim=-1).T
-        same = (classes[:, None] == classes).double()
-        return -(similar.log_softmax(-1) * same).sum() / same.sum()
-
-    expected, _ = full_gradient(model, embed, loss_of, batch)
-    accumulate_through_embeddings(list(split(batch, 3)), embed, loss_of, model=model)
-    assert error(gradient(model), expected) <= LIMIT
-
-
 def test_the_activations_are_those_of_one_micro_batch():
     model, batch = encoder(hidden=256), pairs(16)
     loss_of, most = in_batch_negatives(model), []

@@ -179,18 +179,6 @@ def test_a_key_value_cache_is_left_out_with_one_warning():
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
 
 
-def test_layers_are_checkpointed_once():
-    model = model_of("llama")
-    with checkpoint_parts(model, "mlp"):
-        for again in (
-            lambda: checkpoint_parts(model, "attention"),
-            lambda: checkpoint_layers(model, 1),
-        ):
-            with pytest.raises(RuntimeError, match="checkpointed already"):
-                again()
-    checkpoint_layers(model, 1).remove()
-
-
 def test_plan_weighs_the_operations_that_torch_counts_again():
     """All but what a part's last product does, which is left before its end."""
     work = replace(count(models.tiny_llama(**SHAPE).config), causal=False)

@@ -226,13 +226,6 @@ def test_a_loaded_model_inside_of_a_module_is_put_into_training_mode():
     assert trains.training and not trains.model.layers[0].mlp.training
 
 
-def test_one_layer_in_so_many_is_for_transformers_models():
-    with pytest.raises(
-        ValueError, match="every_n_layers=2 is an option of transformers models, and Linear is none"
-    ):
-        prepare(nn.Linear(2, 2), Recipe(every_n_layers=2))
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
@@ -247,22 +240,6 @@ def test_weights_are_cast_as_the_precision_says(precision, dtype):
     prepare(model, Recipe(precision=precision, optimizer="sgd"))
     assert {t.dtype for t in (*model.parameters(), model.running_mean)} == {dtype}
     assert model.num_batches_tracked.dtype == torch.int64
-
-
-def test_stepping_in_backward_leaves_no_gradient():
-    recipe = Recipe(in_backward=True, optimizer="sgd")
-    made = prepare(nn.Linear(1, 1, bias=False), recipe, lr=0.5)
-    before = made.model.weight.item()
-    made.model(torch.ones(1, 1)).sum().backward()
-    assert (
-        made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad is None
-    )
-    made.undo.close()
-    made.model(torch.ones(1, 1)).sum().backward()
-    assert (
-        made.model.weight.item() == pytest.approx(before - 0.5)
-        and made.model.weight.grad.item() == 1
-    )
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(5, [2, 1, 1, 1]), (3, [1, 1, 1])])
