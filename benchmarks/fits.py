@@ -17,12 +17,13 @@ from pathlib import Path
 
 from shared import RESULTS, parser, where
 
+from gradmem_lib.model.configs import skeleton
+from gradmem_lib.model.inputs import most_positions
+from gradmem_lib.model.known import known_model
 from gradmem_lib.planning import plan as planning
 from gradmem_lib.planning import search
 from gradmem_lib.planning.cards import CARDS
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import METHODS
-from gradmem_lib.prediction.configs import most_positions, skeleton
 
 MODELS = (
     "SmolLM2-135M",

@@ -24,7 +24,7 @@ from gpu_runs import TINY, Ask, parser, place_of, settings, too_large, tried, wo
 from shared import record
 
 from gradmem_lib.course.ledger import bert_large
-from gradmem_lib.planning.models import known_model
+from gradmem_lib.model.known import known_model
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe

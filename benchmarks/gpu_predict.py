@@ -25,8 +25,8 @@ import transformers
 from gpu_runs import TINY, Ask, outcome, parser, place_of, settings, too_large, tried, words
 from shared import record
 
+from gradmem_lib.model.known import known_model
 from gradmem_lib.optimizers import OPTIMIZERS
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe

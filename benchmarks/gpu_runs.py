@@ -19,8 +19,9 @@ import transformers
 
 from gradmem_lib.course.machine.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.prediction import allocator
-from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.training.prepare import (
     Prepared,
     change_model,

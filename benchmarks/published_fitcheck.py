@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from gradmem_lib.course.ledger.published import Row
-from gradmem_lib.planning.models import known_model
+from gradmem_lib.model.configs import skeleton
+from gradmem_lib.model.known import known_model
 from gradmem_lib.prediction.allocator import replayed, workspace
-from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import Prediction, predict
 from gradmem_lib.training.recipe import Recipe

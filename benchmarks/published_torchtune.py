@@ -27,7 +27,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from gradmem_lib.course.ledger.published import Row
-from gradmem_lib.planning.models import known_model
+from gradmem_lib.model.known import known_model
 from gradmem_lib.prediction.allocator import workspace
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe

@@ -32,7 +32,7 @@ _HOMES = {
     "prediction.loop": "Loop",
     "prediction.fit": "checkpoint_layers fit",
     "planning.cards": "BUSES CARDS find_card",
-    "planning.models": "known_model",
+    "model.known": "known_model",
     "planning.plan": "plan",
     "planning.report": "Plan",
     "view.decisions": "show_decisions",

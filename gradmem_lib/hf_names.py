@@ -57,7 +57,7 @@ TABLES = (
     "AUDIO_CLASSIFICATION",
 )
 
-# Of the types of models that planning/models.json has, those that take pictures or sounds and no
+# Of the types of models that model/models.json has, those that take pictures or sounds and no
 # tokens. The command line asks before transformers is imported.
 NO_TOKENS = ("dinov2", "vit", "wav2vec2")
 

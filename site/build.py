@@ -26,6 +26,7 @@ ROOT = HERE.parent
 BUILD = ROOT / "build" / "site"
 FITS = ROOT / "benchmarks" / "results" / "fits.json"
 FLOORS = (
+    "model",
     "measure",
     "techniques",
     "training",

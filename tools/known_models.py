@@ -1,4 +1,4 @@
-"""Builds ``gradmem_lib/planning/models.json`` again from the configs on the hub (needs a network).
+"""Builds ``gradmem_lib/model/models.json`` again from the configs on the hub (needs a network).
 
     python tools/known_models.py                              # read every model's config again
     python tools/known_models.py Qwen3-8B=Qwen/Qwen3-8B       # and add one, or several
@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-TABLE = Path(__file__).resolve().parent.parent / "gradmem_lib" / "planning" / "models.json"
+TABLE = Path(__file__).resolve().parent.parent / "gradmem_lib" / "model" / "models.json"
 # Settings that change no size: what a tokenizer or a generation needs, and notes of the file.
 NOT_SIZES = (
     "_name_or_path",

@@ -70,10 +70,10 @@ def _problem_of_step(options: argparse.Namespace) -> str:
 
 def is_known_text_model(name: str) -> bool:
     """Whether ``name`` is in the table of well-known models, and its rows have tokens."""
-    from .. import planning
+    from .. import model
 
-    # planning/models.py reads the same table, but imports torch
-    table = json.loads(files(planning).joinpath("models.json").read_text(encoding="utf-8"))
+    # model/known.py reads the same table, but imports torch
+    table = json.loads(files(model).joinpath("models.json").read_text(encoding="utf-8"))
     wanted = _letters(name)
     for known, row in table.items():
         spellings = [known, *row["ids"]]

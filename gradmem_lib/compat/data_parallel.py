@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -17,18 +16,6 @@ def is_sharded(model: nn.Module) -> bool:
         return False
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return any(isinstance(module, kinds) for module in model.modules())
-
-
-def inside_wrapper(model: nn.Module) -> nn.Module:
-    """The model inside ``DataParallel``, ``DistributedDataParallel`` or
-    ``FullyShardedDataParallel``; any other model itself, whatever it calls its parts.
-    """
-    if isinstance(model, nn.DataParallel | DistributedDataParallel):
-        return model.module
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
-        return model.module
-    return model
 
 
 def ddp_is_done(model: nn.Module) -> bool:

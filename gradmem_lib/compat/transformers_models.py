@@ -96,20 +96,3 @@ def prepared_inputs(trainer: Any, batch: Any) -> Any:
     it. transformers 5.
     """
     return trainer._prepare_inputs(batch)
-
-
-def inside_peft(model: nn.Module) -> nn.Module:
-    """The transformers model inside a ``peft`` model; else ``model`` itself.
-
-    Raises ``ValueError`` for prompt learning.
-    """
-    kinds = type(model).__mro__  # all classes, since fully_shard gives the model a new class
-    if not any(kind.__module__.startswith("peft.") for kind in kinds):
-        return model
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            "give adapters inside the layers (LoraConfig, IA3Config, ...), or train with Trainer "
-            f"itself: {type(model).__name__} trains a prompt or a prefix that stands before each "
-            "row, and a step here knows the rows alone"
-        )
-    return model.get_base_model()

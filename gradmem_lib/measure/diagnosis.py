@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..model.structure import NO_MODEL
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
 from .cause import LINES, MUCH, WORTH, Cause, in_words, within
@@ -22,7 +23,6 @@ from .causes import find_causes
 from .causes_of_evaluation import peak_may_be_of_the_step
 from .causes_of_weights import MOMENTUM, is_state
 from .facts import BETWEEN_STEPS, Facts, total
-from .structure import NO_MODEL
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)

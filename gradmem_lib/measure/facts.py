@@ -11,8 +11,8 @@ from math import inf, prod
 
 import numpy as np
 
+from ..model.structure import NO_MODEL, Structure
 from ..names import MOMENTS
-from .structure import NO_MODEL, Structure
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS

@@ -23,13 +23,13 @@ from ..compat.compiled import is_compiled, watch_compiled_calls
 from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import num_active_dispatch_modes
 from ..compat.tensors import plain_tensors, storage_key
+from ..model.structure import NO_MODEL, Structure
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
 from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
-from .structure import NO_MODEL, Structure
 from .timeline import ForwardPass
 from .walks import Walks
 from .watch import Watch

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from ..compat.transformers_models import checkpointing_name
 from ..hf_names import CHECKPOINTING_METHODS
+from ..model.layers import find_layers
 from ..names import PRECISIONS, SELECTIVE, SHARDING
 from ..optimizers import OPTIMIZERS as ROWS
-from ..techniques.layers import find_layers
 from ..techniques.selective import find_parts
 from ..training.recipe import Recipe
 from .options import OPTIMIZERS
@@ -54,14 +54,14 @@ class Candidates(Question):
 
     @property
     def attention(self) -> str:
-        return "fused" if self.work.fused else "eager"
+        return "fused" if self.work.sized.fused else "eager"
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
         """The layers that can run again one by one."""
         if not self.work.has_layers:
             return []
-        lists = find_layers(self.work.source.skeleton, self.work.named)
+        lists = find_layers(self.work.sized.skeleton, self.work.named)
         return [layer for several, _ in lists.values() for layer in several]
 
     @cached_property
@@ -114,7 +114,8 @@ class Candidates(Question):
         frozen, trained = self.work.bytes_per_number
         if method == "qlora":
             precisions = ["bf16"]
-        elif frozen != trained:  # the adapters have a dtype of their own: keep both as they are
+        elif self.has_adapters and frozen != trained:
+            # the adapters have a dtype of their own: keep both as they are
             precisions.insert(0, None)
         for precision in precisions:
             yield replace(

@@ -176,12 +176,12 @@ def _bytes_of_micro_batch(work: Work, recipe: Recipe) -> float:
     """Bytes of weights and gradients that one micro-batch reads and writes."""
     bytes_read = gathered_width(work, recipe) * work.parameters
     if recipe.autocast_dtype:  # copies of the matrices in 16 bits are written and read
-        copied = work.head
+        copied = work.sized.head_entries
         if not recipe.quantized_base:  # matrices in 4 bits have no float32 to copy from
-            copied += work.matrices
+            copied += work.sized.matrices
         bytes_read += (2 + 2) * copied
     if recipe.quantized_base:
-        bytes_read += (0.5 + 2) * work.matrices
+        bytes_read += (0.5 + 2) * work.sized.matrices
     width = work.bytes_each(recipe)[1]
     return (2 + recompute_fraction(work, recipe)) * bytes_read + 3 * width * work.trained(recipe)
 

@@ -23,16 +23,17 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     a lower bound for one of them under ``recipe.sharding``.
     """
     frozen_bytes, width = work.bytes_each(recipe)
-    weights, trained, sizes = frozen_bytes * work.parameters, work.trained(recipe), work.sizes
+    weights, trained = frozen_bytes * work.parameters, work.trained(recipe)
+    shapes = work.sized.trained_shapes
     if work.adapts(recipe):
-        weights, sizes = weights + width * trained, ()
+        weights, shapes = weights + width * trained, ()
     if recipe.quantized_base:
         stored = QUANTIZED[recipe.storage].bytes_each
-        weights += round(stored * work.matrices) - width * work.matrices
+        weights += round(stored * work.sized.matrices) - width * work.sized.matrices
     row = OPTIMIZERS[recipe.optimizer]
     with_states = trained
     if row.factored:  # additions of LoRA have few rows and columns, which are left out
-        with_states = sum(row.numbers_with_states(shape) for shape in sizes)
+        with_states = sum(row.numbers_with_states(shape) for shape in shapes)
     states = row.bytes_of_states(state_width(recipe, width), recipe.momentum) * with_states
     if recipe.keeps_masters:
         states += FLOAT32 * trained
@@ -102,7 +103,7 @@ def copied_bytes(work: Work, recipe: Recipe) -> int:
         return 0
     if work.row is not None:
         return 0
-    return recipe.autocast_dtype.itemsize * work.trained_matrices
+    return recipe.autocast_dtype.itemsize * work.sized.trained_matrices
 
 
 def _half_of_linear_layers(work: Work) -> float:
@@ -118,8 +119,10 @@ def _moves_all_saved(recipe: Recipe) -> bool:
 
 
 def input_bytes_per_token(work: Work, recipe: Recipe) -> float:
-    """The bytes of the inputs of all layers."""
-    return width_of_activations(recipe) * work.scores
+    """The bytes of the inputs of all layers; 0 for rows, whose layers are unlike one another."""
+    if work.row is not None:
+        return 0
+    return width_of_activations(recipe) * work.sized.scores
 
 
 def width_of_activations(recipe: Recipe) -> int:

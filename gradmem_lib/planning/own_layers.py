@@ -20,9 +20,9 @@ from ..compat.dispatch_modes import TorchDispatchMode
 from ..compat.operators import arguments_of
 from ..compat.tensors import storage_key
 from ..compat.trees import tree_flatten, tree_leaves
+from ..model.layers import Named, find_layers, is_callable, items_called
 from ..techniques.call_overrides import refuse_checkpointed
 from ..techniques.layer_arguments import split_input
-from ..techniques.layers import Named, find_layers, is_callable, items_called
 from .rows import WithLoss, run_on_fakes
 
 

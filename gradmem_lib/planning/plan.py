@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..model.description import find_model, is_own_module
 from ..names import check_choice
 from ..prediction.second_process import second_process
 from ..prediction.short_traces import trace_few_parts
@@ -15,7 +16,6 @@ from ..training.recipe import Recipe
 from ..units import check_positive_int, format_bytes
 from .cards import CARDS, NETWORK, Card, find_card
 from .margin import check_margin
-from .models import find_model, is_own_module
 from .options import METHODS, Option, rounds_weights
 from .report import Plan
 from .search import Search

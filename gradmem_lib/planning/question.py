@@ -28,9 +28,9 @@ class Question:
     machines: int = 1
     network: float = NETWORK
 
-    @cached_property
+    @property
     def has_adapters(self) -> bool:
-        return self.work.adapter_parameters is not None
+        return self.work.has_adapters
 
     @cached_property
     def rows(self) -> int:

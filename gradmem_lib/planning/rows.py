@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +22,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensorMode
 from ..compat.trees import tree_map
+from ..model.description import Description
+from ..model.layers import Named, find_layers
 from ..prediction.caches import without_new_entries
 from ..prediction.closures import variables_put_back
-from ..techniques.layers import Named, find_layers
-from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.module_state import left_as_it_was
 from ..techniques.splitting import count_rows
 from ..training.recipe import Recipe
 from ..training.step import check_loss, loss_of
 
 COUNTED_ROWS = 2  # a batch norm in training needs more than one
+HEAD = ""  # in place of the name of the layer that makes the logits
 MULTIPLY_ADD = 2  # operations for each entry of a weight and each vector
 # Operators that multiply with weights. What else is counted are products of tokens with tokens.
 WITH_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
@@ -119,38 +121,32 @@ class WithLoss(nn.Module):
 
 
 def count_row(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable | None = None,
-    attention: tuple[str, ...] = (),
-    layers: Named = (),
+    sized: Description, batch: Any, loss: Callable | None = None, layers: Named = ()
 ) -> Passed:
-    """Count what a row of ``batch`` passes in ``model``, which does not change.
+    """Count what a row of ``batch`` passes in the model ``sized``, which does not change.
 
-    ``attention``: the names of its attention modules, each with a dot at the end; the names of the
-    layers inside begin so. ``layers``: the names of its lists of layers, as for ``find_layers``.
-    Raises ``ValueError`` if the forward fails.
+    ``layers``: the names of its lists of layers, as for ``find_layers``. Raises ``ValueError`` if
+    the forward fails.
     """
-    together = WithLoss(model, loss)
-    linear = linear_layers(model)
-    head = output_layer(model)
-    watched = list(linear.values())
-    if head is not None:
-        watched.append(head)
-    seen: Counter[nn.Module] = Counter()  # by linear layer, the vectors that passed it
+    watched = {name: sized.skeleton.get_submodule(name) for name in sized.linear}
+    if sized.head is not None:
+        watched[HEAD] = sized.head
+    seen: Counter[str] = Counter()  # by the name of a linear layer, the vectors that passed it
 
-    def count_vectors(layer: nn.Module, args: tuple, output: Tensor) -> None:
-        seen[layer] += output.shape[:-1].numel()
+    def count_vectors(name: str, layer: nn.Module, args: tuple, output: Tensor) -> None:
+        seen[name] += output.shape[:-1].numel()
 
     with ExitStack() as stack:
-        for layer in watched:
-            stack.callback(layer.register_forward_hook(count_vectors).remove)
+        for name, layer in watched.items():
+            hook = layer.register_forward_hook(partial(count_vectors, name))
+            stack.callback(hook.remove)
         # The counter does not know the CPU's fused attention.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         counter = FlopCounterMode(display=False)
         with torch.no_grad():
-            run_on_fakes(together, batch, counter)
-    return _passed(model, linear, seen, counter.get_flop_counts(), attention, layers)
+            run_on_fakes(WithLoss(sized.skeleton, loss), batch, counter)
+    vectors = {name: seen[name] / COUNTED_ROWS for name in watched}
+    return _passed(sized, vectors, counter.get_flop_counts(), layers)
 
 
 def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) -> None:
@@ -189,44 +185,27 @@ def _fake(value: Any) -> Any:
     return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
 
 
-def output_layer(model: nn.Module) -> nn.Linear | None:
-    """The layer that makes the logits of words; ``None`` if there is none."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head if isinstance(head, nn.Linear) else None
-
-
 def _passed(
-    model: nn.Module,
-    linear: dict[str, nn.Module],
-    seen: Counter[nn.Module],
-    flops: dict[str, dict],
-    attention: tuple[str, ...],
-    named: Named,
+    sized: Description, vectors: dict[str, float], flops: dict[str, dict], named: Named
 ) -> Passed:
-    """What the counted forward says of one row: ``seen`` and ``flops`` are of all its rows."""
-    vectors: dict[str, float] = {}  # of a row, by the name of a linear layer
-    widths: dict[str, int] = {}  # inputs and outputs for one vector
-    passed_widths: dict[str, float] = {}  # the same for all vectors of a row
-    attended = 0.0
-    for name, layer in linear.items():
-        inputs, outputs = linear_sizes(layer) or (0, 0)
-        vectors[name] = seen[layer] / COUNTED_ROWS
-        widths[name] = inputs + outputs
-        passed_widths[name] = widths[name] * vectors[name]
-        if name.startswith(attention):
-            attended += inputs * outputs * vectors[name]
-    all_widths, all_passed_widths = sum(widths.values()), sum(passed_widths.values())
+    """What the counted forward says of one row.
 
-    of_head, logits = 0.0, 0.0
-    head = output_layer(model)
-    if head is not None:
-        of_head = head.weight.numel() * seen[head] / COUNTED_ROWS
-        logits = head.out_features * seen[head] / COUNTED_ROWS
+    ``vectors``: how many of a row pass each linear layer. ``flops`` are those of all rows.
+    """
+    of_head = sized.head_entries * vectors.get(HEAD, 0.0)
+    attended = 0.0
+    passed_widths: dict[str, float] = {}  # inputs and outputs for all vectors of a row
+    for name, (inputs, outputs) in sized.linear.items():
+        passed_widths[name] = (inputs + outputs) * vectors[name]
+        if name.startswith(sized.attention):
+            attended += inputs * outputs * vectors[name]
+    all_widths = sum(map(sum, sized.linear.values()))
+    all_passed_widths = sum(passed_widths.values())
     with_weights, between_tokens = _operations(flops, "Global")  # the counter's word for all
     products = with_weights / MULTIPLY_ADD - of_head
 
     layers = []
-    for name in _layer_names(model, named):
+    for name in _layer_names(sized.skeleton, named):
         of_layer, _ = _operations(flops, f"{WithLoss.__name__}.model.{name}")
         own_widths = 0.0
         for inner, width in passed_widths.items():
@@ -239,9 +218,9 @@ def _passed(
         attended=attended,
         attention=between_tokens,
         head=of_head,
-        logits=logits,
+        logits=sized.vocabulary * vectors.get(HEAD, 0.0),
         vectors=all_passed_widths / max(all_widths, 1),
-        fewest_vectors=min(vectors.values(), default=0.0),
+        fewest_vectors=min((vectors[name] for name in sized.linear), default=0.0),
         layers=tuple(layers),
     )
 

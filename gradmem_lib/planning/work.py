@@ -1,7 +1,6 @@
 """The sizes of a model, counted on a skeleton without memory, and what a token or a row passes."""
 
-import inspect
-import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,45 +11,31 @@ import torch
 from torch import nn
 
 from ..compat.dispatch_modes import without_modes
-from ..compat.transformers_models import takes_fused_attention
-from ..hf_names import PARTS
-from ..prediction.configs import example_batch, labels_of, skeleton, title_of, unknown_inputs
+from ..model.inputs import example_batch, takes_tokens_alone, unknown_inputs
+from ..model.layers import Named, find_layers, layers_in
 from ..prediction.predict import source_of
 from ..prediction.question import Source
 from ..techniques.call_overrides import refuse_checkpointed
-from ..techniques.layers import Named, find_layers
-from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.splitting import count_rows
 from ..training.adapters import has_adapters
 from ..training.items import find_rule
-from ..training.losses import (
-    check_chunked_loss,
-    check_pieces,
-    chunked_loss_refusal,
-    predicts_next_token,
-    usual_rule,
-)
+from ..training.losses import check_chunked_loss, check_pieces, usual_rule
 from ..training.prepare import refuse_frozen
 from ..training.recipe import Recipe
 from ..training.tiny import tiny_model
 from ..units import check_positive_int
 from .own_layers import check_own_layers, find_own_layers
-from .rows import Passed, count_row, output_layer, rows_like
+from .rows import Passed, count_row, rows_like
 
 LORA_RANK = 16  # of the adapters that a plan adds
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A model's sizes, counted on its skeleton.
+    """What a step of a model computes and holds, in numbers.
 
-    ``matrices``: entries of the linear layers without the ``head``. ``linear_widths``: sum of
-    inputs and outputs of the linear layers that have adapters, or may get them. ``experts``:
-    entries of the experts that a token passes. ``scores``: heads x head size, summed over
-    attentions. ``attended``: entries of ``matrices`` in attention. ``root``: parameters outside the
-    layers. If the model has adapters already, ``adapter_parameters`` numbers are trained,
-    ``parameters`` counts the others, and ``bytes_per_number`` are the mean bytes of a frozen number
-    and of a trained one. ``frozen``: parameters that the model's own code does not train.
+    ``sized``: the model, whose sizes are counted; ``source``: the one that is predicted. They are
+    the same unless the given model has adapters: ``sized`` is then the model without them.
 
     ``row``: what a row passes, if rows are more than tokens. Costs are then counted for a row, and
     otherwise for a token. ``example``: one row or more of the inputs. ``batch`` and ``loss`` are as
@@ -60,24 +45,8 @@ class Work:
     ``problems``: a sentence about each list whose layers cannot run again.
     """
 
+    sized: Source
     source: Source
-    parameters: int
-    sizes: tuple[tuple[int, ...], ...]
-    matrices: int
-    head: int
-    linear_widths: int
-    layers: int
-    scores: int
-    causal: bool
-    chunked: bool
-    vocabulary: int
-    fused: bool
-    experts: float
-    attended: int
-    root: int
-    adapter_parameters: int | None = None
-    bytes_per_number: tuple[float, float] = (0, 0)
-    frozen: int = 0
     row: Passed | None = None
     example: Any = None
     batch: Any = None
@@ -87,9 +56,28 @@ class Work:
     problems: tuple[str, ...] = ()
 
     @property
+    def has_adapters(self) -> bool:
+        return self.source is not self.sized
+
+    @property
     def unit(self) -> str:
         """What costs are counted for: a token, or a row."""
         return "token" if self.row is None else "row"
+
+    @cached_property
+    def _blocks(self) -> list[nn.Module]:
+        """The layers of all lists: first-k counts over several lists."""
+        with suppress(ValueError):
+            return layers_in(find_layers(self.sized.skeleton, self.named))
+        return []
+
+    @cached_property
+    def layers(self) -> int:
+        named_by_config = 0
+        if not self.sized.is_user_module:
+            text = self.sized.config.get_text_config()
+            named_by_config = getattr(text, "num_hidden_layers", 0)
+        return len(self._blocks) or named_by_config
 
     @property
     def has_layers(self) -> bool:
@@ -97,15 +85,45 @@ class Work:
         return self.row is None or bool(self.row.layers)
 
     @cached_property
-    def trained_matrices(self) -> int:
-        """The entries of the linear layers' weights that are trained, without the head. A weight of
-        two layers counts once.
-        """
-        found = {}
-        for layer in linear_layers(self.source.skeleton).values():
-            if layer.weight.requires_grad:
-                found[id(layer.weight)] = layer.weight.numel()
-        return sum(found.values())
+    def root(self) -> int:
+        """How many parameters are outside of all layers."""
+        inside = sum(p.numel() for block in self._blocks for p in block.parameters())
+        return self.sized.parameters - inside
+
+    @cached_property
+    def linear_widths(self) -> int:
+        """Inputs and outputs of the linear layers that have adapters, or may get them."""
+        linear = self.source.linear
+        if self.has_adapters:
+            adapted = (".base_layer", ".base")
+            linear = {name: sizes for name, sizes in linear.items() if name.endswith(adapted)}
+        return sum(map(sum, linear.values()))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has, without its adapters."""
+        return self.source.frozen if self.has_adapters else self.sized.parameters
+
+    @cached_property
+    def chunked(self) -> bool:
+        """Whether the loss may be in chunks. An adapter on the output layer stands against it."""
+        if self.row is not None or self.sized.head is None:
+            return False
+        try:
+            check_chunked_loss(self.source.skeleton)
+        except ValueError:
+            return False
+        return True
+
+    @cached_property
+    def bytes_per_number(self) -> tuple[float, float]:
+        """The mean bytes of a frozen number of a model with adapters, and of a trained one."""
+        numbers, nbytes = Counter[bool](), Counter[bool]()
+        for parameter in self.source.skeleton.parameters():
+            numbers[parameter.requires_grad] += parameter.numel()
+            nbytes[parameter.requires_grad] += parameter.nbytes
+        frozen, trained = (nbytes[one] / max(numbers[one], 1) for one in (False, True))
+        return frozen, trained
 
     def units_of_row(self, seq_len: int | None) -> int:
         """How many of what costs are counted for a row has: its tokens, or 1."""
@@ -117,16 +135,17 @@ class Work:
         """What a token passes, or a row. Only ``attention`` depends on ``seq_len``."""
         if self.row is not None:
             return self.row
+        sized = self.sized
         # Scores and their weighted sums: two products, of 2 operations for each pair of tokens.
-        attention = 4 * seq_len * self.scores
-        if self.causal:  # half of the pairs, in the mean
+        attention = 4 * seq_len * sized.scores
+        if sized.causal:  # half of the pairs, in the mean
             attention /= 2
         return Passed(
-            products=self.matrices + self.experts,
-            attended=self.attended,
+            products=sized.matrices + sized.experts,
+            attended=sized.attended,
             attention=attention,
-            head=self.head,
-            logits=self.vocabulary,
+            head=sized.head_entries,
+            logits=sized.vocabulary,
         )
 
     def inputs(self, rows: int, seq_len: int | None, recipe: Recipe) -> dict[str, Any]:
@@ -136,14 +155,13 @@ class Work:
         return {"batch": rows_like(self.batch, rows, recipe.weight_dtype), "loss": self.loss}
 
     def adapts(self, recipe: Recipe) -> bool:
-        return self.adapter_parameters is not None or recipe.lora_rank is not None
+        return self.has_adapters or recipe.lora_rank is not None
 
     def trained(self, recipe: Recipe) -> int:
         """The number of trained numbers."""
-        trained = self.parameters - self.frozen
-        if self.adapter_parameters is not None:
-            trained = self.adapter_parameters
-        return self.linear_widths * recipe.lora_rank if recipe.lora_rank else trained
+        if recipe.lora_rank:
+            return self.linear_widths * recipe.lora_rank
+        return self.source.parameters - self.source.frozen
 
     def bytes_each(self, recipe: Recipe) -> tuple[float, float]:
         """The bytes of a weight that LoRA freezes, and of a trained one."""
@@ -189,63 +207,24 @@ def count(
     module: nn.Module | None = None,
     layers: Any = None,
 ) -> Work:
-    """Count parameters and matrices, on a model without memory that is built from ``config``, or on
-    a ``module`` that transformers cannot build. ``layers``: the lists of its layers, if they are
-    given; else they are looked for.
+    """The work of a model without memory that is built from ``config``, or of a ``module`` that
+    transformers cannot build. ``layers``: the lists of its layers, if they are given; else they are
+    looked for.
 
     For a model that takes more than tokens with labels, and for a ``batch`` that is given, what a
     row passes is counted as well. Only this needs ``seq_len``. Raises ``ValueError`` if the config
     does not tell the inputs, and if the loss of a language model must not be cut.
     """
-    model = skeleton(config) if module is None else module
-    named: Named = ()
-    problems: list[str] = []
+    source = source_of(config if module is None else module)  # refuses a compiled one
+    work = Work(source, source)
     if module is not None:
         count_rows(batch)  # raises ValueError for tensors that cannot be cut
         named, problems = _layers_of_module(module, batch, loss, layers)
-    head = output_layer(model)
-    sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
-    linear = list(filter(None, sizes.values()))
-    ends = PARTS["attention"]
-    attention = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(ends))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    parameters = sum(p.numel() for p in model.parameters())
-    root = parameters  # those outside of all layers: the layers' are taken off below
-    num_layers = 0
-    if module is None:
-        num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
-        lists = find_layers(model, named).values()
-        blocks = [block for several, _ in lists for block in several]
-        num_layers = len(blocks)
-        root -= sum(p.numel() for block in blocks for p in block.parameters())
-    if module is None:
-        source = Source(model, title_of(config, config), is_user_module=False)
-    else:
-        source = source_of(module)  # refuses a compiled one
-    work = Work(
-        source=source,
-        parameters=parameters,
-        sizes=tuple(tuple(p.shape) for p in trained),
-        matrices=sum(i * o for i, o in linear),
-        head=0 if head is None else math.prod(head.weight.shape),
-        linear_widths=sum(map(sum, linear)),
-        layers=num_layers,
-        scores=0,
-        causal=False,
-        chunked=False,
-        vocabulary=0 if head is None else head.weight.shape[0],
-        fused=takes_fused_attention(model),
-        experts=0.0,
-        attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(attention)),
-        root=root,
-        frozen=parameters - sum(p.numel() for p in trained),
-        named=named,
-        problems=tuple(problems),
-    )
-    if batch is None and _takes_tokens_alone(model):
-        return _with_tokens(work, config)
-    return _with_rows(work, config, seq_len, batch, loss, attention)
+        work = replace(work, named=named, problems=tuple(problems))
+    if batch is None and takes_tokens_alone(source.skeleton):
+        _check_cut(source.skeleton, config)
+        return work
+    return _with_rows(work, config, seq_len, batch, loss)
 
 
 def _layers_of_module(
@@ -263,42 +242,15 @@ def _layers_of_module(
     return find_own_layers(module, batch, loss)
 
 
-def _takes_tokens_alone(model: nn.Module) -> bool:
-    """Whether a row is token ids with labels."""
-    labels = {"ends": "start_positions", None: None}.get(labels_of(model), "labels")
-    named = labels in inspect.signature(model.forward).parameters
-    return named and getattr(model, "main_input_name", "input_ids") == "input_ids"
-
-
-def _with_tokens(work: Work, config: Any) -> Work:
-    """``work`` with what a token passes, by the config's sizes."""
-    model = work.source.skeleton
-    _check_cut(model, config)
-    text = config.get_text_config()
-    hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
-    heads = getattr(text, "num_attention_heads", 1)
-    # Encoder and decoder have equally many layers, and each layer of the decoder attends twice.
-    attentions = 3 * layers if config.is_encoder_decoder else layers
-    has_head = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
-    return replace(
-        work,
-        scores=attentions * heads * (getattr(text, "head_dim", None) or hidden // heads),
-        causal=predicts_next_token(model),
-        chunked=has_head and chunked_loss_refusal(type(model), config) is None,
-        experts=_experts(model),
-    )
-
-
 def _with_rows(
     work: Work,
     config: Any,
     seq_len: int | None,
     batch: Any,
     loss: Callable | None,
-    attention: tuple[str, ...],
 ) -> Work:
     """``work`` with what a row passes, counted in a forward."""
-    model = work.source.skeleton
+    model = work.sized.skeleton
     example = batch
     uncut = ""
     if batch is None:
@@ -314,7 +266,7 @@ def _with_rows(
     except ValueError as error:
         uncut = str(error)
     try:
-        row = count_row(model, example, loss, attention, work.named)
+        row = count_row(work.sized, example, loss, work.named)
     except ValueError as error:
         if batch is not None:
             raise
@@ -333,7 +285,11 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     if has_adapters(given):
         _check_adapters(given, method)
         refuse_frozen(given)
-        return _with_counted_adapters(work, given)
+        row = work.row
+        if row is not None:  # which layers have adapters is not looked up
+            row = replace(row, vectors=row.fewest_vectors)
+        source = replace(source_of(given), is_user_module=work.sized.is_user_module)
+        return replace(work, source=source, row=row)
     _check_weights(work, given, freezes=method in ("lora", "qlora"))
     return work
 
@@ -346,7 +302,7 @@ def _check_weights(work: Work, given: nn.Module, freezes: bool) -> None:
     def weights(model: nn.Module) -> set[tuple]:
         return {(n, p.shape, freezes or p.requires_grad) for n, p in model.named_parameters()}
 
-    if weights(given) != weights(work.source.skeleton):
+    if weights(given) != weights(work.sized.skeleton):
         raise ValueError(
             f"plan trains all weights of the config, and in this {type(given).__name__} some "
             "are frozen or different: predict each recipe with predict(model, "
@@ -370,44 +326,3 @@ def _check_adapters(given: nn.Module, method: str | None) -> None:
             f"floating point. This one has {' and '.join(refusals)}: measure one step of it with "
             "MemoryTracker, or plan for the model without adapters"
         )
-
-
-def _with_counted_adapters(work: Work, given: nn.Module) -> Work:
-    """``work`` with what is counted on the model that has the adapters."""
-    numbers = {False: 0, True: 0}  # by whether they are trained
-    nbytes = {False: 0, True: 0}
-    for parameter in given.parameters():
-        numbers[parameter.requires_grad] += parameter.numel()
-        nbytes[parameter.requires_grad] += parameter.nbytes
-    frozen_bytes, own_bytes = (nbytes[one] / max(numbers[one], 1) for one in (False, True))
-    linear_widths = 0
-    for name, layer in linear_layers(given).items():
-        if name.endswith((".base_layer", ".base")):
-            linear_widths += sum(linear_sizes(layer) or ())
-    row = work.row
-    if row is not None:  # which layers have adapters is not looked up
-        row = replace(row, vectors=row.fewest_vectors)
-    chunked = False
-    with suppress(ValueError):  # raised for an adapter on the output layer
-        check_chunked_loss(given)
-        chunked = work.chunked
-    return replace(
-        work,
-        source=replace(source_of(given), is_user_module=work.source.is_user_module),
-        parameters=numbers[False],
-        adapter_parameters=numbers[True],
-        bytes_per_number=(frozen_bytes, own_bytes),
-        linear_widths=linear_widths,
-        row=row,
-        chunked=chunked,
-    )
-
-
-def _experts(model: nn.Module) -> float:
-    """The entries of the experts' matrices (experts, out, in) that one token passes."""
-    text = model.config.get_text_config()
-    num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    if not num_experts:
-        return 0.0
-    entries = sum(p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == num_experts)
-    return entries * (getattr(text, "num_experts_per_tok", None) or num_experts) / num_experts

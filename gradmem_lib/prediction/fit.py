@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from ..measure.timeline import BY, PHASE, TOTAL
+from ..model.layers import find_layers
 from ..names import ACTIVATIONS, OPTIMIZER_STEP
 from ..techniques import checkpointing
-from ..techniques.layers import find_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes, parse_bytes
 from .predict import predict, source_of

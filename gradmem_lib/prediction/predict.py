@@ -20,13 +20,15 @@ from ..compat.compiled import is_compiled
 from ..compat.trees import tree_leaves
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
+from ..model.configs import skeleton, stretched
+from ..model.description import find_model
+from ..model.inputs import most_positions
 from ..names import CATEGORIES, PHASES, check_choice
 from ..techniques.losses import packed_by_position
 from ..training.recipe import Recipe
 from ..training.step import check_loss_in_pieces
 from ..units import check_positive_int
 from . import allocator
-from .configs import find_config, most_positions, skeleton, stretched, title_of
 from .garbage import without_collections
 from .loop import Loop
 from .notes import notes_of
@@ -146,10 +148,10 @@ def predict(
     """The memory of one training step with ``recipe``, to the byte, without allocating the model.
 
     Args:
-        model_or_config: a transformers config; a folder or a hub id that has one; or any
-            ``nn.Module``, which is copied without its memory and does not change. Settings of a
-            module stay in the prediction: checkpoints of its layers, and a key-value cache
-            (``config.use_cache``), which ``make_trainer`` would switch off.
+        model_or_config: a transformers config; a well-known name such as ``"Llama-2-7B"``, a
+            folder or a hub id; or any ``nn.Module``, which is copied without its memory and does
+            not change. Settings of a module stay in the prediction: checkpoints of its layers, and
+            a key-value cache (``config.use_cache``), which ``make_trainer`` would switch off.
         batch_size: rows of one optimizer step, before ``recipe.accumulation`` cuts them.
         seq_len: tokens in a row; not needed for images.
         recipe: a ``Recipe``; ``None`` is the default one.
@@ -280,8 +282,7 @@ def source_of(model_or_config: Any, rope_factor: float | None = None) -> Source:
                 "its own memory plan: give the module as it was before (compiled._orig_mod)"
             )
         return Source(model_or_config, type(model_or_config).__name__, is_user_module=True)
-    config = find_config(model_or_config)
-    title = title_of(model_or_config, config)
+    config, title = find_model(model_or_config)
     if rope_factor is not None:
         config = stretched(config, rope_factor)
     return Source(skeleton(config), title, is_user_module=False)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from ..compat.transformers_models import inside_peft
-from ..training.losses import predicts_next_token
+from ..model.classes import predicts_next_token
+from ..model.wrappers import inside_peft
 from ..training.recipe import Recipe
 from ..training.step import loss_of
 from .loop import Loop

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..model.layers import find_layers
+from ..model.linear import linear_layers, linear_sizes
 from ..names import SELECTIVE
-from ..techniques.layers import find_layers
-from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers, segments_for
 from ..training.recipe import Recipe
 from . import allocator

@@ -19,6 +19,7 @@ from ..compat import operators
 from ..compat.fake_ranks import fake_process_group
 from ..compat.fake_tensors import NO_VALUES
 from ..compat.transformers_models import attention_by_values, attention_of
+from ..model.inputs import example_batch
 from ..names import is_flash
 from ..techniques.data_parallel import Processes
 from ..techniques.second_run import watched_modules
@@ -36,7 +37,6 @@ from .caches import without_new_entries
 from .changed_views import ChangedViews
 from .chunks import FewChunks
 from .closures import variables_put_back
-from .configs import example_batch
 from .copies import fake_batch, fake_copy, missing_graph_error
 from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..measure.recording import Recording
-from ..measure.structure import NO_MODEL, Structure
+from ..model.structure import NO_MODEL, Structure
 
 
 @dataclass(eq=False)

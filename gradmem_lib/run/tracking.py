@@ -28,9 +28,9 @@ from ..measure.meter import Meter
 from ..measure.operations import Owner
 from ..measure.paths import longest_graph
 from ..measure.recording import NEW, Recording
-from ..measure.structure import Structure
 from ..measure.timeline import BY, MOMENT, TOTAL
 from ..measure.tracker import MemoryTracker
+from ..model.structure import Structure
 from ..names import IN_BACKWARD, LOSS, TRAINING_FORWARD
 from ..units import format_bytes
 from .host import Host

@@ -36,6 +36,7 @@ from torch import nn
 from ..compat.modules import call_override, original_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
+from ..model.layers import Named, find_layers, layers_in
 from .best_schedule import Measurement
 from .call_overrides import (
     ALREADY_CHECKPOINTED,
@@ -44,7 +45,6 @@ from .call_overrides import (
     refuse_checkpointed,
 )
 from .layer_arguments import CACHE_WARNING, split_input, without_cache
-from .layers import Named, find_layers, layers_in
 from .schedules import Schedule, first_layers, segments_for, total_layers
 from .second_run import version_of
 from .segments import NOTHING, Chain, Handover

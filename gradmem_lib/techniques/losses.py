@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
+from ..model.wrappers import inside_wrapper
 from ..names import IGNORED
 
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..model.linear import linear_layers, linear_sizes
 from ..names import QUANTIZED
-from .lora import linear_layers, linear_sizes
 from .optimizers import BLOCK as SCALES_BLOCK
 from .optimizers import code_table, dequantized_blocks, nearest, quantized_blocks
 

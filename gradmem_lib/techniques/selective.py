@@ -21,11 +21,11 @@ from ..compat.modules import original_call
 from ..compat.operators import schema
 from ..compat.trees import tree_leaves
 from ..hf_names import PARTS
+from ..model.layers import Named, find_layers, layers_in
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
-from .layers import Named, find_layers, layers_in
 from .second_run import FirstRun, checkpoint_again, version_of
 
 CHANGED_ARGUMENT = (

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..compat.data_parallel import allow_integer_shards
+from ..model.layers import Named, find_layers, layers_in
 from ..names import SHARDING, check_choice
 from .data_parallel import device_of
-from .layers import Named, find_layers, layers_in
 
 NO_PROCESS_GROUP = (
     "sharding={!r} is for several processes that train together, and this process is in no group: "

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..hf_names import hf_class
+from ..model.classes import predicts_next_token
 from ..techniques.lora import LoRALinear
-from .losses import predicts_next_token
 
 WHOLE_MODEL = "merge_adapters(model).save_pretrained(folder) writes the whole model"
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.data_parallel import inside_wrapper
-from ..compat.transformers_models import inside_peft
 from ..hf_names import IGNORED_PIXEL
+from ..model.wrappers import without_wrappers
 from ..names import IGNORED
 from ..techniques.counts import check_count
 from ..techniques.splitting import count_rows
@@ -173,7 +172,7 @@ def count_by(rule: Rule, model: nn.Module, batch: Any) -> int | float:
     Where the rule does not apply, it is the number of labels if each pixel has one, and otherwise
     that of rows. It is 1 for a batch that has no rows either.
     """
-    inside = inside_peft(inside_wrapper(model))
+    inside = without_wrappers(model)
     found = labels_of(batch)
     rules = [rule, rows]
     if found is not None and found.dim() > 2:

@@ -17,10 +17,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ..compat.data_parallel import inside_wrapper
 from ..compat.fake_tensors import FakeTensor, has_numbers
-from ..compat.transformers_models import inside_peft
 from ..measure.storages import tensors_in
+from ..model.wrappers import inside_peft, inside_wrapper
 from ..techniques.asking import RANDOM, SAME_ROWS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
 from .finite import finite_rows

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..compat.modules import hook_counts
-from ..compat.transformers_models import inside_peft
 from ..hf_names import INPUTS_OF_THE_LOSS
+from ..model.classes import predicts_next_token
+from ..model.wrappers import inside_peft, without_wrappers
 from ..names import IGNORED
 from ..techniques.asking import as_in_evaluation
 from ..techniques.losses import CHUNK_TOKENS, PLAIN, LogitForm, loss_in_chunks
@@ -45,7 +45,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     """Raise ``ValueError`` if ``how`` cuts a batch whose flags, or the model's, say that losses of
     pieces do not add up to the batch's. What they do not say, ``find_rule`` asks the model.
     """
-    config = getattr(inside_peft(inside_wrapper(model)), "config", None)
+    config = getattr(without_wrappers(model), "config", None)
     given = {}
     if isinstance(batch, Mapping):
         given = {key: value for key, value in batch.items() if value is not None}
@@ -66,25 +66,6 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
             f"loss= that is a mean over labels or rows: {how} cuts the batch, and with "
             f"{' and '.join(found)} the loss is no such mean"
         )
-
-
-def predicts_next_token(model: nn.Module) -> bool:
-    """Whether ``model`` is what transformers makes of its config as a causal language model, or a
-    subclass of it. Vision-language models are; encoder-decoder pairs are not.
-    """
-    model = inside_peft(inside_wrapper(model))
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False):
-        return False
-    # Imported only if needed: it takes a second.
-    from transformers.models.auto import modeling_auto
-
-    for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING", {})
-        for kind in type(config).__mro__:  # a config may be a subclass too
-            if kind in mapping and isinstance(model, mapping[kind]):
-                return True
-    return False
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

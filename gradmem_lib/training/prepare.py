@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..compat.data_parallel import inside_wrapper
 from ..compat.dispatch_modes import without_modes
 from ..compat.modules import is_persistent, own_tensors
-from ..compat.transformers_models import attention_of, checkpointing_name, inside_peft
+from ..compat.transformers_models import attention_of, checkpointing_name
+from ..model.wrappers import inside_peft, inside_wrapper
 from ..names import ATTENTION, SELECTIVE, is_flash
 from ..optimizers import OPTIMIZERS
 from ..techniques import optimizers as our_optimizers

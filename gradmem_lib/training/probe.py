@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..compat.transformers_models import inside_peft
+from ..model.wrappers import inside_peft
 from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split

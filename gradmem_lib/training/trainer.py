@@ -17,6 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ..display import in_kernel, live_enabled
+from ..model.classes import predicts_next_token
 from ..optimizers import OPTIMIZERS
 from ..techniques.data_parallel import NO_ITEMS_ERROR, Processes
 from ..techniques.losses import packed_by_position
@@ -26,7 +27,7 @@ from .adapters import adapters_of, save_adapters
 from .item_rules import Rule
 from .item_rules import rows as by_rows
 from .items import find_rule
-from .losses import check_pieces, chunked_loss, count_items, predicts_next_token, usual_rule
+from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .memory_callback import MemoryCallback
 from .prepare import change_model, make_optimizer, parameter_groups, set_checkpointing
 from .recipe import Recipe

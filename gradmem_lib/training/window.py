@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ..compat.data_parallel import inside_wrapper
+from ..model.wrappers import inside_wrapper
 from ..techniques.accumulation import Accumulated, accumulate_gradients
 from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes

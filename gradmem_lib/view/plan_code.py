@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..planning.models import known_model
+from ..model.classes import model_class
+from ..model.known import known_model
 from ..planning.options import Option
-from ..prediction.configs import model_class
 from ..training.recipe import Recipe
 from .template import text_from
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.prediction.configs import example_batch
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
 from gradmem_lib.units import GiB

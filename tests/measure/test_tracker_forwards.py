@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker
-from gradmem_lib.measure.structure import NO_MODEL
+from gradmem_lib.model.structure import NO_MODEL
 
 
 class Net(nn.Module):

@@ -21,8 +21,8 @@ from gradmem_lib.measure.budget import release_traceback
 from gradmem_lib.measure.diagnosis import TECHNIQUES
 from gradmem_lib.measure.facts import Facts
 from gradmem_lib.measure.paths import who_holds
-from gradmem_lib.measure.structure import Checkpoints, Structure
 from gradmem_lib.measure.timeline import Holder, MemorySnapshot
+from gradmem_lib.model.structure import Checkpoints, Structure
 
 
 def reachable():

@@ -16,8 +16,10 @@ from transformers import AutoConfig, LlamaConfig
 
 from gradmem_lib import known_model
 from gradmem_lib.course.material.models import tiny_llama
-from gradmem_lib.planning.models import _sizes_of, find_model, model_table
-from gradmem_lib.prediction.configs import model_class, skeleton
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.configs import skeleton
+from gradmem_lib.model.description import find_model
+from gradmem_lib.model.known import _sizes_of, model_table
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked
 # language models' heads included once. (Without the pooler and the head for pairs of sentences that
@@ -420,7 +422,7 @@ def test_a_name_without_its_tuning_and_format_is_of_one_size():
     ],
 )
 def test_an_unknown_name_is_shown_three_that_are_written_most_like_it(written, like, monkeypatch):
-    monkeypatch.setattr("gradmem_lib.prediction.configs._hub_answers", lambda: False)
+    monkeypatch.setattr("gradmem_lib.model.configs._hub_answers", lambda: False)
     with pytest.raises(ValueError, match="no model is known as") as told:
         find_model(written)
     assert "config.json" in str(told.value) and "LlamaConfig(" in str(told.value)
@@ -478,7 +480,7 @@ def test_of_what_is_wrong_with_a_config_the_last_line_is_said(said, ends, monkey
     def wrong(given):
         raise AttributeError(said)
 
-    monkeypatch.setattr("gradmem_lib.planning.models.find_config", wrong)
+    monkeypatch.setattr("gradmem_lib.model.description.find_config", wrong)
     with pytest.raises(ValueError, match="the config of folder/ is not valid") as told:
         find_model("folder/")
     assert str(told.value).endswith(ends)

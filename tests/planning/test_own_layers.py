@@ -28,9 +28,10 @@ from support.predicted import assert_same, tracked
 from torch import nn
 
 from gradmem_lib import Recipe, find_card, plan, predict
+from gradmem_lib.model.description import Description
+from gradmem_lib.model.layers import find_layers
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
 from gradmem_lib.planning.rows import count_row
-from gradmem_lib.techniques.layers import find_layers
 
 ROWS = 4
 
@@ -202,7 +203,11 @@ class Keeps(Block):
         return super().forward(x * self.scale)
 
 
-@pytest.mark.parametrize("look", [find_own_layers, count_row])
+def row_counted(model, batch, loss):
+    return count_row(Description(model, "", True), batch, loss)
+
+
+@pytest.mark.parametrize("look", [find_own_layers, row_counted])
 def test_a_module_is_left_as_it_was_by_the_forward_that_is_watched(look):
     """A real step could not use what a forward on fake tensors has left in it."""
     model = Chain(Keeps)

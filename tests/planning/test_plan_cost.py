@@ -42,25 +42,27 @@ def test_sizes_of_llama_2_7b_by_hand():
     """
     found = count(known_model("Llama-2-7B")[1])
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
-    assert found.matrices == 32 * layer and found.head == 32000 * 4096
+    assert found.sized.matrices == 32 * layer and found.sized.head_entries == 32000 * 4096
     assert found.parameters == 32 * (layer + 2 * 4096) + 2 * 32000 * 4096 + 4096
     assert found.linear_widths == 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
-    assert found.scores == 32 * 4096 and found.layers == 32 and found.vocabulary == 32000
-    assert found.causal and found.chunked and found.fused and found.experts == 0
-    assert sum(map(math.prod, found.sizes)) == found.parameters
+    assert (
+        found.sized.scores == 32 * 4096 and found.layers == 32 and found.sized.vocabulary == 32000
+    )
+    assert found.sized.causal and found.chunked and found.sized.fused and found.sized.experts == 0
+    assert sum(map(math.prod, found.sized.trained_shapes)) == found.parameters
 
 
 def test_sizes_of_other_kinds_by_hand():
     bert = count(known_model("BERT-base")[1])
     assert (
-        not bert.causal
+        not bert.sized.causal
         and not bert.chunked
-        and bert.vocabulary == 30522
-        and bert.head == 30522 * 768
+        and bert.sized.vocabulary == 30522
+        and bert.sized.head_entries == 30522 * 768
     )
-    assert bert.matrices == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 768
+    assert bert.sized.matrices == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 768
     t5 = count(known_model("T5-small")[1])
-    assert t5.scores == 3 * 6 * 8 * 64 and not t5.causal
+    assert t5.sized.scores == 3 * 6 * 8 * 64 and not t5.sized.causal
     assert t5.layers == 6 + 6 and recompute_fraction(t5, Recipe(checkpointing="first-3")) == 3 / 12
     sizes = dict(
         hidden_size=32,
@@ -72,10 +74,12 @@ def test_sizes_of_other_kinds_by_hand():
     mixtral = count(
         AutoConfig.for_model("mixtral", num_local_experts=8, num_experts_per_tok=2, **sizes)
     )
-    assert mixtral.experts == 3 * 2 * (3 * 32 * 48) and mixtral.matrices == 3 * (4 * 32 * 32)
+    assert mixtral.sized.experts == 3 * 2 * (3 * 32 * 48) and mixtral.sized.matrices == 3 * (
+        4 * 32 * 32
+    )
     gemma = count(known_model("Gemma-2-2B")[1])
     # Its logits are capped, in chunks too; its heads are wider than hidden / heads.
-    assert gemma.chunked and gemma.scores == 26 * 8 * 256
+    assert gemma.chunked and gemma.sized.scores == 26 * 8 * 256
 
 
 @pytest.mark.parametrize(
@@ -125,11 +129,10 @@ def test_what_is_moved_crosses_the_bus_away_and_back():
     assert said == seconds_per_token(work, moving, *sizes)
 
 
-def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen(
-    work,
-):
+def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen():
     # torch counts whole matrices of scores, also where half of them is masked.
-    whole = replace(work, causal=False)
+    whole = count(models.tiny_llama(**LLAMA).config)
+    whole.sized.causal = False
 
     def counted(recipe):
         model, _, undo = prepare(models.tiny_llama(**LLAMA, attention="eager"), recipe)
@@ -174,7 +177,9 @@ def test_operations_of_other_kinds(kind):
     ids = torch.randint(1, 128, (1, 64))
     with FlopCounterMode(display=False) as flops:
         model(input_ids=ids, labels=ids).loss.backward()
-    found = seconds_per_token(replace(count(config), causal=False), Recipe(), FAST, 1, 64) * 64
+    work = count(config)
+    work.sized.causal = False  # the counter below counts all pairs
+    found = seconds_per_token(work, Recipe(), FAST, 1, 64) * 64
     # The routers, of 8 columns, are no linear layers.
     assert found == pytest.approx(flops.get_total_flops(), rel=0.02)
 
@@ -183,7 +188,8 @@ def test_bytes_moved_by_hand(work):
     def moved(recipe, micro=1):
         return seconds_per_token(work, recipe, WIDE, micro, 1) * micro
 
-    p, m, a = work.parameters, work.matrices, 16 * work.linear_widths
+    p, m, a = work.parameters, work.sized.matrices, 16 * work.linear_widths
+    head = work.sized.head_entries
     sgd = Recipe(precision="bf16", optimizer="sgd")
     assert moved(sgd) == pytest.approx(2 * 2 * p + 6 * p + 6 * p)
     assert moved(replace(sgd, checkpointing=1)) == pytest.approx(moved(sgd) + 2 * p)
@@ -194,7 +200,7 @@ def test_bytes_moved_by_hand(work):
     masters = replace(sgd, precision="float32-master", optimizer="adamw-fused")
     assert moved(masters) == pytest.approx(moved(sgd) + 3 * 2 * 4 * p)
     mixed = replace(sgd, precision="autocast-bf16")
-    assert moved(mixed) == pytest.approx(2 * (4 * p + 4 * (m + work.head)) + 12 * p + 12 * p)
+    assert moved(mixed) == pytest.approx(2 * (4 * p + 4 * (m + head)) + 12 * p + 12 * p)
     lora = replace(sgd, lora_rank=16)
     assert moved(lora) == pytest.approx(2 * 2 * p + 6 * a + 6 * a)
     assert moved(replace(lora, quantized_base=True)) == pytest.approx(moved(lora) + 2 * 2.5 * m)
@@ -235,8 +241,11 @@ def test_bytes_that_a_token_keeps_at_least(work):
         == kept(checkpointing=1, chunked_loss=True)
         == 4 * layers / 2
     )
-    assert saved_bytes_per_token(replace(work, layers=0), Recipe(checkpointing=1)) == 4 * layers
-    assert saved_bytes_per_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
+    with_one, with_many_words = replace(work), replace(work, sized=replace(work.sized))
+    with_one.__dict__["layers"] = 0
+    with_many_words.sized.vocabulary = 999
+    assert saved_bytes_per_token(with_one, Recipe(checkpointing=1)) == 4 * layers
+    assert saved_bytes_per_token(with_many_words, Recipe(checkpointing=1)) == 4 * 999
 
 
 RESIDENTS = [
@@ -333,7 +342,7 @@ def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
     count(config)
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(
-        "gradmem_lib.planning.work.skeleton", lambda config: TwoMeans(config).to("meta")
+        "gradmem_lib.prediction.predict.skeleton", lambda config: TwoMeans(config).to("meta")
     )
     with pytest.raises(ValueError, match="the loss of TwoMeans is no mean over labels or rows"):
         count(config)

@@ -16,10 +16,11 @@ from transformers import LlamaForCausalLM
 from view.test_printed_code import ROWS, TOKENS, Gradients, Rows, model_of, run
 
 from gradmem_lib import Recipe, plan, predict
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.description import find_model
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.planning.held import resident_bytes
-from gradmem_lib.planning.models import find_model
 from gradmem_lib.planning.work import count, with_adapters
-from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.quantized import quantize_base
 from gradmem_lib.view.plan_code import plan_code

@@ -43,11 +43,13 @@ def pretended(work):
         layers = 3.0 * tokens * work.linear_widths
         kept = (
             1 - recompute_fraction(work, recipe)
-        ) * layers + 2 * tokens * work.head / work.vocabulary
+        ) * layers + 2 * tokens * work.sized.head_entries / work.sized.vocabulary
         layer = layers / work.layers
-        loss = (1 if recipe.chunked_loss else 8) * tokens * work.vocabulary
+        loss = (1 if recipe.chunked_loss else 8) * tokens * work.sized.vocabulary
         before = held["gradients"] if recipe.accumulation > 1 else 0
-        scratch = 4 * max(map(np.prod, work.sizes)) * (recipe.optimizer != "adamw-fused")
+        scratch = (
+            4 * max(map(np.prod, work.sized.trained_shapes)) * (recipe.optimizer != "adamw-fused")
+        )
         moments = [  # phase, gradients, activations, temporaries
             ("forward", before, kept + loss, 0),
             ("backward", max(before, held["gradients"] // 2), kept / 2 + layer, loss / 2),
@@ -407,7 +409,8 @@ def test_what_moves_to_the_host_where_nothing_fits(method, cards, fits, asks, wo
     Neither where there is no room for a context.
     """
     # as of a model whose loss is not taken in pieces
-    work = replace(work, chunked=False)
+    work = replace(work)
+    work.__dict__["chunked"] = False
     for nbytes, asks_here in ((2**31, asks), (2**20, set())):
         search, asked = Search(work, replace(CARD, nbytes=nbytes), 64, 4 * cards, "cuda", cards), []
         monkeypatch.setattr(

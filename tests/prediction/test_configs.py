@@ -16,7 +16,7 @@ import transformers
 from support.families import tiny_config
 from torch import Tensor, nn
 
-from gradmem_lib.prediction import configs
+from gradmem_lib.model import classes, configs, inputs
 
 ROWS, TOKENS = 3, 16
 AS = {  # without an architecture, what transformers' own class for the task makes of the config
@@ -42,17 +42,17 @@ def test_the_class_that_trains_on_a_config(family):
 def test_the_first_known_architecture_is_taken():
     config = tiny_config("bert")
     config.architectures = ["NotThere", "BertForTokenClassification", "BertForMaskedLM"]
-    assert configs.model_class(config) is transformers.BertForTokenClassification
+    assert classes.model_class(config) is transformers.BertForTokenClassification
     # Of two classes for one task (this one with a teacher besides), too.
-    assert configs.model_class(tiny_config("deit")) is transformers.DeiTForImageClassification
+    assert classes.model_class(tiny_config("deit")) is transformers.DeiTForImageClassification
     with pytest.raises(
         ValueError, match=r"known for a EncodecConfig: .*Name one in config\.architectures"
     ):
-        configs.model_class(transformers.EncodecConfig())
+        classes.model_class(transformers.EncodecConfig())
     with pytest.raises(
         ValueError, match=r"is of NotThere, NorThis, which transformers does not have"
     ):
-        configs.model_class(transformers.LlamaConfig(architectures=["NotThere", "NorThis"]))
+        classes.model_class(transformers.LlamaConfig(architectures=["NotThere", "NorThis"]))
 
 
 HEADS = {
@@ -79,8 +79,8 @@ def test_the_model_learns_from_its_example(name, labels):
     config = tiny_config(family)
     config.num_labels = 2 if head == "QuestionAnswering" else labels
     config.architectures = None if head is None else [f"BertFor{head}"]
-    model = configs.model_class(config)(config)
-    batch = configs.example_batch(model, ROWS, TOKENS)
+    model = classes.model_class(config)(config)
+    batch = inputs.example_batch(model, ROWS, TOKENS)
     assert set(batch) == names
     assert all(len(value) == ROWS for value in batch.values() if isinstance(value, Tensor))
     assert "input_ids" not in batch or batch["input_ids"].shape == (ROWS, TOKENS)
@@ -100,7 +100,7 @@ def test_a_head_whose_labels_are_not_known_asks_for_a_batch(head):
     with pytest.raises(
         ValueError, match=rf"what BertFor{head} trains on .*takes input_ids.*give batch="
     ):
-        configs.example_batch(configs.skeleton(config), ROWS, TOKENS)
+        inputs.example_batch(configs.skeleton(config), ROWS, TOKENS)
 
 
 PICTURES = {
@@ -119,9 +119,9 @@ def test_pictures_of_the_size_that_a_model_takes(name):
     for key, value in settings.items():
         setattr(config, key, value)
     vision = getattr(config, "vision_config", config)
-    found = configs.picture_shape(config)
+    found = inputs.picture_shape(config)
     assert found == (shape or (vision.num_channels, vision.image_size, vision.image_size))
-    assert configs.picture_shape(SimpleNamespace(image_size=8)) == (
+    assert inputs.picture_shape(SimpleNamespace(image_size=8)) == (
         3,
         8,
         8,
@@ -140,8 +140,8 @@ def test_as_many_positions_as_the_model_takes(family):
     if family in ("bert", "roberta"):
         # a table of words is no table of positions
         config.vocab_size = config.max_position_embeddings
-    model = configs.model_class(config)(config).eval()
-    most = configs.most_positions(model)
+    model = classes.model_class(config)(config).eval()
+    most = inputs.most_positions(model)
     ids = torch.full((1, most + 1), 5)
     assert model(input_ids=ids[:, :most]).logits.shape[:2] == (1, most)
     with pytest.raises((IndexError, RuntimeError, ValueError)):
@@ -154,12 +154,12 @@ def test_as_many_positions_as_the_model_takes(family):
 def test_positions_as_a_config_says(said, most):
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(max_position_embeddings=said)
-    assert configs.most_positions(model) == most
+    assert inputs.most_positions(model) == most
     model.config = SimpleNamespace()
-    assert configs.most_positions(model) is None
+    assert inputs.most_positions(model) is None
     pair = (transformers.BertConfig(max_position_embeddings=n) for n in (48, 32))
     model.config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*pair)
-    assert configs.most_positions(model) == 32  # the decoder's
+    assert inputs.most_positions(model) == 32  # the decoder's
 
 
 def test_a_config_from_where_it_was_given(tmp_path):
@@ -240,8 +240,8 @@ def test_rope_factor_stretches_rotary_positions_and_no_learned_table():
     config = tiny_config("llama")
     longer = configs.stretched(config, 2.5)
     positions = config.max_position_embeddings
-    assert configs.most_positions(configs.skeleton(longer)) == int(2.5 * positions)
-    assert configs.most_positions(configs.skeleton(config)) == positions
+    assert inputs.most_positions(configs.skeleton(longer)) == int(2.5 * positions)
+    assert inputs.most_positions(configs.skeleton(config)) == positions
     with pytest.raises(ValueError, match="has a learned table of"):
         configs.stretched(tiny_config("gpt2"), 2)
     with pytest.raises(ValueError, match="does not limit them"):

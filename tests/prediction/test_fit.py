@@ -22,9 +22,9 @@ from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
 from gradmem_lib.course import models
+from gradmem_lib.model.configs import skeleton
+from gradmem_lib.model.layers import find_layers
 from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
-from gradmem_lib.prediction.configs import skeleton
-from gradmem_lib.techniques.layers import find_layers
 
 ASKED = {"batch_size": 4, "seq_len": 48, "target": "cpu"}
 

@@ -12,7 +12,8 @@ from support.predicted import config
 from torch.nn.utils import clip_grad_norm_
 
 from gradmem_lib import Loop, MemoryTracker, Recipe, predict
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 
 ROWS, TOKENS = 4, 16
 

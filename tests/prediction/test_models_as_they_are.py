@@ -27,7 +27,8 @@ from transformers.models.llama import modeling_llama
 
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course import models
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.prediction.question import CannotTrace, Source
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 

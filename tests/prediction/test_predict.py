@@ -22,8 +22,8 @@ from support.predicted import (
 )
 from torch import nn
 
-from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib import MemoryTracker, Recipe, known_model, predict
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques.lora import add_lora
 
@@ -125,11 +125,19 @@ def test_questions_about_the_wrong_model(model, more, error, says):
 
 def test_an_unknown_model_without_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in ("nobody/nothing", "Llama-2-70B"):
-        with pytest.raises(
-            ValueError, match=rf"no model is known as '{name}'.*such as known_model\('Llama-2-7B'\)"
-        ):
-            predict(name, batch_size=1, seq_len=8)
+    with pytest.raises(
+        ValueError, match=r"no model is known as 'nobody/nothing'.*Give a well-known name, such as"
+    ):
+        predict("nobody/nothing", batch_size=1, seq_len=8)
+
+
+def test_a_well_known_name_is_predicted_without_a_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = {"batch_size": 1, "seq_len": 8, "target": "cpu"}
+    by_name, by_config = (
+        predict(given, **asked) for given in ("SmolLM2-135M", known_model("SmolLM2-135M")[1])
+    )
+    assert by_name.peak == by_config.peak and by_name.title.startswith("SmolLM2-135M")
 
 
 def adapted(layers: int = 3) -> nn.Module:

@@ -12,8 +12,8 @@ from support.predicted import BATCH, SEQ, config
 from torch import nn
 
 from gradmem_lib import Recipe, predict
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction import allocator, cuda_kernels
-from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.extrapolation import BYTES
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.trace import traced

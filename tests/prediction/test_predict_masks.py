@@ -13,7 +13,7 @@ from support.nightly import each
 from support.predicted import assert_predicted
 
 from gradmem_lib import Recipe, predict
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.question import CannotTrace
 
 FULL, HIDDEN = torch.ones(2, 16, dtype=torch.int64), (torch.arange(16) < 10).long().expand(2, 16)

@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks
+from gradmem_lib.model.configs import skeleton
 from gradmem_lib.names import SHARDING
 from gradmem_lib.prediction import short_traces
-from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.prediction.question import CannotTrace
 
 FAMILIES = ("llama", "gpt2", "mixtral", "t5")

@@ -11,7 +11,7 @@ from support.nightly import each
 from support.predicted import assert_short_is_full, config
 
 from gradmem_lib import Loop, Recipe
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.techniques.lora import add_lora
 

@@ -16,8 +16,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gradmem_lib import hf_names
-from gradmem_lib.planning.models import model_table
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.known import model_table
 
 LIBRARY = ROOT / "gradmem_lib"
 EXPORTED = dir(transformers)  # names only: importing all of them takes minutes

@@ -7,7 +7,7 @@ from support.families import tiny_config, with_dropout
 from torch import nn
 
 from gradmem_lib.compat.modules import call_override
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.prepare import cast_weights, prepare
 from gradmem_lib.training.recipe import Recipe

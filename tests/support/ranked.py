@@ -7,7 +7,8 @@ import warnings
 from support.families import tiny_config
 from support.predicted import config, tracked
 
-from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.prepare import cast_weights
 from gradmem_lib.training.recipe import Recipe

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from support.families import tiny_config, with_dropout
 from torch.distributed.fsdp import fully_shard
 
-from gradmem_lib.prediction.configs import example_batch, model_class
-from gradmem_lib.training.losses import predicts_next_token
+from gradmem_lib.model.classes import model_class, predicts_next_token
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step

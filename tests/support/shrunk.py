@@ -9,7 +9,7 @@ import copy
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from gradmem_lib.prediction.configs import skeleton
+from gradmem_lib.model.configs import skeleton
 
 HEADS = (
     "CAUSAL_LM",

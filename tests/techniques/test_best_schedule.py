@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradmem_lib import MemoryTracker, extra_forwards
 from gradmem_lib.compat.fake_ranks import fake_process_group
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 
 LAYERS = 4

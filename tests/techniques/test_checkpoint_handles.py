@@ -13,8 +13,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradmem_lib.course import models
+from gradmem_lib.model.layers import find_layers
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.techniques.layers import find_layers
 
 
 class Holds(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 
 from gradmem_lib import AdamW8bit, Recipe, predict
 from gradmem_lib.course import models
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.names import QUANTIZED
-from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.techniques import quantized
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.optimizers import code_table, nearest

@@ -29,9 +29,9 @@ from gradmem_lib import (
     split,
     step,
 )
+from gradmem_lib.model.classes import predicts_next_token
 from gradmem_lib.training.item_rules import labels
 from gradmem_lib.training.items import find_rule
-from gradmem_lib.training.losses import predicts_next_token
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 6, 5, 7

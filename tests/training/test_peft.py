@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification
 
 from gradmem_lib import LoRALinear, Recipe, merge_adapters, predict, prepare
 from gradmem_lib.course import models
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.quantized import quantize_base
 from gradmem_lib.training.adapters import adapters_of, save_adapters

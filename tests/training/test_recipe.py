@@ -13,8 +13,8 @@ from support.oracle import allocator_peak
 from torch import nn
 
 from gradmem_lib import AdamW8bit, LoRALinear, Recipe
+from gradmem_lib.model.linear import linear_layers
 from gradmem_lib.names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING
-from gradmem_lib.techniques.lora import linear_layers
 from gradmem_lib.techniques.losses import chunked_cross_entropy
 from gradmem_lib.techniques.precision import MasterAdamW
 from gradmem_lib.techniques.quantized import Linear4bit

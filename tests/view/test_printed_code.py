@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, TrainerCallback
 
 from gradmem_lib.course.material import models
+from gradmem_lib.model.known import known_model
 from gradmem_lib.planning.cards import find_card
-from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from ...planning.models import model_table
+from ...model.known import model_table
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ _GPT2: dict[str, Any] = {"gated": False, "norm": "layer", "biases": True}
 
 
 def _known(*names: str) -> dict[str, Shape]:
-    """Llamas and GPT-2s of ``planning/models.json``, read without transformers, which takes seconds
+    """Llamas and GPT-2s of ``model/models.json``, read without transformers, which takes seconds
     to import.
     """
     table, found = model_table(), {}

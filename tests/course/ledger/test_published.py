@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradmem_lib.course.ledger import published
-from gradmem_lib.planning.models import known_model
+from gradmem_lib.model.configs import skeleton
+from gradmem_lib.model.known import known_model
 from gradmem_lib.prediction.allocator import Allocator
-from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.view.peaks import off_by
 
 MiB, GiB = 2**20, 2**30

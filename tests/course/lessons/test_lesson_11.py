@@ -9,7 +9,7 @@ from support.lesson_text import lesson
 
 from gradmem_lib.course import puzzle
 from gradmem_lib.course.lessons.lesson_11.exercises import QLORA
-from gradmem_lib.planning.models import model_table
+from gradmem_lib.model.known import model_table
 
 
 @pytest.mark.skipif(not os.environ.get("GRADMEM_ALL"), reason="what moves has to be predicted")

@@ -12,7 +12,7 @@ import pytest
 
 from gradmem_lib import Recipe, out_of_memory, predict
 from gradmem_lib.measure.error_text import pytorch_size
-from gradmem_lib.planning.models import known_model
+from gradmem_lib.model.known import known_model
 from gradmem_lib.prediction.allocator import CONTEXT, replayed, workspace
 from gradmem_lib.units import GiB, KiB, MiB
 

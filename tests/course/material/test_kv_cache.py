@@ -10,7 +10,7 @@ import torch
 from support.families import MIXTURES, OLDER, PAIRS, STATES, TEXT, tiny_config
 
 from gradmem_lib.course.material.accounting import SHAPES, kv_cache_bytes
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 
 ROWS, FEW, MANY = 2, 5, 12  # some families have a window of 8 tokens
 CAUSAL = [

@@ -6,7 +6,7 @@ from support.families import tiny_config
 from torch import nn
 
 from gradmem_lib import count_operations
-from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.model.classes import model_class
 
 X, W, V = torch.ones(3, 4), torch.ones(4, 5), torch.ones(4)
 PAIRS = torch.ones(2, 3, 4), torch.ones(2, 4, 5)

@@ -8,9 +8,9 @@ estimated from counts, not measured.
 
 from bisect import bisect_right
 
+from ....model.description import find_model
 from ....planning.cards import CARDS
 from ....planning.cost import seconds_per_token
-from ....planning.models import find_model
 from ....planning.work import LORA_RANK, count
 from ....prediction.predict import predict
 from ....training.recipe import Recipe

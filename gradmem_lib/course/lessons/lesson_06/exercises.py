@@ -375,8 +375,8 @@ MODEL_7B, CARD_7B, TOKENS_7B, BATCH_7B = "Llama-2-7B", "RTX 4090 24GB", 2048, 8
 @cache
 def sizes_7b():
     """The model's config, its sizes and its card."""
+    from ....model.known import known_model
     from ....planning.cards import find_card
-    from ....planning.models import known_model
     from ....planning.work import count
 
     config = known_model(MODEL_7B)[1]

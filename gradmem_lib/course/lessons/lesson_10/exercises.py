@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ....compat.fake_ranks import fake_process_group
+from ....model.description import find_model
 from ....names import IGNORED
-from ....planning.models import find_model
 from ....training.recipe import Recipe
 from ...judge.compare import Measured
 from ...judge.exercise import Exercise, Unusable, calls, measured
@@ -321,7 +321,7 @@ def seventy_peak(recipe: Recipe, tokens: int = TOKENS):
     from ....prediction.predict import predict
 
     ask = {"batch_size": 1, "seq_len": tokens, "ranks": RANKS, "target": "cuda"}
-    return predict(find_model("Llama-2-70B")[0], recipe=recipe, **ask).peak
+    return predict("Llama-2-70B", recipe=recipe, **ask).peak
 
 
 def layers_at_once(recipe: Recipe, layers: int) -> int:

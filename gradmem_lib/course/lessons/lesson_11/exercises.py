@@ -47,7 +47,7 @@ def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
         return "step"
     # A micro-batch's logits when backward begins: themselves and their gradient, 8 bytes for each.
     tokens = one.rows // one.cards // recipe.accumulation * one.tokens
-    logits = 0 if recipe.chunked_loss else 8 * tokens * here.work.vocabulary
+    logits = 0 if recipe.chunked_loss else 8 * tokens * here.work.sized.vocabulary
     activations = weighed.held.get("activations", 0)
     temporaries = weighed.held.get("temporaries", 0)
     other = weighed.held.get("other", 0)

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
+from ....model.description import find_model
 from ....planning.cards import find_card
-from ....planning.models import find_model
 from ....planning.options import Option
 from ....planning.search import Search
 from ....planning.work import LORA_RANK, count

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 
-from ....techniques.lora import linear_layers
+from ....model.linear import linear_layers
 from ....training.recipe import Recipe
 
 

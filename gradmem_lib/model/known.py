@@ -1,17 +1,10 @@
 """Well-known models by name: their sizes, without a network."""
 
-import copy
 import difflib
 import json
-import os
 import re
 from importlib.resources import files
 from typing import Any
-
-from torch import nn
-
-from ..compat.transformers_models import inside_peft
-from ..prediction.configs import find_config, model_class, title_of
 
 
 def model_table() -> dict[str, dict[str, Any]]:
@@ -113,61 +106,3 @@ def similar_names(name: str) -> list[str]:
     by_plain_name = {_plain(known): known for known in model_table()}
     nearest = difflib.get_close_matches(_plain(name.rpartition("/")[2]), by_plain_name, n=3)
     return [by_plain_name[plain] for plain in nearest]
-
-
-def is_own_module(given: object) -> bool:
-    """Whether ``given`` is a module that transformers could not build from its config."""
-    from transformers import PretrainedConfig
-
-    if not isinstance(given, nn.Module):
-        return False
-    inside = inside_peft(given)
-    config = getattr(inside, "config", None)
-    if not isinstance(config, PretrainedConfig):
-        return True
-    config = copy.deepcopy(config)
-    config.architectures = [type(inside).__name__]
-    try:
-        return model_class(config) is not type(inside)
-    except ValueError:
-        return True
-
-
-def find_model(model_or_config) -> tuple[Any, str]:
-    """(config, title) of a model, a config, a well-known name, a folder or a hub id.
-
-    Raises ``ValueError`` for anything else.
-    """
-    if isinstance(model_or_config, nn.Module):
-        inside = inside_peft(model_or_config)
-        if (config := getattr(inside, "config", None)) is None:
-            raise ValueError(
-                f"{type(model_or_config).__name__} has no config, so its inputs are not known: "
-                "give batch=, a row or more of what it takes (torch.empty(..., device='meta') "
-                "costs no memory), and loss= if its output has no loss; or predict each recipe "
-                "with predict(model, batch=..., recipe=Recipe(...))"
-            )
-        config = copy.deepcopy(config)
-        config.architectures = [type(inside).__name__]
-        return config, type(inside).__name__
-    named = isinstance(model_or_config, str) and not os.path.exists(model_or_config)
-    if (known := known_model(model_or_config) if named else None) is not None:
-        return known[1], known[0]
-    try:
-        config = find_config(model_or_config)
-        return config, title_of(model_or_config, config)
-    except ValueError as error:
-        nearest = similar_names(model_or_config) if named else []
-        if not nearest:
-            raise
-        raise ValueError(
-            f"{error}. Known by name, without a network, and written most like it: "
-            f"{', '.join(nearest)}"
-        ) from error
-    except Exception as error:  # transformers' checks of a config's fields may raise anything
-        if not isinstance(model_or_config, str | os.PathLike):
-            raise
-        message = (str(error).strip().splitlines() or [""])[-1].strip()
-        raise ValueError(
-            f"the config of {model_or_config} is not valid ({type(error).__name__}: {message})"
-        ) from error

@@ -1,0 +1,119 @@
+"""Finds a model's config, and builds the model of a config without memory."""
+
+import copy
+import math
+import os
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+from torch import nn
+
+from ..compat.transformers_models import attention_of, use_sdpa
+from ..names import is_flash
+from .classes import model_class
+
+
+def stretched(config, rope_factor: float):
+    """A copy of ``config`` for RoPE scaling: its model takes ``rope_factor`` times as many tokens
+    in a row.
+
+    Scaling divides the rotary frequencies when the model is built, so that its step needs the same
+    bytes. Raises ``ValueError`` for a model whose positions are learned, or are not counted.
+    """
+    if not isinstance(rope_factor, int | float) or not 1 <= rope_factor < math.inf:
+        raise ValueError(f"rope_factor={rope_factor!r}: give a number of at least 1, such as 4")
+    longer = copy.deepcopy(config)
+    text = longer.get_text_config(decoder=True) if hasattr(config, "get_text_config") else longer
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        raise ValueError(
+            f"rope_factor={rope_factor} stretches the positions of a model, and the config of this "
+            "one does not limit them: leave it out"
+        )
+    text.max_position_embeddings = int(positions * rope_factor)
+    before, after = (sum(p.numel() for p in skeleton(c).parameters()) for c in (config, longer))
+    if after != before:
+        raise ValueError(
+            f"rope_factor={rope_factor} stretches rotary positions, and this model has a learned "
+            f"table of {positions:,} positions: shorten the rows, or give the config of a model "
+            "with a larger table"
+        )
+    return longer
+
+
+def title_of(given, config) -> str:
+    return (
+        os.path.basename(os.fspath(given))
+        if isinstance(given, (str, os.PathLike))
+        else config.model_type
+    )
+
+
+def find_config(given):
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(given, PretrainedConfig):
+        return given
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            "predict takes a transformers config, a folder, a hub id or an nn.Module, and was "
+            f"given {type(given).__name__}"
+        )
+    name = os.fspath(given)
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(
+            f"the folder {name} has no config.json: give one that save_pretrained has written"
+        )
+    try:
+        try:
+            return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError):
+            if os.path.exists(name) or not _hub_answers():
+                raise
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"no model is known as {name!r} ({reason}). Give a well-known name, such as "
+            "'Llama-2-7B', a folder with a config.json, the id of a model on the hub (needs a "
+            "network, and for some a login), or a config: LlamaConfig(hidden_size=4096, ...)"
+        ) from error
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached. If it cannot, its client would try for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE  # a proxy may reach it
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def skeleton(config) -> nn.Module:
+    """The model of ``config`` on the meta device: its structure without memory."""
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            "the config has a quantization_config, and a recipe says how a base is stored: give "
+            "the model as it was before, or a config without that field. To keep it in 4 bits: "
+            "plan's method='qlora', Recipe(precision='float32', lora_rank=16, "
+            "quantized_base='nf4', compute_dtype='bf16'), or a BitsAndBytesConfig as quantized_base"
+        )
+    kind = model_class(config)
+    copied = copy.deepcopy(config)
+    if is_flash(attention_of(copied)):
+        use_sdpa(copied)  # the kernel's package may not be there
+    try:
+        with torch.device("meta"):
+            return kind(copied)
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: "
+            f"{error}): change the setting that causes this error"
+        ) from error
